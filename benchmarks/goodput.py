@@ -551,7 +551,7 @@ def evenness(legs: Sequence[Leg], window_s: float) -> float:
 
 def different(one: CommitRecord, other: CommitRecord) -> bool:
     """In anything but the plan it was made under."""
-    fields = ("step", "scale", "learning_rate", "total_norm", "norms_hash", "data_cursor", "loss")
+    fields = ("step", "scale", "learning_rate", "total_norm", "norms_hash", "loss")
     return any(getattr(one, name) != getattr(other, name) for name in fields)
 
 

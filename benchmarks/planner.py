@@ -11,7 +11,6 @@
     latency    the line of stages a token crosses soonest: up to 14 peers, and 5,000
     alike      one replica, pools of equal machines and of ones that hardly differ
     lines      several serving lines side by side, 64 and 500 peers: gain over one, gap to the bound
-    churn      peers come and go: gap, movement, time per event
 
 Pools mix consumer devices (`random_pools`), uplinks from 50 to 1000 Mbit/s. Times are CPU seconds of this process, one
 thread; what compiling or loading compiled loops took is told apart (`first`).
@@ -40,7 +39,6 @@ from fusionai.scheduling.coverage_kernels import Swarm, rate
 from fusionai.scheduling.many_holders import many_holders
 from fusionai.scheduling.many_lines import many_lines
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.replanning import Keeper
 from fusionai.scheduling.swarm import swarm_of
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
 from random_pools import MODELS, alike_pool, serving_pool, training_pool
@@ -66,7 +64,6 @@ def main() -> None:
         "latency": latency,
         "alike": alike,
         "lines": lines,
-        "churn": churn,
     }
     results: dict[str, Result] = {}
     for name in arguments.parts or [part for part in parts if part != "huge"]:
@@ -241,13 +238,6 @@ def lines(arguments: argparse.Namespace) -> Result:
     return results
 
 
-def churn(arguments: argparse.Namespace) -> Result:
-    results: Result = {}
-    for peers, model, events in ((64, "8B", arguments.events), (5_000, "8B", 1000), (5_000, "70B", 1000)):
-        results[f"{peers} {model}"] = _churned(peers, model, events)
-    return results
-
-
 def _covered(title: str, cases: list[tuple[str, Problem]]) -> Result:
     first_s = 0.0
     gaps: list[float] = []
@@ -283,46 +273,6 @@ def _covered(title: str, cases: list[tuple[str, Problem]]) -> Result:
         flush=True,
     )
     return {"gaps": gaps, "seconds": seconds, "first_s": first_s, "gains": gains, "refused": refused}
-
-
-def _churned(peers: int, model: str, events: int) -> Result:
-    """Joins and quits in turn at random, `peers` on average out of one and a half times as many."""
-    everybody = training_pool(peers * 3 // 2, model, 0)
-    swarm = swarm_of(Chain(everybody, everybody.blocks), everybody.peers, IN_FLIGHT, loss_elsewhere=False)
-    draw = random.Random(f"churn {peers} {model}")
-    present = set(draw.sample(range(len(everybody.peers)), peers))
-    keeper = Keeper(swarm, sorted(present))
-    for peer in sorted(present)[:2]:
-        keeper.leave(peer)
-        keeper.join(peer)
-    gaps: list[float] = []
-    seconds: list[float] = []
-    moved = lost = 0
-    for number in range(events):
-        leaves = len(present) > peers if len(present) != peers else draw.random() < 0.5
-        if leaves:
-            peer = draw.choice(sorted(present))
-            present.discard(peer)
-            change, spent_s = _timed(lambda peer=peer: keeper.leave(peer))
-            lost += change.lost
-        else:
-            peer = draw.choice(sorted(set(range(len(everybody.peers))) - present))
-            present.add(peer)
-            change, spent_s = _timed(lambda peer=peer: keeper.join(peer))
-        moved += change.moved
-        seconds.append(spent_s)
-        if number % max(1, events // 50) == 0:
-            gaps.append(keeper.prove(20 if peers < 1000 else 2) / keeper.cover - 1)
-    milliseconds = [1000 * spent_s for spent_s in seconds]
-    mean = sum(gaps) / len(gaps)
-    print(
-        f"  {peers} peers, {model}, {events} events: gap mean {100 * mean:.2f} %, "
-        f"{_spread([100 * g for g in gaps], '%')}; "
-        f"moved {moved / max(1, lost):.2f} x the blocks lost; {_spread(milliseconds, 'ms')}, "
-        f"p99 {float(np.percentile(milliseconds, 99)):.2f} ms",
-        flush=True,
-    )
-    return {"gaps": gaps, "milliseconds": milliseconds, "moved": moved, "lost": lost}
 
 
 def _served(peers: int, model: str, seed: int) -> Any:
@@ -445,7 +395,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--peers", type=int, nargs="+", default=[64, 500, 5_000], help="sizes of `coverage`")
     parser.add_argument("--pools", type=int, default=200, help="pools of `optimum`")
     parser.add_argument("--oracle", type=float, default=20.0, help="seconds HiGHS has per pool")
-    parser.add_argument("--events", type=int, default=10_000, help="of `churn` at 64 peers")
     parser.add_argument("--json", type=Path, help="write the results here")
     return parser.parse_args()
 

@@ -225,7 +225,6 @@ async def _stretch(
                 learning_rate=1e-3,
                 total_norm=0.0,
                 norms_hash="",
-                data_cursor=0,
                 fence=FENCE,
                 loss=0.0,
             )

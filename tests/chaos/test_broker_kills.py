@@ -67,7 +67,7 @@ class Broker:
                 line = (await process.stdout.readline()).decode()
                 assert line, f"the broker ended: {said}"
                 said.append(line)
-        assert not any("Mended" in line for line in said), f"a kill damaged the journal: {said}"
+        assert not any("Repaired" in line for line in said), f"a kill damaged the journal: {said}"
         reachable = next(line for line in said if line.startswith("Reachable at"))
         self.port = int(reachable.split(",")[0].rpartition(":")[2])
         return said[-1].split("fusion join ")[1].strip()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +19,7 @@ from typing import Final
 import httpx
 import pytest
 
+from fusionai.client.local_pool import BROKER
 from fusionai.serving import progress
 from harness.besieged_job import peers, seed_of
 from harness.fault_proxy import free_port
@@ -93,10 +97,10 @@ class Client:
 
 
 @contextmanager
-def serving(pool: LivePool, model: Path, port: int, ready: Path) -> Iterator[Process]:
+def serving(pool: LivePool, model: Path, port: int, ready: Path, stages: int = STAGES) -> Iterator[Process]:
     """Until the block ends at the latest."""
     server = Process(
-        *("serve", model, "--stages", STAGES, "--context", 256, "--sessions", STREAMS, "--port", port),
+        *("serve", model, "--stages", stages, "--context", 256, "--sessions", STREAMS, "--port", port),
         *("--threads", 1, "--home", pool.owner, "--json", ready),
     )
     try:
@@ -200,3 +204,113 @@ def test_a_machine_that_leaves_hands_its_sessions_over_first(
     assert not any(held.state == "waiting" for answer in siege.answers for _, held in answer.held)
     assert all(answer.end is not None and answer.end.reason == "length" for answer in siege.answers)
     tell(str(reference.compare([(answer.ask, answer.tokens) for answer in siege.answers])))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_fast_machine_that_comes_back_gets_a_stage_again_when_no_session_runs(
+    stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]
+):
+    """A slow one has all of the model meanwhile: as the other's guard, or because it is cut anew over what is left. The
+    model is large enough for plans to count its layers more than the way between processes of a busy machine."""
+    model = write_model(tmp_path / "tiny", hidden_size=256, intermediate_size=1024)
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    calm, through, after = (Client(url, asked(1, 0).prompt, 120) for _ in range(3))
+    with LivePool(tmp_path / "pool", ("quick",)) as pool:
+        pool.start("slow", pool.invite(), "--share", "10%").wait_for("In pool")
+        with (
+            serving(pool, model, port, tmp_path / "out.json", stages=stages) as server,
+            ThreadPoolExecutor(1) as listening,
+        ):
+            if stages == 1:
+                server.wait_for("is on slow as a spare")
+            calm.listen()
+            under_way = listening.submit(through.listen)
+            assert through.begun.wait(START_S)
+            pool.kill("quick")
+            server.wait_for("plan 2: ")
+            pool.start("quick").wait_for("In pool")
+            server.wait_for("is on quick as a spare")
+            back_s = server.came_at_s[-1]
+            under_way.result(START_S)
+            over_s = time.time()
+            moved = server.wait_until(
+                lambda: next((line for line in server.lines if "no session runs" in line), None), START_S
+            )
+            assert moved is not None, server.text
+            assert moved.count(" on quick") == 1
+            assert moved.count(" on slow") == stages - 1
+            moved_s = server.came_at_s[server.lines.index(moved)]
+            assert moved_s > over_s
+            after.listen()
+            server.interrupt()
+            assert server.ended() == 0, server.text
+    assert [one.end for one in (calm, through, after)] == ["done"] * 3
+    assert calm.pieces
+    assert {"".join(one.pieces) for one in (through, after)} == {"".join(calm.pieces)}
+    assert server.text.count("no session runs") == 1
+    tell(f"{moved.strip()}\n{moved_s - back_s:.1f} s after it stood by, {moved_s - over_s:.1f} s after the last stream")
+
+
+@pytest.mark.timeout(1200)
+def test_every_peer_of_a_local_pool_is_killed_once_while_streams_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]
+):
+    """Each is started again and stands by before the next one falls; whoever reads a stream can tell nothing."""
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path / "default"))
+    port, figures = free_port(), tmp_path / "serve.json"
+    url = f"http://127.0.0.1:{port}"
+    server = Process(
+        *("serve", model, "--local", 3, "--context", 256, "--sessions", STREAMS, "--port", port),
+        *("--threads", 1, "--home", tmp_path / "home", "--json", figures),
+    )
+
+    def said(words: str, times: int = 1) -> None:
+        heard = server.wait_until(
+            lambda: True if sum(words in line for line in server.lines) >= times else None, START_S
+        )
+        assert heard, f"{words!r} came less than {times} times; said: {server.text}"
+
+    def listening(stop: Event, clients: list[Client]) -> None:
+        while not stop.is_set():
+            clients.append(Client(url, asked(1, 2 * len(clients) % 8).prompt, 180))
+            clients[-1].listen()
+
+    stop = Event()
+    streams: list[list[Client]] = [[] for _ in range(2)]
+    try:
+        said("curl ")
+        peers = {name: pid for name, pid in json.loads(figures.read_text())["local_pids"].items() if name != BROKER}
+        assert len(peers) == 4
+        said("as a spare")
+        with ThreadPoolExecutor(len(streams)) as reading:
+            over = [reading.submit(listening, stop, clients) for clients in streams]
+            for struck, (name, pid) in enumerate(peers.items(), 1):
+                os.kill(pid, signal.SIGKILL)
+                said(f"{name} was killed (signal 9); it is started again in")
+                said(f"{name} runs again")
+                said("can be guarded now", struck)
+                said(f" is on {name} as a spare")
+            stop.set()
+            for one in over:
+                one.result(START_S)
+        assert "not started again" not in server.text
+        assert "Traceback" not in server.text
+        server.interrupt()
+        assert server.ended() == 0, server.text
+    finally:
+        stop.set()
+        if server.lives:  # its pool is ended by nobody else
+            server.interrupt()
+            server.ended()
+        server.end()
+    texts: dict[tuple[int, ...], set[str]] = {}
+    clients = [client for one in streams for client in one]
+    assert {client.end for client in clients} == {"done"}
+    for client in clients:
+        texts.setdefault(client.prompt, set()).add("".join(client.pieces))
+    assert all(len(found) == 1 for found in texts.values())
+    gaps = re.findall(r"tokens stood still for ([\d.]+ m?s)", server.text)
+    tell(f"{len(clients)} streams, {len(peers)} peers killed; tokens stood still for {', '.join(gaps)}")

@@ -20,10 +20,11 @@ from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, Stored
-from fusionai.ir.stored import stored_bytes, unpack_stored, with_stored
+from fusionai.ir.stored import stored_bytes, with_stored
 from fusionai.ir.validate import validate
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import OptimizerSpec, StageOptions
+from harness.opened_weights import unpack_stored
 
 pytestmark = pytest.mark.slow
 SEED, ROWS, LENGTH = 3, 2, 12

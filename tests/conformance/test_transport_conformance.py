@@ -23,7 +23,6 @@ from fusionai.transport.credentials import MemberCredentials, StrangerCredential
 from fusionai.transport.event_loop import loop_factory
 from fusionai.transport.identity import load_identity, peer_of
 from fusionai.transport.interface import Channel, Listener, Remote, Role, Transport
-from fusionai.transport.memory import MemoryNetwork
 from fusionai.transport.quic import QuicTransport
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.frame import (
@@ -35,6 +34,7 @@ from fusionai.wire.frame import (
     encode_header,
 )
 from fusionai.wire.messages import Fence, Hello, Invited, Message, Ping, Probe, StateChunk, TensorHeader, encode
+from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
 
 DEADLINE_S = CEILING_S

@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from fusionai.transport.framed import FramedChannel
-from fusionai.transport.memory import MemoryChannel
 from fusionai.transport.tcp_channel import TcpChannel
 from fusionai.wire.reader import Frame
+from harness.memory_transport import MemoryChannel
 
 PAGE_BYTES = 4096
 MEMORY_READABLE = sys.platform == "linux" and Path("/proc/self/mem").exists()

@@ -20,10 +20,7 @@ from fusionai.scheduling.types import BlockCost, PeerProfile, Problem
 
 _WAYS = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1))
 """Sets of levers: recompute, optimizer state in a file, weights away (only with recompute)."""
-_SPARING = 1.2
 _DISK_BYTES_PER_S = 500e6
-_COPY_BYTES_PER_S = 6e9
-_UPDATE_BYTES = 3 * 2**20
 _ALLOWED = {"never": (0,), "always": (1,), "auto": (0, 1)}
 
 Floats = npt.NDArray[np.float64]

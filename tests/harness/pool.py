@@ -41,11 +41,11 @@ from fusionai.training.job import StateSource, TrainingJob
 from fusionai.training.local_updates import Exchange
 from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.interface import Accept, Channel, Listener, Transport
-from fusionai.transport.memory import MemoryNetwork
 from fusionai.transport.placements import Seal
 from fusionai.transport.tickets import Ticket, sign_ticket
 from fusionai.wire.codecs import Codec
 from fusionai.wire.messages import Message, OptimizerSpec, StageOptions, Stream
+from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
 
 OWNER_KEY = Ed25519PrivateKey.from_private_bytes(b"the job owner's key in all tests")

@@ -19,7 +19,7 @@ from fusionai.capture.source import ConfigSource, DirectorySource, ModelSource
 from fusionai.capture.state import StateSource, index_checkpoint
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointReader, CheckpointWriter
-from fusionai.storage.weights import ModelDirectory
+from harness.model_files import model_tensors
 
 SEED = 5
 WIDE = 0.25
@@ -109,7 +109,7 @@ def through_files(source: ModelSource, place: Path, dtype: torch.dtype = torch.f
     reader = CheckpointReader(written)
     if odd := [key for key, tensor in held.items() if reader.read(f"model/{key}") != tensor]:
         return f"{odd[0]} is another in a checkpoint"
-    if odd := set(ModelDirectory(files.directory).names) ^ set(ModelDirectory(written).names):
+    if odd := set(model_tensors(files.directory)) ^ set(model_tensors(written)):
         return f"only one of two files has {min(odd)}"
     again = files.loaded(written).state_dict()
     if odd := [key for key, tensor in held.items() if not equal(tensor, again[key])]:

@@ -231,16 +231,14 @@ class Faults:
         return True
 
     def a_stage_is_to_move(self) -> bool:
-        world, roles = self.world, self._roles
-        idle = [p for p in sorted(world.members) if p != OWNER and world.present(p) and p not in roles.places.values()]
-        stages = [stage for stage, peer in roles.places.items() if peer != OWNER]
-        if not idle or not stages:
-            return False
-        places = {**roles.places, self.choose.choice(stages): self.choose.choice(idle)}
-        return self._give(places, roles.partition)
+        return self._take_in(self._roles.partition)
 
     def another_cut_is_wanted(self) -> bool:
         return self._give(dict(self._roles.places), self._roles.partition + "'")
+
+    def another_cut_takes_a_machine_in(self) -> bool:
+        """As where `scheduling.regrowth` found a faster plan."""
+        return self._take_in(self._roles.partition + "'")
 
     def requests_are_cancelled(self) -> bool:
         for number in list(self.world.answers):
@@ -249,6 +247,16 @@ class Faults:
         return True
 
     # ------------------------------------------------------------------------------------------------------ details
+
+    def _take_in(self, partition: str) -> bool:
+        """A machine that runs no stage gets one."""
+        world, roles = self.world, self._roles
+        idle = [p for p in sorted(world.members) if p != OWNER and world.present(p) and p not in roles.places.values()]
+        stages = [stage for stage, peer in roles.places.items() if peer != OWNER]
+        if not idle or not stages:
+            return False
+        places = {**roles.places, self.choose.choice(stages): self.choose.choice(idle)}
+        return self._give(places, partition)
 
     def _give(self, places: dict[int, str], partition: str) -> bool:
         guards = {stage: peer for stage, peer in self._roles.guards.items() if peer not in places.values()}
@@ -315,6 +323,7 @@ EVERY_FAULT: Final[tuple[Fault, ...]] = (
     Faults.a_peer_leaves,
     Faults.a_stage_is_to_move,
     Faults.another_cut_is_wanted,
+    Faults.another_cut_takes_a_machine_in,
     Faults.requests_are_cancelled,
 )
 

@@ -6,14 +6,13 @@ them, `tests/integration/test_shared_values.py` compares with plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-Batch = Mapping[str, torch.Tensor]
 WIDTH = 8
 VOCABULARY = 23
 

@@ -230,11 +230,11 @@ class Siege:
                 noticed = about.match(line) or (outcome.role is Role.BROKER and "broker can't be reached" in line)
                 if noticed and outcome.detected_s is None:
                     outcome.detected_s = after_s
-                    if ", which guarded " in line:
+                    if ", warm standby of " in line:
                         outcome.role = Role.SPARE  # its stage had moved between the census and the blow
                 # Where a stage stood still, the driver says when it was past that; if it was killed itself, the next.
                 stood_still = outcome.role is Role.STAGE and met is self.drivers[outcome.driver]
-                past = (noticed and "later step" in line) if stood_still else _COMMIT.match(line)
+                past = (noticed and "recovered after" in line) if stood_still else _COMMIT.match(line)
                 if past and outcome.recovered_s is None:
                     outcome.recovered_s = after_s
                     outcome.bereaved = outcome.role is not Role.DRIVER and met is not self.drivers[outcome.driver]

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from fusionai.backends.interface import Backend
-from fusionai.backends.null.backend import NullBackend
 from fusionai.execution.boundary import boundaries
 from fusionai.execution.member import JobMember
 from fusionai.execution.state import headers
@@ -26,6 +25,7 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import CommitRecord, Fence, OptimizerSpec, StageOptions
+from harness.null_backend import NullBackend
 from harness.patience import CEILING_S
 from harness.pool import JOB, OWNER, SEAL, MemoryPool, peer_id, tensor
 
@@ -197,12 +197,9 @@ class Stand:
             "fence": FENCE,
             "job": JOB,
             "stage": 0,
-            "stages": 3,
             "graph_hash": schema.content_hash(self.partition.stages[0].graph),
             "boundary": msgspec.Raw(msgspec.msgpack.encode(self.boundaries[0])),
             "options": StageOptions(microbatches=MICROBATCHES, in_flight=2, optimizer=OptimizerSpec()),
-            "neighbours": self.neighbours(),
-            "ticket": self.pool.ticket(self.peer),
             "tensors": headers(carried),
         }
         return wire.Attach(**{**fields, **changes}), carried
@@ -371,7 +368,6 @@ def commit(step: int = 0, **changes: Any) -> wire.Commit:
         learning_rate=0.1,
         total_norm=1.0,
         norms_hash="",
-        data_cursor=0,
         fence=FENCE,
         loss=1.0,
     )

@@ -313,6 +313,7 @@ def test_sigterm_ends_the_broker_cleanly(tmp_path: Path):
                 running.process.send_signal(signal.SIGTERM)
                 _, said = await running.process.communicate()
                 assert (running.process.returncode, said) == (0, b"")
-                await talk.wait_closed()
+                with pytest.raises(ChannelClosed):
+                    await talk.ask(registration(member))
 
     asyncio.run(main())

@@ -43,8 +43,8 @@ def test_what_is_killed_is_recovered_and_nothing_is_lost(tmp_path: Path):
     for words in ("step 2: SIGKILL for", "was killed (stage 1); "):
         assert words in done.out, done.out
     # Whether the snapshot of step 1 was whole when its stage died is the machine's pace.
-    assert re.search(r" takes over from its snapshot of step (1;|0, 1 step again;)", done.out), done.out
-    assert "the broker is started again" in done.out
+    assert re.search(r" takes over from its snapshot of step (1;|0, with 1 step recomputed;)", done.out), done.out
+    assert "the broker is restarted" in done.out
     assert "was killed" not in done.err
     report = Path(seen["report"]).read_text(encoding="utf-8")
     assert "bit for bit, through 2 faults" in report
@@ -73,7 +73,7 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path, interrupts: int):
         (("--peers", "0"), "--peers is 0"),
         (("--spares", "-1"), "--spares is -1"),
         (("--steps", "0"), "--steps is 0"),
-        (("--directory", "/dev/null/x"), "can't be made"),
+        (("--directory", "/dev/null/x"), "can't be created"),
         (("--kill", "7"), "expected STEP:STAGE, such as 7:2 or 7:broker, got '7'"),
         (("--kill", "51:0"), "--kill 51:0: steps are numbered from 1 to 50"),
         (("--kill", "0:0"), "--kill 0:0: steps are numbered from 1 to 50"),

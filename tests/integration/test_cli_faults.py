@@ -65,7 +65,8 @@ def test_a_spare_takes_over_and_who_was_lost_comes_back(pool: LivePool, losses: 
     told = job.wait_for("takes over")
     assert re.search(
         rf"^step \d+: {lost} is lost \(stage 1\): .*; \w+ takes over from "
-        r"(its snapshot of step \d+|the initial weights)(, \d+ steps? again)?; [\d.]+ m?s later step \d+ is committed$",
+        r"(its snapshot of step \d+|the initial weights)(, with \d+ steps? recomputed)?; "
+        r"recovered after [\d.]+ m?s \(step \d+ committed\)$",
         told,
     ), told
     pool.start(lost).wait_for("In pool")
@@ -91,7 +92,7 @@ def test_without_a_spare_the_job_waits_and_goes_on_by_itself(pool: LivePool, los
     assert "`fusion invite`" in waiting
     pool.start(lost).wait_for("In pool")
     assert job.ended() == 0, job.text
-    assert "is back and goes on" in job.text
+    assert "is back and continues" in job.text
     assert figures(tmp_path)["losses"] == losses
     pool.start(spare).wait_for("In pool")
 

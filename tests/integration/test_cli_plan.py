@@ -41,7 +41,7 @@ def test_the_live_pool_and_a_machine_that_is_gone(tmp_path: Path):
         while not (left := planned()["excluded"]):
             assert time.monotonic() < until, "the broker never missed it"
         assert [entry["peer"] for entry in left] == ["barn"]
-        assert left[0]["reason"] in ("nothing has been heard from it lately.", "it is not connected.")
+        assert left[0]["reason"] in ("its heartbeats have stopped.", "it is not connected.")
         refused = fusion("plan", model, "--home", pool.owner, "--require", "barn")
         assert refused.code == 2
         assert "there is no peer 'barn'" in refused.err

@@ -112,7 +112,7 @@ def test_a_pool_is_opened_entered_looked_at_and_left(tmp_path: Path):
             assert "fusion join fusion1-" in fusion("invite", "--home", homes["broker"]).stdout
             nothing_lent = fusion("leave", "--home", homes["owner"])
             assert nothing_lent.returncode == 2
-            assert "lends nothing" in nothing_lent.stderr
+            assert "not lending itself" in nothing_lent.stderr
             unknown = fusion("logs", "nobody", "--home", homes["owner"])
             assert (unknown.returncode, "no job 'nobody'" in unknown.stderr) == (2, True)
             outside = fusion("pool", "--home", homes["stranger"])
@@ -121,7 +121,7 @@ def test_a_pool_is_opened_entered_looked_at_and_left(tmp_path: Path):
             assert fusion("leave", "--home", homes["provider"]).returncode == 0
             provider.wait_for("Left the pool.")
             assert provider.process.wait(timeout=PATIENCE_S) == 0
-        assert "Nobody is in pool" in fusion("pool", "--home", homes["owner"]).stdout
+        assert "has no members yet" in fusion("pool", "--home", homes["owner"]).stdout
         assert broker.interrupt() == 0
     gone = fusion("pool", "--home", homes["owner"])
     assert gone.returncode == 1

@@ -87,7 +87,13 @@ def test_two_replicas_agree(undisturbed: dict[str, Any]) -> None:
     unpacked_bytes = 2 * 2 * ROUNDS * trained_bytes
     assert unpacked_bytes / 4 < exchange["exchanged_bytes"] < unpacked_bytes / 3
     assert exchange["times_less"] == pytest.approx(exchange["every_step_bytes"] / exchange["exchanged_bytes"])
-    for words in ("replica 0:", "replica 1:", f"step {STEPS}/{STEPS}", f"round {ROUNDS}: 2 replicas agree", "x less"):
+    for words in (
+        "replica 0:",
+        "replica 1:",
+        f"step {STEPS}/{STEPS}",
+        f"round {ROUNDS}: 2 replicas synchronised",
+        "x less",
+    ):
         assert words in figures["said"], words
     for one in (first, second):
         assert (Path(one["directory"]) / "report.html").is_file()
@@ -96,7 +102,7 @@ def test_two_replicas_agree(undisturbed: dict[str, Any]) -> None:
 def test_done_is_done(pool: LivePool, undisturbed: dict[str, Any]) -> None:
     recipe = Path(undisturbed["directory"]).parent / "r.toml"
     again = trained(pool, recipe)
-    assert f"all {STEPS} steps are done already" in again["said"]
+    assert f"all {STEPS} steps are already done" in again["said"]
     assert again["checkpoint"] == undisturbed["checkpoint"]
     assert again["losses"] == undisturbed["losses"]
 
@@ -155,7 +161,7 @@ def test_a_replica_joins_is_lost_and_returns_and_the_other_never_waits(
 ) -> None:
     def rounds(count: int, others: str) -> bool | None:
         """True once `count` rounds of `others` were said."""
-        return sum(f": {others} agree" in line for line in running.lines) >= count or None
+        return sum(f": {others} synchronised" in line for line in running.lines) >= count or None
 
     with LivePool(tmp_path_factory.mktemp("own"), peers=("one",)) as pool:
         directory = tmp_path / "elastic"
@@ -170,14 +176,14 @@ def test_a_replica_joins_is_lost_and_returns_and_the_other_never_waits(
         )
         running = Process(*command(pool, recipe))
         running.wait_for("replica 1 waits for machines: the pool has machines for 1 of 2 replicas")
-        running.wait_for(": 1 of 2 replicas agree")
+        running.wait_for(": 1 of 2 replicas synchronised")
         pool.start("two", pool.invite())
-        running.wait_for("replica 1 begins at step")
+        running.wait_for("replica 1 starts at step")
         assert running.wait_until(lambda: rounds(2, "2 replicas")), running.text
-        alone = sum("1 of 2 replicas agree" in line for line in running.lines)
+        alone = sum("1 of 2 replicas synchronised" in line for line in running.lines)
         pool.kill("two")
         assert running.wait_until(lambda: rounds(alone + 3, "1 of 2 replicas")), running.text
-        together = sum(": 2 replicas agree" in line for line in running.lines)
+        together = sum(": 2 replicas synchronised" in line for line in running.lines)
         pool.start("two")
         assert running.wait_until(lambda: rounds(together + 2, "2 replicas")), running.text
         running.interrupt()

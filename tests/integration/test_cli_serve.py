@@ -58,7 +58,7 @@ def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path
         again = asked(ready["url"], "a pool of")
         assert again["choices"][0]["text"] == expected
         assert again["fusion"]["route"][1] not in (names[1], names[2])
-        heard(server, "tokens stood still for")
+        heard(server, "no tokens for")
 
         talk = subprocess.run(
             [sys.executable, "-m", "fusionai", "chat", "--url", ready["url"], "--max-tokens", "4"],
@@ -70,7 +70,7 @@ def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path
         )
         assert talk.returncode == 0, talk.stderr
         assert "tiny: ready" in talk.stdout
-        assert "The last answer went over job owner > " in talk.stdout
+        assert "Route of the last answer: job owner > " in talk.stdout
         server.interrupt()
         assert server.ended() == 0
         ended = json.loads(figures.read_text())

@@ -144,5 +144,5 @@ def test_a_path_that_is_none_and_a_copy_that_is_not_whole_are_said(model: Path, 
     shutil.copytree(model, copy)
     part = sorted(copy.glob("*.safetensors"))[0]
     part.unlink()
-    assert f"lacks a part of its weights: {part.name}." in refused(str(copy), tmp_path, {})
+    assert f"lacks a weight file: {part.name}." in refused(str(copy), tmp_path, {})
     assert f"there is no directory {tmp_path}/nowhere" in refused(str(tmp_path / "nowhere"), tmp_path, {})

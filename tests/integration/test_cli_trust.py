@@ -80,7 +80,7 @@ def test_a_confidential_job_runs_on_endorsed_machines_and_says_so(friends: Frien
     }
     done = fusion(*command(friends, recipe_in(tmp_path, 3)))
     assert done.code == 0, done.err
-    assert "trusted peers: 2 of 2; 1 in the pool kept out" in done.out + done.err
+    assert "trusted peers: 2 of 2; 1 in the pool excluded" in done.out + done.err
     plan = json.loads((tmp_path / "out.json").read_text())["plan"]
     trusted = {friends.peers["ada"], friends.peers["bob"], plan["feed"]}
     assert {stage["peer"] for stage in plan["stages"]} == trusted
@@ -120,7 +120,7 @@ def test_a_lost_peer_of_a_confidential_server_is_not_replaced_by_a_stranger(frie
         *("--home", friends.pool.owner, "--json", written),
     )
     assert server.wait_until(lambda: written.is_file() or None), server.text
-    assert "trusted peers: 2 of 2; 1 in the pool kept out" in server.text
+    assert "trusted peers: 2 of 2; 1 in the pool excluded" in server.text
     friends.pool.kill("bob")
     server.wait_for("waiting for")
     assert friends.seen(tmp_path)["eve"]["job"] is None

@@ -84,7 +84,7 @@ def nobody_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nobody_lends_a_machine(pool: LivePool, place: Path):
     done = train(pool, place)
-    refused(done, 1, "no peer stands by in pool 'pool'", "fusion invite")
+    refused(done, 1, "no peer is free in pool 'pool'", "fusion invite")
     assert "reading the data" not in done.out  # which may take long
 
 
@@ -96,7 +96,7 @@ def test_nobody_lends_a_machine(pool: LivePool, place: Path):
         (("--json", "nothing/figures.json"), 2, "no directory nothing"),
         (("--invite", "hello"), 2, "expected an invitation starting with 'fusion1-'"),
         (("--invite", "fusion2-abc"), 2, "expected an invitation starting with 'fusion1-'"),
-        (("--home", "stranger"), 2, "belongs to no pool"),
+        (("--home", "stranger"), 2, "has not joined a pool"),
     ],
 )
 def test_flags_of_train(

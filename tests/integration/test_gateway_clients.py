@@ -271,7 +271,7 @@ def test_openai_errors_are_its_own_exceptions(engine: ScriptedEngine, tmp_path: 
     async def scenario() -> None:
         async with gateway_stand(engine, config) as stand:
             async with client(stand, "wrong") as api:
-                with pytest.raises(openai.AuthenticationError, match="not a key"):
+                with pytest.raises(openai.AuthenticationError, match="not valid for this gateway"):
                     await api.models.list()
             async with client(stand, "a-good-long-key-of-hers") as api:
                 create = api.chat.completions.create

@@ -16,10 +16,11 @@ from fusionai.capture.adapter import Lora
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import DirectorySource
 from fusionai.ir.schema import Stored, content_hash
-from fusionai.ir.stored import pack_stored, stored_bytes, unpack_stored, with_stored
+from fusionai.ir.stored import pack_stored, stored_bytes, with_stored
 from fusionai.training import progress
 from fusionai.wire import messages as wire
 from harness.one_process import as_it_stands
+from harness.opened_weights import unpack_stored
 from harness.pool import Data, Job, MemoryPool, Run, peer_id, tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*")]

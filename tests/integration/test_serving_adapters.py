@@ -196,7 +196,7 @@ def test_weights_in_other_formats(llama: Trained, captured: Captured, form: str)
 
 def test_an_adapter_that_is_not_there_is_told(llama: Trained, captured: Captured) -> None:
     made = pipeline(captured, llama.ranks, open_backend("torch", device="cpu", threads=1))
-    with pytest.raises(ExecutionError, match="wants adapter 4, there are 3"):
+    with pytest.raises(ExecutionError, match="needs adapter 4, there are 3"):
         made.run([Segment(0, 0, 2, 0, pages(0), 4)], TEXT[:2], [1])
 
 

@@ -137,7 +137,7 @@ def test_what_never_fits_and_what_does_not_fit_now_is_refused(tmp_path: Path):
         options = ServeOptions(page_tokens=4, pages=20, sessions=2, pass_tokens=32)
         async with running(tmp_path, options=options, queue=2) as job:
             engine = job.engine
-            with pytest.raises(PromptTooLong, match="128 together"):
+            with pytest.raises(PromptTooLong, match="128 tokens together"):
                 engine.submit(Generation(prompt=(1,) * 100, max_tokens=29))
             with pytest.raises(PromptTooLong, match="all caches together have 72"):
                 engine.submit(Generation(prompt=(1,) * 60, max_tokens=30))

@@ -40,7 +40,7 @@ print("start", journal.incarnation, flush=True)
 while True:
     step = journal.committed
     journal.append(CommitRecord(step=step, scale=1.0, learning_rate=0.1, total_norm=float(step), norms_hash="h",
-                                data_cursor=step, fence=Fence(1, journal.incarnation, 0), loss=0.5))
+                                fence=Fence(1, journal.incarnation, 0), loss=0.5))
     print("commit", step, flush=True)
     if step % 5 == 4:
         with CheckpointWriter(root / "checkpoints", step + 1, CheckpointHeader(graph_hash="g"), files={},
@@ -133,7 +133,6 @@ def commit(step: int) -> CommitRecord:
         learning_rate=0.1,
         total_norm=1.0,
         norms_hash="h" * 64,
-        data_cursor=step,
         fence=Fence(1, 1, 0),
         loss=0.5,
     )

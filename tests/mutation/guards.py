@@ -122,10 +122,6 @@ ACCEPTED: Final[dict[tuple[str, str], str]] = {
     ): "asked only while the job runs; a decision that ends it just before had its whole step fed, so it is busy",
     (
         "silence",
-        "Silence.next_tick_s: self._now_s is None or not self._rhythms  ->  not self._rhythms",
-    ): "whoever is watched was watched at a time, so the time is known; the type checker wants it said",
-    (
-        "silence",
         "Silence._advance: passed_s <= 0  ->  passed_s < 0",
     ): "when no time has passed there is nothing to add",
     (

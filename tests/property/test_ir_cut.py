@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from fusionai.ir.gradients import ALIAS
 from fusionai.ir.graph import cheap_nodes, reads
-from fusionai.ir.partition import FEED, Partition, StageGraph, cut, holders
+from fusionai.ir.partition import FEED, Partition, StageGraph, cut
 from fusionai.ir.schema import Dim, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec, decode, encode
 from fusionai.ir.validate import parse, validate
 from harness.examples import examples
+from harness.held_state import holders
 
 FULL: tuple[Dim, ...] = ("b", 4)
 HALF: tuple[Dim, ...] = ("b", 2)

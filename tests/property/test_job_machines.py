@@ -145,7 +145,6 @@ def record_of(step: int) -> CommitRecord:
         learning_rate=0.1,
         total_norm=1.0,
         norms_hash="",
-        data_cursor=step + 1,
         fence=Fence(1, 1, 0),
         loss=1.0,
     )

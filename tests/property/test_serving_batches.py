@@ -179,7 +179,7 @@ class Batches(RuleBasedStateMachine):
             assert len(set(table)) == len(table)
             for page in table:
                 held[page] = held.get(page, 0) + 1
-        assert all(pages.references(page) == count for page, count in held.items())
+        assert all(pages._references[page] == count for page, count in held.items())
         assert pages.room == pages.count - len(held)
         assert set(pages.sessions) - {PROBE_SESSION} <= set(self.tokens)
 

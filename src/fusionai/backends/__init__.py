@@ -1,5 +1,7 @@
-"""What runs a stage: the interface, the list of implementations, and one folder for each.
+"""Execution backends: the interface for running stages, the list of implementations, and one folder for each framework.
 
-Decides nothing about jobs, networks or time. Frameworks are imported in their own folder, when a backend is opened.
-Neighbours: `ir` says what to compute; `execution` calls, `peer` and `client` open; one conformance suite tests all.
+Backends compute; jobs, networks and time belong to their callers. A framework is imported only inside its own folder,
+and only when its backend is opened.
+Neighbours: `ir` describes the graphs, `execution` calls the backends, `peer` and `client` open them. One conformance
+suite tests every backend.
 """

@@ -1,7 +1,8 @@
-"""What results on a CPU depend on besides the framework: instructions, and libraries that choose kernels by them.
+"""What determines the exact bits of CPU results besides the framework: instruction sets and kernel libraries.
 
-Every backend's fingerprint holds it. Two processors of one name may differ in what a hypervisor lets through, and one
-process may be told to use less than there is. Neighbours: `torch.probe`, `jax.probe`, `onnxruntime.backend`.
+Every backend includes this in its fingerprint. Two processors of the same model may differ in the instructions that a
+hypervisor exposes, and environment variables may restrict a process to fewer than the processor has. Neighbours:
+`torch.probe`, `jax.probe`, `onnxruntime.backend`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ _LIBRARIES = ("numpy", "numba", "llvmlite")
 
 @cache
 def arithmetic() -> tuple[str, ...]:
-    """The processor's architecture and instructions, the libraries' versions, and the variables that limit them."""
+    """Return the processor's architecture and instruction sets, library versions, and environment variables that limit
+    them."""
     limits = (f"{name}={value}" for name, value in sorted(arithmetic_limits().items()))
     return (platform.machine(), _instructions(), *(f"{name} {_version(name)}" for name in _LIBRARIES), *limits)
 
 
 def _instructions() -> str:
-    """As numpy finds them, which every backend has loaded anyway; asking LLVM would keep 44 MB of it in memory."""
+    """Return the instruction sets that numpy detected. Every backend has loaded numpy anyway; asking LLVM would keep 44
+    MB of it in memory."""
     found = getattr(import_module("numpy._core._multiarray_umath"), "__cpu_features__", None)
     if not isinstance(found, dict):
         return platform.processor()

@@ -1,6 +1,7 @@
-"""What a stage is fed, against what its graph declares. Decides which sizes the symbols have; needs no framework.
+"""Checks a stage's inputs against what its graph declares, and derives the sizes of the graph's symbols.
 
-Shared by all backends, called before anything is allocated. Neighbours: `ir.shapes` evaluates the expressions.
+Framework-free and shared by all backends; called before anything is allocated. Neighbours: `ir.shapes` evaluates the
+expressions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from fusionai.primitives.tensors import HostTensor
 def bind_symbols(
     graph: Graph, inputs: Mapping[str, HostTensor], needed: Collection[str], *, half_floats: bool = False
 ) -> dict[str, int]:
-    """Symbol name -> size, from the shapes of `inputs`. With `half_floats` a float32 input may come as bfloat16.
+    """Return symbol name -> size, derived from the shapes of `inputs`. With `half_floats`, a float32 input may come as
+    bfloat16.
 
     Raises `ExecutionError` on a missing or unknown input, a wrong dtype or rank, a size outside its symbol's range, or
     sizes that contradict each other.
@@ -46,18 +48,18 @@ def bind_symbols(
 
 
 def largest(graph: Graph) -> dict[str, int]:
-    """Every symbol at its largest value."""
+    """Return every symbol at its largest value."""
     return {name: high for name, (_, high) in graph.symbols.items()}
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """` (did you mean 'x'?)`, or nothing."""
+    """Return ` (did you mean 'x'?)`, or an empty string if no known name is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def describe(node: Node) -> str:
-    """How an error names a node."""
+    """Return how error messages name a node."""
     return f"node {node.id} ({node.op}{' of ' + node.path if node.path else ''})"
 
 
@@ -75,7 +77,7 @@ def _check(graph: Graph, symbols: Mapping[str, int], name: str, dim: int | str, 
         if size != expected:
             raise ExecutionError(f"input {name!r} has size {size} where {dim} = {expected} is expected.")
         return
-    # A symbol that no input states plainly: its expression can still be bounded.
+    # No input gives this symbol's value directly, but the expression can still be bounded.
     low, high = bounds(dim, graph.symbols)
     if not low <= size <= high:
         raise ExecutionError(f"input {name!r} has size {size} where {dim} must be from {low} to {high}.")

@@ -1,9 +1,10 @@
-"""`fusion.attention` with a cache, in numpy: each session's new positions against all of its own. Decides shapes.
+"""`fusion.attention` with a cache, in numpy: each session's new positions attend to all of that session's positions.
 
-Sessions are computed one after the other, in shapes that depend on nothing but the session, so their bits do not depend
-on who else is in the pass; a few positions that follow others as if they had come one by one. What products read lies
-in memory aligned the same way every time, for kernels may round otherwise elsewhere. The arithmetic is that of
-`backends.torch.paged_attention`. Neighbours: `host_cache` keeps keys and values.
+Sessions are computed one after the other, in shapes that depend on that session alone, so the bits of its rows do not
+depend on the other sessions of the pass. A few positions after others (`FEW_POSITIONS`) are computed as if each had
+come alone. Operands of matrix products are copied to the same alignment every time, because kernels may round
+differently at another alignment. The arithmetic is that of `backends.torch.paged_attention`. Neighbours: `host_cache`
+keeps keys and values.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fusionai.backends.paged_table import Span
 
 Array = npt.NDArray[Any]
 ALIGNMENT_BYTES: Final = 64
+"""Bytes of a cache line, to which operands of matrix products are aligned."""
 
 
 def cached_attention(
@@ -34,7 +36,10 @@ def cached_attention(
     softcap: float | None,
     sinks: Array | None,
 ) -> Array:
-    """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of the pass, float32 -> [T, Hq, Dv]. k and v go to the cache."""
+    """Write the pass's k and v to the cache and return the attention's output [T, Hq, Dv].
+
+    q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], all float32.
+    """
     cache.write(spans, k, v)
     out = np.empty((q.shape[0], q.shape[1], v.shape[2]), np.float32)
     for span in spans:
@@ -56,7 +61,8 @@ def cached_attention(
 def _attend(
     q: Array, keys: Array, values: Array, mask: Array | None, scale: float, softcap: float | None, sinks: Array | None
 ) -> Array:
-    """q [S, Hq, D], keys [T, Hkv, D], values [T, Hkv, Dv], mask [S, T], True where seen -> [S, Hq, Dv]."""
+    """Return [S, Hq, Dv] for q [S, Hq, D], keys [T, Hkv, D], values [T, Hkv, Dv] and mask [S, T], True where a key is
+    visible."""
     queries, heads, width = q.shape
     shared = keys.shape[1]
     grouped = _aligned(q.reshape(queries, shared, heads // shared, width).transpose(1, 2, 0, 3))
@@ -88,7 +94,7 @@ def _mask(span: Span, first: int, window: int | None) -> Array:
 
 
 def _aligned(values: Array) -> Array:
-    """A copy of `values`, rows behind each other, that begins on a line of the processor's cache."""
+    """Return a contiguous copy of `values` that begins on a cache-line boundary."""
     nbytes = prod(values.shape) * values.itemsize
     memory = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
     begin = -memory.ctypes.data % ALIGNMENT_BYTES

@@ -1,7 +1,8 @@
-"""Indices that come in from outside, checked before compiled code reads with them. Decides what is outside.
+"""Checks indices that are inputs of a stage before compiled code uses them.
 
-Compiled code gives NaN for a place outside of a table; an honest error is better, and possible where the indices are
-an input of the stage. For backends whose own code would not say. Neighbours: `backends.jax`, `parted_serving`.
+Compiled code returns NaN for an index outside a table. An error is clearer, and possible if the indices are an input of
+the stage. Used by backends whose own code can't raise such errors. Neighbours: `backends.jax`, `backends.onnxruntime`,
+`parted_serving`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ TABLES: Final = {
     "aten.index_select.default": (0, 2),
     "fusion.expert_linear": (1, 2),
 }
-"""Operator -> positions of its table, along the first dimension, and of its indices."""
+"""Operator -> positions of its table and of its indices among the arguments. Indices refer to the table's first
+dimension, or to dimension `args[1]` of index_select."""
 
 
 def check_indices(graph: Graph, nodes: Sequence[Node], inputs: Mapping[str, HostTensor]) -> None:
-    """Raises `ExecutionError` naming the node and the first index that is outside."""
+    """Raise `ExecutionError` naming the node and the first index out of range."""
     for node in nodes:
         places = TABLES.get(node.op)
         if places is None or len(node.args) <= max(places):

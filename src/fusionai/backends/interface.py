@@ -1,7 +1,8 @@
-"""The backend interface: what a framework must do to run stages (the paper's execution plane).
+"""The backend interface: what a framework must implement to run stages (the paper's execution plane).
 
-Decides nothing about jobs, networks or time. Implementations: `backends.torch`, `backends.null`. One conformance suite
-runs on each. All calls are blocking and made from one thread at a time. Tensors come and go as `HostTensor`.
+Backends compute; jobs, networks and time belong to their callers. Each implementation has a folder in this package, and
+one conformance suite tests them all. All calls block and come from one thread at a time. Tensors are passed in and out
+as `HostTensor`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import Mode, Saving, StageOptions
 
 WorksIn = Literal["caller", "threads", "device"]
-"""Whose time a piece of work takes: the calling thread's (and of those that work with it), other threads' of this
-process while the caller waits, or a device's beside the processor."""
+"""Where a backend's work runs: on the calling thread (and threads that it starts to help), on other threads of this
+process while the caller waits, or on a device besides the processor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Which microbatch a call is about. Dropout is keyed by (seed of the job, step, microbatch, node id)."""
+    """Identifies the microbatch of a call. Dropout is keyed by (seed of the job, step, microbatch, node id)."""
 
     mode: Mode
     step: int
@@ -34,24 +35,24 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of a device: the part of a report that takes time to measure and may be remembered."""
+    """Speeds of a device: the part of a device report that takes time to measure and may be cached."""
 
     flops_per_s: float
     """Sustained float32 matrix-product speed with the allowed threads."""
     memory_bandwidth_bytes_per_s: float
     scratch_bytes_per_s: float = 0.0
-    """Of the file that optimizer state may lie in, read and written; 0: not measured."""
+    """Speed of reading and writing the file that optimizer state may be offloaded to; 0: not measured."""
     pace: Pace | None = None
-    """In training (`backends.pace`); None: not measured."""
+    """Pace of training (`backends.pace`); None: not measured."""
     serving: tuple[ServingPace, ...] = ()
-    """By weight format; none: not measured."""
+    """One entry per weight format; empty: not measured."""
     attention_flops_per_s: float = 0.0
-    """Of a piece of a prompt, against keys and values in a cache; 0: not measured."""
+    """Speed of a prompt chunk's attention over cached keys and values; 0: not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """What a backend found out about its device (`Backend.probe`)."""
+    """Properties and speeds of a backend's device, as `Backend.probe` found them."""
 
     backend: str
     backend_version: str
@@ -62,19 +63,19 @@ class DeviceReport:
     memory_bytes: int
     threads: int
     fingerprint: str
-    """Hash of versions, instruction set, threads and the exact bits of a probe computation: equal fingerprints give
+    """Hash of versions, instruction set, threads and the exact bits of a probe computation. Equal fingerprints mean
     bit-equal results."""
     scratch_bytes_per_s: float = 0.0
     pace: Pace | None = None
     serving: tuple[ServingPace, ...] = ()
     attention_flops_per_s: float = 0.0
     unsupported_ops: tuple[str, ...] = ()
-    """Of the allow-list."""
+    """Operators of the allow-list that this backend lacks."""
     tasks: tuple[Literal["train", "serve"], ...] = ("train", "serve")
     weight_formats: tuple[str, ...] = ()
-    """In serving; empty: all there are."""
+    """Weight formats for serving; empty: all formats."""
     savings: tuple[Saving, ...] = ("recompute", "offload", "offload_weights")
-    """What it can do in training to fit a small memory."""
+    """Memory-saving techniques that this backend supports in training."""
 
     @property
     def speeds(self) -> Speeds:
@@ -89,6 +90,7 @@ class DeviceReport:
 
 
 NOTHING_BEGUN: Final[Mapping[str, HostTensor]] = MappingProxyType({})
+"""Default of `begun` in `StageProgram.backward`: no contributions of later stages."""
 
 
 class StageProgram(Protocol):
@@ -111,47 +113,55 @@ class StageProgram(Protocol):
         ...
 
     def export_entries(self, names: Sequence[str]) -> list[tuple[str, HostTensor]]:
-        """These entries of the state, as copies, in this order. Raises `ExecutionError` on an unknown one."""
+        """Return copies of these state entries, in this order. Raises `ExecutionError` on an unknown name."""
         ...
 
     def forward(
         self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
     ) -> dict[str, HostTensor]:
-        """Values of `wanted` (graph output meanings; None: all). In mode `train` the context is kept until
-        `backward`; in other modes nothing is kept. Sizes are checked against the graph's symbols before anything is
-        allocated."""
+        """Return the values of `wanted` (graph output meanings; None: all).
+
+        In mode `train` the context is kept until `backward`; in other modes nothing is kept. Sizes are checked against
+        the graph's symbols before anything is allocated.
+        """
         ...
 
     def backward(
         self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
     ) -> dict[str, HostTensor]:
-        """Add this microbatch's parameter gradients to the sums; return gradients of those in `grad_inputs`: inputs,
-        and parameters by their value names, which are returned and not added.
+        """Add this microbatch's parameter gradients to the sums and return the gradients of the values in
+        `grad_inputs`.
 
-        `gradients`: graph output meaning -> gradient; outputs not named get none. `begun`: input or parameter value ->
-        the sum of what later stages contribute to its gradient. This stage's contributions are added to it one by one,
-        the last use first, as one process would."""
+        Those values are inputs, or parameters by their value names; gradients of such parameters are returned and not
+        added. `gradients`: graph output meaning -> gradient; an output that is not named has none. `begun`: input or
+        parameter value -> sum of the contributions of later stages to its gradient. This stage adds its own
+        contributions one by one, those of the last use first, as a single process would.
+        """
         ...
 
     def weight_gradients(self, call: Call) -> None:
-        """Compute what `backward` of this microbatch left undone: it may return input gradients first, so that the
-        stage before goes on, and leave weight gradients to a moment when this stage would wait (zero bubble, arXiv
-        2401.10241). Called once per microbatch in their order when `options.weight_lag` is above 0, never otherwise;
-        the sums are the same bits either way. A backend that leaves nothing undone does nothing here."""
+        """Compute the weight gradients that `backward` of this microbatch deferred.
+
+        `backward` may return input gradients first, so that the previous stage can go on, and leave weight gradients to
+        a moment at which this stage would wait (zero bubble, arXiv 2401.10241). Called once per microbatch, in order,
+        if `options.weight_lag` is above 0, and never otherwise. The sums have the same bits either way. A backend that
+        defers nothing does nothing here.
+        """
         ...
 
     def gradient_norms(self) -> dict[str, float]:
-        """Euclidean norm per trainable parameter key of the summed gradient, exact bits of the float32 norm.
-        A parameter without gradient is absent."""
+        """Return trainable parameter key -> Euclidean norm of the summed gradient, with the exact bits of the float32
+        norm. A parameter without a gradient is absent."""
         ...
 
     def export_gradients(self, keys: Sequence[str]) -> list[tuple[str, HostTensor]]: ...
 
     def import_gradients(self, entries: Iterable[tuple[str, HostTensor]], *, add: bool) -> None:
-        """Replace (or add to) the sums of these parameters: tied weights, replicas.
+        """Replace the gradient sums of these parameters (or add to them): for tied weights and replicas.
 
-        One process adds the uses of a tied weight within a microbatch before it adds microbatches. Stages that share
-        one get those bits by exporting their part after each microbatch and replacing their sum by zeros."""
+        A single process adds the uses of a tied weight within a microbatch before it adds microbatches. Stages that
+        share a weight get the same bits by exporting their part after each microbatch and replacing their sum by zeros.
+        """
         ...
 
     def apply(self, *, scale: float, learning_rate: float) -> None:
@@ -164,7 +174,7 @@ class StageProgram(Protocol):
 
     @property
     def resident_bytes(self) -> int:
-        """Parameters, optimizer state and gradients held now."""
+        """Bytes of the parameters, optimizer state and gradients held now."""
         ...
 
 
@@ -178,17 +188,17 @@ class Backend(Protocol):
     def works_in(self) -> WorksIn: ...
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
-        """Measures the device, a run of a few seconds at most. With `speeds` known from before it does not measure
-        them; everything else, above all the fingerprint, is of this moment."""
+        """Measure the device; takes a few seconds at most. Given the `speeds` of an earlier probe, measure everything
+        but those; the fingerprint is always computed afresh."""
         ...
 
     def warm_up(self) -> None:
-        """Do now what a framework puts off to its first training step, some seconds of it: a machine that stands by may
-        be needed at once."""
+        """Do now what a framework would otherwise do in its first training step, which takes some seconds, so that a
+        spare can take over at once."""
         ...
 
     def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
-        """Those of `ops` this backend can't run, sorted."""
+        """Return the operators among `ops` that this backend can't run, sorted."""
         ...
 
     def load(
@@ -199,11 +209,14 @@ class Backend(Protocol):
         options: StageOptions,
         memory_limit_bytes: int | None = None,
     ) -> StageProgram:
-        """Prepare a stage of a *validated* graph. Every value's size at the symbols' largest values is computed
-        (without allocating) and checked against the graph's declaration and the limit: `ExecutionError` otherwise."""
+        """Prepare a stage of a *validated* graph.
+
+        Every value's size at the symbols' largest values is computed without allocating, and checked against the
+        graph's declaration and the limit. Raises `ExecutionError` if a check fails.
+        """
         ...
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
-        """(total norm, scale) exactly as `torch.nn.utils.clip_grad_norm_` computes them from per-parameter norms in
-        `model.parameters()` order."""
+        """Return (total norm, scale), exactly as `torch.nn.utils.clip_grad_norm_` computes them from per-parameter
+        norms in `model.parameters()` order."""
         ...

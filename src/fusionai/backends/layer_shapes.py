@@ -1,7 +1,7 @@
-"""Which caches a serving stage needs: one for each attention node, in pages or, with a window, in rings. Decides sizes.
+"""Sizes of the caches that a serving stage needs: one per attention node, in pages or, with a window, in rings.
 
-Framework-free: what a cache is made of is a backend's. Neighbours: `paged_table` has the sessions, `serving_base` asks
-at load, `host_cache` and `torch.paged_cache` allocate.
+Framework-free: each backend allocates its own caches. Neighbours: `paged_table` keeps the sessions, `serving_base`
+calls this at load, `host_cache` and `torch.paged_cache` allocate.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fusionai.primitives.tensors import ITEMSIZE_BYTES
 from fusionai.wire.serving import CacheFormat, ServeOptions
 
 CACHE_NAMES: Final[Mapping[CacheFormat, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Dtypes as `primitives.tensors` calls them."""
+"""Cache format -> dtype name of `primitives.tensors`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One attention node's cache. `window` is None where all positions are kept, in pages. `heads`: of keys and values,
-    `query_heads` of what reads them."""
+    """Cache shape of one attention node. `window` is None if all positions are kept, in pages. `heads` counts key and
+    value heads, `query_heads` the query heads."""
 
     node: int
     query_heads: int
@@ -35,7 +35,7 @@ class LayerShape:
     window: int | None
 
     def nbytes(self, options: ServeOptions) -> int:
-        """All its memory."""
+        """Return the bytes of the whole cache."""
         per_position = self.heads * (self.key_width + self.value_width) * ITEMSIZE_BYTES[CACHE_NAMES[options.cache]]
         if self.window is None:
             return options.pages * options.page_tokens * per_position
@@ -43,9 +43,11 @@ class LayerShape:
 
 
 def layer_shapes(graph: Graph, options: ServeOptions) -> tuple[LayerShape, ...]:
-    """Of every attention node, in graph order. A window that no session can outgrow is none.
+    """Return the cache shape of every attention node, in graph order. A window that no session can outgrow counts as
+    none.
 
-    Raises `ExecutionError` on an attention that a cache does not suit."""
+    Raises `ExecutionError` on an attention that can't use a cache.
+    """
     found: list[LayerShape] = []
     for node in graph.nodes:
         if node.op != "fusion.attention":
@@ -61,22 +63,22 @@ def layer_shapes(graph: Graph, options: ServeOptions) -> tuple[LayerShape, ...]:
 
 
 def ring_tokens(window: int, options: ServeOptions) -> int:
-    """Positions of a ring: the window and a pass, in whole pages."""
+    """Return the positions of a ring: one window and one pass, rounded up to whole pages."""
     return -(-(window + options.pass_tokens) // options.page_tokens) * options.page_tokens
 
 
 def first_key(position: int, window: int | None) -> int:
-    """The earliest position that a query at `position` sees."""
+    """Return the earliest position that a query at `position` sees."""
     return 0 if window is None else max(0, position - window + 1)
 
 
 def one_by_one(span: Span) -> bool:
-    """Whether a span's positions are computed as if each came alone."""
+    """Return whether a span's positions are computed as if each came alone."""
     return span.start > 0 and span.length <= FEW_POSITIONS
 
 
 def _sizes(graph: Graph, node: Node, position: int) -> tuple[int, int]:
-    """(heads, width) of the node's queries, keys or values."""
+    """Return (heads, width) of the node's queries (`position` 0), keys (1) or values (2)."""
     arg = node.args[position] if position < len(node.args) else None
     shape = graph.values[arg.name].shape if isinstance(arg, Ref) else ()
     match shape:

@@ -1,9 +1,10 @@
-"""Which of a stage's parameters may lie elsewhere between uses, and which belong together. Decides it from the graph.
+"""Finds the parameters of a stage that may be offloaded between uses, and those that a block needs together.
 
-A result of some operators may lie in the memory of an operand: who reads it reads the parameter. One that leaves the
-stage like that stays where it is. Buffers stay: steps rewrite them.
+The result of some operators may share memory with an operand, so a node that reads such a result reads the parameter. A
+parameter stays in place if a value that shares its memory leaves the stage. Buffers stay in place because steps rewrite
+them.
 
-Neighbours: `stage_base` counts with it, `backends.torch.weights_away` has the weights of a block there.
+Neighbours: `stage_base` counts memory with it, `backends.torch.weights_away` offloads the weights of a block.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph
 
 _SHARING: Final = frozenset({"view", "copy", "dropout"})
-"""Categories of operators whose result may lie in the memory of an operand: some copies are none where nothing
-changes."""
+"""Categories of operators whose result may share memory with an operand. Some copies are included, because they return
+their operand where nothing changes."""
 
 
 def movable_weights(graph: Graph) -> dict[str, frozenset[str]]:
-    """Value -> keys of the movable parameters that it is, or whose memory it may lie in."""
+    """Return value -> keys of the movable parameters that the value is, or whose memory it may share."""
     shared = {value: frozenset({spec.key}) for value, spec in graph.params.items() if spec.kind == "parameter"}
     for node in graph.nodes:
         if OPERATORS[node.op].category in _SHARING:
@@ -32,7 +33,7 @@ def movable_weights(graph: Graph) -> dict[str, frozenset[str]]:
 
 
 def block_weights(graph: Graph) -> dict[int, frozenset[str]]:
-    """Block -> keys of the movable parameters that its nodes read."""
+    """Return block -> keys of the movable parameters that its nodes read."""
     shared = movable_weights(graph)
     found: dict[int, frozenset[str]] = {}
     for node in graph.nodes:

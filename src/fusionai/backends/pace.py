@@ -1,11 +1,11 @@
-"""What a device makes of training, beyond its speed in large matrix products. Decides what is run to find that out.
+"""Measures a device's speed in training beyond large matrix products: per operation, per call and per byte moved.
 
-A block of a language model, forward and backward, is run as a stage runs it: so small that it takes what calling its
-operators takes, so narrow that reading and writing is a good part of it, and so wide that it takes what computing
-takes. Three times, three unknowns (`primitives.pace`). Operations, calls and bytes are counted as `ir.cost` counts
-those of every job, so the figures hold for what is counted, not for matrix products alone.
+A transformer block is run forward and backward as a stage runs it, in three sizes: one so small that its time is the
+overhead of calling its operators, one so narrow that memory traffic is a large share, and one so wide that computing
+dominates. Three times determine three unknowns (`primitives.pace`). Operations, calls and bytes are counted as
+`ir.cost` counts those of every job, so the figures hold for jobs counted that way, not for matrix products alone.
 
-Neighbours: the backends' probes measure with it, `scheduling.pace` plans with what was found.
+Neighbours: the backends' probes call this, `scheduling.pace` plans with the result.
 """
 
 from __future__ import annotations
@@ -25,18 +25,23 @@ from fusionai.primitives.tensors import host_tensor
 from fusionai.wire.messages import StageOptions
 
 SMALL: Final = (32, 8, 1)
-"""Width, tokens, rows: what the operators of such a block compute is nothing next to calling them."""
+"""Width, tokens and rows of the small block: its arithmetic takes negligible time compared with calling its
+operators."""
 NARROW: Final = {"cpu": (128, 256, 1), "mps": (256, 512, 8), "cuda": (512, 1024, 16)}
+"""Width, tokens and rows of the narrow block per device: memory traffic is a large share of its time."""
 LARGE: Final = {"cpu": (512, 128, 1), "mps": (1024, 512, 1), "cuda": (2048, 1024, 1)}
+"""Width, tokens and rows of the wide block per device: matrix products dominate its time."""
 HEADS: Final = 8
+"""Attention heads of every block."""
 LEAST_PER_S: Final = 1e-9
-"""Of operations, calls or bytes: fewer are none, and a figure for each would be past all floats."""
+"""Lower limit for a counted quantity (operations, calls or bytes) per second of run time. A smaller count is treated as
+this; dividing by it would otherwise overflow."""
 Seconds = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A block, counted, and how long it took."""
+    """Counted work of a block, and its measured run time."""
 
     flops: float
     calls: int
@@ -51,16 +56,19 @@ class _Trains(Protocol):
 
 
 def with_pace(speeds: Speeds, backend: _Trains, seconds: Seconds) -> Speeds:
-    """`speeds` with the pace of the backend's device, where it can be measured."""
+    """Return `speeds` with the pace of the backend's device, or with None if the pace can't be measured."""
     return replace(speeds, pace=measured_pace(backend, seconds))
 
 
 def measured_pace(backend: _Trains, seconds: Seconds) -> Pace | None:
-    """`seconds`: of one call of what it is given, measured. None where a device is so strange, or so disturbed
-    meanwhile, that a large block took no longer than a small one."""
+    """Return the measured pace of the backend's device.
+
+    `seconds` returns the measured run time of one call of its argument. Returns None if the measurement makes no sense,
+    for example because other work disturbed it: a large block took no longer than a small one.
+    """
     runs = [_Run(backend, *size) for size in (SMALL, NARROW[backend.device], LARGE[backend.device])]
     for run in runs:
-        # What compiles does so for the first microbatch, and for the second, whose gradients are added to the first's.
+        # Compilation happens at the first microbatch and again at the second, whose gradients are added to the first's.
         run()
         run()
     small, narrow, large = (Sample(run.flops, run.calls, run.moved_bytes, seconds(run)) for run in runs)
@@ -68,7 +76,7 @@ def measured_pace(backend: _Trains, seconds: Seconds) -> Pace | None:
         return None
     if backend.device == "cpu":
         return fitted((small, narrow, large))
-    # Calls are handed over while what was called before is computed: of a large block they take no time.
+    # Calls are queued while the device computes earlier ones: in a large block they add no time.
     computed = fitted([replace(sample, calls=0) for sample in (narrow, large)])
     return (
         None
@@ -78,11 +86,15 @@ def measured_pace(backend: _Trains, seconds: Seconds) -> Pace | None:
 
 
 def fitted(samples: Sequence[Sample]) -> Pace | None:
-    """The pace that comes nearest to all of `samples`, by the squares of relative errors, with nothing below zero:
-    where noise would make calls or bytes a gain, they cost nothing. None if operations take no time even then."""
+    """Return the pace that fits `samples` best by the squares of relative errors, with no figure below zero.
+
+    If noise would make the cost of calls or bytes negative, that cost is set to zero. Returns None if the cost of
+    operations is not positive even then.
+    """
     counted = np.array([(sample.flops, sample.calls, sample.moved_bytes) for sample in samples], dtype=np.float64)
     relative = counted / np.array([[sample.took_s] for sample in samples])
-    sizes = np.maximum(relative.max(axis=0), LEAST_PER_S)  # operations are many and short
+    # so that their coefficients are of one magnitude: operations are many and short
+    sizes = np.maximum(relative.max(axis=0), LEAST_PER_S)
     relative /= sizes
     found: list[tuple[float, Pace]] = []
     for kept in ([0, 1, 2], [0, 1], [0, 2], [0]):
@@ -96,7 +108,7 @@ def fitted(samples: Sequence[Sample]) -> Pace | None:
 
 
 class _Run:
-    """A loaded block; a call takes one microbatch through it and back."""
+    """A loaded block. A call runs one microbatch forward and backward."""
 
     def __init__(self, backend: _Trains, width: int, tokens: int, rows: int) -> None:
         graph = block_graph(width, tokens, rows)
@@ -115,7 +127,8 @@ class _Run:
 
 
 def block_graph(width: int, tokens: int, rows: int) -> Graph:
-    """x [rows, tokens, width] -> y: attention and a gated MLP, each behind a norm, as language models have them."""
+    """Return a graph x [rows, tokens, width] -> y: attention and a gated MLP, each after a norm, as in language
+    models."""
     made = _Sketch((rows, tokens, width))
     heads = (rows, HEADS, tokens, width // HEADS)
     normed = made.norm(Ref("x"), "attention_norm")
@@ -139,7 +152,7 @@ def block_graph(width: int, tokens: int, rows: int) -> Graph:
 
 @dataclass
 class _Sketch:
-    """Collects nodes; every method returns the value made. `shape`: of what runs through the block."""
+    """Collects the nodes of a graph; each method returns the value it makes. `shape`: shape of the hidden state."""
 
     shape: tuple[int, int, int]
     values: dict[str, ValueSpec] = field(default_factory=dict[str, ValueSpec])
@@ -196,7 +209,7 @@ class _Sketch:
         )
 
     def rotated(self, x: Ref, heads: tuple[int, ...]) -> Ref:
-        """With its position, as rotary embeddings do it; here by the same angle everywhere."""
+        """Return x rotated like a rotary embedding, but by the same angle at every position."""
         *outer, width = heads
         halves = (*outer, width // 2)
         first = self.add("aten.slice.Tensor", x, 3, 0, width // 2, to=halves)

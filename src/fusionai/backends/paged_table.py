@@ -1,8 +1,9 @@
-"""Sessions of a serving stage: page tables, rings, what is cached. Decides whether a pass fits; holds no tensor.
+"""Session table of a serving stage: page tables, rings, and cached positions. Checks whether a pass fits; holds no
+tensors.
 
-All segments of a pass are checked before anything changes. What a pass writes counts as cached only after it was
-computed. Page ids come from the caller and are never trusted. Neighbours: `host_cache` and `torch.paged_cache` have the
-memory that these numbers are about, `serving_base` calls.
+All segments of a pass are checked before anything changes. The positions of a pass count as cached only after the pass
+was computed. Page ids come from the caller and are never trusted. Neighbours: `host_cache` and `torch.paged_cache` hold
+the memory that these numbers refer to, `serving_base` calls this.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fusionai.wire.serving import Segment, ServeOptions
 
 @dataclass(slots=True)
 class Session:
-    """`length`: positions cached. `written`: where the farthest position ever written to its ring ends."""
+    """`length`: positions cached. `written`: end of the farthest position ever written to the session's ring."""
 
     pages: list[int] = field(default_factory=list[int])
     length: int = 0
@@ -27,7 +28,7 @@ class Session:
 @dataclass(frozen=True, slots=True)
 class Span:
     """One segment's part of a pass: rows [first, first + length) of the pack are positions [start, end) of a session.
-    `pages`: the table as far as `end` needs it."""
+    `pages`: the page table up to `end`."""
 
     session: int
     first: int
@@ -42,7 +43,7 @@ class Span:
 
 
 class SessionTable:
-    """`paged`: some layer keeps all positions. `windows`: window -> positions its rings hold."""
+    """`paged`: True if some layer keeps all positions. `windows`: window -> positions in a ring for that window."""
 
     def __init__(self, options: ServeOptions, *, paged: bool, windows: dict[int, int]) -> None:
         self._options = options
@@ -51,10 +52,11 @@ class SessionTable:
         self._sessions: dict[int, Session] = {}
         self._free_rings = list(range(options.sessions - 1, -1, -1))
         self._filled: dict[int, int] = {}
-        """Page -> its positions from the first on that hold something."""
+        """Page -> how many of its positions, from the first on, are filled."""
 
     def place(self, segments: Sequence[Segment]) -> tuple[Span, ...]:
-        """Check a pass and write its pages into the tables; what is cached from each start on is dropped."""
+        """Check a pass and write its pages into the tables. Positions cached from each segment's start on are
+        dropped."""
         changed = self._checked(segments)
         spans: list[Span] = []
         first = 0
@@ -83,7 +85,7 @@ class SessionTable:
         return tuple(spans)
 
     def computed(self, spans: Iterable[Span]) -> None:
-        """These positions are in the caches now."""
+        """Mark the positions of these spans as cached."""
         for span in spans:
             self._sessions[span.session].length = span.end
             if self._paged:
@@ -105,7 +107,8 @@ class SessionTable:
         return {number: session.length for number, session in self._sessions.items()}
 
     def _checked(self, segments: Sequence[Segment]) -> dict[int, list[int]]:
-        """Session -> its table with this pass's pages. Raises `ExecutionError`; changes nothing."""
+        """Return session -> its page table including the pages of this pass. Raises `ExecutionError`; changes
+        nothing."""
         tables: dict[int, list[int]] = {}
         writers: dict[int, int] = {}
         for segment in segments:
@@ -124,9 +127,8 @@ class SessionTable:
         new = sum(number not in self._sessions for number in tables)
         if len(self._sessions) + new > self._options.sessions:
             raise ExecutionError(
-                f"{len(self._sessions)} sessions are here and {new} would join; there is room for "
-                f"{self._options.sessions}.",
-                hint="Forget sessions that are over.",
+                f"{len(self._sessions)} sessions exist and the pass adds {new}; the limit is {self._options.sessions}.",
+                hint="Forget finished sessions.",
             )
         return tables
 
@@ -157,19 +159,19 @@ class SessionTable:
         start = segment.start
         known = session.length
         if start > known and self._paged and not self._windows:
-            # The beginning may lie in pages that another session filled.
+            # The first positions may be in pages that another session filled.
             known = self._filled_positions(table)
         if start > known:
             raise ExecutionError(
-                f"session {segment.session} starts at position {start}, {known} are cached.",
-                hint="Compute its tokens from the beginning.",
+                f"session {segment.session} starts at position {start}, but {known} are cached.",
+                hint="Send its tokens from position 0 on.",
             )
         for window, capacity in self._windows.items():
             if start and max(0, start - window + 1) < session.written - capacity:
                 raise ExecutionError(
-                    f"session {segment.session} goes back to position {start}, but its window of {window} then reaches "
-                    f"positions that {session.written} have overwritten.",
-                    hint="Compute its tokens from the beginning.",
+                    f"session {segment.session} goes back to position {start}, but its window of {window} then needs "
+                    f"positions that its ring has overwritten: {session.written} were written.",
+                    hint="Send its tokens from position 0 on.",
                 )
 
     def _filled_positions(self, table: Sequence[int]) -> int:
@@ -185,7 +187,7 @@ class SessionTable:
         return -(-positions // self._options.page_tokens)
 
     def _written_pages(self, span: Span) -> Iterable[tuple[int, int, int]]:
-        """(page, first position in it, end) that a span writes."""
+        """Yield (page, first position in it, end) for every page that a span writes."""
         size = self._options.page_tokens
         for entry in range(span.start // size, self._pages_of(span.end)):
             yield span.pages[entry], max(0, span.start - entry * size), min(size, span.end - entry * size)

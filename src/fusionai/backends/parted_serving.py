@@ -1,12 +1,13 @@
-"""Serving for backends whose framework has no caches: parts between attentions, and attention in the host's memory.
+"""Serving for frameworks without caches: the framework computes the parts between attention nodes, numpy computes
+attention.
 
-Everything but attention goes row by row, so the graph is cut at its attention nodes; the parts in between are the
-framework's, the nodes themselves are computed in numpy over caches that lie in the machine's memory. A row's bits must
-not depend on whose rows come with it: the rows of a long segment are computed together in a group whose size follows
-from the segment alone, all others in groups of `CHUNK`, filled up with zeros. Behind the last attention only rows that
-are wanted are computed.
+Everything but attention works row by row, so the graph is cut at its attention nodes. The framework computes the parts
+in between; numpy computes attention over caches in host memory. The bits of a row must not depend on the other rows of
+the pass. So the rows of a long segment are computed together in a group whose size follows from the segment alone, and
+all others in groups of `CHUNK`, padded with zeros. After the last attention, only rows whose results are wanted are
+computed.
 
-Decides parts and row groups. Neighbours: `serving_base` checks passes, `host_attention` is the other half,
+This module owns parts and row groups. Neighbours: `serving_base` checks passes, `host_attention` computes attention,
 `backends.jax` computes parts.
 """
 
@@ -36,16 +37,16 @@ from fusionai.wire.serving import ServeOptions
 
 Array = npt.NDArray[Any]
 Compute = Callable[[Mapping[str, Array]], Mapping[str, Array]]
-"""Values made before, at the rows of a group -> what the part makes of them."""
+"""Maps the values a part reads, at the rows of a group, to the values it makes."""
 CHUNK: Final = 16
-"""Rows of a group that may be of several sessions."""
+"""Rows of a group that may mix sessions."""
 _ATTENTION: Final = "fusion.attention"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Nodes up to an attention, or behind the last one; none that computes sizes. `given`: values made before;
-    `makes`: values used later."""
+    """Nodes between two attention nodes, without those that compute sizes. `given`: values that earlier parts made;
+    `makes`: values that are used later; `attention`: the node after this part, None for the last."""
 
     nodes: tuple[Node, ...]
     params: tuple[str, ...]
@@ -55,7 +56,7 @@ class Part:
 
 
 class PartedServing(ServingBase):
-    """Implements `backends.serving.ServingProgram` but for weights and parts."""
+    """Implements `backends.serving.ServingProgram` except for importing weights and compiling parts."""
 
     def __init__(self, graph: Graph, options: ServeOptions) -> None:
         super().__init__(graph, options)
@@ -65,11 +66,11 @@ class PartedServing(ServingBase):
 
     @abstractmethod
     def _weight(self, key: str) -> Array:
-        """A parameter that attention reads."""
+        """Return a parameter that an attention node reads."""
 
     @abstractmethod
     def _compiled(self, part: Part, rows: int) -> Compute:
-        """The part for groups of so many rows."""
+        """Return the part compiled for groups of `rows` rows."""
 
     def allocate(self) -> None:
         if self._caches is None:
@@ -77,7 +78,7 @@ class PartedServing(ServingBase):
 
     @property
     def _cache_bytes(self) -> int:
-        """Of caches that are there."""
+        """Bytes of the allocated caches."""
         return sum(cache.nbytes for cache in (self._caches or {}).values())
 
     # ------------------------------------------------------------------------------------------------------ computing
@@ -109,7 +110,8 @@ class PartedServing(ServingBase):
         values: Mapping[str, Array],
         row_groups: Iterable[tuple[Sequence[int], int]],
     ) -> dict[str, Array]:
-        """What the part makes, at the rows of the groups one behind the other. A group: its rows, and its size."""
+        """Return what the part makes, the rows of all groups in order. A group is (its rows, its padded
+        size)."""
         made: dict[str, list[Array]] = {name: [] for name in part.makes}
         for rows, size in row_groups:
             at = (wanted, number, size)
@@ -144,7 +146,8 @@ class PartedServing(ServingBase):
     def _result(
         self, value: str, values: Mapping[str, Array], made: Mapping[str, Array], chosen: Sequence[int]
     ) -> HostTensor:
-        """An output at the chosen rows: made at them alone, or before at all."""
+        """Return an output at the chosen rows. The last part made it at those rows only; an earlier part made it at all
+        rows."""
         along = row_dimension(self._graph, value)
         found = made[value] if value in made else values[value]
         if value not in made and along is not None:
@@ -154,7 +157,7 @@ class PartedServing(ServingBase):
     # -------------------------------------------------------------------------------------------------------- parts
 
     def _parts_of(self, wanted: frozenset[str]) -> tuple[Part, ...]:
-        """At each attention a cut; the last part ends with the outputs."""
+        """Return the graph's parts, cut at each attention; the last part ends with the outputs."""
         if wanted not in self._parts:
             outputs = {self._graph.outputs[name] for name in wanted}
             nodes = [node for node in needed_nodes(self._graph, outputs) if not self._is_size(node)]
@@ -164,7 +167,7 @@ class PartedServing(ServingBase):
                 if node.op == _ATTENTION:
                     cut.append([])
             later = set(outputs)
-            """Values that parts behind read, and outputs."""
+            """Outputs, and values that later parts read."""
             parts: list[Part] = []
             for group in reversed(cut):
                 attention = group[-1] if group and group[-1].op == _ATTENTION else None
@@ -191,10 +194,10 @@ class PartedServing(ServingBase):
     def _require_rows(self, value: str) -> None:
         shape = self._graph.values[value].shape
         if [dim for dim in shape if SEQUENCE in symbols_of(dim)] not in ([], [SEQUENCE]):
-            raise ExecutionError(f"value {value!r} of shape {list(shape)} can't be taken apart into rows.")
+            raise ExecutionError(f"value {value!r} of shape {list(shape)} can't be split into rows.")
 
     def _rows_of(self, name: str, value: Array, rows: Sequence[int], size: int) -> Array:
-        """These rows, filled up with zeros."""
+        """Return these rows, padded with zeros to `size` rows."""
         along = row_dimension(self._graph, name)
         if along is None:
             return value
@@ -212,7 +215,7 @@ class PartedServing(ServingBase):
 
 
 def groups(spans: Iterable[Span]) -> list[tuple[Sequence[int], int]]:
-    """Every row of a pass, in order: those of a long segment together, in a size of its own."""
+    """Return the row groups of a pass, in order. The rows of a long segment form a group of their own size."""
     found: list[tuple[Sequence[int], int]] = []
     waiting: list[int] = []
     for span in spans:

@@ -1,6 +1,6 @@
-"""Backends by name. Decides which exist; imports a framework only when its backend is opened.
+"""Backends by name. Imports a framework only when its backend is opened.
 
-Neighbours: `peer` and `client` open backends by the name a user or recipe gives.
+Neighbours: `peer` and `client` open backends by the name that a user or a recipe gives.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from fusionai.primitives.errors import UsageError
 from fusionai.primitives.garbage import loading
 
 BACKENDS: Final = ("torch", "jax", "onnxruntime")
-"""What a peer may be started with (`--backend`)."""
+"""Values of a peer's option `--backend`."""
 REQUIREMENTS: Final = {"torch": "torch", "jax": "'fusionai[jax]'", "onnxruntime": "'fusionai[onnxruntime]'"}
-"""What pip is to install for each."""
+"""Argument of `pip install` for each backend."""
 TRAINING: Final = ("torch", "jax")
-"""Those whose stages train; the others evaluate and serve."""
+"""Backends whose stages can train; the others evaluate and serve."""
 _JAX_CUDA: Final = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-"""Packages that come with JAX for CUDA."""
+"""Packages of JAX's CUDA plugin."""
 
 
 def open_backend(name: str, *, device: str = "auto", threads: int | None = None) -> Backend:
-    """`auto`: as `suited` says. Raises `UsageError` for an unknown name, a framework that is not installed or a device
-    that is not there."""
+    """Return a backend; `auto` opens the one that `suited` names.
+
+    Raises `UsageError` for an unknown name, a framework that is not installed, or a device that does not exist.
+    """
     match name:
         case "auto":
             return open_backend(suited(device), device=device, threads=threads)
@@ -53,12 +55,15 @@ def open_backend(name: str, *, device: str = "auto", threads: int | None = None)
 
 
 def suited(device: str) -> str:
-    """The first that is installed; but JAX before a PyTorch that was built without CUDA, where JAX has it. Imports no
-    framework. Raises `UsageError` where there is none."""
+    """Return the first installed backend; but JAX if it has CUDA support and PyTorch was built without. Imports no
+    framework.
+
+    Raises `UsageError` if no framework is installed.
+    """
     there = [name for name in BACKENDS if find_spec(name) is not None]
     if not there:
         raise UsageError(
-            "no framework is installed that this machine could compute with.",
+            "no supported framework is installed.",
             hint=f"Install one: pip install {REQUIREMENTS['torch']}, or pip install {REQUIREMENTS['jax']}.",
         )
     has_cuda = any(find_spec(package) is not None for package in _JAX_CUDA)
@@ -68,8 +73,10 @@ def suited(device: str) -> str:
 
 
 def lacking(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Which of `graph`'s operators each backend that is installed here has not, sorted; by name. What only the loss
-    needs counts where there is training; of a graph that makes nothing else, others have nothing to do."""
+    """Return, for each installed backend, the operators of `graph` that it lacks, sorted.
+
+    Operators that only the loss needs count only for backends that train.
+    """
     everything = {node.op for node in graph.nodes}
     others = [value for meaning, value in graph.outputs.items() if meaning != "loss"]
     evaluated = {node.op for node in needed_nodes(graph, others)}
@@ -83,8 +90,11 @@ def lacking(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 @contextmanager
 def _importing(backend: str) -> Generator[None]:
-    """What fails in it for want of a package says what pip has to install; a framework that was built for other
-    processors says so itself (JAX is for those with AVX)."""
+    """Turn a failed import into a `UsageError`.
+
+    The error names the package to install if one is missing, or quotes the framework's own message if it does not
+    support this processor (JAX needs AVX).
+    """
     try:
         with loading():
             yield

@@ -1,10 +1,10 @@
-"""How fast a stage's file of optimizer state or weights is read and written here, measured. Decides how much is tried.
+"""Measures how fast a stage's file of optimizer state or weights is read and written on this machine.
 
-As stages do it: pieces, plain writes and reads. But here the disk is waited for, and read from where the system can be
-told to forget what it has of a file: who puts state or weights into one is short of memory, and the system will not
-keep much of the file there.
+The measurement writes and reads in pieces, as stages do. Unlike a stage, it waits for the disk, and drops the file from
+the page cache where the system allows that: a machine that offloads state or weights is short of memory, so little of
+the file would stay cached.
 
-Neighbours: backends' probes call this; `scheduling.levers` plans with it.
+Neighbours: the backends' probes call this; `scheduling.levers` plans with the result.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Final
 from fusionai.primitives.environment import scratch_directory
 
 TRIED_BYTES: Final = 64 * 2**20
+"""Bytes written and read back; chosen."""
 PIECE_BYTES: Final = 512 * 2**10
+"""Bytes per write and read."""
 
 
 def scratch_bytes_per_s(directory: Path | None = None) -> float:
-    """Bytes read and bytes written, per second of both. 0.0 where there is no room to try."""
+    """Return the bytes read and written per second of both together, or 0.0 if the file can't be written."""
     piece = bytes(PIECE_BYTES)
     try:
         with tempfile.TemporaryFile(dir=directory or scratch_directory(), buffering=0) as file:

@@ -1,8 +1,8 @@
-"""What serving programs of all backends have in common: which passes are in order, sessions, rows. Computes nothing.
+"""Framework-free base of serving programs: checks passes, keeps sessions and rows. Computes nothing.
 
-A pass is checked as a whole before anything changes or is allocated, with the same words everywhere. Neighbours:
-`paged_table` keeps the sessions, `layer_shapes` says which caches there are, `backends.torch.serving` and its like
-compute.
+A pass is checked as a whole before anything changes or is allocated, with the same error messages on every backend.
+Neighbours: `paged_table` keeps the sessions, `layer_shapes` says which caches a stage needs, `backends.torch.serving`
+and the other backends' programs compute.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from fusionai.wire.serving import Segment, ServeOptions
 
 
 class ServingBase(ABC):
-    """The part of `backends.serving.ServingProgram` that needs no framework."""
+    """Framework-independent part of `backends.serving.ServingProgram`."""
 
     def __init__(self, graph: Graph, options: ServeOptions, *, whole: bool = False) -> None:
-        """`whole`: the stage keeps its inputs, not what attention makes of them. Raises `ExecutionError` on an
-        attention that a cache does not suit, and on an operator that draws random numbers: no two passes have the
-        same keys."""
+        """`whole`: the stage keeps its inputs instead of keys and values.
+
+        Raises `ExecutionError` on an attention that can't use a cache, and on an operator that draws random numbers:
+        its keys would differ from pass to pass.
+        """
         for node in graph.nodes:
             if node.op == RANDOM:
-                raise ExecutionError(f"{describe(node)}: a stage that serves draws no random numbers.")
+                raise ExecutionError(f"{describe(node)}: a serving stage can't draw random numbers.")
         self._graph = graph
         self._options = options
         self._layers = () if whole else layer_shapes(graph, options)
@@ -62,7 +64,8 @@ class ServingBase(ABC):
         rows: Sequence[int] | None,
         positions: int,
     ) -> dict[str, HostTensor]:
-        """Of a pass that is in order. Without attention there are no spans."""
+        """Compute a pass that was checked and return the `wanted` values. `spans` is empty if the stage has no
+        attention."""
 
     def run(
         self,
@@ -77,7 +80,7 @@ class ServingBase(ABC):
         fed = self._checked_inputs(segments, inputs, self._needed(names))
         positions = self._positions(segments, fed)
         if rows is not None and any(not 0 <= row < positions for row in rows):
-            raise ExecutionError(f"the pass has {positions} positions, rows up to {max(rows)} are wanted of it.")
+            raise ExecutionError(f"the pass has {positions} positions, but rows up to {max(rows)} are requested.")
         self.allocate()
         spans: tuple[Span, ...] = ()
         if self._keeps:
@@ -99,19 +102,19 @@ class ServingBase(ABC):
     # -------------------------------------------------------------------------------------------------------- checks
 
     def _needed(self, wanted: frozenset[str]) -> frozenset[str]:
-        """Inputs of the graph that these outputs need."""
+        """Return the graph inputs that these outputs need."""
         for name in wanted:
             if name not in self._graph.outputs:
                 raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
         if self.missing:
             raise ExecutionError(
-                f"{len(self.missing)} weights are not here yet, among them {self.missing[0]}.",
+                f"{len(self.missing)} weights have not been imported, among them {self.missing[0]}.",
                 hint="Import them first.",
             )
         if wanted not in self._inputs:
             values = [self._graph.outputs[name] for name in wanted]
             nodes = needed_nodes(self._graph, values)
-            # A pass that leaves out an attention would leave holes in its cache.
+            # A pass that skipped an attention node would leave a gap in its cache.
             done = {node.id for node in nodes}
             left_out = [shape.node for shape in self._layers if shape.node not in done]
             if left_out:
@@ -126,18 +129,19 @@ class ServingBase(ABC):
     def _checked_inputs(
         self, segments: Sequence[Segment], inputs: Mapping[str, HostTensor], needed: frozenset[str]
     ) -> dict[str, HostTensor]:
-        """Inputs with positions, their sizes those that the graph declares."""
+        """Return the inputs, with positions and adapters added, after checking their sizes against the graph's
+        declarations."""
         for name in FROM_SEGMENTS:
             if name in inputs:
-                raise ExecutionError(f"{name} follow from the segments, they can't be given.")
+                raise ExecutionError(f"{name} is computed from the segments, it can't be an input.")
         length = sum(segment.length for segment in segments)
         if self._keeps and not segments:
-            raise ExecutionError("a stage with attention needs to know whose positions these are: no segment came.")
+            raise ExecutionError("a stage with attention needs at least one segment, got none.")
         if length > self._options.pass_tokens:
             raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {length}.")
         fed = dict(inputs)
         if not segments and (missing := FROM_SEGMENTS & needed):
-            raise ExecutionError(f"the stage needs {min(missing)}: no segment came.")
+            raise ExecutionError(f"the stage computes {min(missing)} from segments, got none.")
         if POSITIONS in needed:
             fed[POSITIONS] = _positions_of(segments)
         if ADAPTERS in needed:
@@ -161,7 +165,10 @@ class ServingBase(ABC):
 
 
 def awaited(specs: Mapping[str, ParamSpec], waiting: Container[str], key: str, tensor: HostTensor) -> ParamSpec:
-    """What `key` is. Raises `ExecutionError` unless the stage has such a weight and waits for it, and `tensor` fits."""
+    """Return the specification of weight `key`.
+
+    Raises `ExecutionError` if the stage has no such weight, if the weight came before, or if `tensor` does not fit it.
+    """
     if key not in specs:
         raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, specs)}.")
     if key not in waiting:
@@ -180,25 +187,28 @@ def check_weight(spec: ParamSpec, tensor: HostTensor) -> None:
 
 
 def array_of(tensor: HostTensor) -> npt.NDArray[Any]:
-    """The same memory, of a dtype that numpy has."""
+    """Return a numpy view of the tensor's memory; its dtype must be one that numpy has."""
     return np.frombuffer(tensor.data, dtype=tensor.dtype).reshape(tensor.shape)
 
 
 def _positions_of(segments: Sequence[Segment]) -> HostTensor:
-    """int64 [1, positions]."""
+    """Return the position of every row: int64 [1, positions]."""
     ranges = [np.arange(segment.start, segment.start + segment.length, dtype=np.int64) for segment in segments]
     flat = np.concatenate(ranges)
     return host_tensor("int64", (1, flat.size), flat.data)
 
 
 def _adapters_of(segments: Sequence[Segment], ranks: Sequence[int]) -> HostTensor:
-    """float32 [1, positions, all ranks]. Raises `ExecutionError` on an adapter that is not here."""
+    """Return which adapter ranks apply at which position, as 0 or 1: float32 [1, positions, sum of all ranks].
+
+    Raises `ExecutionError` if a segment names an adapter that is not loaded.
+    """
     ends = np.cumsum([0, *ranks])
     mask = np.zeros((1, sum(segment.length for segment in segments), int(ends[-1])), np.float32)
     at = 0
     for segment in segments:
         if segment.adapter > len(ranks):
-            raise ExecutionError(f"session {segment.session} wants adapter {segment.adapter}, there are {len(ranks)}.")
+            raise ExecutionError(f"session {segment.session} needs adapter {segment.adapter}, there are {len(ranks)}.")
         if segment.adapter:
             mask[0, at : at + segment.length, ends[segment.adapter - 1] : ends[segment.adapter]] = 1.0
         at += segment.length

@@ -1,6 +1,6 @@
-"""Operators on sizes: plain integers, the same on every backend that computes. Decides how large a size may become.
+"""Operators on sizes (plain integers), the same on every backend that computes, with an upper limit on every size.
 
-Neighbours: each backend's `operators` takes these into its table.
+Neighbours: each backend's `operators` includes these in its table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, Final
 from fusionai.primitives.errors import ExecutionError
 
 MAX_SIZE: Final = 2**48
-"""No size computed in a graph may be larger: repeated products would otherwise fill the memory with one integer."""
+"""Upper limit on a size computed in a graph; chosen. Without it, repeated products could fill the memory with a single
+integer."""
 
 
 def _bounded(compute: Callable[..., int]) -> Callable[..., int]:

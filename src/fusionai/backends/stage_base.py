@@ -1,9 +1,10 @@
-"""What stage programs of all backends have in common: which calls are in order, and the names and words of state.
+"""Framework-free base of stage programs: which calls are allowed, and the names and error messages of state.
 
-Decides what is refused, with the same words everywhere; computes nothing and knows no framework. A backend's program
-adds tensors: what a parameter or slot is (`_copy`), and what its forward keeps for backward (`Held`).
+Rejects what is out of order, with the same messages on every backend; computes nothing. A backend's program adds
+tensors: the value of a parameter or slot (`_copy`), and what its forward keeps for backward (`Held`).
 
-Neighbours: `binding` binds sizes, `state` names entries, `backends.torch.program` and its like compute.
+Neighbours: `binding` binds sizes, `state` names entries, `backends.torch.program` and the other backends' programs
+compute.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from fusionai.wire.messages import StageOptions
 ContextKey = tuple[int, int, int]
 """(step, replica, microbatch)."""
 Held = TypeVar("Held")
-"""What is kept of a microbatch between forward and backward."""
+"""What a backend keeps of a microbatch between forward and backward."""
 
 
 class StageBase(ABC, Generic[Held]):
-    """The part of `backends.interface.StageProgram` that needs no framework."""
+    """Framework-independent part of `backends.interface.StageProgram`."""
 
     def __init__(self, graph: Graph, *, grad_inputs: Sequence[str], options: StageOptions) -> None:
         """Raises `ExecutionError` for a graph that contradicts itself."""
@@ -37,17 +38,17 @@ class StageBase(ABC, Generic[Held]):
         self._options = options
         self._specs: dict[str, ParamSpec] = {spec.key: spec for spec in graph.params.values()}
         self._trained_values = {value: spec.key for value, spec in graph.params.items() if spec.trainable}
-        """Value name -> key."""
+        """Value name -> parameter key."""
         self._check_declarations()
         self._entries = state_entries(graph, options.optimizer)
         self._unset = set(self._specs)
-        """Keys of parameters that have no value yet."""
+        """Keys of parameters without a value."""
         self._contexts: dict[ContextKey, Held] = {}
 
     # ------------------------------------------------------------------------------------------------------- state
 
     def export_state(self, parts: Sequence[Literal["model", "optimizer"]]) -> Iterator[tuple[str, HostTensor]]:
-        """State as of the last applied step, also while the next one is in flight."""
+        """Yield the state as of the last applied step, even while the next step is in flight."""
         for name, entry in self._entries.items():
             if ("optimizer" if entry.slot else "model") in parts:
                 yield name, self._exported(entry)
@@ -64,12 +65,12 @@ class StageBase(ABC, Generic[Held]):
 
     @abstractmethod
     def _copy(self, entry: StateEntry) -> HostTensor:
-        """Of a value that is there, as of the last applied step."""
+        """Return a copy of an entry that has a value, as of the last applied step."""
 
     # ----------------------------------------------------------------------------------------------------- in order
 
     def _begin(self, call: Call, wanted: Sequence[str] | None) -> frozenset[str]:
-        """Which outputs a forward is to give, everything being in order for it."""
+        """Return the outputs that a forward must compute. Raises `ExecutionError` if the call is not allowed now."""
         names = frozenset(self._graph.outputs if wanted is None else wanted)
         for name in names:
             self._require_output(name)
@@ -85,7 +86,7 @@ class StageBase(ABC, Generic[Held]):
     def _take(
         self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
     ) -> Held:
-        """What forward kept of the microbatch whose backward comes now."""
+        """Remove and return what forward kept of the microbatch whose backward comes now."""
         held = self._contexts.pop(key_of(call), None)
         if held is None:
             raise ExecutionError(
@@ -96,7 +97,7 @@ class StageBase(ABC, Generic[Held]):
         for name in begun:
             if name not in self._grad_inputs and name not in self._trained_values:
                 known = sorted({*self._grad_inputs, *self._trained_values})
-                raise ExecutionError(f"the stage sums no gradient of {name!r}{nearest(name, known)}.")
+                raise ExecutionError(f"the stage has no gradient sum of {name!r}{nearest(name, known)}.")
         return held
 
     def _require_output(self, name: str) -> None:
@@ -134,8 +135,8 @@ class StageBase(ABC, Generic[Held]):
     # ------------------------------------------------------------------------------------------------------- memory
 
     def _state_bytes(self) -> int:
-        """Parameters, gradients and the optimizer state that is not in a file. Of weights that come and go, the largest
-        block's."""
+        """Return the bytes of parameters, gradients and optimizer state in memory. State in a file is not counted; of
+        offloaded weights, only the largest block counts."""
         away = self._options.offload
         held_bytes = sum(entry.nbytes for entry in self._entries.values() if not (entry.slot and away))
         if self._options.offload_weights:
@@ -148,7 +149,7 @@ class StageBase(ABC, Generic[Held]):
         return sum(self._entries[f"model/{key}"].nbytes for key in keys)
 
     def _require_room(self, held_bytes: int, limit_bytes: int | None) -> None:
-        """For what is held whatever is in flight."""
+        """Raise `ExecutionError` if the state alone exceeds the limit, whatever is in flight."""
         if limit_bytes is not None and held_bytes > limit_bytes:
             raise ExecutionError(
                 f"the stage's parameters, gradients and optimizer state take {held_bytes} bytes, "
@@ -157,7 +158,7 @@ class StageBase(ABC, Generic[Held]):
             )
 
     def _require_room_in_flight(self, needed_bytes: int, microbatches: int, limit_bytes: int | None) -> None:
-        """For all that is needed with so many microbatches in flight."""
+        """Raise `ExecutionError` if the stage exceeds the limit with `microbatches` in flight."""
         if limit_bytes is not None and needed_bytes > limit_bytes:
             raise ExecutionError(
                 f"the stage needs {needed_bytes} bytes with {microbatches} microbatches in flight, "
@@ -171,7 +172,7 @@ def key_of(call: Call) -> ContextKey:
 
 
 def check_gradient(name: str, gradient: HostTensor, shape: tuple[int, ...], dtype: str) -> None:
-    """Of an output of this shape and dtype."""
+    """Raise `ExecutionError` unless `gradient` has the output's shape and dtype."""
     if gradient.shape != shape or gradient.dtype != dtype:
         raise ExecutionError(
             f"expected the gradient of {name!r} as {dtype} {list(shape)}, got {gradient.dtype} {list(gradient.shape)}."

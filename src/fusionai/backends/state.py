@@ -1,4 +1,4 @@
-"""Names, dtypes and shapes of a stage's state entries. Decides what a complete state is, the same for every backend.
+"""Names, dtypes and shapes of a stage's state entries: what a complete state consists of, the same on every backend.
 
 `model/<key>` for every parameter, buffer and constant; `optimizer/<key>/<slot>` for every trainable parameter.
 Neighbours: backends check imports against this, `storage` writes the entries into checkpoints.
@@ -20,28 +20,31 @@ from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
 from fusionai.wire.messages import OptimizerSpec, StageOptions
 
 EIGHT_BIT_BLOCK: Final = 256
-"""Numbers of 8-bit state that share a scale."""
+"""Elements of 8-bit optimizer state that share a scale."""
 SMALLEST_EIGHT_BIT: Final = 4096
-"""Parameters of fewer elements (norms, biases) keep their state in their own precision: it is worth nothing there."""
+"""Parameters with fewer elements (norms, biases) keep their state in their own precision, because 8 bits would save
+little memory there. bitsandbytes has the same limit."""
 ANCHOR: Final = "anchor"
-"""The slot of what was agreed on last; no optimizer touches it, nor the next three."""
+"""Slot of the parameter value after the last synchronisation of replicas. No optimizer touches this slot or the next
+three."""
 OUTER_MOMENTUM: Final = "outer_momentum"
-"""The slot of the outer step's momentum."""
+"""Slot of the momentum of the outer optimizer step."""
 RESIDUAL: Final = "residual"
-"""The slot of what packing the last difference lost."""
+"""Slot of the error that compressing the last pseudo-gradient left, added to the next one."""
 TOLD: Final = "told"
-"""The slot of what the last difference was taken of, where stages train on while it travels."""
+"""Slot of the parameter value from which the last pseudo-gradient was taken, for stages that train on while it
+travels."""
 ASIDE: Final = frozenset({ANCHOR, OUTER_MOMENTUM, RESIDUAL, TOLD})
-"""Slots that are an exchange's, not the optimizer's."""
+"""Slots that belong to the synchronisation of replicas, not to the optimizer."""
 OWN_FLOAT32: Final = frozenset({OUTER_MOMENTUM, RESIDUAL})
-"""Those of them that are float32 whatever the parameter is."""
+"""Slots among `ASIDE` that are float32 whatever the parameter's dtype."""
 SCALE: Final = "_scale"
-"""A slot of 8-bit codes has its scales in the slot of this name behind its own."""
+"""Suffix of the slot that holds the scales of an 8-bit slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """`slot` is empty for `model/<key>`."""
+    """One entry of a stage's state. `slot` is empty for `model/<key>`."""
 
     key: str
     slot: str
@@ -60,7 +63,7 @@ class StateEntry:
 def optimizer_slots(
     optimizer: OptimizerSpec | None, dtype: str, shape: tuple[int, ...]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Slot -> (dtype, shape) of what an optimizer keeps for a trainable parameter, sorted."""
+    """Return slot -> (dtype, shape) of what an optimizer keeps for a trainable parameter, sorted."""
     if optimizer is None:
         return {}
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -81,7 +84,7 @@ def optimizer_slots(
 
 
 def state_bytes_ratio(optimizer: OptimizerSpec) -> float:
-    """Bytes of state per byte of a large float32 parameter."""
+    """Return bytes of optimizer state per byte of a large float32 parameter."""
     shape = (1 << 20,)
     slots = optimizer_slots(optimizer, "float32", shape).values()
     return sum(tensor_bytes(*slot) for slot in slots if slot[1]) / tensor_bytes("float32", shape)
@@ -97,7 +100,7 @@ def _moment(
 
 
 def state_entries(graph: Graph, optimizer: OptimizerSpec | None) -> dict[str, StateEntry]:
-    """Entry name -> what it is, in canonical order: sorted `model/` entries, then sorted `optimizer/` entries."""
+    """Return entry name -> entry, in canonical order: sorted `model/` entries, then sorted `optimizer/` entries."""
     specs = {spec.key: spec for spec in graph.params.values()}
     entries = {f"model/{key}": _model_entry(specs[key]) for key in sorted(specs)}
     for key in sorted(specs):
@@ -109,7 +112,7 @@ def state_entries(graph: Graph, optimizer: OptimizerSpec | None) -> dict[str, St
 
 
 def saved_entries(graph: Graph, options: StageOptions) -> dict[str, StateEntry]:
-    """Those of `state_entries` that a checkpoint is made of."""
+    """Return the entries that a checkpoint contains: without frozen parameters if `options.base_stays`."""
     entries = state_entries(graph, options.optimizer)
     if not options.base_stays:
         return entries
@@ -118,14 +121,14 @@ def saved_entries(graph: Graph, options: StageOptions) -> dict[str, StateEntry]:
 
 
 def _model_entry(spec: ParamSpec) -> StateEntry:
-    """A packed weight is its bytes."""
+    """Return the entry of a parameter. A packed weight is an array of bytes."""
     if spec.stored:
         return StateEntry(spec.key, "", "uint8", (stored_bytes(spec.shape, spec.stored),))
     return StateEntry(spec.key, "", spec.dtype, tuple(spec.shape))
 
 
 def as_stored(spec: ParamSpec, value: HostTensor) -> HostTensor:
-    """A parameter's value in its own dtype as the entry of a state has it."""
+    """Return a parameter's value, given in its own dtype, in the form that its state entry has."""
     if not spec.stored:
         return value
     if (value.dtype, value.shape) != (spec.dtype, tuple(spec.shape)):
@@ -137,18 +140,18 @@ def as_stored(spec: ParamSpec, value: HostTensor) -> HostTensor:
 
 
 def gradient_bytes(graph: Graph) -> int:
-    """Bytes of one gradient per trainable parameter."""
+    """Return the bytes of one gradient per trainable parameter."""
     trainable = trainable_keys(graph)
     return sum(entry.nbytes for entry in state_entries(graph, None).values() if entry.key in trainable)
 
 
 def trainable_keys(graph: Graph) -> frozenset[str]:
-    """Keys of what an optimizer updates."""
+    """Return the keys of parameters that an optimizer updates."""
     return frozenset(spec.key for spec in graph.params.values() if spec.trainable)
 
 
 def check_entry(entries: dict[str, StateEntry], name: str, tensor: HostTensor) -> StateEntry:
-    """The entry `name`. Raises `ExecutionError` when there is none or `tensor` does not fit it."""
+    """Return the entry `name`. Raises `ExecutionError` if there is none or `tensor` does not fit it."""
     entry = entries.get(name)
     if entry is None:
         raise ExecutionError(f"unknown state entry {name!r}{nearest(name, entries)}.")

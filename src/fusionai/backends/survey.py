@@ -1,8 +1,8 @@
-"""What a backend sees of this machine, and how fast it is; run as a process of its own: `python -m ...survey`.
+"""Reports what a backend finds on this machine and how fast it is. Runs as a separate process: `python -m ...survey`.
 
-A broken driver or a build for another processor kills the process that imports a framework; here that is a finding, not
-the end of the program that asked. Decides nothing. Neighbours: `cli.doctor` starts it and reads its one line of JSON,
-`backends.registry` opens what measures.
+A broken driver, or a build for another processor, kills the process that imports the framework. In a separate process
+that is a finding and does not end the program that asked. Neighbours: `cli.doctor` starts it and reads its one line of
+JSON, `backends.registry` opens the backend that measures.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fusionai.backends.registry import BACKENDS, open_backend
 
 
 class Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`devices`: what the framework can use now, e.g. `cpu`, `cuda:0 NVIDIA L4`. `cuda_build` and `hip_build`: the
-    version PyTorch was built for, None for a build without, and for other frameworks."""
+    """`devices`: devices that the framework can use now, e.g. `cpu`, `cuda:0 NVIDIA L4`. `cuda_build` and `hip_build`:
+    the version that PyTorch was built for; None for a build without it and for other frameworks."""
 
     version: str
     devices: tuple[str, ...]
@@ -27,7 +27,7 @@ class Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Survey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`report`: measured on the device asked for; None where that failed, and `problem` says why."""
+    """`report`: measured on the requested device; None if that failed, and then `problem` says why."""
 
     seen: Seen
     report: DeviceReport | None
@@ -35,7 +35,7 @@ class Survey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def survey(backend: str, device: str, threads: int | None) -> Survey:
-    """Look at every device, measure one. Never raises for a device that fails."""
+    """List every device and measure the requested one. Never raises for a device that fails."""
     match backend:
         case "torch":
             seen = _by_torch()
@@ -45,7 +45,7 @@ def survey(backend: str, device: str, threads: int | None) -> Survey:
             seen = _by_onnxruntime()
     try:
         return Survey(seen=seen, report=open_backend(backend, device=device, threads=threads).probe())
-    except Exception as failure:  # noqa: BLE001 - whatever a driver throws is the finding
+    except Exception as failure:  # noqa: BLE001 - any error that a driver raises is the finding
         return Survey(seen=seen, report=None, problem=f"{type(failure).__name__}: {failure}")
 
 

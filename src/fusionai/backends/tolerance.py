@@ -1,11 +1,11 @@
-"""How far results of one framework may be from another's, or from exact ones: the policy for every comparison.
+"""Tolerances for comparing results of different frameworks with each other or with exact results.
 
-Differences are taken relative to the largest magnitude of what is expected, for a number near 0 among large ones is not
-known any better than they are. `kernel` is one operator, forward or backward; `stage` a chain of them, such as some
-layers; `loss` a training's loss after any number of steps from the same state, as a takeover by another framework may
-change it. In bfloat16 a product of n terms is as good as its operands, about 2**-8.
+Differences are relative to the largest expected magnitude, because a small number computed among large ones is no more
+exact than they are. `kernel` applies to one operator, forward or backward; `stage` to a chain of operators, such as a
+few layers; `loss` to a training loss after any number of steps from the same state, with a takeover by another
+framework in between. In bfloat16, a product of n terms is as exact as its operands, about 2**-8.
 
-Neighbours: conformance suites and `backends` compare by these; `coordination` calls such takeovers tolerant.
+Neighbours: conformance suites and `backends` compare with these; `coordination` calls such takeovers tolerant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusionai.primitives.tensors import HostTensor
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Relative to the largest magnitude expected."""
+    """Largest allowed differences, relative to the largest expected magnitude."""
 
     kernel: float
     stage: float
@@ -35,7 +35,7 @@ TOLERANCES: Final[dict[str, Tolerance]] = {
 
 
 def numbers(tensor: HostTensor) -> npt.NDArray[Any]:
-    """Its values; bfloat16, which numpy has not, as float32."""
+    """Return the tensor's values as a numpy array; bfloat16, which numpy lacks, as float32."""
     if tensor.dtype == "bfloat16":
         halves = np.frombuffer(tensor.data, np.uint16).astype(np.uint32) << 16
         return halves.view(np.float32).reshape(tensor.shape)
@@ -43,8 +43,10 @@ def numbers(tensor: HostTensor) -> npt.NDArray[Any]:
 
 
 def difference(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
-    """Largest difference by largest magnitude expected; infinite where one has a number that is none and the other has
-    not."""
+    """Return the largest difference divided by the largest expected magnitude.
+
+    Returns infinity if the shapes differ, or if a NaN or infinity in one has no equal in the other.
+    """
     if found.shape != expected.shape:
         return float("inf")
     if not expected.size:

@@ -1,7 +1,7 @@
-"""What of a model is trained, in figures: parameters, and the bytes of what an optimizer keeps for them.
+"""Counts what a job trains of a model: parameters, and the bytes of optimizer state for them.
 
-Decides how they are counted: parameters once however many names they have, state as `state` lists it entry by entry.
-Neighbours: `cli.check` and `cli.plan` show it, `client.preparation` says it when a job begins.
+A parameter counts once however many names it has; state is counted entry by entry as `state` lists it. Neighbours:
+`cli.check` and `cli.plan` show the figures, `client.preparation` prints them when a job begins.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from fusionai.wire.messages import OptimizerSpec
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
-    """`frozen_optimizer_bytes` is what the optimizer keeps for parameters that are not trained: 0, or something is
-    wrong."""
+    """`frozen_optimizer_bytes` is optimizer state for parameters that are not trained; anything but 0 is an error."""
 
     parameters: int
     frozen_parameters: int
@@ -27,7 +26,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """One sentence for people."""
+        """One human-readable sentence."""
         whole = self.parameters + self.frozen_parameters
         of = f"{format_count(self.parameters)} of {format_count(whole)} parameters are trained"
         kept = f"the optimizer keeps {format_bytes(self.optimizer_bytes)} for them"
@@ -37,7 +36,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trained(graph: Graph, optimizer: OptimizerSpec) -> Trained:
-    """Of the whole graph, whatever stages it is cut into."""
+    """Count over the whole graph, whatever stages it is cut into."""
     specs = {spec.key: spec for spec in graph.params.values() if spec.kind == "parameter"}
     learning = {key for key, spec in specs.items() if spec.trainable}
     kept = [entry for entry in state_entries(graph, optimizer).values() if entry.slot]

@@ -1,12 +1,14 @@
-"""Serving of what no cache of keys and values can serve: each text is computed anew, as a whole.
+"""Cacheless recompute: serving of models that a key-value cache can't serve. Each pass recomputes the session's whole
+text.
 
-Layers that carry a state, and attention that a capture does not recognise, need all positions of a text. So a stage
-keeps what came in for each, in pages as caches are, and runs its graph over the whole text for every new token: right
-for any causal graph, on any backend that evaluates, and slower the longer a text is. A text is filled up to one of a
-few lengths, since frameworks compile for each; what is behind a position does not count for it.
+Layers that carry a state, and attention that capture does not recognise, need all positions of a text. So a stage keeps
+the inputs of every position, in pages like a cache's, and runs its graph over the whole text for every new token. This
+is correct for any causal graph, on any backend that evaluates, and gets slower as the text grows. A text is padded to
+one of a few lengths, because frameworks compile for each length; causality makes the padding after a position
+irrelevant.
 
-Decides lengths and pages' layout. Neighbours: `serving_base` checks passes, `execution.serving_loading` chooses this
-where a job says so, `capture.causality` makes sure that a graph is causal.
+This module owns lengths and the pages' layout. Neighbours: `serving_base` checks passes, `execution.serving_loading`
+chooses this class where a job asks for it, `capture.causality` checks that a graph is causal.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ from fusionai.wire.messages import StageOptions
 from fusionai.wire.serving import ServeOptions
 
 SHORTEST: Final = 16
+"""Shortest padded length of a text, in positions."""
 DOUBLED: Final = 128
-"""Lengths double up to here and then grow by as much."""
+"""Padded lengths double from `SHORTEST` up to this length and then grow in steps of it. Both are chosen."""
 _FORMAT: Final = "fp32"
 Bytes = npt.NDArray[np.uint8]
 
@@ -46,8 +49,8 @@ class WholeServing(ServingBase):
         super().__init__(graph, options, whole=True)
         if (options.weights, options.cache) != (_FORMAT, _FORMAT):
             raise ExecutionError(
-                f"texts that are computed as a whole keep weights and inputs as {_FORMAT}, not as {options.weights} "
-                f"and {options.cache}."
+                f"serving without a cache keeps weights and inputs as {_FORMAT}, got weights as {options.weights} "
+                f"and a cache as {options.cache}."
             )
         self._longest = graph.symbols[SEQUENCE][1] if SEQUENCE in graph.symbols else options.pass_tokens
         self._rows = {name: self._row_of(name) for name in graph.inputs if name != POSITIONS}
@@ -60,7 +63,7 @@ class WholeServing(ServingBase):
             raise ExecutionError(
                 f"the inputs of {options.pages} pages take {self._cache_bytes} bytes; the limit is "
                 f"{memory_limit_bytes}.",
-                hint="Take fewer pages or sessions, or lend more memory.",
+                hint="Use fewer pages or sessions, or lend more memory.",
             )
         self._program = backend.load(graph, grad_inputs=(), options=StageOptions(), memory_limit_bytes=left)
         self._specs = {spec.key: spec for spec in graph.params.values()}
@@ -111,7 +114,7 @@ class WholeServing(ServingBase):
         return {name: self._joined(name, pieces, len(chosen)) for name, pieces in made.items()}
 
     def _keep(self, span: Span, fed: Mapping[str, HostTensor]) -> None:
-        """What came for the span's positions, in its pages."""
+        """Store the inputs of the span's positions in its pages."""
         assert self._pages is not None
         size = self._options.page_tokens
         for name, pages in self._pages.items():
@@ -121,7 +124,7 @@ class WholeServing(ServingBase):
                 pages[span.pages[position // size], position % size] = row
 
     def _whole(self, span: Span, wanted: frozenset[str]) -> dict[str, HostTensor]:
-        """The outputs `wanted` of the text as far as the span's end, filled up."""
+        """Return the outputs `wanted` of the padded text up to the end of the span."""
         assert self._pages is not None
         length = self._length(span.end)
         given: dict[str, HostTensor] = {}
@@ -137,7 +140,7 @@ class WholeServing(ServingBase):
 
     def _length(self, end: int) -> int:
         if end > self._longest:
-            raise ExecutionError(f"a text has {self._longest} positions at most here, this one {end}.")
+            raise ExecutionError(f"a text may have {self._longest} positions at most, this one has {end}.")
         size = SHORTEST
         while size < end:
             size += size if size < DOUBLED else DOUBLED

@@ -338,7 +338,6 @@ class BrokerService:
             peer=peer,
             certificate=self._authority.issue(public_key_of(peer), "member", now_wall_s=self._clock.wall_s()),
             authority=self._authority.certificate,
-            pool=self._authority.pool,
         )
 
     def _issue_tickets(self, job: JobId, version: int) -> JobGranted:

@@ -186,12 +186,21 @@ def scaled_dot_product(
     if query.ndim == 4:
         key, value = _shared(query, key), _shared(query, value)
     scores = query @ key.transpose(-1, -2) * factor
+    blind = None
     if is_causal:
         rows, columns = (torch.arange(size, device=query.device) for size in scores.shape[-2:])
         attn_mask = columns[None, :] <= rows[:, None]
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return F.dropout(F.softmax(scores, dim=-1), p=dropout_p, training=True) @ value
+        if not is_causal:
+            # A query that sees no key (padding, say) gets zeros from PyTorch. Its scores are replaced, too, because the
+            # softmax of infinities alone would have no gradient but NaN.
+            blind = (scores == -torch.inf).all(-1, keepdim=True)
+            scores = scores.masked_fill(blind, 0.0)
+    weights = F.softmax(scores, dim=-1)
+    if blind is not None:
+        weights = weights.masked_fill(blind, 0.0)
+    return F.dropout(weights, p=dropout_p, training=True) @ value
 
 
 def mask_rule(*, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, **_: Any) -> MaskRule:

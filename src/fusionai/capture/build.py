@@ -27,7 +27,7 @@ from torch import nn
 from fusionai.capture.adapter import Lora, StartedLora, adapted, is_adapter, plain_name
 from fusionai.capture.adapter_slots import Slots, slotted
 from fusionai.capture.huggingface import HuggingFaceModel, resolve
-from fusionai.capture.initialisation import InitialisationWatch, Program, watching
+from fusionai.capture.initialisation import InitialisationWatch, Program, shared_draws, watching
 from fusionai.capture.source import CodeSource, FactorySource, ModelSource, describe
 from fusionai.primitives.errors import ModelError
 
@@ -157,6 +157,19 @@ def construct_real(built: Built) -> nn.Module:
     return module
 
 
+def construct_empty(built: Built) -> nn.Module:
+    """As `construct_real`, with its parameters on the meta device. Not of what was `real` in the first place."""
+    huggingface = built.huggingface
+    if huggingface is None:
+        construct = built.construct
+    else:
+        construct = huggingface.construct_plain
+        if built.adapter is not None:
+            construct = _with_adapter(construct, built.adapter)
+    module, _, _, _ = _build_on_meta(construct, built.name, built.seed)
+    return module
+
+
 def _put_in(module: nn.Module, adapter: Adapters) -> nn.Module:
     return slotted(module, adapter) if isinstance(adapter, Slots) else adapted(module, adapter)
 
@@ -219,9 +232,22 @@ class _Registration:
 
 @contextmanager
 def _parameters_on_meta(watch: InitialisationWatch, wanted: frozenset[int] = frozenset()) -> Iterator[_Registration]:
-    """While open, a parameter moves to the meta device as a module registers it, except those `wanted`."""
-    original = nn.Module.register_parameter
+    """While open, a parameter moves to the meta device as a module registers it, or as it is copied (`copy.deepcopy`),
+    except those `wanted`."""
+    original, original_copy = nn.Module.register_parameter, nn.Parameter.__deepcopy__
     registration = _Registration()
+
+    def placed(param: nn.Parameter) -> nn.Parameter:
+        index, registration.count = registration.count, registration.count + 1
+        replacement = param
+        if index not in wanted and not param.is_meta:
+            replacement = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            # Kept for being refused: a hook changes a gradient where no graph can see it.
+            replacement._backward_hooks = param._backward_hooks
+        watch.replace(param, replacement)
+        registration.indices[id(replacement)] = index
+        registration.kept.append(replacement)
+        return replacement
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if isinstance(param, nn.parameter.UninitializedParameter):
@@ -231,24 +257,19 @@ def _parameters_on_meta(watch: InitialisationWatch, wanted: frozenset[int] = fro
             )
         if param is not None and id(param) not in registration.indices:
             replacement = watch.replacement(param)
-            if replacement is None:
-                index, registration.count = registration.count, registration.count + 1
-                replacement = param
-                if index not in wanted and not param.is_meta:
-                    replacement = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-                    # Kept for being refused: a hook changes a gradient where no graph can see it.
-                    replacement._backward_hooks = param._backward_hooks
-                watch.replace(param, replacement)
-                registration.indices[id(replacement)] = index
-                registration.kept.append(replacement)
-            param = replacement
+            param = placed(param) if replacement is None else replacement
         original(self, name, param)
 
-    nn.Module.register_parameter = register
+    def copied(self: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = placed(cast(nn.Parameter, original_copy(self, {})))
+        return memo[id(self)]
+
+    nn.Module.register_parameter, nn.Parameter.__deepcopy__ = register, copied
     try:
         yield registration
     finally:
-        nn.Module.register_parameter = original
+        nn.Module.register_parameter, nn.Parameter.__deepcopy__ = original, original_copy
 
 
 def _build_on_meta(
@@ -257,19 +278,19 @@ def _build_on_meta(
     with watching() as watch, _parameters_on_meta(watch) as registration:
         result = _seeded(construct, seed, salt="")
     module, inputs = _checked(result, name)
-    programs: dict[str, Program | None] = {}
+    programs: dict[str, tuple[Program | None, tuple[int, ...]]] = {}
     registered: dict[str, int] = {}
     for key, parameter in module.named_parameters():
         if not parameter.is_meta:
             raise RuntimeError(f"the parameter {key} got round registration")
         if id(parameter) not in registration.indices:
-            raise RuntimeError(f"the parameter {key} is a copy, as copy.deepcopy makes")
-        programs[key] = watch.program(parameter)
+            raise RuntimeError(f"the parameter {key} was put there without registration")
+        programs[key] = (watch.program(parameter), tuple(parameter.shape))
         registered[key] = registration.indices[id(parameter)]
     for key, buffer in module.named_buffers():
         if buffer.is_meta:
             raise RuntimeError(f"the buffer {key} was made from large empty memory")
-    return module, inputs, programs, registered
+    return module, inputs, shared_draws(programs), registered
 
 
 def _construct(

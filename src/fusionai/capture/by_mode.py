@@ -38,6 +38,7 @@ _WATCHED: Final = frozenset(
     | {"bernoulli", "bernoulli_", "exponential", "exponential_", "randint", "randint_like", "randperm", "multinomial"}
     | {"feature_dropout", "feature_dropout_", "alpha_dropout", "alpha_dropout_"}
     | {"feature_alpha_dropout", "feature_alpha_dropout_"}
+    | {"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"}
 )
 """Names of operators by which a module draws; plain dropout knows its mode itself."""
 
@@ -100,6 +101,8 @@ def _both(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: 
     nodes = mode.tracer.graph._root
     before = nodes.prev
     versions = [buffer._version for buffer in module.buffers()]
+    writes = bool(args) and isinstance(args[0], torch.Tensor) and getattr(module, "inplace", False) is True
+    given = (args[0].clone(), *args[1:]) if writes else args
     trained = forward(*args, **kwargs)
     written = versions != [buffer._version for buffer in module.buffers()]
     if written or not isinstance(trained, torch.Tensor) or not _drew(before, nodes):
@@ -107,13 +110,14 @@ def _both(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: 
     children = [child for child in module.modules() if child.training]
     try:
         module.eval()
-        calm = forward(*args, **kwargs)
+        calm = forward(*given, **kwargs)
     finally:
         for child in children:
             child.training = True
     if not isinstance(calm, torch.Tensor) or calm.shape != trained.shape or calm.dtype != trained.dtype:
         return trained
-    return in_training(trained, calm)
+    chosen = in_training(trained, calm)
+    return args[0].copy_(chosen) if writes and trained is args[0] else chosen
 
 
 def _drew(before: fx.Node, end: fx.Node) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from fusionai.backends.registry import lacking
 from fusionai.backends.trained import Trained, trained
 from fusionai.capture.build import Adapters
 from fusionai.capture.capture import Range, draft
+from fusionai.capture.self_check import SelfCheck, self_check
+from fusionai.capture.shrinking import TooLarge
 from fusionai.capture.source import ModelSource, describe
 from fusionai.capture.tasks import Task
 from fusionai.ir.blocks import block_hashes
@@ -70,6 +72,10 @@ class CheckReport:
     """With AdamW, 32 bits of state for each of its two moments."""
     lacking: Mapping[str, tuple[str, ...]]
     """Backend that is installed here -> operators of the model it has not."""
+    compared: SelfCheck | None = None
+    """None where nothing was compared."""
+    not_compared: str = ""
+    """Why, where a comparison was asked for."""
 
     @property
     def cached_serving(self) -> bool:
@@ -86,8 +92,11 @@ def check(
     seed: int = 0,
     example_inputs: Mapping[str, Any] | None = None,
     adapter: Adapters | None = None,
+    compare: Callable[[str], None] | None = None,
 ) -> CheckReport:
-    """Capture as far as it goes and report. Raises `ModelError` when the model can't be built or traced at all."""
+    """Capture as far as it goes and report. `compare`: also compare the graph with the module by numbers, with lines of
+    progress to this function. Raises `ModelError` when the model can't be built or traced at all, or when graph and
+    module differ."""
     made = draft(
         source,
         task=task,
@@ -105,6 +114,12 @@ def check(
             validate(graph)
         except GraphError as error:
             problems.append(Problem("", "", str(error)))
+    compared, not_compared = None, ""
+    if compare is not None and not problems:
+        try:
+            compared = self_check(captured, progress=compare)
+        except TooLarge as error:
+            not_compared = str(error)
     operators = Counter(node.op for node in graph.nodes)
     return CheckReport(
         model=describe(source),
@@ -124,6 +139,8 @@ def check(
         notes=captured.notes,
         trained=trained(graph, OptimizerSpec()),
         lacking={} if problems else lacking(graph),
+        compared=compared,
+        not_compared=not_compared,
     )
 
 

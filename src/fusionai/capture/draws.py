@@ -32,10 +32,10 @@ def _(like: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(like)
 
 
-def draws(draw: Draw) -> dict[Any, Callable[..., torch.Tensor]]:
+def draws(draw: Draw) -> dict[Any, Callable[..., Any]]:
     """Draw of torch -> the same as a function of `draw`. What writes in place is here by its functional form."""
     aten = torch.ops.aten
-    table: dict[Any, Callable[..., torch.Tensor]] = {
+    table: dict[Any, Callable[..., Any]] = {
         aten.rand.default: partial(_of_sizes, draw),
         aten.randn.default: partial(_of_sizes, partial(_normal, draw)),
         aten.rand_like.default: partial(_alike, draw),
@@ -56,6 +56,7 @@ def draws(draw: Draw) -> dict[Any, Callable[..., torch.Tensor]]:
         aten.randint_like.low_dtype: lambda x, low, high, **how: _whole(draw, low, high, x, {"dtype": x.dtype, **how}),
         aten.randperm.default: lambda n, **how: draw(_empty([n], how)).argsort().to(how.get("dtype") or torch.int64),
         aten.multinomial.default: partial(_multinomial, draw),
+        aten.rrelu_with_noise_functional.default: partial(leaky_by_chance, draw),
     }
     return table
 
@@ -66,6 +67,7 @@ IN_PLACE: Final = {
     torch.ops.aten.bernoulli_.float: torch.ops.aten.bernoulli.p,
     torch.ops.aten.bernoulli_.Tensor: torch.ops.aten.bernoulli.Tensor,
     torch.ops.aten.exponential_.default: torch.ops.aten.exponential.default,
+    torch.ops.aten.rrelu_with_noise_.default: torch.ops.aten.rrelu_with_noise_functional.default,
 }
 """Draw that writes in place -> its functional form."""
 
@@ -123,6 +125,24 @@ def _whole(draw: Draw, low: int, high: int, like: torch.Tensor, how: dict[str, A
     # A fraction of 32 bits: each number of the range is as likely as any other, to one in 2**32.
     places = torch.floor(draw(like.detach().to(torch.float64)) * (high - low)) + low
     return places.to(how.get("dtype") or torch.int64)
+
+
+def leaky_by_chance(
+    draw: Draw,
+    x: torch.Tensor,
+    noise: torch.Tensor,  # noqa: ARG001 - what it held is overwritten
+    lower: float = 1.0 / 8,
+    upper: float = 1.0 / 3,
+    training: bool = False,
+    generator: Any = None,  # noqa: ARG001
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(result, slope of each element): slopes of what is not positive are drawn in training, their mean otherwise."""
+    if not training:
+        slope = (lower + upper) / 2
+        return torch.nn.functional.leaky_relu(x, slope), torch.ones_like(x)
+    drawn = _between(draw, x, lower, upper)
+    slopes = torch.where(x.detach() <= 0, drawn, torch.ones((), dtype=x.dtype, device=x.device))
+    return x * slopes, slopes
 
 
 def _multinomial(draw: Draw, weights: torch.Tensor, samples: int, replacement: bool = False, **_: Any) -> torch.Tensor:

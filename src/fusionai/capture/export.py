@@ -31,18 +31,24 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fusionai.capture import code_lines
 from fusionai.capture.attention import scaled_dot_product
 from fusionai.capture.by_mode import both_modes
+from fusionai.capture.causal_masks import recognised_causal_masks
 from fusionai.capture.complex_parts import real_parts
 from fusionai.capture.complex_rules import RULES
 from fusionai.capture.composition import composed
+from fusionai.capture.cumulative_norms import averaged_statistics
 from fusionai.capture.custom_gradients import refuse_hooks, watched_gradients
 from fusionai.capture.distributions import unchecked_arguments
 from fusionai.capture.draws import draws, uniform
 from fusionai.capture.fourier import Fourier
+from fusionai.capture.functions import Functions
+from fusionai.capture.losses import losses_per_row
 from fusionai.capture.rearranging import rearranging
 from fusionai.capture.recurrent_layers import recurrent_layers
 from fusionai.capture.refusals import refused_by_name
 from fusionai.capture.resizing import resizing
+from fusionai.capture.sampling_grids import sampling_grids
 from fusionai.capture.tasks import InputSpec, TaskModule
+from fusionai.capture.triangular import triangular
 from fusionai.primitives.errors import ModelError
 
 _EXAMPLE_SIZES = {"b": 3, "s": 13}
@@ -69,10 +75,13 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
             with (
                 _own_words(),
                 watched_gradients() as gradients,
+                averaged_statistics(),  # before `both_modes`, which keeps the forward that it finds
                 both_modes(task.module),
+                recognised_causal_masks(),
                 unchecked_arguments(),
                 refused_by_name(),
                 Fourier(),
+                Functions(),
             ):
                 program = torch.export.export(task, (example,), dynamic_shapes=(shapes,), strict=False)
             _keep_gradient_stops(program)
@@ -89,14 +98,18 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
 
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Operators that are several of the vocabulary, spelt out: recurrent layers step by step, which fixes the sequence,
-    weights that are a direction and a length, nearest and linear resizing, and attention by torch's own function."""
+    """Operators that are several of the vocabulary, spelt out: recurrent layers step by step, which fixes the
+    sequence, weights that are a direction and a length, nearest and linear resizing, grids of positions, losses per
+    row, and attention by torch's own function."""
     aten = torch.ops.aten
     table: dict[Any, Callable[..., Any]] = {
         aten._weight_norm.default: _weight_norm,
         aten.scaled_dot_product_attention.default: scaled_dot_product,
         **rearranging(),
         **resizing(),
+        **sampling_grids(),
+        **losses_per_row(),
+        **triangular(),
         **draws(uniform),
         **recurrent_layers(),
     }

@@ -11,8 +11,10 @@ they are registered, so nothing large is ever computed.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ Program = tuple[InitOp, ...]
 
 _LARGE_BYTES = 2**28
 """Empty memory from here on is made on the meta device."""
+
+_SHARED = "shared"
 
 _PADDINGS = frozenset({"constant_pad_nd", "pad"})
 """Copies where they pad by nothing, as when transformers ties an output bias to its matrix."""
@@ -63,6 +67,7 @@ class InitialisationWatch(TorchDispatchMode):
         super().__init__()
         self._kept = kept
         self._records: dict[int, _Record] = {}
+        self._draws = 0
 
     def program(self, tensor: torch.Tensor) -> Program | None:
         """The program that made the whole of `tensor`, None when it is unknown."""
@@ -83,6 +88,18 @@ class InitialisationWatch(TorchDispatchMode):
         record.parameter = meta
         # The meta storage lives as long as the record, through `parameter`.
         self._records[_address(meta)] = record
+
+    def drawn(self, program: Program) -> Program:
+        """The program, marked as drawing numbers of its own."""
+        self._draws += 1
+        return (InitOp(_SHARED, (self._draws,)), *(step for step in program if step.op != _SHARED))
+
+    def _copied(self, program: Program | None, *tensors: torch.Tensor) -> Program | None:
+        """The program of a copy between `tensors`. A program draws in the order of the elements: a copy in another
+        order has values of its own."""
+        if program is None or all(tensor.is_contiguous() for tensor in tensors):
+            return program
+        return self.drawn(program) if program[0].op == _SHARED else program
 
     def write(self, tensor: torch.Tensor, program: Program | None) -> None:
         """Note that `tensor` now holds what `program` makes."""
@@ -135,14 +152,14 @@ class InitialisationWatch(TorchDispatchMode):
                 return None if value is None else (InitOp("fill", (value,)),)
             case "normal":
                 first, second = _argument(args, kwargs, 1, "mean", 0.0), _argument(args, kwargs, 2, "std", 1.0)
-                return None if first is None or second is None else (InitOp("normal", (first, second)),)
+                return None if first is None or second is None else self.drawn((InitOp("normal", (first, second)),))
             case "uniform":
                 first, second = _argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0)
-                return None if first is None or second is None else (InitOp("uniform", (first, second)),)
+                return None if first is None or second is None else self.drawn((InitOp("uniform", (first, second)),))
             case "copy":
                 match args:
                     case (torch.Tensor() as written, torch.Tensor() as source, *_) if source.shape == written.shape:
-                        return self.program(source)
+                        return self._copied(self.program(source), written, source)
                     case _:
                         return None
             case _:
@@ -163,11 +180,11 @@ class InitialisationWatch(TorchDispatchMode):
                 value = _number(args[index]) if len(args) > index else None
                 return None if value is None else (InitOp("fill", (value,)),)
             case "randn" | "randn_like":
-                return (InitOp("normal", (0.0, 1.0)),)
+                return self.drawn((InitOp("normal", (0.0, 1.0)),))
             case "rand" | "rand_like":
-                return (InitOp("uniform", (0.0, 1.0)),)
+                return self.drawn((InitOp("uniform", (0.0, 1.0)),))
             case "clone" | "_to_copy" | "detach" | "alias" | "lift_fresh":
-                return before
+                return self._copied(before, args[0])
             case _:
                 step = _transform(name, args, kwargs)
                 return None if before is None or step is None else (*before, *step)
@@ -210,6 +227,28 @@ def _transform(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prog
             return None if bounds[0] is None or bounds[1] is None else (InitOp("clamp", (bounds[0], bounds[1])),)
         case _:
             return None
+
+
+def shared_draws(programs: Mapping[str, tuple[Program | None, tuple[int, ...]]]) -> dict[str, Program | None]:
+    """The programs as the IR has them: parameter -> (program, shape). Parameters of one shape that began with the same
+    draws, as copies do, share a number made of the first one's name; all others draw by their own name."""
+    drawn = {
+        name: (program[0].args, shape)
+        for name, (program, shape) in programs.items()
+        if program is not None and program[0].op == _SHARED
+    }
+    sharing = Counter(drawn.values())
+    first: dict[object, str] = {}
+    made: dict[str, Program | None] = {}
+    for name, (program, _) in programs.items():
+        made[name] = program
+        if name not in drawn or program is None:
+            continue
+        made[name] = program[1:]
+        if sharing[drawn[name]] > 1:
+            digest = hashlib.sha256(first.setdefault(drawn[name], name).encode()).digest()
+            made[name] = (InitOp(_SHARED, (int.from_bytes(digest[:6], "little"),)), *program[1:])
+    return made
 
 
 def truncated_normal(mean: float, std: float, low: float, high: float) -> Program:
@@ -291,7 +330,7 @@ def _truncated(watch: InitialisationWatch, original: Callable[..., Any]) -> Call
     @wraps(original)
     def recorded(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, *args: Any, **kwargs: Any) -> Any:
         result = original(tensor, mean, std, a, b, *args, **kwargs)
-        watch.write(tensor, truncated_normal(float(mean), float(std), float(a), float(b)))
+        watch.write(tensor, watch.drawn(truncated_normal(float(mean), float(std), float(a), float(b))))
         return result
 
     return recorded

@@ -57,6 +57,11 @@ _DROPPED_KWARGS: Final = frozenset({"layout", "pin_memory", "non_blocking"})
 _ASSERTIONS: Final = ("aten._assert", "aten.sym_constrain", "aten._functional_assert", "aten._functional_sym_constrain")
 _SAME: Final = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"})
 _REPETITION: Final = frozenset({"fusion.traced_layer.default", "fusion.repeated.default"})
+_SIZED_BY_VALUES: Final = frozenset(
+    {"aten.nonzero.default", "aten.masked_select.default", "aten._unique2.default", "aten.unique_dim.default"}
+    | {"aten.unique_consecutive.default", "aten.bincount.default", "aten.repeat_interleave.Tensor"}
+)
+"""Refused for a reason that a larger vocabulary would not change."""
 _RESHAPES: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
 _MEMORY_FORMATS: Final[Mapping[torch.memory_format, Literal["contiguous", "channels_last", "preserve"]]] = {
     torch.contiguous_format: "contiguous",
@@ -226,7 +231,8 @@ class _Lowering:
     def emit(self, node: fx.Node, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if op not in OPERATORS:
             # Spelt all the same, so that a report can say what else the model has.
-            self.refuse(node, op, "it is not in the operator vocabulary")
+            by_values = "the size of its result depends on values of its operands"
+            self.refuse(node, op, by_values if op in _SIZED_BY_VALUES else "it is not in the operator vocabulary")
         spelt_args = tuple(self.argument(arg) for arg in args)
         spelt_kwargs = {name: self.argument(value) for name, value in kwargs.items() if name not in _DROPPED_KWARGS}
         value = node.meta["val"]
@@ -448,6 +454,10 @@ def _copy(lowering: _Lowering, node: fx.Node) -> None:
     target, source = args[:2]
     if source.meta["val"].dtype != node.meta["val"].dtype:
         raise _Refusal("it writes a tensor of another dtype; cast it first")
+    if lowering.spec(source.meta["val"]) == lowering.spec(node.meta["val"]):
+        # What is overwritten has no part in the result. A value of its own, because a buffer may be written with it.
+        lowering.emit(node, "aten.alias.default", (source,), {})
+        return
     lowering.emit(node, "aten.expand_as.default", (source, target), {})
 
 

@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.torch.dropout import scaled_mask, uniform
-from fusionai.capture.draws import IN_PLACE, draws
+from fusionai.capture.draws import IN_PLACE, draws, leaky_by_chance
 from fusionai.ir.graph import needed_nodes
 from fusionai.ir.schema import Arg, Graph, Node
 
 _ARGUMENT: Final = {"fusion.dropout": "p", "fusion.attention": "dropout"}
 _UNIFORM: Final = "fusion.uniform"
 _IN_TRAINING: Final = "fusion.in_training"
+_LEAKY_BY_CHANCE: Final = (torch.ops.aten.rrelu_with_noise.default, torch.ops.aten.rrelu_with_noise_.default)
 _MIDDLE: Final = 0.5
 """Where nothing is drawn, each uniform number."""
 
@@ -53,6 +54,10 @@ class SameDraws(TorchDispatchMode):
             kept = float(operands[1]) if len(operands) > 1 else 0.5
             if (mask := self._mask(operands[0], kept)) is not None:
                 return operands[0].copy_(mask)
+        if func in _LEAKY_BY_CHANCE:
+            made, slopes = leaky_by_chance(self._uniform, *operands, **(kwargs or {}))
+            operands[1].copy_(slopes)
+            return operands[0].copy_(made) if func in IN_PLACE else made
         computed = self._table.get(IN_PLACE.get(func, func))
         if computed is None:
             return func(*args, **(kwargs or {}))

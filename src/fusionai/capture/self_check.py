@@ -1,15 +1,18 @@
 """Compare a captured graph with the module it came from, by numbers: outputs, and in training the gradients.
 
-Decides whether the module is small enough to hold in memory; of a larger one a smaller model of its kind is compared.
-The module draws the same numbers as the graph. Neighbours: `backends.torch` runs the graph, `capture.shrinking` makes
-the smaller model, `capture.same_draws` gives the module the graph's draws.
+Decides what is compared: the whole in memory where that has room; of a larger one a smaller model of its kind, made
+from its configuration; without a configuration the whole with its parameters in a file, up to a size at which fewer of
+its repeated layers are compared. The module draws the same numbers as the graph.
+
+Neighbours: `backends.torch` runs the graph, `capture.shrinking` and `capture.fewer_layers` make smaller modules,
+`capture.streamed_check` compares where memory is short, `capture.same_draws` gives the module the graph's draws.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 import psutil
@@ -22,76 +25,161 @@ from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.build import construct_real
 from fusionai.capture.capture import Captured
 from fusionai.capture.checkpoints import without_checkpoints
+from fusionai.capture.differences import from_host, gradient_difference, magnitude, relative_difference
+from fusionai.capture.fewer_layers import with_fewer_layers
 from fusionai.capture.same_draws import SameDraws, without_draws
-from fusionai.capture.shrinking import smaller
+from fusionai.capture.shrinking import TooLarge, smaller
 from fusionai.capture.state import to_host
+from fusionai.capture.streamed_check import drawn_apart, streamed_differences
 from fusionai.capture.tasks import InputSpec, TaskModule
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ModelError
-from fusionai.primitives.tensors import HostTensor
+from fusionai.primitives.units import format_count
 from fusionai.wire.messages import StageOptions
 
 LARGEST_PARAMETERS: Final = 20_000_000
 LARGEST_REDUCED_PARAMETERS: Final = 30_000_000
 """A smaller model of the kind: its check takes about a second."""
+LARGEST_STREAMED_PARAMETERS: Final = 4_000_000_000
+"""With their parameters in a file: about a minute of one core per billion, and 8 bytes on the disk for each."""
 _CHECK_BYTES_PER_PARAMETER: Final = 24
 """Values and gradients of the module and of the graph, and one copy on the way."""
 TOLERANCE: Final = 1e-5
 """Relative to the largest magnitude of the tensor compared."""
-_ROUNDING: Final = 1e-6
 _SIZES: Final = {"b": 2, "s": 9}
+
+
+def _silent(_line: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
     """`forward_diff` and `gradient_diff`: the worst difference, relative to the largest magnitude of its tensor;
     `gradient_diff` is None for a graph that is not trained, `evaluation_diff` for one that does only the one or the
-    other. `reduced`: a smaller model of the kind was compared."""
+    other. `reduced`: a smaller model of the kind was compared, of `parameters`. `streamed`: with its parameters in a
+    file. `notes`: what was compared otherwise than it runs in a job."""
 
     forward_diff: float
     gradient_diff: float | None
     evaluation_diff: float | None
     parameters: int
     reduced: bool
+    streamed: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         outputs = max(self.forward_diff, self.evaluation_diff or 0.0)
         return outputs <= TOLERANCE and (self.gradient_diff is None or self.gradient_diff <= 10 * TOLERANCE)
 
+    @property
+    def how(self) -> str:
+        """What was compared, in parentheses; empty for the whole model in memory."""
+        if self.reduced:
+            where = ", read from a file" if self.streamed else ""
+            return f" (a smaller copy, {format_count(self.parameters)} parameters{where})"
+        return f" (all {format_count(self.parameters)} parameters, read from a file)" if self.streamed else ""
 
-def self_check(captured: Captured, *, seed: int = 0) -> SelfCheck:
+    @property
+    def words(self) -> str:
+        """What was found."""
+        gradients = "" if self.gradient_diff is None else f", gradients by {self.gradient_diff:.1g}"
+        return f"graph and module differ by {self.forward_diff:.1g} relative at most{gradients}"
+
+
+def self_check(
+    captured: Captured,
+    *,
+    seed: int = 0,
+    memory_bytes: int | None = None,
+    most_parameters: int = LARGEST_STREAMED_PARAMETERS,
+    progress: Callable[[str], None] = _silent,
+) -> SelfCheck:
     """Run graph and module on random inputs, in training mode with gradients and the same draws where the graph
-    trains, and in evaluation. Raises `ModelError` when the results differ by more than `TOLERANCE`, and `TooLarge` when
-    the model does not fit this machine's memory and no smaller model of its kind can be made."""
-    reduced = captured.n_parameters > LARGEST_PARAMETERS and not _held_whole(captured)
-    checked = smaller(captured, LARGEST_REDUCED_PARAMETERS) if reduced else captured
-    module = reference_module(checked, seed)
+    trains, and in evaluation. `memory_bytes`: what may be taken for a module held whole; by default half of what this
+    machine has free. A larger one is replaced by a smaller model of its kind; where none can be made, its parameters
+    lie in a file, and `progress` is given a line now and then. One of more than `most_parameters` is compared with
+    fewer of its repeated layers, which bounds the time.
+
+    Raises `ModelError` when the results differ by more than `TOLERANCE`, and `TooLarge` when no comparison is possible
+    on this machine, saying why."""
+    checked, streamed = _chosen(captured, memory_bytes, most_parameters)
     ranges = checked.graph.symbols
     sizes = {name: min(max(size, ranges[name][0]), ranges[name][1]) for name, size in _SIZES.items() if name in ranges}
     inputs = draw_inputs(checked.inputs, seed, sizes)
-    task = TaskModule(module, checked.task, checked.input_names)
-    evaluation_diff: float | None = None
-    if checked.train and checked.evaluates:
-        # Before training: evaluation moves no statistics.
-        evaluation_diff, _ = _difference(checked, task.eval(), inputs, Call("eval", step=0, microbatch=0), seed)
-    call = Call("train" if checked.train else "eval", step=0, microbatch=0)
-    forward_diff, gradient_diff = _difference(checked, task.train(checked.train), inputs, call, seed)
-    result = SelfCheck(forward_diff, gradient_diff, evaluation_diff, checked.n_parameters, reduced)
+    compare = _streamed if streamed else _in_memory
+    result, worst = compare(checked, inputs, seed, progress)
+    result = replace(result, reduced=checked is not captured)
     if not result.ok:
-        evaluation = "" if evaluation_diff is None else f", evaluation by {evaluation_diff:.1e}"
+        evaluation = "" if result.evaluation_diff is None else f", evaluation by {result.evaluation_diff:.1e}"
+        parameter = f", most of them that of {worst}" if worst else ""
         raise ModelError(
-            f"the captured graph of {captured.graph.name} differs from the module: outputs by {forward_diff:.1e}, "
-            f"gradients by {gradient_diff or 0.0:.1e}{evaluation} (relative), at most {TOLERANCE:.0e} expected.",
+            f"the captured graph of {captured.graph.name} differs from the module: outputs by "
+            f"{result.forward_diff:.1e}, gradients by {result.gradient_diff or 0.0:.1e}{parameter}{evaluation} "
+            f"(relative), at most {TOLERANCE:.0e} expected.",
             hint="The model does something at run time that tracing could not see; please report it.",
         )
     return result
 
 
+def _chosen(captured: Captured, memory_bytes: int | None, most_parameters: int) -> tuple[Captured, bool]:
+    """What is compared, and whether its parameters lie in a file. Raises `TooLarge` where nothing can be compared."""
+    if _held_whole(captured, memory_bytes):
+        return captured, False
+    if captured.source.built.huggingface is not None:
+        try:
+            return smaller(captured, LARGEST_REDUCED_PARAMETERS), False
+        except TooLarge:
+            if captured.n_parameters > most_parameters:
+                raise
+    checked = captured if captured.n_parameters <= most_parameters else with_fewer_layers(captured, most_parameters)
+    return checked, not _held_whole(checked, memory_bytes)
+
+
+def _in_memory(
+    checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, _progress: Callable[[str], None]
+) -> tuple[SelfCheck, str]:
+    """The result, and no parameter that stands out."""
+    module = reference_module(checked, seed)
+    task = TaskModule(module, checked.task, checked.input_names)
+    notes: list[str] = []
+    evaluation_diff: float | None = None
+    if checked.train and checked.evaluates:
+        # Before training: evaluation moves no statistics.
+        call = Call("eval", step=0, microbatch=0)
+        evaluation_diff, _ = _difference(checked, task.eval(), inputs, call, seed, notes)
+    call = Call("train" if checked.train else "eval", step=0, microbatch=0)
+    forward_diff, gradient_diff = _difference(checked, task.train(checked.train), inputs, call, seed, notes)
+    found = SelfCheck(forward_diff, gradient_diff, evaluation_diff, checked.n_parameters, reduced=False)
+    return replace(found, notes=tuple(notes)), ""
+
+
+def _streamed(
+    checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, progress: Callable[[str], None]
+) -> tuple[SelfCheck, str]:
+    """The result, and the parameter whose gradient differs most."""
+    found = streamed_differences(checked, inputs, seed, progress)
+    result = SelfCheck(
+        found.forward,
+        found.gradient,
+        found.evaluation,
+        checked.n_parameters,
+        reduced=False,
+        streamed=True,
+        notes=found.notes,
+    )
+    return result, found.worst
+
+
 def _difference(
-    checked: Captured, task: TaskModule, inputs: Mapping[str, torch.Tensor], call: Call, seed: int
+    checked: Captured,
+    task: TaskModule,
+    inputs: Mapping[str, torch.Tensor],
+    call: Call,
+    seed: int,
+    notes: list[str],
 ) -> tuple[float, float | None]:
-    """Worst differences of the outputs and, in training with a loss, of the gradients."""
+    """Worst differences of the outputs and, in training with a loss, of the gradients. `notes` grows."""
     module, graph = task.module, checked.graph
     trains = call.mode == "train"
     training = trains and "loss" in graph.outputs
@@ -101,7 +189,8 @@ def _difference(
         with replay:
             expected = task(dict(inputs))
         if not replay.all_replayed:
-            # Module and graph draw in another order: without draws both must be the same.
+            # Without draws both must be the same.
+            notes.append(drawn_apart(training=trains))
             graph, replay = without_draws(graph), SameDraws(graph, None, training=trains)
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])
@@ -120,15 +209,19 @@ def _difference(
     return forward_diff, _gradient_difference(checked.source.built.parameters(module), program, checked.graph)
 
 
-def _held_whole(captured: Captured) -> bool:
-    """Whether a module that has no configuration to make smaller fits into this machine's memory."""
+def _held_whole(captured: Captured, memory_bytes: int | None) -> bool:
+    """Whether module and graph are compared in memory as they are. One that has a configuration to make smaller is,
+    even where it would fit: its check is to take a second."""
     needed_bytes = captured.n_parameters * _CHECK_BYTES_PER_PARAMETER
+    if memory_bytes is not None:
+        return needed_bytes <= memory_bytes
+    if captured.n_parameters <= LARGEST_PARAMETERS:
+        return True
     return captured.source.built.huggingface is None and needed_bytes <= psutil.virtual_memory().available // 2
 
 
 def _gradient_difference(parameters: Mapping[str, nn.Parameter], program: StageProgram, graph: Graph) -> float:
-    """The worst of all parameters that either side trains: one without a gradient has zeros. What is as small as the
-    rounding of the largest gradient counts as zero: the bias of a key projection has no other gradient."""
+    """The worst of all parameters that either side trains: one without a gradient has zeros."""
     trained = {spec.key for spec in graph.params.values() if spec.trainable}
     exported = dict(program.export_gradients([key for key in parameters if key in trained]))
     expected = {
@@ -136,13 +229,11 @@ def _gradient_difference(parameters: Mapping[str, nn.Parameter], program: StageP
         for key, parameter in parameters.items()
         if parameter.requires_grad
     }
-    largest = max((grad.abs().max().item() for grad in expected.values() if grad.numel()), default=0.0)
+    largest = max(map(magnitude, expected.values()), default=0.0)
     worst = 0.0
     for key, wanted in expected.items():
         got = from_host(exported[key], wanted.dtype) if key in exported else torch.zeros_like(wanted)
-        difference = (got - wanted).abs().max().item() if wanted.numel() else 0.0
-        small = difference <= _ROUNDING * largest
-        worst = max(worst, difference / max(largest, 1e-30) if small else relative_difference(to_host(got), wanted))
+        worst = max(worst, gradient_difference(got, wanted, largest))
     return worst
 
 
@@ -181,27 +272,6 @@ def draw_inputs(specs: tuple[InputSpec, ...], seed: int, sizes: Mapping[str, int
             if spec.name == "labels" and len(shape) == 2:
                 drawn[spec.name][:, -1] = -100
     return drawn
-
-
-def from_host(tensor: HostTensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of its own memory."""
-    if not math.prod(tensor.shape):
-        return torch.empty(tensor.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
-
-
-def relative_difference(got: HostTensor, expected: torch.Tensor) -> float:
-    """The largest absolute difference over the largest magnitude expected; infinite where a NaN stands on one side."""
-    if tuple(got.shape) != tuple(expected.shape):
-        return math.inf
-    value = from_host(got, expected.dtype).double()
-    wanted = expected.detach().double()
-    if not wanted.numel():
-        return 0.0
-    difference = (value - wanted).abs().max().item()
-    if math.isnan(difference):
-        return 0.0 if torch.equal(value.isnan(), wanted.isnan()) else math.inf
-    return difference / max(wanted.abs().max().item(), 1e-30) if difference else 0.0
 
 
 def _fitted(example: torch.Tensor, shape: list[int]) -> torch.Tensor:

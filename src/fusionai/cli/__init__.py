@@ -1,5 +1,5 @@
-"""The command line. Decides words, flags, tables and exit codes; does no work of its own.
+"""The command line: flags, messages, tables and exit codes. The work itself is done by the packages below.
 
-One file per command, loaded only when that command is called: `fusion --help` imports no framework.
+Each command has its own module, imported only when the command is called, so `fusion --help` imports no framework.
 Neighbours: calls `client`, `broker`, `peer`, `dashboard`, `capture`, `corpus` and `scheduling`; nothing imports it.
 """

@@ -1,7 +1,7 @@
-"""`fusion analyze`: would many small machines over home links be as fast as a few big ones in a box?
+"""`fusion analyze`: compares many small machines on home links with a few large ones in one box.
 
-Decides what is written where; `scheduling.analysis_cases` computes, `dashboard.analysis_page` lays out. Neighbours:
-`cli.catalogue_file` has the devices.
+Prints tables and writes the HTML, CSV and JSON files. `scheduling.analysis_cases` computes the figures,
+`dashboard.analysis_page` lays out the page, `cli.catalogue_file` reads the devices.
 """
 
 from __future__ import annotations
@@ -33,14 +33,20 @@ _FLEET: Final = re.compile(r"^\s*(?P<count>\d{1,9})\s*x\s+(?P<device>\S.*?)\s*$"
 
 
 @click.command()
-@click.option("--fleet", default=FLEET, show_default=True, metavar="'N x GPU'", help="Machines on their own links.")
+@click.option(
+    "--fleet",
+    default=FLEET,
+    show_default=True,
+    metavar="'N x GPU'",
+    help="Compare this fleet, each machine on its own link.",
+)
 @click.option(
     "--against",
     multiple=True,
     default=REFERENCES,
     show_default=True,
     metavar="'N x GPU'",
-    help="Machines in one box, which they are held against; may be given again.",
+    help="Compare it with these machines in one box. May be repeated.",
 )
 @catalogue_option
 @click.option(
@@ -48,16 +54,17 @@ _FLEET: Final = re.compile(r"^\s*(?P<count>\d{1,9})\s*x\s+(?P<device>\S.*?)\s*$"
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("fusion-analysis"),
     show_default=True,
-    help="Where analysis.html, analysis.csv and analysis.json go.",
+    help="Write analysis.html, analysis.csv and analysis.json here.",
 )
 @json_option
 def analyze(
     fleet: str, against: tuple[str, ...], catalogue_file: Path | None, out: Path, json_file: Path | None
 ) -> None:
-    """The analysis "50 RTX 3080 against 4 H100": training and serving over home links, in closed form.
+    """Compare many machines on home links with a few machines in one box: by default 50 RTX 3080 with 4 H100.
 
-    BERT-Large, a GPT-3 type of 24 layers, Llama-3-8B and 70B, from 10 Mbit/s to 10 Gbit/s: when the claim holds, what
-    each lever changes, and every assumption. Nothing is measured.
+    Covers training and serving of BERT-Large, a GPT-3 type of 24 layers, Llama-3-8B and 70B at 10 Mbit/s to 10 Gbit/s,
+    in closed form: where the fleet is as fast, what each optimisation changes, and every assumption. All figures are
+    projections; nothing is measured.
     """
     from fusionai.dashboard.analysis_page import render_analysis
 
@@ -74,12 +81,12 @@ def analyze(
 
 
 def shipped_comparisons() -> list[Comparison]:
-    """What the command computes without flags; the document of the repository is written from it."""
+    """Return the comparisons of the command without flags; `docs/analysis.md` is generated from them."""
     return _comparisons(shipped_catalogue(), FLEET, REFERENCES)
 
 
 def show(comparisons: list[Comparison]) -> None:
-    """For people: the claim on paper, each lever on a few networks, and what all cells come to."""
+    """Print the peak figures, the effect of each optimisation on a few networks, and a summary of all cells."""
     from fusionai.dashboard import analysis_tables as tables
     from fusionai.dashboard.analysis_document import overall
 
@@ -99,7 +106,7 @@ def show(comparisons: list[Comparison]) -> None:
 
 
 def figures_of(comparisons: list[Comparison]) -> dict[str, object]:
-    """What `--json` writes: every cell with the terms it follows from, so that others can be held against it."""
+    """Return what `--json` writes: every cell with the terms it was computed from, so that others can check it."""
     known = comparisons[0].assumptions
     return {
         "fleet": comparisons[0].fleet.name,
@@ -120,7 +127,7 @@ def figures_of(comparisons: list[Comparison]) -> dict[str, object]:
 
 
 def csv_of(comparisons: list[Comparison]) -> str:
-    """One line per cell and reference."""
+    """Return CSV text with one line per cell and reference."""
     lines = [{"reference": one.reference.name} | row(one, cell) for one in comparisons for cell in one.cells]
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(lines[0]), lineterminator="\n")
@@ -130,7 +137,7 @@ def csv_of(comparisons: list[Comparison]) -> str:
 
 
 def row(comparison: Comparison, cell: Cell) -> dict[str, object]:
-    """A cell as plain figures; None where the model does not fit."""
+    """Return a cell as plain figures, None where the model does not fit."""
     ours = cell.ours if isinstance(cell.ours, Outcome) else None
     theirs = cell.theirs if isinstance(cell.theirs, Outcome) else None
     return {
@@ -180,7 +187,7 @@ def _fleet(catalogue: Catalogue, text: str, flag: str) -> Fleet:
     match = _FLEET.match(text)
     if match is None or not 1 <= int(match["count"]) <= MOST_MACHINES:
         raise UsageError(
-            f"{flag}: expected a number up to {MOST_MACHINES} and a GPU such as '50 x RTX 3080', got {text!r}."
+            f"{flag}: expected a count of up to {MOST_MACHINES} and a GPU, such as '50 x RTX 3080'; got {text!r}."
         )
     return Fleet(device=catalogue.find(match["device"]), count=int(match["count"]))
 

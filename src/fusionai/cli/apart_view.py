@@ -1,7 +1,7 @@
-"""What replicas that train apart and agree now and then would bring, in a terminal. Decides when that is worth saying.
+"""Shows what replicas that train separately and synchronise every few steps would gain, if the gain is worth a line.
 
-Neighbours: `cli.plan` shows it under the plan of one pipeline; `scheduling.replica_groups` divides the machines;
-`fusion train` runs it for a recipe with `[replicas]`.
+`cli.plan` shows it below the plan of one pipeline; `scheduling.replica_groups` divides the machines into replicas;
+`fusion train` runs such replicas for a recipe with `[replicas]`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from fusionai.scheduling.replica_groups import Exchanging, Group, anchored, exch
 from fusionai.scheduling.types import Plan, Problem
 
 USUAL: Final = Exchanging(every=50, codec="int4")
-"""What a recipe's `[replicas]` has by itself."""
+"""Defaults of a recipe's `[replicas]` table."""
 MOST_PEERS: Final = 32
-"""Of more, dividing them takes longer than a command should."""
+"""Largest pool that is divided into replicas. Dividing more peers takes too long for a command (chosen)."""
 WORTH: Final = 1.05
+"""Least speed-up over the one pipeline for which the replicas are shown (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """`tokens_per_s`: of all replicas together, exchanges included; `exchange_s`: of every round."""
+    """A division of the pool into replicas. `tokens_per_s`: all replicas together, including the time of exchanges.
+    `exchange_s`: duration of one exchange round."""
 
     groups: tuple[Group, ...]
     tokens_per_s: float
@@ -33,13 +35,14 @@ class Apart:
 
 
 def apart(problem: Problem, chain: Plan) -> Apart | None:
-    """None where it is not worth a word: one group, hardly faster, more machines than can be divided in a moment."""
+    """Return the division into replicas, or None if it is not worth showing: there is one group, the speed-up is below
+    `WORTH`, or the pool has more than `MOST_PEERS` peers."""
     if problem.task != "train" or len(problem.peers) > MOST_PEERS or problem.stages is not None or problem.required:
         return None
     try:
         groups = fastest(anchored(problem), len(problem.peers), USUAL)
     except PlanError:
-        return None  # with what the exchanges need, nothing fits
+        return None  # with the memory that exchanges need, nothing fits
     share_s = exchange_s(problem, USUAL)
     tokens_per_s = pace(groups, share_s) * problem.microbatches * problem.microbatch_tokens
     if len(groups) == 1 or tokens_per_s < WORTH * chain.tokens_per_s:
@@ -51,12 +54,12 @@ def show_apart(found: Apart, chain: Plan, names: Mapping[str, str]) -> None:
     console.line()
     times = found.tokens_per_s / chain.tokens_per_s
     console.line(
-        f"As {len(found.groups)} replicas that agree every {USUAL.every} steps ([replicas] in the recipe): "
-        f"{format_speed(found.tokens_per_s)} tokens/s together, {times:.3g} x the plan above, each on a batch "
-        f"of its own; an exchange in {USUAL.codec} takes {format_seconds(found.exchange_s)} beside nothing else."
+        f"As {len(found.groups)} replicas that synchronise every {USUAL.every} steps ([replicas] in the recipe): "
+        f"{format_speed(found.tokens_per_s)} tokens/s together, {times:.3g} x the plan above. Each replica trains on "
+        f"its own batch; an exchange in {USUAL.codec} takes {format_seconds(found.exchange_s)} if nothing overlaps it."
     )
     console.table(
-        ("replica", "stages on", "step", "also there"),
+        ("replica", "stages on", "step", "spares"),
         [
             (
                 str(number),

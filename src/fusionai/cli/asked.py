@@ -1,7 +1,7 @@
-"""What a command asks to be planned: a task, its sizes, its wishes, over a pool on paper. Decides what the problem is.
+"""Builds the planner's problem from a request: task, sizes, constraints and the machines of a pool.
 
-Neighbours: `cli.plan` takes it from flags, `cli.scenario_file` from a file; `capture` gives the graph, `ir.cost` prices
-it, `scheduling.planner` plans.
+`cli.plan` fills the request from flags, `cli.scenario_file` from a file. `capture` supplies the graph, `ir.cost` its
+costs, and `scheduling.planner` solves the problem.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Place = Literal["owner", "pool"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """`batch`: rows per step; `sequence`: tokens per row."""
+    """A planning request. `batch`: rows per step; `sequence`: tokens per row."""
 
     task: Literal["train", "serve"]
     batch: int
@@ -50,12 +50,12 @@ class Asked:
     offload: Lever = "auto"
     offload_weights: Lever = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
-    """What a training job computes products in. In bf16 more of a model's bits depend on the cut."""
+    """Format in which a training job multiplies matrices. In bf16 more results depend on where the model is cut."""
     replicas: int | Literal["auto"] = 1
-    """Of a training job, whose gradients are summed at every step."""
+    """Replicas of a training job that sum their gradients at every step."""
     privacy: PrivacyLevel = "open"
     lora: int | None = None
-    """Rank of an adapter that is trained in the place of the model."""
+    """Rank of the LoRA adapters that are trained instead of the model; None: train the model."""
 
     @property
     def rows(self) -> int:
@@ -63,10 +63,10 @@ class Asked:
 
 
 def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
-    """What is to be planned."""
+    """Return the planner's problem for `graph`. Raises `UsageError` or `GraphError` if the request can't be met."""
     wishes = asked.constraints
     kept = _kept(graph, pool, asked)
-    # Without a word about the owner's machine, nothing can be placed there.
+    # Nothing can be placed on the owner's machine if its profile is unknown.
     default: _Place = "pool" if pool.owner is None else "owner"
     if asked.task == "serve":
         problem = serving_problem(
@@ -118,14 +118,16 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
 
 
 def _kept(graph: Graph, pool: PoolOnPaper, asked: Asked) -> tuple[int, int]:
-    """Blocks at both ends that stay with the job owner; 0 where the level keeps none. Raises `GraphError`."""
+    """Return the numbers of first and last blocks that stay with the job owner, 0 if the level keeps none.
+
+    Raises `UsageError` if the owner's machine is not described, `GraphError` if the graph has no such ends."""
     if not keeps_ends(asked.privacy):
         return 0, 0
     if pool.owner is None:
         raise UsageError(
-            f"--privacy {asked.privacy} keeps the model's ends on the job owner's machine, of which the pool file says "
-            "nothing.",
-            hint="Add a table [owner] to it, or plan with --privacy encrypted.",
+            f"--privacy {asked.privacy} keeps embedding and head on the job owner's machine, but the pool file "
+            "does not describe that machine.",
+            hint="Add an [owner] table to the pool file, or plan with --privacy encrypted.",
         )
     training = asked.task == "train"
     return ends(
@@ -137,15 +139,15 @@ def _kept(graph: Graph, pool: PoolOnPaper, asked: Asked) -> tuple[int, int]:
 
 
 def captured(model: str, asked: Asked, home: Path) -> Graph:
-    """The graph of `model` (as `fusion plan` takes it) for the task. Where it was not captured before (`capture.kept`),
-    the capturing framework is loaded."""
+    """Return the graph of `model` (named as for `fusion plan`) for the task. If no captured graph is cached
+    (`capture.kept`), this imports PyTorch and captures the model."""
     source = parse_source(model)
     batch, sequence = (1, max(asked.rows, 2)), (1, max(asked.sequence, 2))
     options = {"batch": batch, "sequence": sequence, "task": asked.task, "lora": asked.lora}
 
     def anew() -> Graph:
-        # Before the framework is loaded, which takes seconds.
-        console.note(f"Capturing the graph of {model} with PyTorch, which takes some seconds.")
+        # Printed before PyTorch is imported, which takes seconds.
+        console.note(f"Capturing the graph of {model} with PyTorch; this takes some seconds.")
         with loading():
             from fusionai.capture.adapter import Lora
             from fusionai.capture.capture import capture

@@ -1,7 +1,7 @@
-"""`fusion audit`: attack one's own job: what could peers reconstruct of its text?
+"""`fusion audit`: attacks one's own job to measure what peers could reconstruct of its text.
 
-Decides what is asked and what the exit code says: 1 when a positive control failed, as then no figure counts.
-Neighbours: `client.audit` does the work, `cli.audit_view` lays the figures out, `cli.privacy` shows the shipped ones.
+Exits with 1 if a positive control failed, as the figures are then void. `client.audit` runs the attacks,
+`cli.audit_view` prints the figures, `cli.privacy` shows those that ship with the product.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ATTACKS = get_args(AuditAttack)
 
 
 class _Listed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
-    """Words or numbers with commas between them."""
+    """Parameter type: words of `known`, or whole numbers if `known` is None, separated by commas."""
 
     name = "list"
 
@@ -40,7 +40,7 @@ class _Listed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
             return value
         words = [word.strip() for word in str(value).split(",") if word.strip()]
         if not words:
-            self.fail("expected at least one.", param, ctx)
+            self.fail("expected at least one value, got none.", param, ctx)
         if self._known is None:
             if odd := [word for word in words if not word.isdecimal()]:
                 self.fail(f"expected whole numbers such as 0,2,4, got {odd[0]!r}.", param, ctx)
@@ -51,27 +51,42 @@ class _Listed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
 
 
 @click.command()
-@click.option("--level", type=click.Choice(LEVELS), help="What peers see at this level.  [default: everything]")
+@click.option(
+    "--level",
+    type=click.Choice(LEVELS),
+    help="Attack what peers see at this level.  [default: all levels]",
+)
 @click.option(
     "--model",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="A model in Hugging Face layout.  [default: a small one is trained first]",
+    help="Attack this model, in Hugging Face layout.  [default: train a small one first]",
 )
-@click.option("--layers", type=click.IntRange(1, 64), default=4, show_default=True, help="Of the small model.")
-@click.option("--width", type=click.IntRange(32, 4096), default=96, show_default=True, help="Of the small model.")
-@click.option("--steps", type=click.IntRange(1), default=400, show_default=True, help="The small model is trained.")
-@click.option("--depths", type=_Listed(None), metavar="0,1,...", help="After so many blocks.  [default: all]")
+@click.option("--layers", type=click.IntRange(1, 64), default=4, show_default=True, help="Layers of the small model.")
+@click.option("--width", type=click.IntRange(32, 4096), default=96, show_default=True, help="Width of the small model.")
+@click.option(
+    "--steps", type=click.IntRange(1), default=400, show_default=True, help="Training steps of the small model."
+)
+@click.option(
+    "--depths",
+    type=_Listed(None),
+    metavar="0,1,...",
+    help="Attack the outputs of these depths, in blocks.  [default: all]",
+)
 @click.option(
     "--attacks",
     type=_Listed(_ATTACKS),
     metavar="NAME,...",
-    help=f"Besides the white-box one: some of {', '.join(_ATTACKS)}.  [default: all]",
+    help=f"Run these attacks besides the white-box one: {', '.join(_ATTACKS)}.  [default: all]",
 )
-@click.option("--first", type=click.IntRange(0), default=1, show_default=True, help="Blocks at home with split-k.")
-@click.option("--last", type=click.IntRange(0), default=1, show_default=True, help="The same at the other end.")
-@click.option("--texts", type=click.IntRange(1), default=10, show_default=True, help="To be recovered.")
-@click.option("--tokens", type=click.IntRange(20, 512), default=32, show_default=True, help="Private ones of a text.")
+@click.option(
+    "--first", type=click.IntRange(0), default=1, show_default=True, help="First blocks that split-k keeps local."
+)
+@click.option(
+    "--last", type=click.IntRange(0), default=1, show_default=True, help="Last blocks that split-k keeps local."
+)
+@click.option("--texts", type=click.IntRange(1), default=10, show_default=True, help="Private texts to recover.")
+@click.option("--tokens", type=click.IntRange(20, 512), default=32, show_default=True, help="Private tokens per text.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=7, show_default=True)
 @json_option
@@ -85,11 +100,12 @@ def audit(
     json_file: Path | None,
     **sizes: Any,
 ) -> int:
-    """What could peers reconstruct of your text? Plays a peer that sees what peers see, with attacks known from papers.
+    """Attack your own job: what could peers reconstruct of its text? Runs published attacks on what peers see.
 
-    Without a model it trains a small one on this Python's own library. Secrets are planted in the texts. Prints, for
-    each boundary: tokens recovered, of which the white-box attack (every token tried after the true text before it) is
-    the upper line; the longest common subsequence; secrets that came back exactly; what each attack took.
+    Without --model it trains a small model on the source of Python's standard library. Secrets are planted in the
+    texts. For each boundary between stages it prints the share of tokens recovered, the longest common subsequence,
+    the secrets recovered exactly, and the cost of each attack. The white-box attack, which tries every token after the
+    true text before it, is the upper bound.
     """
     with loading():
         from fusionai.client.audit import audited, check_model
@@ -137,7 +153,7 @@ def _options(
 
 
 def _typed(context: click.Context) -> str:
-    """The command line that gives these figures again."""
+    """Return the command line that reproduces these figures."""
     words = ["fusion", "audit"]
     for parameter in context.command.params:
         name = parameter.name or ""

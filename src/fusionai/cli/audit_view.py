@@ -1,7 +1,7 @@
-"""How an audit's findings read: one table of boundaries, one of updates, the controls. Decides columns and rounding.
+"""Prints an audit's findings: a table of boundaries, a table of updates, and the controls that failed.
 
-The white-box figure has a column of its own in every row, left of what learned attacks found. Neighbours: `cli.audit`
-and `cli.privacy` print, `docs/generate.py` writes the same cells into `docs/privacy.md`.
+The white-box figure has its own column in every row, left of the other attacks. `cli.audit` and `cli.privacy` use
+this; `docs/generate.py` writes the same cells into `docs/privacy.md`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUDGET_HEADERS: Final = ("attack", "tokens through the model", "text of its own"
 
 
 class AuditProgress:
-    """Callable with what goes on: a bar on a terminal, a line for each kind of work elsewhere."""
+    """Callable with each progress event: shows a bar on a terminal, elsewhere one line per kind of work."""
 
     def __init__(self) -> None:
         self._bars: Progress | None = None
@@ -78,7 +78,7 @@ class AuditProgress:
 
 
 def show_findings(findings: Findings) -> None:
-    """For people: the model, what each boundary gave away, and what that took."""
+    """Print the model, what was recovered at each boundary, and the cost of the attacks."""
     for text in facts(findings):
         console.line(text)
     console.line()
@@ -95,18 +95,18 @@ def show_findings(findings: Findings) -> None:
 
 
 def show_void(findings: Findings) -> None:
-    """Which controls failed."""
+    """Print which controls failed and that the audit is void."""
     failed = [control for control in findings.controls if not control.passed]
     for control in failed:
         console.warning(
-            f"{control.name} recovered {share(control.got)}, where {share(control.wanted)} must be possible"
+            f"the positive control {control.name} recovered {share(control.got)}; {share(control.wanted)} were expected"
         )
     why = "a positive control failed" if failed else "no positive control was run"
-    console.error(f"{why}: this audit is void, and its figures say nothing.", "Change the model or the depths.")
+    console.error(f"{why}: this audit is void and its figures mean nothing.", "Change the model or the depths.")
 
 
 def facts(findings: Findings) -> Iterator[str]:
-    """Model, data and trial, in sentences."""
+    """Yield sentences about the model, the data and the trial."""
     of, trial = findings.subject, findings.trial
     trained = "" if of.trained_tokens is None else f", trained on {format_count(of.trained_tokens)} tokens"
     yield (
@@ -116,19 +116,19 @@ def facts(findings: Findings) -> Iterator[str]:
     )
     yield f"Data: {of.data}."
     yield (
-        f"Trial: {trial.texts} texts of {trial.private_tokens} private tokens behind {trial.template_tokens} known "
-        f"ones; who always says the commonest token gets {share(trial.chance)}."
+        f"Trial: {trial.texts} texts of {trial.private_tokens} private tokens after {trial.template_tokens} known "
+        f"ones; always guessing the commonest token recovers {share(trial.chance)}."
     )
 
 
 def boundary_headers(findings: Findings) -> tuple[str, ...]:
-    """As `boundary_rows` fills them."""
+    """Return the headers of the columns that `boundary_rows` fills."""
     aside = (str(attack) for attack in _aside(findings))
     return ("boundary", "depth", "loss", "white-box", "95 %", *aside, "ROUGE-L", "secrets")
 
 
 def boundary_rows(findings: Findings) -> Iterator[tuple[str, ...]]:
-    """ROUGE-L and secrets are those of the attack that recovered most."""
+    """Yield one row per boundary. ROUGE-L and secrets are those of the attack that recovered most."""
     for one in findings.boundaries:
         by = {other.attack: other for other in one.others}
         worst = one.worst
@@ -145,7 +145,7 @@ def boundary_rows(findings: Findings) -> Iterator[tuple[str, ...]]:
 
 
 def update_row(update: Update) -> tuple[str, ...]:
-    """As `UPDATE_HEADERS` says."""
+    """Return the cells of an update for the columns of `UPDATE_HEADERS`."""
     one = update.recovery
     return (
         str(update.texts),
@@ -160,7 +160,7 @@ def update_row(update: Update) -> tuple[str, ...]:
 
 
 def budget_rows(findings: Findings) -> Iterator[tuple[str, ...]]:
-    """Each attack's largest budget."""
+    """Yield one row per attack with its largest budget over all boundaries."""
     for attack in ("white-box", *_aside(findings)):
         spent = [one.budget for boundary in findings.boundaries for one in _all(boundary) if one.attack == attack]
         yield (
@@ -173,7 +173,7 @@ def budget_rows(findings: Findings) -> Iterator[tuple[str, ...]]:
 
 
 def share(part: float) -> str:
-    """As percent; never rounded up to all or down to nothing."""
+    """Return a fraction as a percentage that is never rounded up to 100 % or down to 0 %."""
     percent = 100 * part
     if 0 < percent < 0.1 or 99.9 < percent < 100:
         return "<0.1 %" if percent < 50 else ">99.9 %"

@@ -1,6 +1,6 @@
-"""`fusion broker` and `fusion invite`: keep a pool, and open it to others.
+"""`fusion broker` runs the broker of a pool; `fusion invite` prints further invitations to it.
 
-Decides what is printed and how durations are spelt. Neighbours: `broker.main` keeps the pool, `client` asks it.
+`broker.main` runs the broker, `client` sends it requests.
 """
 
 from __future__ import annotations
@@ -20,28 +20,36 @@ from fusionai.transport.endorsements import parse_key
 
 
 @click.command()
-@click.option("--pool", "name", help="What the pool is called.  [default: the name it has, or `pool`]")
+@click.option("--pool", "name", help="Name of the pool.  [default: the name it already has, or `pool`]")
 @click.option("--host", default="0.0.0.0", show_default=True, help="Listen on this address of the machine.")
-@click.option("--port", type=click.IntRange(0, 65_535), help="Listen on this port; 0: a free one.  [default: 4711]")
+@click.option("--port", type=click.IntRange(0, 65_535), help="Listen on this port; 0: any free one.  [default: 4711]")
 @address_option
 @click.option(
-    "--uses", type=click.IntRange(1, 100_000), default=100, show_default=True, help="Machines the invitation is for."
+    "--uses",
+    type=click.IntRange(1, 100_000),
+    default=100,
+    show_default=True,
+    help="Machines that may use the invitation.",
 )
 @click.option(
-    "--lifetime", callback=quantity(parse_seconds), default="24h", show_default=True, help="How long it holds."
+    "--lifetime",
+    callback=quantity(parse_seconds),
+    default="24h",
+    show_default=True,
+    help="Validity of the invitation, e.g. 30min, 24h.",
 )
 @click.option(
     "--rest-after",
     type=click.IntRange(0, 16),
     default=5,
     show_default=True,
-    help="A machine lost so often within ten minutes gets no new work for five; 0: never mind.",
+    help="After this many losses within 10 minutes, give a machine no new work for 5 minutes; 0: always give it work.",
 )
 @click.option(
     "--relay/--no-relay",
     default=True,
     show_default=True,
-    help="Pass on what machines that can't dial each other send each other; it comes and goes encrypted.",
+    help="Relay the encrypted traffic of machines that can't connect to each other directly.",
 )
 @click.option(
     "--relay-limit",
@@ -49,20 +57,21 @@ from fusionai.transport.endorsements import parse_key
     default="100Mbit",
     show_default=True,
     metavar="RATE",
-    help="Pass on at most so much between two machines, each way.",
+    help="Limit the relayed traffic between two machines, in each direction.",
 )
 @click.option(
     "--trusted-only",
     "trusted_only",
     multiple=True,
     metavar="SIGNING_KEY",
-    help="Take only machines whose keys this signing key has endorsed. May be repeated.",
+    help="Admit only machines whose keys this signing key has endorsed. May be repeated.",
 )
 @click.option(
     "--trust-file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     metavar="FILE",
-    help="The same with all signing keys of a trust file (`trust.json` of a home), and its revocations.",
+    help="Admit only machines endorsed by a signing key of this trust file (`trust.json` of a home) and not revoked "
+    "in it.",
 )
 @lifeline_option
 @home_option
@@ -83,9 +92,10 @@ def broker(
     home: Path,
     json_file: Path | None,
 ) -> None:
-    """Keep a pool until Ctrl-C; print where it can be reached and an invitation.
+    """Run the broker of a pool until Ctrl-C. Prints its addresses and an invitation.
 
-    Started again on the same home it is the same pool: members come back by themselves, running jobs go on meanwhile.
+    Restarted with the same --home it is the same pool: members reconnect by themselves, and running jobs continue
+    while the broker is away.
     """
     from fusionai.broker.main import DEFAULT_PORT, Announcement, BrokerOptions, run_broker
 
@@ -117,29 +127,33 @@ def broker(
                 },
             )
         for line in pool.healed:
-            console.line(f"Mended: {line}")
-        console.line(f"Pool {pool.pool} is open, kept by {short(pool.peer)}.")
+            console.line(f"Repaired: {line}")
+        console.line(f"Pool {pool.pool} is open; broker {short(pool.peer)}.")
         if pool.members or pool.jobs:
-            console.line(f"Known from before: {pool.members} members, {pool.jobs} jobs.")
+            console.line(f"Restored: {pool.members} members, {pool.jobs} jobs.")
         if trusted_only or trust_file is not None:
-            console.line("Only machines whose keys are endorsed by a trusted signing key may lend themselves here.")
+            console.line("Only machines whose keys are endorsed by a trusted signing key may join to lend themselves.")
         console.line(f"Reachable at {', '.join(pool.addresses)}")
         _print_invitation(pool.invitation, uses, lifetime)
-        console.line("Ctrl-C closes it.")
+        console.line("Press Ctrl-C to close the pool.")
 
     run_until_stopped(lambda stop: run_broker(options, announce=opened, stop=stop), lifeline=lifeline)
-    console.line("The pool is closed; start the broker again to open it.")
+    console.line("The pool is closed; run `fusion broker` again to reopen it.")
 
 
 @click.command()
-@click.option("--uses", type=click.IntRange(1, 100_000), default=1, show_default=True, help="For so many machines.")
+@click.option("--uses", type=click.IntRange(1, 100_000), default=1, show_default=True, help="Machines that may use it.")
 @click.option(
-    "--lifetime", callback=quantity(parse_seconds), default="24h", show_default=True, help="How long it holds."
+    "--lifetime",
+    callback=quantity(parse_seconds),
+    default="24h",
+    show_default=True,
+    help="Validity of the invitation, e.g. 30min, 24h.",
 )
 @home_option
 @json_option
 def invite(uses: int, lifetime: float, home: Path, json_file: Path | None) -> None:
-    """Print a new invitation to the pool this machine keeps. It is a secret: whoever has it can join."""
+    """Print a new invitation to the pool whose broker runs on this machine. Keep it secret: it lets machines join."""
     from fusionai.cli.session import in_pool
 
     invitation = in_pool(home, lambda session: session.invite(uses=uses, lifetime_s=lifetime))
@@ -150,5 +164,5 @@ def invite(uses: int, lifetime: float, home: Path, json_file: Path | None) -> No
 
 def _print_invitation(invitation: str, uses: int, lifetime_s: float) -> None:
     machines = "one machine" if uses == 1 else f"{uses} machines"
-    console.line(f"Invitation for {machines}, good for {format_seconds(lifetime_s)}; keep it secret:")
+    console.line(f"Invitation for {machines}, valid for {format_seconds(lifetime_s)}; keep it secret:")
     console.line(f"  fusion join {invitation}")

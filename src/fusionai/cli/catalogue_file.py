@@ -1,7 +1,7 @@
-"""The catalogue of devices as shipped, with a user's own entries over it. Decides no figure.
+"""Reads the shipped catalogue of devices and, with `--catalogue FILE`, the user's entries.
 
-`--catalogue FILE` names a TOML file of the same form (`scheduling/data/catalogue.toml`); its entries replace shipped
-ones of the same name. Neighbours: `scheduling.catalogue` has the types; `cli.pool_file` and `cli.analyze` ask here.
+FILE is TOML in the form of `scheduling/data/catalogue.toml`; its entries replace shipped ones of the same name.
+`scheduling.catalogue` defines the types; `cli.pool_file`, `cli.plan`, `cli.simulate` and `cli.analyze` use this.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def shipped_catalogue() -> Catalogue:
 
 
 def read_catalogue(path: Path | None) -> Catalogue:
-    """The shipped one, with the entries of `path` over it. Raises `RecipeError`."""
+    """Return the shipped catalogue with the entries of `path` replacing or adding to it. Raises `RecipeError`."""
     if path is None:
         return shipped_catalogue()
     return shipped_catalogue().with_devices(_devices(read_toml(path, "catalogue"), path.name))
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """Raises `RecipeError` with one sentence that says what to mend."""
+    """Return the parsed file. `what` names its kind in errors. Raises `RecipeError` if it can't be read or parsed."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def catalogue_option(function: _Function) -> _Function:
         "catalogue_file",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Devices of your own over the shipped catalogue, in its TOML form.",
+        help="Add or replace devices of the shipped catalogue from this TOML file.",
     )(function)
 
 

@@ -1,8 +1,7 @@
-"""`fusion chat`: talk to a served model in the terminal, and see on demand which machines answered.
+"""`fusion chat`: a conversation with a served model in the terminal, with the machines that answered on request.
 
-Decides what the commands beginning with a slash do and what is printed; plain lines where there is no terminal, so that
-a conversation can be piped in. Neighbours: `cli.chat_client` speaks HTTP; MODEL starts `fusion serve` as a process of
-its own and ends it afterwards.
+Handles the slash commands and the printing; without a terminal it prints plain lines, so that a conversation can be
+piped in. `cli.chat_client` speaks HTTP. With MODEL, `fusion serve` runs as a separate process during the conversation.
 """
 
 from __future__ import annotations
@@ -29,43 +28,47 @@ from fusionai.primitives.units import format_bytes, format_seconds
 
 URL: Final = "http://127.0.0.1:8000"
 HELP: Final = """\
-/peers   which machines answered last, how long each took; before the first answer: who holds what
+/peers   show which machines gave the last answer and how long each took; before the first answer, who holds what
 /new     forget the conversation
-/system TEXT   begin anew with this instruction
-/quit    leave (Ctrl-D does too); Ctrl-C breaks off an answer"""
+/system TEXT   start a new conversation with this system message
+/quit    leave (also Ctrl-D); Ctrl-C cancels an answer"""
 READY_POLL_S: Final = 0.2
 END_S: Final = 30.0
 ANSWER_TOKENS: Final = 512
-"""At most, where nobody says otherwise; fewer where fewer fit."""
+"""Default limit on the tokens of an answer (chosen); lower if fewer fit in the context."""
 TOO_LONG: Final = "context_length_exceeded"
 
 
 class _Ready(msgspec.Struct, frozen=True):
-    """Of `fusion serve --json`, what is needed here."""
+    """The part of the file of `fusion serve --json` that is read here."""
 
     url: str
 
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--url", metavar="URL", help=f"A running gateway.  [default: {URL}]")
+@click.option("--url", metavar="URL", help=f"Chat with the model of this running gateway.  [default: {URL}]")
 @click.option(
     "--api-key-file",
     "key_file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     metavar="FILE",
-    help="Holds the API key for that gateway (the first line counts).",
+    help="Read the gateway's API key from the first line of this file.",
 )
-@click.option("--local", type=click.IntRange(min=1), metavar="N", help="With MODEL: a pool of N peers on this machine.")
+@click.option(
+    "--local", type=click.IntRange(min=1), metavar="N", help="With MODEL: start a pool of N peers on this machine."
+)
 @serving_options
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
-    help=f"Longest answer.  [default: {ANSWER_TOKENS}, or what the model has room for]",
+    help=f"Limit the tokens of an answer.  [default: {ANSWER_TOKENS}, or fewer if the context is full]",
 )
-@click.option("--temperature", type=click.FloatRange(0.0, 2.0), help="0: always the likeliest.  [default: the model's]")
-@click.option("--seed", type=int, help="The same seed gives the same answers.")
-@click.option("--system", metavar="TEXT", help="An instruction before the conversation.")
+@click.option(
+    "--temperature", type=click.FloatRange(0.0, 2.0), help="Sampling temperature; 0: greedy.  [default: the model's]"
+)
+@click.option("--seed", type=int, help="Sampling seed; the same seed gives the same answers.")
+@click.option("--system", metavar="TEXT", help="Start the conversation with this system message.")
 @home_option
 def chat(
     model: str | None,
@@ -79,13 +82,13 @@ def chat(
     system: str | None,
     home: Path,
 ) -> None:
-    """Talk to the model a gateway serves (--url), or serve MODEL for this conversation.
+    """Chat with the model of a running gateway (--url), or serve MODEL for this conversation.
 
-    /peers shows the route of the last answer, /help what else there is."""
+    In the chat, /peers shows the route of the last answer and /help lists the other commands."""
     if model is not None and url is not None:
         raise UsageError("give a MODEL to serve or the --url of a running gateway, not both.")
     if model is None and local is not None:
-        raise UsageError("--local starts machines for a MODEL; name one.")
+        raise UsageError("--local needs a MODEL to serve: `fusion chat MODEL --local N`.")
     key = None if key_file is None else _key(key_file)
     serving = nullcontext(url or URL) if model is None else _served(model, local, served, home)
     with serving as address, ChatClient(address, key) as client:
@@ -94,7 +97,7 @@ def chat(
 
 @dataclass(slots=True)
 class Conversation:
-    """One talk with one model. `run` until the end of input or /quit."""
+    """One conversation with one model. `run` lasts until the end of input or /quit."""
 
     client: ChatClient
     max_tokens: int | None
@@ -105,13 +108,13 @@ class Conversation:
     route: Route | None = None
 
     def run(self) -> None:
-        """Raises `TransportError` where the gateway can't be reached."""
+        """Read questions and print answers. Raises `TransportError` if the gateway can't be reached."""
         self._begin(self.system)
         terminal = sys.stdin.isatty()
         if terminal:
             with suppress(ImportError):
                 import readline  # noqa: F401  gives `input` editing and history
-            console.line(f"{self.client.model} at {self.client.address}; /help says what there is.")
+            console.line(f"{self.client.model} at {self.client.address}; /help lists the commands.")
         while (line := _line("> " if terminal else "")) is not None:
             text = line.strip()
             if not text:
@@ -125,7 +128,7 @@ class Conversation:
         self.messages = [] if system is None else [Message("system", system)]
 
     def _command(self, text: str) -> bool:
-        """Whether the talk goes on."""
+        """Run a slash command and return whether the conversation continues."""
         word, _, rest = text.partition(" ")
         match word:
             case "/quit" | "/exit":
@@ -134,15 +137,15 @@ class Conversation:
                 self._peers()
             case "/new":
                 self._begin(self.system)
-                console.line("A new conversation.")
+                console.line("New conversation.")
             case "/system":
                 self.system = rest.strip() or None
                 self._begin(self.system)
-                console.line("A new conversation.")
+                console.line("New conversation.")
             case "/help":
                 console.line(HELP)
             case _:
-                console.line(f"There is no {word}.\n{HELP}")
+                console.line(f"There is no command {word}.\n{HELP}")
         return True
 
     def _ask(self, text: str) -> None:
@@ -166,15 +169,15 @@ class Conversation:
                         self._measure(answer, time.monotonic() - began_s, first_s, began_s)
         except KeyboardInterrupt:
             click.echo()
-            console.note("[broken off]")
+            console.note("[cancelled]")
         except ApiRefusal as refusal:
-            hint = " /new forgets the conversation." if refusal.code == TOO_LONG and self.messages else ""
+            hint = " /new starts a new conversation." if refusal.code == TOO_LONG and self.messages else ""
             console.note(f"[{refusal.message}{hint}]")
             return
         except TransportError as problem:
             if not sys.stdin.isatty():
                 raise
-            # The gateway may be back by the next question; what was said so far would be lost with this process.
+            # The gateway may be back by the next question; ending here would lose the conversation.
             console.note(f"[{problem.message}]")
             return
         if written:
@@ -197,13 +200,11 @@ class Conversation:
         speed = answer.route.tokens_per_s if answer.route is not None else None
         said = [f"{answer.completion_tokens} tokens in {format_seconds(took_s)}"]
         if first_s is not None:
-            said.append(f"the first after {format_seconds(first_s - began_s)}")
+            said.append(f"first token after {format_seconds(first_s - began_s)}")
         if speed is not None:
             said.append(f"{speed:.3g} tokens/s")
         if answer.finish == "length":
-            said.append(
-                "cut off there; --max-tokens allows more" if self.max_tokens is None else "cut off at --max-tokens"
-            )
+            said.append("cut off there; raise --max-tokens" if self.max_tokens is None else "cut off at --max-tokens")
         console.note(f"[{', '.join(said)}; /peers shows the route]")
 
     def _peers(self) -> None:
@@ -211,7 +212,7 @@ class Conversation:
             _show_status(self.client.status())
             return
         console.table(
-            ("stage", "peer", "tokens", "waited", "computed", "on the way"),
+            ("stage", "peer", "tokens", "queued", "compute", "transfer"),
             [
                 (
                     str(hop.stage),
@@ -223,7 +224,7 @@ class Conversation:
                 )
                 for hop in self.route.hops
             ],
-            title=f"The last answer went over {' > '.join(self.route.route)}; per token",
+            title=f"Route of the last answer: {' > '.join(self.route.route)}; means per token",
             right=(0, 2, 3, 4, 5),
         )
         speed = self.route.tokens_per_s
@@ -249,13 +250,13 @@ def _show_status(status: Status) -> None:
             )
             for stage in engine.stages
         ],
-        title=f"{status.model}: {engine.state}, {engine.tokens_per_s:.3g} tokens/s for everybody together",
+        title=f"{status.model}: {engine.state}, {engine.tokens_per_s:.3g} tokens/s over all sessions",
         right=(0, 5, 6),
     )
 
 
 def _line(prompt: str) -> str | None:
-    """None at the end of input. Ctrl-C at an empty prompt leaves, too."""
+    """Return a line of input, None at its end. Ctrl-C at the prompt counts as the end."""
     try:
         return input(prompt)
     except (EOFError, KeyboardInterrupt):
@@ -265,21 +266,24 @@ def _line(prompt: str) -> str | None:
 
 
 def _shown(text: str) -> str:
-    """What a model says must not move the cursor or colour the terminal; line breaks and tabs may stay."""
+    """Return `text` without control characters, so that a model can't move the cursor or colour the terminal.
+
+    Line breaks and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _key(file: Path) -> str:
-    """As `fusion serve --api-key-file` has it: `name = key` or `key`."""
+    """Return the first key of a file of `fusion serve --api-key-file`, with lines `name = key` or `key`."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
             return line.rpartition("=")[2].strip() if " = " in line else line.strip()
-    raise UsageError(f"{file}: no API key in it.", hint="Write it on the first line.")
+    raise UsageError(f"{file} contains no API key.", hint="Write the key on its first line.")
 
 
 @contextmanager
 def _served(model: str, local: int | None, served: ServingOptions, home: Path) -> Iterator[str]:
-    """`fusion serve` at a free port of this machine, as long as the block lasts; its words go to standard error."""
+    """Run `fusion serve` on a free port of this machine during the block and yield its URL. Its output goes to standard
+    error. Raises `FusionError` if it ends before it is ready."""
     with tempfile.TemporaryDirectory(prefix="fusion-chat-") as folder:
         announced = Path(folder) / "serve.json"
         arguments = ["serve", model, "--port", "0", "--json", str(announced), "--home", str(home), "--lifeline"]
@@ -295,13 +299,13 @@ def _served(model: str, local: int | None, served: ServingOptions, home: Path) -
             [sys.executable, "-m", "fusionai", *arguments],
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
-            # Ctrl-C here breaks off an answer; the server is ended afterwards, in order.
+            # Ctrl-C cancels an answer and must not reach the server, which is terminated after the conversation.
             start_new_session=sys.platform != "win32",
         )
         try:
             while not announced.is_file():
                 if process.poll() is not None:
-                    raise FusionError(f"{model} could not be served; the lines above say why.")
+                    raise FusionError(f"{model} could not be served; the messages above say why.")
                 time.sleep(READY_POLL_S)
             yield msgspec.json.decode(announced.read_bytes(), type=_Ready).url
         finally:

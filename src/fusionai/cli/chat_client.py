@@ -1,7 +1,7 @@
-"""The terminal chat's side of the API: one HTTP connection, answers as they come. Decides nothing about a conversation.
+"""HTTP client of the terminal chat: one connection to a gateway, answers streamed as they arrive.
 
-Knows of OpenAI's chat completions what it needs, and the gateway's own `fusion` report. Neighbours: `cli.chat` talks
-through it; `gateway` answers.
+Understands the part of OpenAI's chat completions that it needs, and the gateway's `fusion` report. `cli.chat` keeps the
+conversation; `gateway` is the server.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fusionai.primitives.errors import FusionError, TransportError, UsageError
 
 CONNECT_S: Final = 10.0
 SILENCE_S: Final = 120.0
-"""The gateway sends a sign of life far more often than that."""
+"""Timeout for the next bytes, in seconds (chosen). The gateway sends keep-alive comments far more often."""
 
 T = TypeVar("T")
 
 
 class ApiRefusal(FusionError):
-    """The gateway said no, and why; `code` for programs."""
+    """The gateway refused the request, with its reason. `code`: the API's machine-readable error code."""
 
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Hop(msgspec.Struct, frozen=True):
-    """One machine's part, means per token."""
+    """One machine's part in an answer. Times are means per token, in seconds."""
 
     stage: int
     peer: str
@@ -54,7 +54,7 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """`route`: names of machines in order of stages."""
+    """How an answer was computed. `route`: names of the machines in order of stages."""
 
     route: tuple[str, ...]
     hops: tuple[Hop, ...]
@@ -84,13 +84,13 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """More of the answer."""
+    """The next piece of the answer."""
 
     text: str
 
 
 class Note(msgspec.Struct, frozen=True):
-    """The stream stands still, and why; or goes on."""
+    """A note that the stream is interrupted, with the reason, or has resumed."""
 
     text: str
 
@@ -137,13 +137,14 @@ class _Cards(msgspec.Struct, frozen=True):
 
 
 class ChatClient:
-    """`with ChatClient(url, key) as client:`. Raises `TransportError` where nobody answers, `ApiRefusal` where the
-    gateway says no."""
+    """A connection to a gateway, used as `with ChatClient(url, key) as client:`.
+
+    Raises `TransportError` if the gateway does not answer, `ApiRefusal` if it refuses a request."""
 
     def __init__(self, address: str, key: str | None) -> None:
         parts = urlsplit(address if "://" in address else f"http://{address}")
         if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise UsageError(f"expected an address such as http://127.0.0.1:8000, got {address!r}.")
+            raise UsageError(f"--url: expected an address such as http://127.0.0.1:8000, got {address!r}.")
         self.address = f"{parts.scheme}://{parts.netloc}"
         self.model = ""
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
@@ -166,13 +167,14 @@ class ChatClient:
         self._connection.close()
 
     def status(self) -> Status:
-        """Who holds what."""
+        """Return the state of the engine and of its stages."""
         return self._get("/fusion/status", Status)
 
     def answer(
         self, messages: Sequence[Message], *, max_tokens: int | None, temperature: float | None, seed: int | None
     ) -> Iterator[Piece | Note | Answer]:
-        """`max_tokens` None: as many as fit. Left early, the answer is cancelled: the connection closes."""
+        """Yield the answer as it arrives. `max_tokens` None: as many as fit. If the iteration is left early, the
+        connection is closed, which cancels the answer."""
         body: dict[str, object] = {
             "model": self.model,
             "messages": list(messages),
@@ -185,7 +187,7 @@ class ChatClient:
         body |= {} if seed is None else {"seed": seed}
         finish, tokens, route, whole = "", 0, None, False
         try:
-            # Also while the gateway still prepares its first word, an interrupt must close the connection.
+            # Inside the `try`, because an interrupt before the first token must close the connection as well.
             response = self._ask("POST", "/v1/chat/completions", msgspec.json.encode(body))
             for data in _events(response):
                 if isinstance(data, Note):
@@ -216,13 +218,13 @@ class ChatClient:
             try:
                 response = self._sent(method, path, body)
             except (http.client.BadStatusLine, BrokenPipeError, ConnectionResetError):
-                self._connection.close()  # the gateway closed it while nobody spoke
+                self._connection.close()  # the gateway closed the idle connection
                 response = self._sent(method, path, body)
         except (OSError, http.client.HTTPException) as problem:
             self._connection.close()
             raise TransportError(
-                f"nobody answers at {self.address}: {problem}.",
-                hint="Start one with `fusion serve MODEL`, or name its --url.",
+                f"no gateway answers at {self.address}: {problem}.",
+                hint="Start one with `fusion serve MODEL`, or give the address of a running one with --url.",
             ) from problem
         if response.status != 200:
             content = response.read()
@@ -231,7 +233,7 @@ class ChatClient:
             except msgspec.DecodeError:
                 said = None
             if said is None:
-                raise ApiRefusal(f"the gateway answered {response.status}.")
+                raise ApiRefusal(f"the gateway answered with status {response.status}.")
             raise ApiRefusal(said.message, said.code or "")
         return response
 
@@ -243,7 +245,7 @@ class ChatClient:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[bytes | Note]:
-    """The data of each event until `[DONE]`; comments that tell something as notes."""
+    """Yield the data of each event until `[DONE]`, and comments that contain a colon as notes."""
     ended = False
     while line := response.readline():
         text = line.rstrip(b"\r\n")
@@ -260,11 +262,11 @@ def _events(response: http.client.HTTPResponse) -> Iterator[bytes | Note]:
             else:
                 yield data
     if not ended:
-        raise http.client.HTTPException("it ended in the middle of an answer")
+        raise http.client.HTTPException("the stream ended in the middle of an answer")
 
 
 def _decoded(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.DecodeError as problem:
-        raise TransportError(f"what came is no answer of such a gateway: {problem}.") from None
+        raise TransportError(f"expected the answer of a FusionAI gateway, check --url: {problem}.") from None

@@ -1,6 +1,6 @@
-"""`fusion check`: does this model fit: operators, blocks, parameters, and whatever is unsupported.
+"""`fusion check`: reports a model's operators, blocks and parameters, and what of it is unsupported.
 
-Decides how the report reads; exit code 1 when the model can't be trained. Neighbours: `capture.check` does the looking.
+Prints the report and exits with 1 if the model can't be trained. `capture.check` examines the model.
 """
 
 from __future__ import annotations
@@ -30,19 +30,26 @@ if TYPE_CHECKING:
     type=click.Choice(get_args(Task)),
     default="causal_lm",
     show_default=True,
-    help="What it would be trained for.",
+    help="Check the model for this training task.",
 )
 @lora_option
 @click.option("--operators", is_flag=True, help="List every operator with its count.")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Also compare the captured graph with the module by numbers, as `fusion train` does before it starts. Takes "
+    "seconds, or about a minute per billion parameters where the module does not fit in memory.",
+)
 @json_option
-def check(model: str, task: Task, lora: int | None, operators: bool, json_file: Path | None) -> int:
-    """Does MODEL fit? Captures it without allocating weights and reports blocks, parameters and what is unsupported.
+def check(model: str, task: Task, lora: int | None, operators: bool, compare: bool, json_file: Path | None) -> int:
+    """Check whether MODEL is supported. Captures it without allocating weights and reports blocks, parameters and what
+    is unsupported.
 
     MODEL: a configuration file (.json), a directory in Hugging Face layout, a hub id, or module:function.
 
-    The function takes no argument and returns the module, or (module, example_inputs) where the module takes something
-    other than input_ids: return Net(), {"x": torch.zeros(2, 8), "mask": torch.ones(2, 8)}. The first dimension of each
-    tensor is the batch.
+    The function takes no arguments and returns the module. If the module takes something other than input_ids, the
+    function returns (module, example_inputs), e.g. return Net(), {"x": torch.zeros(2, 8), "mask": torch.ones(2, 8)}.
+    The first dimension of each tensor is the batch.
     """
     with loading():
         from fusionai.capture import check as capture_check
@@ -50,7 +57,12 @@ def check(model: str, task: Task, lora: int | None, operators: bool, json_file: 
         from fusionai.capture.source import architecture_of, parse_source
 
     adapter = None if lora is None else Lora(lora, 2.0 * lora)
-    report = capture_check.check(parse_source(model, architecture_of(task)), task=task, adapter=adapter)
+    report = capture_check.check(
+        parse_source(model, architecture_of(task)),
+        task=task,
+        adapter=adapter,
+        compare=console.note if compare else None,
+    )
     if json_file is not None:
         write_json(json_file, "check", {**msgspec.to_builtins(report), "cached_serving": report.cached_serving})
     _show(report, task, every_operator=operators)
@@ -69,7 +81,9 @@ def _show(report: CheckReport, task: Task, *, every_operator: bool) -> None:
             ("operator", "calls"), [(name, str(count)) for name, count in report.operators.items()], right=(1,)
         )
     if report.owed_bytes:
-        console.line(f"{format_bytes(report.owed_bytes)} of values come from the job owner; the rest from the seed.")
+        console.line(
+            f"The job owner sends {format_bytes(report.owed_bytes)} of values; the rest is made from the seed."
+        )
     console.line(f"With AdamW, {report.trained.words}")
     for note in report.notes:
         console.line(f"Note: {console.printable(note)}")
@@ -78,18 +92,24 @@ def _show(report: CheckReport, task: Task, *, every_operator: bool) -> None:
         console.line(f"Unsupported: {problem.op}{where}{console.printable(problem.line)}: {problem.reason}")
     for backend, operators in report.lacking.items():
         if operators:
-            console.line(f"Machines with {backend} take no stage with {', '.join(operators)}, which it lacks.")
+            console.line(f"Machines with {backend} can't run stages with {', '.join(operators)}, which it lacks.")
+    if report.compared is not None:
+        for note in report.compared.notes:
+            console.line(f"Note: {note}")
+        console.line(f"Compared{report.compared.how}: {report.compared.words}.")
+    elif report.not_compared:
+        console.line(f"NOT compared: {console.printable(report.not_compared)}")
     if report.ok:
-        served = " and served with a cache" if report.cached_serving else " and served, each text computed anew"
-        console.line(f"It fits: it can be trained on a pool{served if task == 'causal_lm' else ''}.")
+        served = " and served with a KV cache" if report.cached_serving else " and served, without a KV cache"
+        console.line(f"Supported: the model can be trained on a pool{served if task == 'causal_lm' else ''}.")
     else:
         console.line(
-            "It does not fit: replace what is unsupported in the model, or add the operator (CONTRIBUTING.md)."
+            "Not supported: replace the unsupported parts of the model, or add the operator (CONTRIBUTING.md)."
         )
 
 
 def _block_rows(blocks: tuple[BlockReport, ...]) -> Iterator[tuple[str, str, str, str]]:
-    """Equal neighbours share a line."""
+    """Yield the rows of the table of blocks. Consecutive equal blocks share a row."""
     start = 0
     for place in range(1, len(blocks) + 1):
         if place < len(blocks) and blocks[place].kind == blocks[start].kind:

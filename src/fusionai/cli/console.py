@@ -1,7 +1,7 @@
-"""What people read: tables and lines on a terminal, plain text elsewhere. Decides no content.
+"""Prints lines and tables: framed tables on a terminal, aligned plain text elsewhere. Every command prints through it.
 
-Text that came from other machines (names, titles, reasons) passes `printable`: a stranger's name must not move the
-cursor or colour the terminal. Neighbours: every command prints through this; `dashboard` draws the live views.
+Text from other machines (names, titles, reasons) passes through `printable`, so that it can't move the cursor or
+colour the terminal. Live views are in `dashboard`.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 def line(text: str = "") -> None:
-    """One line to standard output."""
+    """Print one line to standard output."""
     click.echo(text)
 
 
 def error(message: str, hint: str | None = None) -> None:
-    """What failed and what to do next, to standard error."""
+    """Print what failed, and what to do next, to standard error."""
     click.echo(f"error: {printable(message)}", err=True)
     if hint:
         click.echo(printable(hint), err=True)
 
 
 def note(message: str) -> None:
-    """What goes on just now, to standard error."""
+    """Print a progress note to standard error."""
     click.echo(printable(message), err=True)
 
 
 def warning(message: str) -> None:
-    """Something the user should know although the command goes on, to standard error."""
+    """Print a warning to standard error; the command continues."""
     click.echo(f"warning: {printable(message)}", err=True)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[int] = ()) -> None:
-    """A table: framed on a terminal, aligned columns and nothing shortened elsewhere. `right`: columns of numbers."""
+    """Print a table: framed on a terminal, elsewhere aligned columns without truncation.
+
+    `right`: indices of columns to align right."""
     cells = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         framed = Table(title=title or None, title_justify="left", header_style="bold")
@@ -63,6 +65,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, title: str =
 
 
 def printable(text: str) -> str:
-    """`text` with every control character replaced; line breaks and tabs become spaces."""
+    """Return `text` with control characters replaced; line breaks and tabs become spaces."""
     flat = text.replace("\n", " ").replace("\t", " ")
     return "".join(character if character.isprintable() else _REPLACEMENT for character in flat)

@@ -1,7 +1,7 @@
-"""`fusion data RECIPE.toml`: what a job would be fed: counts, bad rows, and some rows with what is trained on.
+"""`fusion data RECIPE.toml`: shows a job's training data: counts, bad rows, and sample rows with the tokens trained on.
 
-Decides how it reads. Trains nothing and needs no pool; what is read stays in the job's directory, so the job begins
-sooner. Neighbours: `corpus.preview` gives rows, `cli.train` runs the job.
+Needs no pool. The tokenised data stays in the job's directory, so that the job starts sooner. `corpus.preview` supplies
+the rows; `cli.train` runs the job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 OPEN: Final = "[["
 CLOSE: Final = "]]"
-"""Around what is trained on, where there are no colours."""
+"""Brackets around the tokens trained on, where the output has no colours."""
 
 
 @click.command()
@@ -29,8 +29,9 @@ CLOSE: Final = "]]"
 @click.option("--rows", type=click.IntRange(0, 1000), default=3, show_default=True, help="Rows to show.")
 @json_option
 def data(recipe: Path, rows: int, json_file: Path | None) -> None:
-    """What the job of RECIPE.toml would be fed: how much, what is wrong with it, and some rows with what is trained on
-    marked. The rows' text goes to this terminal (and to FILE) alone."""
+    """Show the data that RECIPE.toml trains on: counts, bad rows, and sample rows with the tokens trained on marked.
+
+    Sends nothing to the pool: the rows' text goes only to this terminal and to FILE."""
     from fusionai.corpus.chat_source import ChatSource
     from fusionai.corpus.preview import preview
     from fusionai.corpus.recipe import load_recipe
@@ -42,7 +43,7 @@ def data(recipe: Path, rows: int, json_file: Path | None) -> None:
     per_epoch = -(-source.samples // loaded.train.batch_size)
     console.line(console.printable(source.describe()))
     console.line(
-        f"{source.samples} rows are {per_epoch} steps of {loaded.train.batch_size}; the job takes {loaded.job.steps}"
+        f"{source.samples} rows are {per_epoch} steps of {loaded.train.batch_size} rows; the job has {loaded.job.steps}"
     )
     figures: dict[str, object] = {"rows": source.samples, "steps_per_epoch": per_epoch}
     if isinstance(source, ChatSource):
@@ -73,7 +74,8 @@ def _conversations(source: ChatSource) -> dict[str, object]:
 
 
 def _marked(row: RowPreview) -> str:
-    """Line by line, so that nothing in the data moves the cursor; green on a terminal, in brackets elsewhere."""
+    """Return the row's text with the tokens trained on in green on a terminal, in brackets elsewhere. Control
+    characters are replaced, so that the data can't move the cursor."""
     colours = sys.stdout.isatty()
     written = ""
     for text, trained in row.pieces:

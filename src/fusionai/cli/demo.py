@@ -1,7 +1,7 @@
-"""`fusion demo`: the whole story on this machine, with proof: a pool trains bit for bit what one process trains.
+"""`fusion demo`: trains on a pool of local processes and proves the result equal, bit for bit, to one process's.
 
-Decides what is shown at the end and what the JSON says. Neighbours: `client.demo` does it, `cli.watch` shows it while
-it runs, `cli.run_report` draws the page.
+Prints the summary and writes the JSON. `client.demo` runs the demo, `cli.watch` shows its progress, `cli.run_report`
+writes the HTML report.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--steps", type=int, default=50, show_default=True, help="Optimizer steps.")
-@click.option("--peers", type=int, default=4, show_default=True, help="Active stages, each a process of its own.")
-@click.option("--spares", type=int, default=2, show_default=True, help="Peers in the backup pool besides them.")
+@click.option("--steps", type=int, default=50, show_default=True, help="Optimizer steps to train.")
+@click.option("--peers", type=int, default=4, show_default=True, help="Active peers, one process and one stage each.")
+@click.option("--spares", type=int, default=2, show_default=True, help="Further peers in the backup pool.")
 @click.option(
-    "--device", type=click.Choice(["cpu", "cuda", "mps"]), default="cpu", show_default=True, help="Where peers compute."
+    "--device", type=click.Choice(["cpu", "cuda", "mps"]), default="cpu", show_default=True, help="Device of the peers."
 )
 @click.option(
     "--directory",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("fusion-demo"),
     show_default=True,
-    help="Takes logs, checkpoint and report; each run makes a folder of its own in it.",
+    help="Directory for logs, checkpoint and report; each run creates a new folder in it.",
 )
 @click.option(
     "--kill",
     "kill_texts",
     multiple=True,
     metavar="STEP:STAGE",
-    help="During STEP (from 1), SIGKILL the peer that has STAGE (from 0), or the broker: 7:2, 7:broker. It is started "
-    "again and, if a peer, joins as a spare; without a spare to take over, the job waits for it. May be repeated; "
-    "`none` kills nobody.  [default: two stages and the broker on the way, in a run of at least 8 steps]",
+    help="During STEP (from 1), SIGKILL the peer of STAGE (from 0), or the broker, e.g. 7:2 or 7:broker. The process "
+    "is restarted; a peer rejoins as a spare. Without a spare to take over, the job waits for it. May be repeated; "
+    "`none`: kill nothing.  [default: two stages and the broker, in a run of at least 8 steps]",
 )
 @json_option
 def demo(
@@ -57,16 +57,18 @@ def demo(
     kill_texts: tuple[str, ...],
     json_file: Path | None,
 ) -> None:
-    """A broker and peers start as processes of their own, join over mutual TLS and train a small Llama-type model on
-    the source text of Python's standard library; some of them are killed on the way, and others take over. Plain
-    PyTorch + transformers judge the result. Nothing is downloaded.
+    """Train a small Llama-type model on a pool of local processes and compare the result with plain PyTorch.
+
+    A broker and peers start as separate processes, join over mutual TLS and train on the source text of Python's
+    standard library. Some of them are killed on the way, and spares take over. Plain PyTorch and transformers check
+    losses, checkpoint and generation. Nothing is downloaded.
     """
     from fusionai.cli.run_report import RunStory, write_demo_report
     from fusionai.cli.watch import Watch
     from fusionai.client.demo import DemoEvent, DemoOptions, check, demo_recipe, run_demo
 
     options = DemoOptions(directory=_fresh(directory), steps=steps, peers=peers, spares=spares, device=device)
-    check(options)  # before the kills, which are numbered by what is checked here
+    check(options)  # before the kills, whose default depends on the numbers checked here
     options = replace(options, kills=_kills(kill_texts, options))
     check(options)
     _create(options.directory)
@@ -78,7 +80,7 @@ def demo(
 
         result = run_until_stopped(lambda stop: run_demo(options, on_event=seen, stop=stop, now_s=time.monotonic))
     if result is None:
-        console.line(f"Stopped before the end. What there is: {options.directory}")
+        console.line(f"Stopped before the end. Logs so far: {options.directory}")
         raise SystemExit(1)
     report = options.directory / "report.html"
     write_demo_report(story, demo_recipe(options), result, report)
@@ -90,7 +92,7 @@ def demo(
 
 
 def figures(result: DemoResult, peers: int, spares: int, report: Path) -> dict[str, object]:
-    """What `--json` writes."""
+    """Return what `--json` writes."""
     plan = result.planned.plan
     return {
         "peers": peers,
@@ -121,7 +123,8 @@ def figures(result: DemoResult, peers: int, spares: int, report: Path) -> dict[s
 
 
 def _kill_figures(outcome: Outcome) -> dict[str, object]:
-    """`takeover`: who has the stage afterwards; `exact`: whether its numerics promise the same bits."""
+    """Return the figures of one kill. `takeover`: the peer that has the stage afterwards; `exact`: whether its numeric
+    fingerprint promises the same bits."""
     return {
         "step": outcome.kill.step,
         "stage": outcome.kill.stage,
@@ -134,14 +137,14 @@ def _kill_figures(outcome: Outcome) -> dict[str, object]:
 
 
 def _kills(texts: tuple[str, ...], options: DemoOptions) -> tuple[Kill, ...]:
-    """Raises `UsageError` for what can't be read."""
+    """Parse the values of `--kill`. Raises `UsageError` for one that can't be parsed."""
     from fusionai.client.kills import parse_kill, usual_kills
 
     if not texts:
         return usual_kills(steps=options.steps, peers=options.peers, spares=options.spares)
     if "none" in texts:
         if len(texts) > 1:
-            raise UsageError("--kill none stands alone: it kills nobody.")
+            raise UsageError("--kill none stands alone: it can't be combined with other kills.")
         return ()
     return tuple(parse_kill(text) for text in texts)
 
@@ -174,20 +177,22 @@ def _show(result: DemoResult, report: Path) -> None:
     for line in shown.splitlines():
         console.line(f"  | {console.printable(line)}")
     if blank := len(result.completion_text) - len(shown):
-        console.line(f"  (and {blank} characters of white space: the model has seen {result.training.steps} steps)")
+        console.line(
+            f"  (and {blank} characters of white space: the model was trained for {result.training.steps} steps)"
+        )
     console.line(f"checkpoint (Hugging Face layout): {result.training.checkpoint}")
     console.line(f"report: {report}")
-    console.line(f"{'Everything agrees' if result.ok else 'SOMETHING DIFFERS'}; {result.wall_s:.0f} s in all.")
+    console.line(f"{'Everything agrees' if result.ok else 'SOMETHING DIFFERS'}; {result.wall_s:.0f} s in total.")
 
 
 def _show_kills(result: DemoResult) -> None:
     console.table(
-        ["step", "killed", "noticed after", "recovered after", "taken over by"],
+        ["step", "killed", "detected after", "recovered after", "taken over by"],
         [
             [
                 str(one.kill.step),
                 one.name if one.kill.stage == "broker" else f"{one.name} (stage {one.kill.stage})",
-                "nobody noticed" if one.detected_s is None else format_seconds(one.detected_s),
+                "not detected" if one.detected_s is None else format_seconds(one.detected_s),
                 "NEVER" if one.recovered_s is None else format_seconds(one.recovered_s),
                 _taken_over(one),
             ]
@@ -200,7 +205,7 @@ def _show_kills(result: DemoResult) -> None:
 
 def _taken_over(outcome: Outcome) -> str:
     if outcome.takeover is None:
-        return "itself, started again"
+        return "itself, restarted"
     who = "itself, back again" if outcome.takeover == outcome.name else outcome.takeover
     return who + {True: " (exact)", False: " (tolerant)", None: ""}[outcome.exact]
 
@@ -214,7 +219,7 @@ def _same(equal: bool) -> str:
 
 
 def _fresh(directory: Path) -> Path:
-    """A folder nobody has: earlier runs are never overwritten."""
+    """Return the path of a new folder for this run, so that earlier runs are not overwritten."""
     return directory.absolute() / time.strftime("run-%Y%m%d-%H%M%S")
 
 
@@ -225,5 +230,5 @@ def _create(directory: Path) -> None:
         raise UsageError(f"{directory} exists already.", hint="Try again in a second.") from None
     except OSError as error:
         raise UsageError(
-            f"{directory} can't be made ({error.strerror}).", hint="Name another place with --directory."
+            f"{directory} can't be created ({error.strerror}).", hint="Name another directory with --directory."
         ) from None

@@ -1,7 +1,7 @@
-"""`fusion doctor`: what this machine can do, and what to do about what it can't.
+"""`fusion doctor`: checks this machine and says what to fix.
 
-Decides how findings read; each area's looking is in `cli.findings`. Exit code 0 when the machine can take part in a
-pool, 1 when something must be mended first. Neighbours: `cli.findings`, `cli.console`, `cli.json_output`.
+Prints the findings, which `cli.findings` collects. Exits with 0 if the machine can take part in a pool, with 1 if
+something must be fixed first.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from fusionai.cli import console, findings
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.options import home_option
 
-_MARKS = {"good": "ok", "note": "note", "bad": "MEND"}
+_MARKS = {"good": "ok", "note": "note", "bad": "FIX"}
 
 
 @click.command()
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", help="Which one to measure."
+    "--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", help="Measure this device."
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Measure with so many threads.  [default: all cores]")
+@click.option("--threads", type=click.IntRange(min=1), help="Measure with this many threads.  [default: all cores]")
 @click.option(
-    "--port", type=click.IntRange(0, 65_535), default=0, help="Let the broker try this port.  [default: a free one]"
+    "--port",
+    type=click.IntRange(0, 65_535),
+    default=0,
+    help="Let the broker try to dial this port.  [default: a free one]",
 )
 @home_option
 @json_option
 def doctor(device: str, threads: int | None, port: int, home: Path, json_file: Path | None) -> int:
-    """What this machine can do: devices, speed, memory, network, versions, and what to do about each."""
+    """Check this machine: devices, speed, memory, network and versions, with a remedy for each problem."""
     found = findings.everything(device=device, threads=threads, home=home, port=port)
     console.table(
-        ("", "what", "found"), [(_MARKS[finding.state], finding.area, finding.what) for finding in found.findings]
+        ("", "area", "found"), [(_MARKS[finding.state], finding.area, finding.what) for finding in found.findings]
     )
     remedies = [finding for finding in found.findings if finding.remedy]
     if remedies:

@@ -1,8 +1,8 @@
-"""Looking at this machine, area by area. Decides what is good, worth a note or in need of mending; changes nothing.
+"""Examines this machine for `fusion doctor`, area by area, and rates each finding as good, a note or bad.
 
-Every framework is looked at from a process of its own (`backends.survey`), so a broken driver is a finding and not a
-crash. The only address contacted is that of the pool's broker, where there is one. Neighbours: `cli.doctor` shows
-these.
+Every framework is examined in a separate process (`backends.survey`), so that a broken driver gives a finding and not
+a crash. The only address contacted is that of the pool's broker, if the machine has joined a pool. `cli.doctor` prints
+the findings.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _LIBRARIES: Final = ("torch", "transformers", "numpy", "tokenizers", "safetensor
 
 
 _BY_UDP: Final = {
-    True: "through the routers by QUIC where these allow it, else over the broker's relay, at its pace.",
-    False: "over the broker's relay, at its pace; with `pip install 'fusionai[quic]'` many go through the routers.",
+    True: "through the routers by QUIC if those allow it, else over the broker's relay at the relay's speed.",
+    False: "over the broker's relay at its speed; with `pip install 'fusionai[quic]'` many pass the routers directly.",
 }
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the report: what was looked at, how it stands, and what to do (empty: nothing)."""
+    """One line of the report. `area`: what was examined; `what`: the finding; `remedy`: what to do, or empty."""
 
     area: str
     state: Literal["good", "note", "bad"]
@@ -61,8 +61,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything found; `device` holds the measured figures where measuring worked, `backends` those of every framework
-    that is installed."""
+    """All findings. `device`: measured figures of the first framework that could be measured; `backends`: those of
+    every installed framework that could."""
 
     version: str
     findings: tuple[Finding, ...]
@@ -73,7 +73,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def everything(*, device: str, threads: int | None, home: Path, port: int = 0) -> Report:
-    """Look at all areas; a few seconds, most of them for the speed. The broker tries `port`; 0: any."""
+    """Examine all areas and return the report. Takes some seconds, mostly to measure the speed.
+
+    The broker tries to dial `port` of this machine; 0: any free one."""
     versions = {name: version for name in _LIBRARIES if (version := _installed(name)) is not None}
     looked = {name: _look_at(name, device, threads) for name in BACKENDS if _installed(name) is not None}
     reports = {name: one.report for name, one in looked.items() if isinstance(one, Survey) and one.report is not None}
@@ -110,7 +112,7 @@ def _of_software(versions: dict[str, str]) -> Iterator[Finding]:
 
 
 def _look_at(backend: str, device: str, threads: int | None) -> Survey | str:
-    """What it sees, or why it could not be looked at."""
+    """Examine the devices of a framework in a separate process. Returns what it found, or why it failed."""
     command = [sys.executable, "-m", "fusionai.backends.survey", "--backend", backend, "--device", device]
     if threads is not None:
         command += ["--threads", str(threads)]
@@ -119,17 +121,17 @@ def _look_at(backend: str, device: str, threads: int | None) -> Survey | str:
             command, capture_output=True, timeout=_SURVEY_TIMEOUT_S, env=environment.inherited(), check=False
         )
     except subprocess.TimeoutExpired:
-        return f"looking at the devices of {backend} took more than {format_seconds(_SURVEY_TIMEOUT_S)}"
+        return f"examining the devices of {backend} took more than {format_seconds(_SURVEY_TIMEOUT_S)}"
     if done.returncode != 0:
         complaint = done.stderr.decode(errors="replace").strip().splitlines()
-        last = complaint[-1] if complaint else "it said nothing"
-        how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"ended with {done.returncode}"
+        last = complaint[-1] if complaint else "it printed no error"
+        how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"exited with {done.returncode}"
         return f"the process that imported {backend} {how}: {last}"
     return msgspec.json.decode(done.stdout, type=Survey)
 
 
 def _of_torch(looked: Survey | str, *, alone: bool) -> Iterator[Finding]:
-    """`alone`: no other framework here can train."""
+    """Yield findings about PyTorch and its devices. `alone`: no other installed framework can train."""
     if isinstance(looked, str):
         yield Finding(
             area="PyTorch",
@@ -145,14 +147,14 @@ def _of_torch(looked: Survey | str, *, alone: bool) -> Iterator[Finding]:
             area="speed",
             state="bad",
             what=f"the device could not be measured: {looked.problem}",
-            remedy="Try `fusion doctor --device cpu`; if that works, the graphics driver is at fault.",
+            remedy="Try `fusion doctor --device cpu`. If that works, repair the graphics driver.",
         )
         return
     yield _speed("speed", looked.report)
 
 
 def _of_another(name: str, looked: Survey | str | None) -> Iterator[Finding]:
-    """Of a framework besides PyTorch: nobody needs it."""
+    """Yield the finding about a framework other than PyTorch. All of these are optional."""
     purpose = "train and serve" if name in TRAINING else "serve"
     install = f"pip install {REQUIREMENTS[name]}"
     match looked:
@@ -160,8 +162,8 @@ def _of_another(name: str, looked: Survey | str | None) -> Iterator[Finding]:
             yield Finding(
                 area=name,
                 state="note",
-                what=f"not installed; with it this machine could {purpose} by --backend {name}",
-                remedy=f"Nothing, unless you prefer it: `{install}`.",
+                what=f"not installed; with it this machine could {purpose} with --backend {name}",
+                remedy=f"Optional: `{install}`.",
             )
         case Survey(report=DeviceReport() as report):
             yield _speed(name, report)
@@ -176,7 +178,7 @@ def _of_another(name: str, looked: Survey | str | None) -> Iterator[Finding]:
             yield Finding(area=name, state="note", what=looked, remedy=_REINSTALL % install)
 
 
-_REINSTALL: Final = "Install it anew, or leave it: `%s`."
+_REINSTALL: Final = "Reinstall it if you want to use it: `%s`."
 
 
 def _speed(area: str, report: DeviceReport) -> Finding:
@@ -194,12 +196,12 @@ def _serving(report: DeviceReport) -> str:
     if not report.serving:
         return ""
     formats = ", ".join(
-        f"{pace.form} {pace.flops_per_s / 1e9:.3g} GFLOP/s of prompts and {format_bytes(pace.bytes_per_s)}/s of weights"
+        f"{pace.form} {pace.flops_per_s / 1e9:.3g} GFLOP/s for prompts, {format_bytes(pace.bytes_per_s)}/s of weights"
         for pace in report.serving
     )
     attention = report.attention_flops_per_s
     attended = f"; attention {attention / 1e9:.3g} GFLOP/s" if attention > 0 else ""
-    return f"; in serving {formats} a token{attended}"
+    return f"; in serving {formats} per token{attended}"
 
 
 def _pace(report: DeviceReport) -> str:
@@ -207,46 +209,46 @@ def _pace(report: DeviceReport) -> str:
     if pace is None:
         return ""
     moved = f", {format_bytes(1 / pace.byte_s)}/s read and written" if pace.byte_s > 0 else ""
-    return f" (in training {pace.flops_per_s / 1e9:.3g} GFLOP/s, {format_seconds(pace.call_s)} an operator{moved})"
+    return f" (in training {pace.flops_per_s / 1e9:.3g} GFLOP/s, {format_seconds(pace.call_s)} per operator{moved})"
 
 
 def _of_graphics_cards(looked: Survey) -> Iterator[Finding]:
-    """Cards that are in the machine and not in PyTorch's list."""
+    """Yield findings about GPUs of this machine that PyTorch can't use."""
     build, devices = looked.seen, looked.seen.devices
     seen = any(device.startswith("cuda") for device in devices)
     card = _nvidia_card()
     if card and not seen:
         if build.cuda_build is None:
-            what = f"{card} is here, but torch {build.version} is a build without CUDA"
+            what = f"the machine has {card}, but torch {build.version} is a build without CUDA"
             remedy = (
                 'Install a build of torch with CUDA into this environment (PyTorch\'s page "Get Started" gives the '
                 "command for your driver), then run `fusion doctor` again."
             )
         else:
-            what = f"{card} is here, but torch (built for CUDA {build.cuda_build}) can't use it"
+            what = f"the machine has {card}, but torch (built for CUDA {build.cuda_build}) can't use it"
             remedy = (
                 f"Update the NVIDIA driver to one for CUDA {build.cuda_build} or newer, or install a build of torch "
-                "for the driver that is here; in a container, start it with access to the GPU."
+                "for the installed driver. In a container, start the container with access to the GPU."
             )
         yield Finding(area="NVIDIA card", state="bad", what=what, remedy=remedy)
     if Path("/dev/kfd").exists() and not seen and build.hip_build is None:
         yield Finding(
             area="AMD card",
             state="bad",
-            what=f"an AMD compute device is here, but torch {build.version} is a build without ROCm",
+            what=f"the machine has an AMD compute device, but torch {build.version} is a build without ROCm",
             remedy='Install a build of torch with ROCm (PyTorch\'s page "Get Started" gives the command).',
         )
     if sys.platform == "darwin" and platform.machine() == "arm64" and "mps" not in devices:
         yield Finding(
             area="Apple GPU",
             state="bad",
-            what="this is Apple silicon, but torch does not offer its GPU (mps)",
+            what="the machine has Apple silicon, but torch does not offer its GPU (mps)",
             remedy="Use a native arm64 Python, not one under Rosetta, and a current macOS.",
         )
 
 
 def _nvidia_card() -> str:
-    """Name of the first NVIDIA card as its driver tells it; empty without card or driver."""
+    """Return name and driver version of the first NVIDIA card; empty without card or driver."""
     answer = _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
     first = answer.strip().splitlines()[0] if answer.strip() else ""
     name, _, driver = first.partition(",")
@@ -264,12 +266,12 @@ def _of_memory() -> Iterator[Finding]:
         area="memory",
         state="note" if scarce else "good",
         what=what,
-        remedy="Little is free: close programs, or lend less with `fusion join --max-memory`." if scarce else "",
+        remedy="Close programs, or lend less with `fusion join --max-memory`." if scarce else "",
     )
 
 
 def _container_limit_bytes() -> int | None:
-    """Memory limit of the control group this process runs in, where there is one."""
+    """Return the memory limit of this process's control group, None if it has none."""
     for place in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             text = Path(place).read_text(encoding="ascii").strip()
@@ -287,12 +289,13 @@ def _of_disk(home: Path) -> Iterator[Finding]:
         area="disk",
         state="note" if scarce else "good",
         what=f"{format_bytes(free_bytes)} free for {home}",
-        remedy="Checkpoints need room: free some, or point FUSION_HOME at a larger disk." if scarce else "",
+        remedy="Checkpoints need space: free some, or point FUSION_HOME at a larger disk." if scarce else "",
     )
 
 
 def _addresses() -> Iterator[str]:
-    """Every address other machines might reach this one at: those of interfaces that are up, loopback left out."""
+    """Yield the addresses at which other machines may reach this one: those of interfaces that are up, without loopback
+    and link-local addresses."""
     states = psutil.net_if_stats()
     for name, entries in sorted(psutil.net_if_addrs().items()):
         if name in states and not states[name].isup:
@@ -311,22 +314,22 @@ def _of_network(addresses: tuple[str, ...]) -> Iterator[Finding]:
         yield Finding(
             area="network",
             state="good",
-            what=f"addresses: {', '.join(addresses)}; {public[0]} can be reached from anywhere if no firewall forbids",
+            what=f"addresses: {', '.join(addresses)}; {public[0]} is reachable from everywhere if no firewall forbids",
         )
     elif addresses:
         yield Finding(
             area="network",
             state="note",
             what=f"addresses: {', '.join(addresses)}; all of them private",
-            remedy="It can join any pool as it is. To keep one for machines elsewhere, forward a port of the router to "
-            "it and name it: `fusion broker --address HOST:PORT`.",
+            remedy="This is enough to join any pool. To run a broker for machines elsewhere, forward a port of the "
+            "router to this machine and announce it: `fusion broker --address HOST:PORT`.",
         )
     else:
         yield Finding(
             area="network",
             state="note",
             what="no network but loopback",
-            remedy="`fusion demo` works; to join machines, connect this one to a network.",
+            remedy="`fusion demo` works without a network; to join a pool, connect this machine to one.",
         )
     try:
         with socket.socket() as probe:
@@ -342,23 +345,24 @@ def _of_network(addresses: tuple[str, ...]) -> Iterator[Finding]:
 
 
 def _of_bulk(available: bool) -> Iterator[Finding]:
-    """How tensors and weights go over long lines that lose packets. Elsewhere than on Linux a program can't choose."""
+    """Yield the finding about congestion control for tensors and weights on long links that lose packets. Only on Linux
+    can a program choose it."""
     if available:
         yield Finding(
-            area="bulk", state="good", what="there is BBR: tensors and weights fill long lines that lose packets, too"
+            area="congestion", state="good", what="BBR is available: long links that lose packets are used in full"
         )
     elif sys.platform == "linux":
         yield Finding(
-            area="bulk",
+            area="congestion",
             state="note",
-            what="this kernel has no BBR for programs: long lines that lose packets carry next to nothing",
+            what="this kernel offers no BBR to programs: long links that lose packets will be very slow",
             remedy="`sudo modprobe tcp_bbr`, then "
             "`sudo sysctl net.ipv4.tcp_allowed_congestion_control='reno cubic bbr'`.",
         )
 
 
 def _of_clock() -> Iterator[Finding]:
-    """Certificates and tickets carry dates: a clock that is far off makes them invalid."""
+    """Yield the finding about the clock. A clock that is far off makes certificates and tickets invalid."""
     shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     synchronised = _output(["timedatectl", "show", "--property=NTPSynchronized", "--value"]).strip()
     if synchronised == "no":
@@ -366,7 +370,7 @@ def _of_clock() -> Iterator[Finding]:
             area="clock",
             state="note",
             what=f"{shown}, not synchronised",
-            remedy="Switch on network time (`timedatectl set-ntp true`): certificates depend on the date.",
+            remedy="Switch on network time (`timedatectl set-ntp true`), as certificates depend on the date.",
         )
     else:
         yield Finding(area="clock", state="good", what=f"{shown}{', synchronised' if synchronised == 'yes' else ''}")
@@ -383,24 +387,24 @@ def _of_limits() -> Iterator[Finding]:
             area="open files",
             state="note",
             what=f"at most {soft} at a time",
-            remedy=f"A broker of a large pool needs more: `ulimit -n {_OPEN_FILES_WANTED * 4}`.",
+            remedy=f"For the broker of a large pool raise the limit: `ulimit -n {_OPEN_FILES_WANTED * 4}`.",
         )
 
 
 def _of_membership(home: Path, port: int) -> Iterator[Finding]:
-    """Which pool this machine is in, whether its broker answers, and how others reach it."""
+    """Yield findings about this machine's pool: which it is, whether its broker answers, how other machines connect."""
     if not any((place / MEMBERSHIP_FILE).exists() for place in (home, home / OWNER_DIRECTORY)):
         yield Finding(
             area="pool",
             state="note",
-            what="this machine has joined none",
-            remedy="`fusion demo` needs none. To join one: `fusion join INVITE`; to keep one: `fusion broker`.",
+            what="this machine has joined no pool",
+            remedy="To join a pool: `fusion join INVITE`; to open one: `fusion broker`. `fusion demo` needs none.",
         )
         return
     try:
         membership = any_membership(home)
     except FusionError as wrong:
-        yield Finding(area="pool", state="bad", what=wrong.message, remedy=wrong.hint or "Join again.")
+        yield Finding(area="pool", state="bad", what=wrong.message, remedy=wrong.hint or "Join the pool again.")
         return
     who = f"{membership.pool}, as {membership.purpose} {short(membership.peer)}"
     try:
@@ -418,24 +422,24 @@ def _of_membership(home: Path, port: int) -> Iterator[Finding]:
 
 
 def _of_reach(reach: Reach) -> Iterator[Finding]:
-    """Whether others can dial this machine, and which way its links go."""
+    """Yield findings about whether others can dial this machine, and about the routes of its links."""
     seen = reach.observed
     if seen is None or not seen.host:
-        yield Finding(area="way in", state="note", what="the broker can't say how it sees this machine")
+        yield Finding(area="inbound", state="note", what="the broker did not report how it sees this machine")
     elif seen.reachable:
         yield Finding(
-            area="way in", state="good", what=f"the broker reaches this machine at {seen.host}, port {reach.port}"
+            area="inbound", state="good", what=f"the broker reaches this machine at {seen.host}, port {reach.port}"
         )
     else:
         own = seen.host in _addresses()
         where = f"{seen.host}, port {reach.port}"
         yield Finding(
-            area="way in",
+            area="inbound",
             state="note",
             what=f"the broker can't dial this machine ({where}): "
-            + ("a firewall is in the way" if own else "it is behind a router, which the broker sees instead"),
+            + ("a firewall blocks it" if own else "it is behind a router, and the broker sees the router's address"),
             remedy=(
-                f"It can take part: such links go {_BY_UDP[quic_binding.available()]} For direct ones "
+                f"It can take part as it is: its links go {_BY_UDP[quic_binding.available()]} For direct links "
                 + (
                     "allow connections to Python in this machine's firewall."
                     if own
@@ -450,19 +454,19 @@ def _of_reach(reach: Reach) -> Iterator[Finding]:
 
 
 def _of_link(link: LinkView) -> str:
-    """Which way it goes, and what is known of it."""
+    """Return a link's route with its known figures."""
     known = (
         f"round trip {format_seconds(link.round_trip_s)}" if link.round_trip_s else "",
-        f"{format_bytes(link.probed_bytes_per_s)}/s as probed" if link.probed_bytes_per_s else "",
+        f"probed at {format_bytes(link.probed_bytes_per_s)}/s" if link.probed_bytes_per_s else "",
         f"up to {format_bytes(link.bandwidth_bytes_per_s)}/s so far" if link.bandwidth_bytes_per_s else "",
-        f"{link.loss:.2%} sent again" if link.loss else "",
+        f"{link.loss:.2%} retransmitted" if link.loss else "",
     )
     figures = "; ".join(part for part in known if part)
     return f"{link.way} ({figures})" if figures else link.way
 
 
 def _output(command: list[str]) -> str:
-    """What a program of this machine prints; empty where it is missing or fails."""
+    """Run a program and return its output; empty if it is missing or fails."""
     path = shutil.which(command[0])
     if path is None:
         return ""

@@ -1,6 +1,7 @@
-"""How a layout with many holders per block reads in a terminal, and that no job runs it yet. Decides no layout.
+"""Prints a layout in which several machines hold each block, and says that jobs can't run it yet.
 
-Neighbours: `cli.plan` shows it under the plan of one chain; `dashboard.holders_chart` draws the same as SVG.
+`cli.plan` shows it below the plan of one pipeline; `scheduling.many_holders` computes it; `dashboard.holders_chart`
+draws it as SVG.
 """
 
 from __future__ import annotations
@@ -16,63 +17,64 @@ from fusionai.scheduling.many_holders import ManyHolders
 from fusionai.scheduling.types import Plan
 
 _WIDTH: Final = 48
-"""Characters for the model's blocks."""
+"""Largest width of the picture of the blocks, in characters."""
 _LINES: Final = 24
-"""Peers, or groups of peers with the same blocks, that are shown."""
+"""Most rows of the picture. A row is a group of peers with the same blocks."""
 _NAMED: Final = 3
 
 
 def show_holders(found: ManyHolders, chain: Plan, names: Mapping[str, str]) -> None:
-    """Throughput against the chain's, who holds what, and what speaks against it."""
+    """Print the layout's throughput against the one pipeline's, who holds which blocks, and warnings."""
     layout = found.layout
     used = len({stage.peer for stage in chain.stages if "stage" in stage.roles})
     console.line()
-    console.line("What several holders of each block would bring")
+    console.line("Estimate: several holders of each block (jobs can't run this yet)")
     console.line(
-        f"The live runtime runs one chain today: {format_speed(chain.tokens_per_s)} tokens/s on {_peers(used)}, the "
-        f"plan above; {format_speed(found.chain_steady_tokens_per_s)} with microbatches without end."
+        f"Jobs run the one pipeline above: {format_speed(chain.tokens_per_s)} tokens/s on {_peers(used)}, "
+        f"{format_speed(found.chain_steady_tokens_per_s)} in steady state."
     )
     console.line(
-        f"With replicas, {_peers(len(layout.holdings))} would pass {format_speed(layout.tokens_per_s)} tokens/s with "
-        f"microbatches without end: {found.over_one_chain:.3g} x the chain's. No layout can be more than "
+        f"With replicas, {_peers(len(layout.holdings))} would reach {format_speed(layout.tokens_per_s)} tokens/s in "
+        f"steady state, {found.over_one_chain:.3g} x the pipeline's. No layout can be more than "
         f"{layout.certificate.optimality_gap:.2%} faster ({layout.certificate.method})."
     )
     console.line(
-        f"A step of {chain.microbatches} microbatches: {format_seconds(found.step_time_s)}, of that "
+        f"A step of {chain.microbatches} microbatches would take {format_seconds(found.step_time_s)}, including "
         f"{format_seconds(found.exchange_s)} to exchange gradients (float32, uncompressed, after the last microbatch): "
         f"{format_speed(found.tokens_per_s)} tokens/s."
     )
     for line in holders_picture(found, names):
         console.line(console.printable(line))
     if layout.idle:
-        console.line(f"Would hold nothing: {_peers(len(layout.idle))}.")
+        console.line(f"Holding nothing: {_peers(len(layout.idle))}.")
     for warning in holders_warnings(found, chain):
         console.warning(warning)
 
 
 def holders_warnings(found: ManyHolders, chain: Plan) -> Iterator[str]:
-    """Where fewer machines would do as well or better."""
+    """Yield warnings where fewer machines would be as fast or faster, or a block has a single holder."""
     alone = chain.single_peer_tokens_per_s
     if found.tokens_per_s <= chain.tokens_per_s:
         used = len({stage.peer for stage in chain.stages if "stage" in stage.roles})
         pays = found.pays_from_microbatches
-        later = "" if pays is None else f" Replicas pay from {pays:,} microbatches per step."
+        later = "" if pays is None else f" Replicas are faster from {pays:,} microbatches per step."
         yield (
-            f"With {chain.microbatches} microbatches per step one chain of {_peers(used)} is faster than "
+            f"With {chain.microbatches} microbatches per step, one pipeline of {_peers(used)} is faster than "
             f"{_peers(len(found.layout.holdings))} with replicas: {format_speed(chain.tokens_per_s)} tokens/s instead "
             f"of {format_speed(found.tokens_per_s)}.{later}"
         )
     if alone is not None and alone >= found.tokens_per_s:
         yield (
-            f"One machine alone would be faster than replicas too: {format_speed(alone)} tokens/s instead of "
+            f"One machine alone would be faster than the replicas: {format_speed(alone)} tokens/s instead of "
             f"{format_speed(found.tokens_per_s)}."
         )
     if found.layout.least_holders == 1:
-        yield f"Block {found.layout.scarcest_block} or another has one holder alone: without it everything would wait."
+        yield f"Block {found.layout.scarcest_block} has a single holder: if that is lost, the job would have to wait."
 
 
 def holders_picture(found: ManyHolders, names: Mapping[str, str]) -> Iterator[str]:
-    """The blocks from left to right: holders of each above, below it who holds which, the same intervals together."""
+    """Yield the picture: the blocks from left to right, with the number of holders in the first row, then one row for
+    each group of peers that hold the same blocks."""
     first, length = found.first_block, len(found.holders)
     width = min(length, _WIDTH)
     cuts = [length * place // width for place in range(width + 1)]
@@ -96,7 +98,7 @@ def holders_picture(found: ManyHolders, names: Mapping[str, str]) -> Iterator[st
         )
     if len(groups) > _LINES:
         rest = len(found.layout.holdings) - sum(len(groups[blocks]) for blocks in ranked)
-        yield f"  and {_peers(rest)} with {len(groups) - _LINES} other intervals: --json has all."
+        yield f"  and {_peers(rest)} with {len(groups) - _LINES} other intervals; --json lists all."
 
 
 def _named(holders: list[Holding], names: Mapping[str, str]) -> str:

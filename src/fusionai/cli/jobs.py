@@ -1,6 +1,6 @@
-"""`fusion jobs`, `fusion logs` and `fusion stop`: look at a pool's jobs and end them.
+"""`fusion jobs`, `fusion logs` and `fusion stop`: list a pool's jobs, show one's history, stop one.
 
-Decides how jobs read. Neighbours: `cli.session` asks.
+`cli.session` sends the requests to the broker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusionai.wire.messages import JobView
 @home_option
 @json_option
 def jobs(home: Path, json_file: Path | None) -> None:
-    """The pool's jobs and how far they are."""
+    """List the jobs of the pool and their progress."""
     from fusionai.cli.session import in_pool
 
     found = in_pool(home, lambda session: session.jobs())
@@ -41,7 +41,9 @@ def jobs(home: Path, json_file: Path | None) -> None:
 @home_option
 @json_option
 def logs(job: str, home: Path, json_file: Path | None) -> None:
-    """The story of JOB, as the pool knows it. Losses and speeds are in the run's directory on its owner's machine."""
+    """Show the history of JOB as the broker knows it.
+
+    Losses and speeds are in the run's directory on the job owner's machine."""
     from fusionai.cli.session import in_pool
 
     found = _one(in_pool(home, lambda session: session.jobs(job)), job)
@@ -56,21 +58,23 @@ def logs(job: str, home: Path, json_file: Path | None) -> None:
 @click.argument("job")
 @home_option
 def stop(job: str, home: Path) -> None:
-    """End JOB cleanly: it writes a last checkpoint and can be resumed. For its owner and the broker's owner."""
+    """Stop JOB cleanly: it writes a last checkpoint and can be resumed.
+
+    Only the machines of the job's owner and of the broker may stop a job."""
     from fusionai.cli.session import in_pool
     from fusionai.client.owner import OWNER_DIRECTORY
     from fusionai.transport.enrolment import MEMBERSHIP_FILE, load_membership
 
     found = _one(in_pool(home, lambda session: session.jobs(job)), job)
     if found.state in ("done", "failed"):
-        console.line(f"{job} has ended already ({_state(found)}, {_steps(found)} steps).")
+        console.line(f"{job} has already ended ({_state(found)}, {_steps(found)} steps).")
         return
-    # A machine's jobs belong to its owner's key, which is not the one it lends itself with.
+    # Jobs belong to the machine's owner key, which differs from the key that it lends itself under.
     own_home = home / OWNER_DIRECTORY
     own = load_membership(own_home) if (own_home / MEMBERSHIP_FILE).is_file() else None
     mine = own is not None and own.peer == found.owner
     in_pool(home, lambda session: session.stop(job), membership=own if mine else None)
-    console.line(f"{job} is asked to stop; `fusion jobs` shows when it has.")
+    console.line(f"{job} was asked to stop; `fusion jobs` shows when it has stopped.")
 
 
 def _one(found: tuple[JobView, ...], job: str) -> JobView:
@@ -94,7 +98,7 @@ def _row(job: JobView) -> tuple[str, ...]:
 
 
 def _state(job: JobView) -> str:
-    """The broker knows a job that ended in order; one that ended early was stopped."""
+    """Return the job's state. The broker reports a stopped job as done; fewer steps than planned tell them apart."""
     return "stopped" if job.state == "done" and job.steps and job.step + 1 < job.steps else job.state
 
 

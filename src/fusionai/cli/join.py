@@ -1,7 +1,6 @@
-"""`fusion join`: lend this machine to a pool, or become one of its job owners.
+"""`fusion join`: lends this machine to a pool, or makes it one of the pool's job owners.
 
-Decides how text becomes options and what is printed. Neighbours: `peer.daemon` does the lending, `transport.enrolment`
-trades the invitation for a certificate.
+`peer.daemon` lends the machine; `transport.enrolment` exchanges the invitation for a certificate.
 """
 
 from __future__ import annotations
@@ -27,68 +26,74 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limi
 
 @click.command()
 @click.argument("invitation", metavar="[INVITE]", required=False)
-@click.option("--owner", is_flag=True, help="Only run jobs from this machine; lend nothing.")
+@click.option("--owner", is_flag=True, help="Only run jobs from this machine; don't lend it.")
 @click.option(
     "--backend",
     type=click.Choice(("auto", *BACKENDS)),
     default="auto",
     show_default=True,
-    help="What computes; auto takes what is installed. jax needs fusionai[jax], onnxruntime (which serves and can't "
-    "train) fusionai[onnxruntime].",
+    help="Compute with this framework; auto: one that is installed. jax needs fusionai[jax]; onnxruntime, which can "
+    "serve but not train, needs fusionai[onnxruntime].",
 )
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", show_default=True, help="Where."
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda", "mps"]),
+    default="auto",
+    show_default=True,
+    help="Lend this device.",
 )
 @click.option(
     "--max-memory",
     callback=quantity(parse_bytes),
     metavar="SIZE",
-    help="Lend at most so much of the device's memory, e.g. 8GB.  [default: most of what is free]",
+    help="Lend at most this much of the device's memory, e.g. 8GB.  [default: most of the free memory]",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Compute with so many threads.  [default: all cores]")
+@click.option("--threads", type=click.IntRange(min=1), help="Compute with this many threads.  [default: all cores]")
 @click.option(
     "--share",
     callback=quantity(parse_share),
     default="100%",
     show_default=True,
     metavar="PERCENT",
-    help="Lend only so much of the time.",
+    help="Compute only this share of the time.",
 )
 @click.option(
     "--upload-limit",
     callback=quantity(parse_rate_limit_bytes_per_s),
     metavar="RATE",
-    help="Send at most so much, over all connections, e.g. 20Mbit.  [default: what the line takes]",
+    help="Send at most at this rate, over all connections together, e.g. 20Mbit.  [default: unlimited]",
 )
 @click.option(
     "--download-limit",
     callback=quantity(parse_rate_limit_bytes_per_s),
     metavar="RATE",
-    help="Receive at most so much, e.g. 100Mbit.  [default: what the line gives]",
+    help="Receive at most at this rate, over all connections together, e.g. 100Mbit.  [default: unlimited]",
 )
 @click.option(
     "--schedule",
     multiple=True,
     metavar="TIMES",
-    help="Lend only then, e.g. 22:00-07:00, mon-fri 18:00-23:30 or sat,sun; may be given several times.",
+    help="Lend only at these times, e.g. '22:00-07:00', 'mon-fri 18:00-23:30' or 'sat,sun'. May be repeated.",
 )
-@click.option("--pause-when-busy", is_flag=True, help="Do not lend while other programs use the processor.")
-@click.option("--name", default="", help="What people see.  [default: the host's name]")
+@click.option("--pause-when-busy", is_flag=True, help="Don't compute while other programs keep the CPU busy.")
+@click.option("--name", default="", help="Show this name for the machine.  [default: the host name]")
 @click.option("--host", default="0.0.0.0", show_default=True, help="Listen on this address of the machine.")
 @click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Listen on this port.  [default: a free one]")
 @click.option(
     "--relay/--no-relay",
     default=None,
-    help="Let others come over the broker's relay when they can't dial this machine.  [default: unless --address says "
-    "where they can]",
+    help="Accept connections over the broker's relay from machines that can't dial this one.  [default: yes, unless "
+    "--address is given]",
 )
 @click.option(
     "--weights-beside",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="The weights.json of a job owner's home on this machine: model files it lists are read in place, not fetched.",
+    help="Read model files in place, instead of fetching them, if this weights.json of a job owner's home lists them.",
 )
-@click.option("--measure", is_flag=True, help="Measure this machine's speed even if it was done in the last 7 days.")
+@click.option(
+    "--measure", is_flag=True, help="Measure this machine's speed even if it was measured in the last 7 days."
+)
 @address_option
 @lifeline_option
 @home_option
@@ -116,9 +121,9 @@ def join(
     home: Path,
     json_file: Path | None,
 ) -> None:
-    """Enter a pool with an invitation and lend this machine until Ctrl-C.
+    """Join a pool with an invitation and lend this machine until Ctrl-C.
 
-    INVITE is needed the first time only; `-` reads it from standard input, where no list of processes shows it.
+    INVITE is needed only the first time. `-` reads it from standard input, so that process lists don't show it.
     """
     if invitation == "-":
         invitation = sys.stdin.readline()
@@ -164,7 +169,7 @@ def join(
         )
         if announced.measured_at_s is not None:
             measured = time.strftime("%Y-%m-%d %H:%M", time.localtime(announced.measured_at_s))
-            console.note(f"Using the speed measured on {measured}; `--measure` measures it again.")
+            console.note(f"Using the speed measured on {measured}; --measure measures it again.")
 
     run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop, tell=console.line), lifeline=lifeline)
     console.line("Left the pool.")

@@ -1,7 +1,7 @@
-"""`--json FILE`: one object with `"schema": "fusionai.<command>/1"`, written whole or not at all.
+"""`--json FILE`: writes one object with `"schema": "fusionai.<command>/1"`, atomically.
 
-Decides the file's form, not its content. A path that can't be written is refused before the work begins, not after.
-Neighbours: every command that has figures to hand on; `storage.atomic` writes.
+A path that can't be written is refused before the command starts to work. The commands supply the content;
+`storage.atomic` writes the file.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def json_option(function: _Function) -> _Function:
         "json_file",
         type=click.Path(path_type=Path, dir_okay=False),
         callback=lambda _context, _parameter, path: None if path is None else _checked(path),
-        help="Also write the figures to FILE, as one JSON object.",
+        help="Also write the results to FILE as one JSON object.",
         metavar="FILE",
     )(function)
 
 
 def write_json(path: Path, command: str, figures: Mapping[str, object]) -> None:
-    """Write `figures` under the schema of `command`. Not-a-number and infinities become null: JSON has neither.
+    """Write `figures` to `path` under the schema of `command`. NaN and infinities become null, as JSON has neither.
 
-    Raises `StorageError` when the file can't be written; an older file then stays as it was."""
+    Raises `StorageError` if the file can't be written; an existing file is then unchanged."""
     encoded = msgspec.json.encode({"schema": f"fusionai.{command}/1", **figures}, enc_hook=_encode)
     write_atomic(path, msgspec.json.format(encoded, indent=2) + b"\n")
 
@@ -45,7 +45,7 @@ def _checked(path: Path) -> Path:
     if not folder.is_dir():
         raise UsageError(f"can't write {path}: there is no directory {folder}.", hint="Create it or name another file.")
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"can't write {path}: {folder} is not writable.", hint="Name a file elsewhere.")
+        raise UsageError(f"can't write {path}: {folder} is not writable.", hint="Name a file in another directory.")
     return path
 
 

@@ -1,8 +1,7 @@
-"""A process that ends with the one that started it, however that ended: its standard input is the line between them.
+"""Lets a process end with the process that started it: standard input is a pipe whose end is noticed here.
 
-Decides nothing but when the line is cut: a pipe reaches its end when the process at its other end is gone, killed
-outright or not, on every system. Neighbours: `cli.running` ends the command; `client.local_pool` and `cli.chat` hold
-the other end.
+On every system the pipe ends when the starting process is gone, even if that was killed. `cli.running` then ends the
+command; `client.local_pool` and `cli.chat` hold the other end of the pipe.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ _READ_BYTES: Final = 4096
 
 
 def lifeline_option(function: _Function) -> _Function:
-    """Give a command the parameter `lifeline: bool`; for programs that start it, not for people."""
-    return click.option("--lifeline", is_flag=True, hidden=True, help="End when standard input does.")(function)
+    """Give a command the hidden parameter `lifeline: bool`, for programs that start the command."""
+    return click.option("--lifeline", is_flag=True, hidden=True, help="End when standard input ends.")(function)
 
 
 def when_cut(tell: Callable[[], None]) -> None:
-    """Call `tell` in a thread of its own once standard input has ended; what comes before that is thrown away."""
+    """Call `tell` in a new thread once standard input has ended. Input is discarded."""
 
     def watch() -> None:
-        # Not through Python's own buffer: a thread that waits in there can't be left behind when the process ends.
+        # `os.read` instead of `sys.stdin`: a thread blocked in Python's buffer would block the process's exit.
         with suppress(OSError, ValueError):
             while os.read(sys.stdin.fileno(), _READ_BYTES):
                 pass

@@ -1,7 +1,7 @@
-"""How several serving lines read in a terminal, and that no job runs them yet. Decides no line.
+"""Prints a layout of several serving pipelines side by side, and says that jobs can't run it yet.
 
-Neighbours: `cli.plan` shows them under the plan of one line; `dashboard.lines_chart` draws the same as SVG;
-`holders_view` does the like for training.
+`cli.plan` shows it below the plan of one pipeline; `scheduling.many_lines` computes it; `dashboard.lines_chart` draws
+it as SVG; `holders_view` does the same for training.
 """
 
 from __future__ import annotations
@@ -15,65 +15,65 @@ from fusionai.scheduling.many_lines import METHOD, ManyLines, ServedLine
 from fusionai.scheduling.types import Plan
 
 _LINES: Final = 12
-"""So many are shown, those that pass most first."""
+"""Most pipelines shown; those with the highest throughput are chosen."""
 
 
 def show_lines(found: ManyLines, chain: Plan, names: Mapping[str, str]) -> None:
-    """Throughput against the one line's, which machines make which line, and what speaks against it."""
+    """Print the throughput against the one pipeline's, the machines of each pipeline, and warnings."""
     used = _used(chain)
     console.line()
-    console.line("What several lines, each with sessions of its own, would bring")
+    console.line("Estimate: several pipelines, each with its own sessions (jobs can't run this yet)")
     console.line(
-        f"A serving job runs one line today: the plan above, on {_peers(used)}. Filled with "
-        f"{_sessions(found.chain_sessions)}, it would pass {format_speed(found.chain_tokens_per_s)} tokens/s."
+        f"Serving jobs run the one pipeline above, on {_peers(used)}. Filled with "
+        f"{_sessions(found.chain_sessions)}, it would give {format_speed(found.chain_tokens_per_s)} tokens/s."
     )
     console.line(
         f"{_lines(len(found.lines))} would serve {_sessions(found.sessions)} with "
         f"{format_speed(found.tokens_per_s)} tokens/s, {found.over_one_chain:.3g} x as much; a session gets at least "
-        f"{format_speed(found.slowest_session_tokens_per_s)} tokens/s. No lines that give each session "
-        f"{format_speed(found.least_tokens_per_s)} can pass more than {format_speed(found.bound_tokens_per_s)} "
-        f"({found.optimality_gap:.1%} more; {METHOD})."
+        f"{format_speed(found.slowest_session_tokens_per_s)} tokens/s. If each session must get "
+        f"{format_speed(found.least_tokens_per_s)}, no layout can give more than "
+        f"{format_speed(found.bound_tokens_per_s)} ({found.optimality_gap:.1%} more; {METHOD})."
     )
     for line in lines_picture(found, names):
         console.line(console.printable(line))
     if found.idle:
-        console.line(f"In no line: {_peers(len(found.idle))}.")
+        console.line(f"In no pipeline: {_peers(len(found.idle))}.")
     for warning in lines_warnings(found, chain):
         console.warning(warning)
 
 
 def lines_warnings(found: ManyLines, chain: Plan) -> Iterator[str]:
-    """Where fewer machines would do as well, and what holds all of them up."""
+    """Yield warnings where fewer machines would be as fast, or the job owner's machine limits all pipelines."""
     serving = chain.serving
     asked = 0 if serving is None else serving.sessions
     if found.asked_lines == 1 and asked:
         yield (
-            f"For the {_sessions(asked)} asked for, one line is as fast as several: lines pay from "
+            f"For the requested {_sessions(asked)}, one pipeline is as fast as several: several are faster from "
             f"{_sessions(found.chain_sessions + 1)} on."
         )
     if found.owner_bound:
         yield (
-            "All lines wait for the job owner's machine, which has the model's ends: with the ends in the pool "
-            "(--ends pool) more would pass."
+            "The job owner's machine, which computes embedding and head, limits all pipelines: with --ends pool they "
+            "would be faster."
         )
     alone = chain.single_peer_tokens_per_s
     if alone is not None and alone >= chain.tokens_per_s:
-        yield f"For one session one machine alone is as fast as any line: {format_speed(alone)} tokens/s."
+        yield f"For one session, one machine alone is as fast as any pipeline: {format_speed(alone)} tokens/s."
 
 
 def lines_picture(found: ManyLines, names: Mapping[str, str]) -> Iterator[str]:
-    """One row per line: who holds which blocks, how many sessions, how fast."""
+    """Yield one row per pipeline: who holds which blocks, how many sessions, how fast."""
     ranked = sorted(range(len(found.lines)), key=lambda number: (-found.lines[number].tokens_per_s, number))
     for number in sorted(ranked[:_LINES]):
         line = found.lines[number]
         yield (
-            f"  line {number}: {_route(line, names)}; {_sessions(line.sessions)}, "
+            f"  pipeline {number}: {_route(line, names)}; {_sessions(line.sessions)}, "
             f"{format_speed(line.tokens_per_s)} tokens/s, {format_speed(line.session_tokens_per_s)} each"
         )
     if len(found.lines) > _LINES:
         rest = [found.lines[number] for number in ranked[_LINES:]]
         speed = sum(line.tokens_per_s for line in rest)
-        yield f"  and {_lines(len(rest))} with {format_speed(speed)} tokens/s together: --json has all."
+        yield f"  and {_lines(len(rest))} with {format_speed(speed)} tokens/s together; --json lists all."
 
 
 def _route(line: ServedLine, names: Mapping[str, str]) -> str:
@@ -97,4 +97,4 @@ def _sessions(count: int) -> str:
 
 
 def _lines(count: int) -> str:
-    return "1 line" if count == 1 else f"{count:,} lines"
+    return "1 pipeline" if count == 1 else f"{count:,} pipelines"

@@ -1,8 +1,8 @@
-"""The `fusion` command: which commands there are, and what becomes of their errors.
+"""Entry point of the `fusion` command: the list of commands and the handling of their errors.
 
-Decides exit codes (0 done, 1 failed, 2 wrong use, 130 interrupted) and that nobody but a developer (`--debug`) ever
-sees a traceback. Commands load when called, so that `fusion --help` stays quick. Neighbours: one module per command
-beside this one, `cli.console` prints, `primitives.errors` says whose mistake it was.
+Maps errors to exit codes (0 done, 1 failed, 2 wrong use, 130 interrupted) and shows a traceback only with `--debug`.
+Commands are imported when called, so that `fusion --help` stays quick. Each command has a module in this package;
+`cli.console` prints, and `primitives.errors` gives each error its exit code.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from fusionai.primitives.garbage import loading
 
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1
-EXIT_WRONG_USE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 
 @dataclass(frozen=True, slots=True)
 class LazyCommand:
-    """Where a command is (`module:attribute`) and its line in the list of commands."""
+    """Location of a command (`module:attribute`) and its line in the list of commands."""
 
     target: str
     summary: str
@@ -53,34 +52,36 @@ class LazyCommand:
 
 
 COMMANDS: Final[dict[str, LazyCommand]] = {
-    "demo": LazyCommand("fusionai.cli.demo:demo", "The whole story on this machine, nothing to download."),
-    "broker": LazyCommand("fusionai.cli.broker:broker", "Keep a pool: who is there, what they can do, who stands by."),
-    "invite": LazyCommand("fusionai.cli.broker:invite", "Print a new invitation to the pool this machine keeps."),
-    "join": LazyCommand("fusionai.cli.join:join", "Enter a pool with an invitation and lend this machine."),
-    "pool": LazyCommand("fusionai.cli.pool:pool", "Who is in the pool, and what they are doing."),
+    "demo": LazyCommand("fusionai.cli.demo:demo", "Train on local processes, kill some, compare with plain PyTorch."),
+    "broker": LazyCommand("fusionai.cli.broker:broker", "Run the broker of a pool and print an invitation."),
+    "invite": LazyCommand("fusionai.cli.broker:invite", "Print a new invitation to the pool of this machine's broker."),
+    "join": LazyCommand("fusionai.cli.join:join", "Join a pool with an invitation and lend this machine to it."),
+    "pool": LazyCommand("fusionai.cli.pool:pool", "List the members of the pool and what they are doing."),
     "leave": LazyCommand("fusionai.cli.pool:leave", "Take this machine out of the pool."),
-    "trust": LazyCommand("fusionai.cli.trust:trust", "Whose machines this one's jobs trust, and who says so."),
-    "train": LazyCommand("fusionai.cli.train:train", "Train a model on the pool, as a recipe says; resumes by itself."),
-    "data": LazyCommand("fusionai.cli.data:data", "What a recipe's job would be fed: counts, bad rows, some rows."),
+    "trust": LazyCommand("fusionai.cli.trust:trust", "Choose which machines this machine's `trusted` jobs may use."),
+    "train": LazyCommand(
+        "fusionai.cli.train:train", "Train a model on the pool from a recipe; run it again to resume."
+    ),
+    "data": LazyCommand("fusionai.cli.data:data", "Show what a recipe trains on: counts, bad rows, sample rows."),
     "serve": LazyCommand("fusionai.cli.serve:serve", "Serve a model from the pool behind an OpenAI-compatible API."),
-    "chat": LazyCommand("fusionai.cli.chat:chat", "Talk to a served model in the terminal."),
-    "jobs": LazyCommand("fusionai.cli.jobs:jobs", "The pool's jobs and how far they are."),
-    "logs": LazyCommand("fusionai.cli.jobs:logs", "The story of one job."),
-    "stop": LazyCommand("fusionai.cli.jobs:stop", "End a job cleanly."),
-    "check": LazyCommand("fusionai.cli.check:check", "Does this model fit: operators, blocks, parameters."),
-    "plan": LazyCommand("fusionai.cli.plan:plan", "How a model would be cut over a pool, and how fast it would run."),
+    "chat": LazyCommand("fusionai.cli.chat:chat", "Chat with a served model in the terminal."),
+    "jobs": LazyCommand("fusionai.cli.jobs:jobs", "List the jobs of the pool and their progress."),
+    "logs": LazyCommand("fusionai.cli.jobs:logs", "Show the event history of one job."),
+    "stop": LazyCommand("fusionai.cli.jobs:stop", "Stop a job cleanly; it can be resumed."),
+    "check": LazyCommand(
+        "fusionai.cli.check:check", "Check whether a model is supported: operators, blocks, parameters."
+    ),
+    "plan": LazyCommand("fusionai.cli.plan:plan", "Plan a model over a pool: stages, memory, predicted speed."),
     "analyze": LazyCommand(
-        "fusionai.cli.analyze:analyze", "Would many small machines be as fast as a few big ones in a box?"
+        "fusionai.cli.analyze:analyze", "Compare many small machines on home links with a few large ones."
     ),
-    "privacy": LazyCommand(
-        "fusionai.cli.privacy:privacy", "The privacy levels, and what peers could reconstruct, as it was measured."
-    ),
+    "privacy": LazyCommand("fusionai.cli.privacy:privacy", "Show the privacy levels and what peers could reconstruct."),
     "audit": LazyCommand("fusionai.cli.audit:audit", "Attack your own job: what could peers reconstruct of its text?"),
     "simulate": LazyCommand(
-        "fusionai.cli.simulate:simulate", "What a pool would make of a job: hours of machines that come and go."
+        "fusionai.cli.simulate:simulate", "Simulate hours of a job on a pool whose machines come and go."
     ),
     "doctor": LazyCommand(
-        "fusionai.cli.doctor:doctor", "What this machine can do, and what to do about what it can't."
+        "fusionai.cli.doctor:doctor", "Check this machine: devices, speed, network, and what to fix."
     ),
 }
 
@@ -101,7 +102,7 @@ class LazyGroup(click.Group):
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
             near = difflib.get_close_matches(name, COMMANDS, n=1)
-            meant = f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(COMMANDS)}."
+            meant = f" Did you mean {near[0]!r}?" if near else f" The commands are: {', '.join(COMMANDS)}."
             raise click.UsageError(f"No such command {name!r}.{meant}", ctx)
         return super().resolve_command(ctx, args)
 
@@ -112,9 +113,9 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="fusion")
-@click.option("--debug", is_flag=True, help="Show tracebacks and the process log in full.")
+@click.option("--debug", is_flag=True, help="Show tracebacks and the full process log.")
 def fusion(debug: bool) -> None:
-    """Pool machines across homes and networks to train and serve neural networks together."""
+    """Train and serve neural networks on machines pooled across homes and networks."""
     level = "DEBUG" if debug else environment.log_level()
     known = ("DEBUG", "INFO", "WARNING", "ERROR")
     if level not in known:
@@ -124,12 +125,12 @@ def fusion(debug: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code. Never raises, except with `--debug`."""
+    """Run one command line and return its exit code. Raises only with `--debug`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given[: _first_command(given)]
     try:
         result = fusion.main(args=given, prog_name="fusion", standalone_mode=False)
-    except BaseException as error:  # The process boundary: every error becomes a sentence and a code.
+    except BaseException as error:  # The process boundary: every error becomes a message and an exit code.
         if debug and isinstance(error, Exception) and not isinstance(error, click.ClickException):
             raise
         return _explain(error)
@@ -137,23 +138,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The `fusion` script: the command line's exit code is the process's, whatever strikes while Python closes down."""
+    """Run the `fusion` script. The process exits with the command's code even if a signal arrives during shutdown."""
     code = EXIT_INTERRUPTED
     try:
         code = main()
         _end_at_once_when_interrupted()
-    except KeyboardInterrupt:  # between a command's own handlers and ours
+    except KeyboardInterrupt:  # between a command's handlers and the one set below
         _end_at_once_when_interrupted()
     if _computes_still():
-        # If Python closed down around the thread, its next step from a library's C++ code into Python would end in
-        # `std::terminate`: "terminate called without an active exception", SIGABRT and a core file.
+        # If the interpreter shut down first, the thread's next call from a library's C++ code into Python would end
+        # in `std::terminate`: "terminate called without an active exception", SIGABRT and a core file.
         _flush()
         os._exit(code)
     sys.exit(code)
 
 
 def _computes_still() -> bool:
-    """Whether work is going on that nobody waits for any more."""
+    """Return whether an abandoned background thread still computes."""
     if threading.active_count() == 1:
         return False
     from fusionai.client.background import THREAD_NAME
@@ -162,8 +163,10 @@ def _computes_still() -> bool:
 
 
 def _end_at_once_when_interrupted() -> None:
-    """Everything a command started has ended. Libraries' exit handlers may still take a while, and a Ctrl-C that is
-    raised inside one of them is printed as a traceback of theirs."""
+    """Make further Ctrl-C end the process at once.
+
+    The command has ended, but exit handlers of libraries may take a while, and a Ctrl-C raised inside one of them is
+    printed as a traceback."""
 
     def leave(_number: int, _frame: FrameType | None) -> None:
         os._exit(EXIT_INTERRUPTED)
@@ -174,7 +177,7 @@ def _end_at_once_when_interrupted() -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+        with contextlib.suppress(OSError, ValueError):  # the reader has closed the pipe
             stream.flush()
 
 
@@ -183,7 +186,7 @@ def _first_command(given: Sequence[str]) -> int:
 
 
 def _explain(error: BaseException) -> int:
-    """Say on stderr what went wrong; the exit code says whose turn it is."""
+    """Print the error to stderr and return the exit code."""
     match error:
         case click.exceptions.Exit():
             return error.exit_code
@@ -199,7 +202,7 @@ def _explain(error: BaseException) -> int:
         case SystemExit():
             return error.code if isinstance(error.code, int) else EXIT_FAILED
         case BaseExceptionGroup():
-            # Concurrent tasks fail together; the first of ours is the cause, the others its consequences.
+            # Concurrent tasks fail together. The first `FusionError` is taken as the cause, the others as consequences.
             leaves = _leaves(error)
             ours = next((leaf for leaf in leaves if isinstance(leaf, FusionError)), leaves[0])
             return _explain(ours)
@@ -217,12 +220,12 @@ def _explain(error: BaseException) -> int:
 
 
 _SYSTEM_SENTENCES: Final[dict[int, tuple[str, str]]] = {
-    errno.ENOSPC: ("the disk is full", "Free some space and start the command again; it takes up where it was."),
-    errno.EDQUOT: ("the disk quota is used up", "Free some space and start the command again."),
+    errno.ENOSPC: ("the disk is full", "Free some space and run the command again; it resumes where it stopped."),
+    errno.EDQUOT: ("the disk quota is used up", "Free some space and run the command again."),
     errno.EROFS: ("the file system is read-only", "Choose another directory with FUSION_HOME or --home."),
-    errno.EACCES: ("permission denied", "Choose a file or directory you may write to."),
+    errno.EACCES: ("permission denied", "Choose a file or directory that you may write to."),
     errno.EADDRINUSE: ("the address is already in use", "Choose another --port, or 0 for any free one."),
-    errno.EMFILE: ("too many open files", "Raise the limit (`ulimit -n`) and start the command again."),
+    errno.EMFILE: ("too many open files", "Raise the limit (`ulimit -n`) and run the command again."),
 }
 
 
@@ -234,7 +237,7 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
 
 
 def _record(error: BaseException) -> str:
-    """Write the traceback where its reader can find it; the sentence that says where."""
+    """Write the traceback to a file under `FUSION_HOME` and return the hint that names the file."""
     place = environment.fusion_home() / "errors" / f"{os.getpid()}.txt"
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,9 @@
-"""What plans predicted beside what their steps took. Decides which steps count and what is said of machines that share
-their cores; predicts nothing.
+"""Compares the predictions of training plans with the measured steps, and reports processes that share cores.
 
-Of each plan's steps the first is left out where there are others: it warms caches up, or comes after a fault. A stage's
-compute includes the rests of a machine that lends a part of its time, as its prediction does.
+A plan's first step is left out if the plan has others, because it warms up caches or follows a fault. A stage's compute
+time includes the pauses of a machine that lends a share of its time, as the prediction does.
 
-Neighbours: `cli.run_report` feeds it, `cli.train` shows it, `dashboard.report` has it on its page.
+`cli.run_report` feeds it, `cli.train` prints it, `dashboard.report` shows it on its page.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from fusionai.transport.addresses import candidates, parse_address
 from fusionai.wire.messages import Span
 
 MOST_SHOWN: Final = 8
-"""Plans in the table; all are in the JSON."""
+"""Most plans in the printed table; the JSON has all."""
 _PASSES: Final = ("forward", "backward", "weights")
 
 
 @dataclass(slots=True)
 class _Stage:
-    """Of each counted step: compute of one microbatch, and all work."""
+    """Times of one stage, an entry per step: mean compute of a microbatch, and all its work."""
 
     compute_s: list[float] = field(default_factory=list[float])
     work_s: list[float] = field(default_factory=list[float])
@@ -47,16 +46,16 @@ class _InForce:
 
 @dataclass(slots=True)
 class Observation:
-    """Steps by the plan in force when they became official."""
+    """Committed steps, grouped by the plan that was in force when they were committed."""
 
     _plans: list[_InForce] = field(default_factory=list[_InForce])
 
     def plan(self, plan: Plan) -> None:
-        """In force from now on."""
+        """Start a group: `plan` is in force from now on."""
         self._plans.append(_InForce(plan))
 
     def step(self, event: StepDone) -> None:
-        """A new one, none that is done again after a fault: nobody plans those."""
+        """Add a committed step. Steps replayed after a fault must not be added, because plans don't predict them."""
         if not self._plans:
             return
         current = self._plans[-1]
@@ -68,12 +67,13 @@ class Observation:
             stage.work_s.append(sum(s.end_s - s.start_s for s in spans if s.kind in (*_PASSES, "apply")))
 
     def rows(self) -> tuple[PlanObservation, ...]:
-        """One per plan that has steps, in the order in which they came."""
+        """Return one row per plan that has steps, in chronological order."""
         return tuple(_row(one) for one in self._plans if one.step_s)
 
 
 def _microbatch_s(spans: Sequence[Span]) -> float:
-    """Mean forward, backward and deferred weight gradients. Passes of an evaluation are forward passes like others."""
+    """Return the compute time of a microbatch: the means of forward, backward and deferred weight gradients, summed.
+    Passes of an evaluation count as forward passes."""
     total_s = 0.0
     for kind in _PASSES:
         seconds = [span.end_s - span.start_s for span in spans if span.kind == kind]
@@ -118,7 +118,7 @@ def _settled(values: list[float]) -> list[float]:
 
 
 def show_observation(rows: Sequence[PlanObservation], names: Mapping[str, str], shared: str) -> None:
-    """The plans with most steps, and of the one with most its stages. Nothing where no step was done."""
+    """Print the plans with most steps, and the stages of the one with most. Prints nothing without steps."""
     if not rows:
         return
     most = sorted(rows, key=lambda row: -row.steps)
@@ -137,14 +137,14 @@ def show_observation(rows: Sequence[PlanObservation], names: Mapping[str, str], 
             ]
             for row in shown
         ],
-        title="Predicted and measured (medians; a plan's first step is left out where it has others)",
+        title="Predicted and measured (medians; a plan's first step is left out if it has others)",
         right=(0, 1, 2, 3, 4, 5),
     )
     if len(rows) > len(shown):
         console.line(f"{len(rows) - len(shown)} more plans with fewer steps are in the file of --json.")
     main = most[0]
     console.table(
-        ["stage", "machine", "a microbatch, predicted", "measured"],
+        ["stage", "machine", "per microbatch, predicted", "measured"],
         [
             [
                 str(stage.stage),
@@ -173,9 +173,10 @@ def shared_cores(
     here: Collection[str],
     cores: int,
 ) -> str:
-    """A sentence where processes of this machine have stages and, together, more threads than its `cores`; else empty.
-    `peers`: who has a stage; `addresses`: where they listen, by peer; `here`: this machine's hosts. The job owner's
-    process is on this machine too. Of a peer without profile one thread is known."""
+    """Return a sentence if several processes on this machine run stages with more threads than its `cores`, else "".
+
+    `peers`: those that run a stage; `addresses`: where they listen, by peer; `here`: this machine's hosts. The job
+    owner's process runs on this machine. A peer without a profile counts as one thread."""
     found: dict[str, int] = {}
     for peer in peers:
         profile = profiles.get(peer)
@@ -188,17 +189,18 @@ def shared_cores(
         return ""
     who = ", ".join(sorted(names.get(peer, peer[:8]) for peer in found))
     count = "the only core" if cores == 1 else f"the {cores} cores"
-    return f"{who} share {count} of this machine; the plan predicts as if each had its own."
+    return f"{who} share {count} of this machine; the plan's predictions assume that each has its own."
 
 
 def own_hosts() -> frozenset[str]:
-    """All that this machine can be reached at."""
+    """Return the host addresses of this machine."""
     hosts = (parse_address(address) for wildcard in ("0.0.0.0", "::") for address in candidates(wildcard, 1))
     return frozenset(host[0] for host in hosts if host is not None)
 
 
 def _all_here(addresses: Sequence[str], here: Collection[str]) -> bool:
-    """A private address alone may be another home's too; with all of them the same it is this machine."""
+    """Return whether all addresses are this machine's. All are compared, because a machine in another home may have one
+    of the same private addresses."""
     hosts = [known[0] for address in addresses if (known := parse_address(address)) is not None]
     return bool(hosts) and all(host in here or host == "localhost" or _is_loopback(host) for host in hosts)
 

@@ -1,7 +1,4 @@
-"""Flags that several commands share. Decides their spelling and how text becomes values; does nothing with them.
-
-Neighbours: the commands beside this file; `primitives.units` reads quantities.
-"""
+"""Flags that several commands share: their names, help texts and parsing. `primitives.units` parses quantities."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _Value = TypeVar("_Value")
 
 
 def quantity(parse: Callable[[str], _Value]) -> Callable[[click.Context, click.Parameter, str | None], _Value | None]:
-    """A click callback for a flag with a unit: the parser's own sentence becomes the usage error of that flag."""
+    """Return a click callback for a flag with a unit. An error of `parse` becomes the usage error of that flag."""
 
     def convert(context: click.Context, parameter: click.Parameter, text: str | None) -> _Value | None:
         if text is None:
@@ -36,7 +33,7 @@ def quantity(parse: Callable[[str], _Value]) -> Callable[[click.Context, click.P
 
 
 class HowMany(click.ParamType[Any]):
-    """A number from 1 on, or `auto`."""
+    """Parameter type: a whole number from 1 on, or `auto`."""
 
     name = "number"
 
@@ -48,8 +45,32 @@ class HowMany(click.ParamType[Any]):
         except ValueError:
             number = 0
         if number < 1:
-            self.fail(f"expected a whole number from 1 on, or auto, got {value!r}.", param, ctx)
+            self.fail(f"expected a whole number of at least 1, or auto; got {value!r}.", param, ctx)
         return number
+
+
+def own_part_options(what: str) -> Callable[[_Function], _Function]:
+    """Give a job's command the parameters `invitation`, `device` and `threads`. `what` this machine computes itself."""
+
+    def options(function: _Function) -> _Function:
+        given = (
+            click.option(
+                "--invite", "invitation", metavar="INVITE", help="Enter the pool with this invitation (once)."
+            ),
+            click.option(
+                "--device",
+                type=click.Choice(["auto", "cpu", "cuda", "mps"]),
+                default="auto",
+                show_default=True,
+                help=f"Where this machine computes the job owner's part ({what}).",
+            ),
+            click.option("--threads", type=click.IntRange(min=1), help="Threads for that part.  [default: all cores]"),
+        )
+        for option in reversed(given):
+            function = option(function)
+        return function
+
+    return options
 
 
 def lora_option(function: _Function) -> _Function:
@@ -58,7 +79,7 @@ def lora_option(function: _Function) -> _Function:
         "--lora",
         type=click.IntRange(1, 4096),
         metavar="RANK",
-        help="Train an adapter of this rank on every linear layer but the head, in the place of the whole model.",
+        help="Train LoRA adapters of this rank on every linear layer except the head, instead of the whole model.",
     )(function)
 
 
@@ -70,17 +91,17 @@ def home_option(function: _Function) -> _Function:
         default=environment.fusion_home,
         callback=lambda _context, _parameter, home: _writable(home),
         show_default="$FUSION_HOME, or the platform's data directory",
-        help="Where this machine keeps its key, its pool and its runs.",
+        help="Directory for this machine's key, pool membership and runs.",
     )(function)
 
 
 def _writable(home: Path) -> Path:
-    """A key that can't be kept would be another one each time. Raises `UsageError`."""
+    """Return `home`. Raises `UsageError` if it can't be written: the machine would get a new key at every start."""
     standing = next(place for place in (home.absolute(), *home.absolute().parents) if place.exists())
     if not standing.is_dir() or not os.access(standing, os.W_OK | os.X_OK):
         what = "not writable" if standing.is_dir() else "a file"
         raise UsageError(
-            f"this machine's key can't be kept in {home}: {standing} is {what}.",
+            f"this machine's key can't be stored in {home}: {standing} is {what}.",
             hint="Choose another directory with --home or FUSION_HOME.",
         )
     return home
@@ -91,7 +112,8 @@ def privacy_option(function: _Function) -> _Function:
     return click.option(
         "--privacy",
         type=click.Choice(LEVELS),
-        help="What stays with the job owner; before what a recipe says.",
+        help="Set what stays on the job owner's machine; `fusion privacy` explains the levels.  [default: the recipe's "
+        "level, or split]",
     )(function)
 
 
@@ -103,7 +125,7 @@ def address_option(function: _Function) -> _Function:
         multiple=True,
         metavar="HOST:PORT",
         callback=lambda context, parameter, given: tuple(_address(context, parameter, text) for text in given),
-        help="Tell others this address instead of the machine's own (a forwarded port, a name). May be repeated.",
+        help="Announce this address instead of the machine's own, e.g. a forwarded port or a name. May be repeated.",
     )(function)
 
 

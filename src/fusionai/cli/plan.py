@@ -1,8 +1,8 @@
-"""`fusion plan`: how a model would be cut over a pool, how fast it would run, and whether one machine would do better.
+"""`fusion plan`: shows how a model would be split over a pool, its speed, and whether one machine alone is faster.
 
-Decides what the planner is asked; `scheduling.planner` decides the plan. Neighbours: `capture` gives the graph,
-`ir.cost` prices it, `cli.pool_file` or the pool itself gives the machines, `plan_view` and `plan_figures` say the
-result, `what_would_fit` what to change when there is none.
+Turns flags into the planner's problem; `scheduling.planner` makes the plan. `capture` supplies the graph, `ir.cost` its
+costs, `cli.pool_file` or the live pool the machines. `plan_view` and `plan_figures` present the result;
+`what_would_fit` suggests changes if there is no plan.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from fusionai.wire.codecs import Compression
 from fusionai.wire.messages import OptimizerSpec
 
 FASTER: Final = 1.01
-"""By so much a plan without the user's constraints must be faster to be worth a warning."""
+"""Least speed-up without the user's constraints that gives a warning (chosen)."""
 
 
 @click.command()
@@ -60,25 +60,29 @@ FASTER: Final = 1.01
     "pool_file",
     type=click.Path(path_type=Path),
     metavar="POOL.toml",
-    help="Machines as a file describes them.",
+    help="Plan for the machines of this file.  [default: the pool that this machine has joined]",
 )
-@click.option("--task", type=click.Choice(["train", "serve"]), default="train", show_default=True, help="What for.")
-@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows per step.")
-@click.option("--microbatches", type=click.IntRange(min=1), default=8, show_default=True, help="Parts of a step.")
+@click.option(
+    "--task", type=click.Choice(["train", "serve"]), default="train", show_default=True, help="Plan for this task."
+)
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows per training step.")
+@click.option(
+    "--microbatches", type=click.IntRange(min=1), default=8, show_default=True, help="Microbatches per training step."
+)
 @click.option("--sequence", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per row.")
 @click.option(
     "--compression",
     type=click.Choice(get_args(Compression)),
     default="none",
     show_default=True,
-    help="How activations and gradients of a training job travel between stages.",
+    help="Compress activations and gradients between the stages of a training job.",
 )
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "bf16"]),
     default="fp32",
     show_default=True,
-    help="What a training job computes products in: in bf16 more results depend on the cut, and the plan says which.",
+    help="Format of a training job's matrix products. In bf16 more results depend on the cut; the plan says which.",
 )
 @lora_option
 @click.option(
@@ -86,21 +90,21 @@ FASTER: Final = 1.01
     type=click.Choice(get_args(Lever)),
     default="auto",
     show_default=True,
-    help="Whether stages of a training job make activations again in backward instead of keeping them.",
+    help="Recompute activations in the backward pass of training stages instead of keeping them.",
 )
 @click.option(
     "--offload",
     type=click.Choice(get_args(Lever)),
     default="auto",
     show_default=True,
-    help="Whether optimizer state lies in files of the stages' machines.",
+    help="Keep optimizer state in files on the stages' machines.",
 )
 @click.option(
     "--offload-weights",
     type=click.Choice(get_args(Lever)),
     default="auto",
     show_default=True,
-    help="Whether weights lie in files of the stages' machines until a block needs them.",
+    help="Keep weights in files on the stages' machines until a block needs them.",
 )
 @click.option(
     "--replicas",
@@ -108,36 +112,38 @@ FASTER: Final = 1.01
     default="1",
     show_default=True,
     metavar="N|auto",
-    help="Pipelines that share each step of a training job and sum their gradients; auto: as many as pay.",
+    help="Split each training step over N pipelines that sum their gradients; auto: the fastest number.",
 )
 @click.option(
     "--stages",
     type=click.IntRange(min=1),
-    help="Exactly so many, of each replica.  [default: the planner chooses]",
+    help="Use exactly this many stages per replica.  [default: the planner chooses]",
 )
-@click.option("--spares", type=click.IntRange(min=0), help="Keep so many peers free.")
-@click.option("--require", multiple=True, metavar="PEER", help="Use this peer; may be given again.")
-@click.option("--exclude", multiple=True, metavar="PEER", help="Don't use this peer; may be given again.")
+@click.option("--spares", type=click.IntRange(min=0), help="Keep this many peers free as spares.")
+@click.option("--require", multiple=True, metavar="PEER", help="Use this peer. May be repeated.")
+@click.option("--exclude", multiple=True, metavar="PEER", help="Don't use this peer. May be repeated.")
 @serving_options
 @click.option(
     "--least-speed",
     type=click.FloatRange(min=0, min_open=True),
     metavar="TOKENS/S",
-    help="Several lines for --task serve: what each session gets.  [default: half of what one alone gets]",
+    help="With --task serve: least speed of a session in the estimate for several pipelines.  [default: half of what a "
+    "single session gets]",
 )
 @click.option(
     "--takeover",
     type=click.Choice(["any", "exact", "tolerant"]),
     default="any",
     show_default=True,
-    help="Whether a machine that computes other bits may guard a stage: `exact`, never.",
+    help="Allow warm standbys with other numerics, which would continue with slightly different results; `exact`: "
+    "never.",
 )
 @click.option(
     "--picture",
     "picture_file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE.svg",
-    help="Also draw the plan; the layout with replicas beside it, in FILE-replicas.svg.",
+    help="Also draw the plan into this file, and the estimated layout with replicas into FILE-replicas.svg.",
 )
 @catalogue_option
 @home_option
@@ -168,16 +174,17 @@ def plan(
     home: Path,
     json_file: Path | None,
 ) -> None:
-    """How MODEL would be cut over the pool of this machine, or over that of POOL.toml, and how fast it would run.
+    """Show how MODEL would be split over this machine's pool, or over the machines of POOL.toml, and how fast it would
+    run. Nothing is started.
 
     MODEL: a configuration file (.json), a directory in Hugging Face layout, a hub id, or module:function.
     """
     if batch % microbatches:
-        raise UsageError(f"{batch} rows can't be parted into {microbatches} equal microbatches.")
+        raise UsageError(f"--batch {batch} is not divisible into {microbatches} equal microbatches (--microbatches).")
     if picture_file is not None and picture_file.suffix != ".svg":
         raise UsageError(f"--picture: expected a name that ends in .svg, got {picture_file.name}.")
     if catalogue_file is not None and pool_file is None:
-        raise UsageError("--catalogue is for the machines of a --pool file; those of a live pool are measured.")
+        raise UsageError("--catalogue needs --pool POOL.toml: the machines of a live pool are measured.")
     if task == "serve" and compression != "none":
         raise UsageError("--compression is for --task train.")
     levers = {"--recompute": recompute, "--offload": offload, "--offload-weights": offload_weights}
@@ -186,10 +193,11 @@ def plan(
             raise UsageError(f"{flag} is for --task train.")
     if offload_weights == "always" and recompute == "never":
         raise UsageError(
-            "--offload-weights always asks for activations made again.", hint="Take --recompute auto or always."
+            "--offload-weights always needs recomputed activations, but --recompute is never.",
+            hint="Use --recompute auto or always.",
         )
     if task == "serve" and precision != "fp32":
-        raise UsageError("--precision is for --task train.", hint="Take --weights for a served model's precision.")
+        raise UsageError("--precision is for --task train.", hint="Use --weights for a served model.")
     if task == "serve" and lora is not None:
         raise UsageError("--lora is for --task train.")
     if task == "serve" and replicas != 1:
@@ -247,7 +255,7 @@ def plan(
             f"({one.tokens_per_s / found.tokens_per_s:.2g} x)"
             for one in smaller
         )
-        console.line(f"Links hold it up: with {', '.join(offers)}; each costs a little of the loss.")
+        console.line(f"Links are the bottleneck: with {', '.join(offers)}; each raises the loss slightly.")
     assumed = (*pool.assumed, *_unknown_bandwidths(found, pool))
     for sentence in assumed:
         console.line(f"Assumed: {sentence}")
@@ -284,21 +292,22 @@ def plan(
 
 
 def _level(served: ServingOptions, pool: PoolOnPaper) -> PrivacyLevel:
-    """As asked for; without a word, what keeps the model's ends with the owner, unless the pool's file says nothing of
-    that machine or places an end elsewhere."""
+    """Return the privacy level asked for. Without one, embedding and head stay with the owner, unless the pool's file
+    does not describe the owner's machine or places feed or loss in the pool."""
     apart = pool.owner is None or "pool" in (pool.constraints.loss, pool.constraints.feed)
     return served.privacy if served.asked is not None or not apart else "encrypted"
 
 
 def _beside(problem: Problem, found: Plan, least_speed: float | None) -> ManyHolders | ManyLines | None:
-    """The layout with several holders of each block, to hold the plan against."""
+    """Return the estimate to compare the plan with: several holders of each block, or several serving pipelines. None
+    for a plan of replicas."""
     if found.task == "serve":
         return many_lines(problem, found, MOST_SESSIONS, least_speed)
     return many_holders(problem, found) if found.replicas == 1 else None
 
 
 def _planned(problem: Problem, graph: Graph, pool: PoolOnPaper, asked: Asked) -> Plan:
-    """Raises `PlanError` that says what would fit, where anything does."""
+    """Return the plan. Raises `PlanError`, with the changes that would give a plan if there are any."""
     try:
         return replicated.plan(problem)
     except PlanError as refusal:
@@ -310,7 +319,7 @@ def _planned(problem: Problem, graph: Graph, pool: PoolOnPaper, asked: Asked) ->
 
 
 def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Iterator[Change]:
-    """The same model with less to hold at a time."""
+    """Yield changes of the request that need less memory."""
 
     def changed(words: str, smaller: Asked) -> Change:
         return Change(words=words, problem=lambda: problem_of(graph, pool, smaller))
@@ -340,7 +349,7 @@ def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Iterator[Change]:
 
 
 def _constraint_warnings(found: Plan, problem: Problem) -> Iterator[str]:
-    """Say so when the plan would be faster without what the user asked for."""
+    """Yield a warning if the plan would be faster without the user's constraints."""
     wishes = {"required": problem.required, "pinned": problem.pinned, "spares": problem.spares_wanted}
     asked = [name for name, given in wishes.items() if given]
     if not asked:
@@ -356,7 +365,8 @@ def _constraint_warnings(found: Plan, problem: Problem) -> Iterator[str]:
 
 
 def _unknown_bandwidths(found: Plan, pool: PoolOnPaper) -> Iterator[str]:
-    """Generation mostly waits for memory: a machine of which nobody knows how fast it reads looks too fast."""
+    """Yield a sentence about machines without a known memory bandwidth, which mostly limits generation: they look too
+    fast."""
     used = {stage.peer for stage in found.stages}
     blind = [
         peer.name or peer.peer
@@ -365,7 +375,7 @@ def _unknown_bandwidths(found: Plan, pool: PoolOnPaper) -> Iterator[str]:
     ]
     if found.task == "serve" and blind:
         yield (
-            f"{', '.join(dict.fromkeys(blind))}: no memory bandwidth is given, so only arithmetic counts there; real "
+            f"{', '.join(dict.fromkeys(blind))}: no memory bandwidth is given, so only arithmetic is counted; real "
             "machines are slower."
         )
 
@@ -373,7 +383,7 @@ def _unknown_bandwidths(found: Plan, pool: PoolOnPaper) -> Iterator[str]:
 def _constraints(
     pool: PoolOnPaper, stages: int | None, spares: int | None, require: tuple[str, ...], exclude: tuple[str, ...]
 ) -> ConstraintsTable:
-    """The file's, with the flags over them."""
+    """Return the constraints of the pool file, with those of the flags added or replaced."""
     table = pool.constraints
     required = (*table.required, *resolve(require, pool.peers, "--require"))
     excluded = (*table.excluded, *resolve(exclude, pool.peers, "--exclude"))
@@ -404,7 +414,7 @@ def _draw(path: Path, found: Plan, between: tuple[Crossing, ...], names: Mapping
     from fusionai.storage.atomic import write_atomic
 
     write_atomic(path, plan_picture(found, between, names).encode())
-    console.line(f"Drawn: {path}.")
+    console.line(f"Written: {path}.")
 
 
 def _draw_beside(path: Path, beside: ManyHolders | ManyLines) -> None:
@@ -414,4 +424,4 @@ def _draw_beside(path: Path, beside: ManyHolders | ManyLines) -> None:
 
     picture = holders_picture(beside) if isinstance(beside, ManyHolders) else lines_picture(beside)
     write_atomic(path, picture.encode())
-    console.line(f"Drawn: {path}.")
+    console.line(f"Written: {path}.")

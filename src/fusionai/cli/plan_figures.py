@@ -1,4 +1,4 @@
-"""What `fusion plan --json` writes. Decides the keys. Neighbours: `cli.plan` calls."""
+"""Builds the object that `fusion plan --json` writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def figures(
     assumed: Sequence[str],
     replicated: ManyHolders | ManyLines | None,
 ) -> dict[str, object]:
-    """One object; names instead of peer ids where there are names."""
+    """Return the figures of a plan, with peers' names instead of their ids where they are known."""
     found = watch.plan
     return {
         "task": found.task,
@@ -79,7 +79,7 @@ def figures(
 
 
 def _saving(stage: StagePlacement) -> dict[str, object]:
-    """Keys of a stage that makes activations again in backward, or has optimizer state or weights in a file."""
+    """Return the keys of a stage that recomputes activations, or keeps optimizer state or weights in a file."""
     found: dict[str, object] = {}
     if stage.recompute:
         found |= {"recompute_s": stage.recompute_s, "recompute_saves_bytes": stage.recompute_saves_bytes}
@@ -106,7 +106,7 @@ def _replicas(
 
 
 def replicas(holders: ManyHolders, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:
-    """The layout with several holders per block; `docs/planning.md` explains each key."""
+    """Return the layout with several holders per block; `docs/planning.md` explains each key."""
     layout = holders.layout
     return {
         "runnable": False,
@@ -139,7 +139,7 @@ def replicas(holders: ManyHolders, chain: Plan, names: Mapping[str, str]) -> dic
 
 
 def lines(found: ManyLines, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:
-    """Several serving lines; `docs/planning.md` explains each key."""
+    """Return the layout of several serving pipelines; `docs/planning.md` explains each key."""
     return {
         "runnable": False,
         "lines": [

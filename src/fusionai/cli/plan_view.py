@@ -1,6 +1,6 @@
-"""How a plan reads in a terminal: a table, a picture in text, a few sentences. Decides no plan.
+"""Prints a plan: a table of stages, a picture in text, and sentences about speed, standbys and cost.
 
-Neighbours: `cli.plan` and `cli.serving_view` show plans; `dashboard.plan_chart` draws the same as SVG.
+`cli.plan` and `cli.serving_view` use this; `dashboard.plan_chart` draws a plan as SVG.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fusionai.scheduling.types import PROMPT_TOKENS, Excluded, Plan, StagePlacem
 
 _BAR: Final = 10
 _NAMED: Final = 8
-"""Of several peers, so many are named."""
+"""Most peers named in a list."""
 _REASONS: Final = 8
-"""Of several reasons, so many are given."""
+"""Most reasons listed for left-out peers or missing standbys."""
 
 
 def show_plan(found: Plan, names: Mapping[str, str]) -> None:
-    """The stages, how fast, how good, who stands by."""
+    """Print the stages, the predicted speed, the optimality gap, the spares and the peers left out."""
     rows = [
         (
             str(stage.stage),
@@ -46,7 +46,7 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
     )
     _show_speed(found)
     if found.codecs:
-        console.line(f"Between stages, activations and gradients travel packed: {shown(found.codecs)}.")
+        console.line(f"Between stages, activations and gradients are compressed: {shown(found.codecs)}.")
     for sentence in savings(found):
         console.line(sentence)
     certificate = found.certificate
@@ -60,13 +60,13 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
     if found.single_peer_tokens_per_s is not None:
         console.line(f"One machine alone: {format_speed(found.single_peer_tokens_per_s)} tokens/s.")
     if found.spares:
-        console.line(f"Standing by: {_list([names.get(peer, peer) for peer in found.spares])}.")
+        console.line(f"Spares: {_list([names.get(peer, peer) for peer in found.spares])}.")
     reasons = _by_reason(found.excluded, names)
     for reason, peers in list(reasons.items())[:_REASONS]:
         console.line(f"Left out: {_list(peers)}: {reason}.")
     if len(reasons) > _REASONS:
         more = sum(len(peers) for peers in list(reasons.values())[_REASONS:])
-        console.line(f"Left out: {more} more, for reasons of the same kinds: --json has all.")
+        console.line(f"Left out: {more} more; --json lists all with their reasons.")
     for warning in found.warnings:
         console.warning(warning)
 
@@ -78,8 +78,9 @@ def show_picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str,
 
 
 def picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]) -> Iterator[str]:
-    """The pipeline from the feed down: who holds what, how long each stage and link takes, how full memory is. The
-    slowest of them is marked."""
+    """Yield the pipeline from the feed down: who holds what, the time of each stage and link, and the use of memory.
+
+    The slowest stage or link is marked."""
     slowest_s = max([*(s.compute_s for s in found.stages), *(c.transfer_s for c in crossings), 1e-12])
     width = max(len(names.get(stage.peer, stage.peer)) for stage in found.stages)
     held = max(len(_holds(stage)) for stage in found.stages)
@@ -119,24 +120,24 @@ def picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]
 
 
 def show_guards(watch: Guarding, names: Mapping[str, str]) -> None:
-    """Who stands in for whom, and why nobody does where that is so."""
+    """Print the warm standby of each stage, or why it has none."""
     for guard in watch.plan.guards:
-        bits = "" if guard.exact else ", with other bits"
-        console.line(f"Stage {guard.stage} is guarded by {names.get(guard.peer, guard.peer)}{bits}.")
+        bits = "" if guard.exact else ", with other numerics"
+        console.line(f"Stage {guard.stage} has the warm standby {names.get(guard.peer, guard.peer)}{bits}.")
     if watch.plan.guards:
         console.line(f"Snapshots: {watch.interval.reason}")
     for entry in watch.unguarded:
         reasons = _by_reason(entry.reasons, names)
         said = "; ".join(f"{_list(peers)}: {reason}" for reason, peers in list(reasons.items())[:_REASONS])
-        console.line(f"Stage {entry.stage} is not guarded: {said or 'no peer stands by'}.")
+        console.line(f"Stage {entry.stage} has no warm standby: {said or 'the pool has no spare'}.")
 
 
 def show_expense(found: Expense, names: Mapping[str, str]) -> None:
-    """Energy and money where they are known, and what is missing where only some of it is."""
+    """Print energy and money per million tokens if they are known, or which machines lack a figure."""
     if found.joules is not None and found.power_w is not None:
         console.line(
             f"Energy: {found.joules / 1e3:,.4g} kJ per million tokens, {found.power_w:,.4g} W while the job runs (all "
-            "that have a stage, at full power)."
+            "machines with a stage, at full power)."
         )
     if found.money is not None:
         console.line(f"Money: {found.money:.3g} {found.currency} per million tokens.")
@@ -145,7 +146,9 @@ def show_expense(found: Expense, names: Mapping[str, str]) -> None:
         ("Money", "price", found.without_price if found.joules is not None else ()),
     ):
         if missing:
-            console.line(f"{what}: not known; no {word} is given for {_list([names.get(p, p) for p in missing])}.")
+            console.line(
+                f"{what}: unknown, because no {word} is given for {_list([names.get(p, p) for p in missing])}."
+            )
 
 
 def _show_speed(found: Plan) -> None:

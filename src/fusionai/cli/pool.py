@@ -1,6 +1,6 @@
-"""`fusion pool` and `fusion leave`: who is there and what happened lately; take this machine out.
+"""`fusion pool` lists the members and the recent events of running jobs; `fusion leave` takes this machine out.
 
-Decides how members read, and how much of the running jobs' stories. Neighbours: `cli.session` asks.
+`cli.session` sends the requests to the broker.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 _STATES = {"idle": "standing by", "active": "working", "draining": "leaving", "silent": "silent", "lost": "lost"}
 TRUSTED = "yes"
 _TOLD_LINES = 8
-"""Of each running job's story, the newest; `fusion logs` has all of it."""
+"""Most recent events shown per running job; `fusion logs` shows all."""
 
 
 @click.command()
 @home_option
 @json_option
 def pool(home: Path, json_file: Path | None) -> None:
-    """Who is in the pool, what they lend, what they are doing, and what happened to the running jobs lately."""
+    """List the members of the pool, what they lend and do, and the recent events of running jobs."""
     from fusionai.cli.session import in_pool
 
     async def ask(session: PoolSession) -> tuple[str, tuple[Member, ...], list[JobView]]:
         members = await session.pool()
         running = [job for job in await session.jobs() if job.state not in ("done", "failed")]
-        # One by one: only a question about one job is answered with its story.
+        # Requested one by one, because the broker sends a job's story only when asked about that job.
         return session.membership.pool, members, [view for job in running for view in await session.jobs(job.job)]
 
     name, members, jobs = in_pool(home, ask)
@@ -57,7 +57,7 @@ def pool(home: Path, json_file: Path | None) -> None:
         write_json(json_file, "pool", {"pool": name, "members": figures, "jobs": stories})
     if not members:
         console.line(
-            f"Nobody is in pool {console.printable(name)} yet. `fusion invite` on the broker's machine prints an "
+            f"Pool {console.printable(name)} has no members yet. `fusion invite` on the broker's machine prints an "
             "invitation."
         )
         return
@@ -70,35 +70,37 @@ def pool(home: Path, json_file: Path | None) -> None:
         right=(3, 4, 5),
     )
     if any(link.way == "relay" for member in members for link in best_links(member.view.links).values()):
-        console.line("Links by relay pass the broker's machine; `fusion doctor` at an end says how to shorten one.")
+        console.line(
+            "Relayed links pass the broker's machine; `fusion doctor` at either end says how to make one direct."
+        )
     for job in jobs:
-        console.line(f"{job.job}, {job.step + 1} steps done, lately:")
+        console.line(f"{job.job}, {job.step + 1} steps done; recent events:")
         for entry in job.story[-_TOLD_LINES:]:
             console.line(f"  {console.printable(entry)}")
 
 
 @click.command()
-@click.option("--now", is_flag=True, help="Do not wait for the work at hand to be handed over.")
+@click.option("--now", is_flag=True, help="Leave at once, without handing over the current work.")
 @home_option
 def leave(now: bool, home: Path) -> None:
-    """Take this machine out of the pool: its `fusion join` ends after the work at hand."""
+    """Take this machine out of the pool: its `fusion join` ends after handing over its current work."""
     from fusionai.cli.session import in_pool
 
     async def ask(session: PoolSession) -> None:
         present = {member.view.peer for member in await session.pool() if member.view.state != "lost"}
         if session.membership.peer not in present:
             raise UsageError(
-                "this machine lends nothing to the pool now.",
-                hint="Nothing has to be done; `fusion pool` shows who is there.",
+                "this machine is not lending itself to the pool now.",
+                hint="There is nothing to leave; `fusion pool` lists the members.",
             )
         await session.leave(drain=not now)
 
     in_pool(home, ask)
-    console.line("Left." if now else "Leaving; this machine's `fusion join` ends when its work is handed over.")
+    console.line("Left the pool." if now else "Leaving: `fusion join` here ends when its work is handed over.")
 
 
 def _words(home: Path, members: Sequence[Member]) -> dict[str, str]:
-    """By peer: `TRUSTED`, or why not; nothing where this machine keeps no circle of trust."""
+    """Return, by peer, `TRUSTED` or why the peer is not trusted; empty if this machine has no trust list."""
     path = home / TRUST_FILE
     if not path.exists():
         return {}
@@ -135,7 +137,7 @@ def _row(member: MemberView, profile: PeerProfile) -> tuple[str, ...]:
 
 def _state(member: MemberView) -> str:
     if member.state == "resting":
-        # Lost too often lately; it is given work again by itself.
+        # Lost too often lately; gets work again after this time.
         return f"resting {format_seconds(member.rests_s)}"
     if member.clears:
         return f"clearing {member.clears}"
@@ -143,14 +145,16 @@ def _state(member: MemberView) -> str:
 
 
 def _part(member: MemberView) -> str:
-    """What it does in its job: the stages it runs, and those it keeps snapshots of to take them over."""
+    """Return what the member does in its job: the stages it runs, and those it is warm standby of."""
     runs = " ".join(str(stage) for stage in member.stages)
     guards = " ".join(str(stage) for stage in member.guards)
-    return ", ".join(part for part in (f"runs {runs}" if runs else "", f"guards {guards}" if guards else "") if part)
+    return ", ".join(
+        part for part in (f"runs {runs}" if runs else "", f"standby of {guards}" if guards else "") if part
+    )
 
 
 def _links(member: MemberView) -> str:
-    """How many other machines it reaches which way."""
+    """Return the number of peers reached per route, such as `2 direct, 1 relay`."""
     ways = Counter[str](link.way for link in best_links(member.links).values())
     return ", ".join(f"{count} {way}" for way, count in sorted(ways.items()))
 

@@ -1,9 +1,8 @@
-"""A pool written down by hand, for `fusion plan --pool POOL.toml`: machines one has or thinks of getting.
+"""Reads a pool from a file, for `fusion plan --pool POOL.toml`: machines one has or considers buying.
 
-Decides what a file's tables mean; measures nothing. Each `[[peers]]` table is one machine, or `count` equal ones, by
-measured speed or by a `gpu` of the catalogue; `[owner]` is the job owner's, `[[links]]` say what access links do not,
-`[constraints]` what the plan must obey. Neighbours: `pool_tables` has the keys, `cli.plan` and `cli.simulate` read
-pools, `corpus.strict` says what is wrong with one.
+Each `[[peers]]` table is one machine, or `count` equal ones, given by measured speed or by a `gpu` of the catalogue.
+`[owner]` is the job owner's machine, `[[links]]` overrides links between machines, `[constraints]` restricts the plan.
+`pool_tables` defines the keys, `cli.plan` and `cli.simulate` use pools, `corpus.strict` words errors in the file.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from fusionai.scheduling.types import Excluded, Link, PeerProfile
 FIRST: Final = "first"
 LAST: Final = "last"
 MOST_PAIRS: Final = 250_000
-"""Pairs with a link of their own."""
+"""Most pairs of machines that one `[[links]]` rule may cover. Limits memory and time (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOnPaper:
-    """`owner` None: nobody said what the job owner's machine can do."""
+    """A pool to plan for. `owner` None: the job owner's machine is not described."""
 
     peers: tuple[PeerProfile, ...]
     owner: PeerProfile | None
@@ -49,14 +48,14 @@ class PoolOnPaper:
     """`required` and `excluded` as peer ids."""
     prices: Prices = field(default_factory=Prices)
     assumed: tuple[str, ...] = ()
-    """What was not measured, a sentence each."""
+    """Sentences about figures that were assumed instead of measured."""
     absent: tuple[Excluded, ...] = ()
     """Members of a live pool that can't be planned with now."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """A profile with the names rules know it by."""
+    """A profile with the names that rules may use for it: its own, its table's, its region's."""
 
     profile: PeerProfile
     table: str
@@ -67,7 +66,7 @@ class _Machine:
 
 
 def read_pool(path: Path, catalogue: Catalogue | None = None) -> PoolOnPaper:
-    """Raises `RecipeError` with one sentence that says what to mend, `UsageError` on a GPU nobody knows."""
+    """Return the pool of a file. Raises `RecipeError` for an error in the file, `UsageError` for an unknown GPU."""
     known = catalogue or shipped_catalogue()
     read = convert(read_toml(path, "pool"), PoolTable, path.name)
     tables = [_peer_table(entry, f"{path.name}: peer {_called(entry, n)}") for n, entry in enumerate(read.peers, 1)]
@@ -78,7 +77,8 @@ def read_pool(path: Path, catalogue: Catalogue | None = None) -> PoolOnPaper:
     for machine in machines:
         if machine.profile.peer in names:
             raise RecipeError(
-                f"{path.name}: two peers are called {machine.profile.peer!r}.", hint="Use `count` for equal machines."
+                f"{path.name}: two peers have the name {machine.profile.peer!r}.",
+                hint="Use `count` for equal machines.",
             )
         names.add(machine.profile.peer)
     everyone = [*machines, *([] if owner is None or owner.profile.peer in names else [owner])]
@@ -94,7 +94,7 @@ def read_pool(path: Path, catalogue: Catalogue | None = None) -> PoolOnPaper:
 
 
 def resolve(names: Sequence[str], peers: Sequence[PeerProfile], where: str) -> tuple[str, ...]:
-    """Peer ids for ids or names as people say them. Raises `UsageError` that names the nearest."""
+    """Return peer ids for names or ids. Raises `UsageError` for an unknown one, with the nearest known name."""
     by_name = {known: peer.peer for peer in peers for known in (peer.name, peer.peer) if known}
     for name in names:
         if name not in by_name:
@@ -110,19 +110,19 @@ def _peer_table(entry: Mapping[str, object], where: str) -> PeerTable:
         if missing:
             raise RecipeError(
                 f"{where} lacks the key {missing[0]!r}.",
-                hint='Measure it with `fusion doctor`, or name a `gpu` of the catalogue, e.g. gpu = "RTX 3080".',
+                hint='Measure it with `fusion doctor`, or give a `gpu` of the catalogue, e.g. gpu = "RTX 3080".',
             )
     for key in ("precision", "utilisation"):
         if getattr(table, key) is not None and (table.gpu is None or table.flops_per_s is not None):
-            why = "no `gpu` is named" if table.gpu is None else "`flops_per_s` is given"
+            why = "no `gpu` is given" if table.gpu is None else "`flops_per_s` is given"
             raise RecipeError(
-                f"{where}: {key!r} is about the catalogue's speed, but {why}.", hint=f"Leave {key!r} out."
+                f"{where}: {key!r} applies to the catalogue's speed, but {why}.", hint=f"Leave {key!r} out."
             )
     for key in ("call_s", "moved_bytes_per_s"):
         if getattr(table, key) is not None and table.block_flops_per_s is None:
             raise RecipeError(
-                f"{where}: {key!r} goes with 'block_flops_per_s', which is not given.",
-                hint="`fusion doctor` shows all three; give them together, or leave them out.",
+                f"{where}: {key!r} needs 'block_flops_per_s', which is not given.",
+                hint="`fusion doctor` shows all three; give them together or leave them out.",
             )
     return table
 
@@ -142,7 +142,7 @@ def _machines(table: PeerTable, catalogue: Catalogue, path: Path) -> Iterator[_M
 
 
 def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:
-    """What the table says; where it is silent, the catalogue's figures, less what practice takes off them."""
+    """Return the table's figures; those left out come from the catalogue, reduced to what is reached in practice."""
     try:
         device = None if table.gpu is None else catalogue.find(table.gpu)
         flops_per_s, bandwidth = table.flops_per_s, table.memory_bandwidth_bytes_per_s
@@ -156,8 +156,8 @@ def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:
             if bandwidth is None:
                 bandwidth = device.memory_bandwidth_bytes_per_s.value * BANDWIDTH_PART
             power_w = power_w or device.power_w.value
-        assert flops_per_s is not None, "a table without a GPU was checked to say it"
-        assert memory_bytes is not None, "a table without a GPU was checked to say it"
+        assert flops_per_s is not None, "`_peer_table` requires it without a `gpu`"
+        assert memory_bytes is not None, "`_peer_table` requires it without a `gpu`"
         latency_s = parse_seconds(table.latency)
         return PeerProfile(
             peer=table.name,
@@ -179,19 +179,19 @@ def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:
 
 
 def _links(rules: Sequence[LinkTable], machines: Sequence[_Machine], path: Path) -> dict[str, Link]:
-    """Every pair a rule speaks of, by the nearest rule."""
+    """Return the links of all pairs covered by a rule, by the most specific rule."""
     known = {name for m in machines for name in (m.profile.peer, m.table, m.region) if name}
     chosen: dict[tuple[int, int], tuple[int, LinkTable]] = {}
     for rule in rules:
         for name in rule.between:
             if name not in known:
                 raise RecipeError(
-                    f"{path.name}: a link names {name!r}, which is no peer or region; {nearest(name, known)}"
+                    f"{path.name}: a link names {name!r}, which is not a peer or region; {nearest(name, known)}"
                 )
         if rule.bandwidth is None and rule.latency is None:
             raise RecipeError(
-                f"{path.name}: the link between {rule.between[0]!r} and {rule.between[1]!r} says neither bandwidth nor "
-                "latency."
+                f"{path.name}: the link between {rule.between[0]!r} and {rule.between[1]!r} has neither bandwidth nor "
+                "latency; give at least one."
             )
         ways = [rule.between] if rule.one_way else [rule.between, (rule.between[1], rule.between[0])]
         for start, end in ways:
@@ -199,9 +199,9 @@ def _links(rules: Sequence[LinkTable], machines: Sequence[_Machine], path: Path)
             receivers = [(j, near) for j, m in enumerate(machines) if (near := m.nearness(end))]
             if len(senders) * len(receivers) > MOST_PAIRS:
                 raise RecipeError(
-                    f"{path.name}: the link between {start!r} and {end!r} makes {len(senders) * len(receivers)} pairs, "
-                    f"more than {MOST_PAIRS}.",
-                    hint="Give machines of one region their uplink, downlink and latency instead.",
+                    f"{path.name}: the link between {start!r} and {end!r} covers {len(senders) * len(receivers)} pairs "
+                    f"of machines, more than {MOST_PAIRS}.",
+                    hint="Set uplink, downlink and latency of these machines instead.",
                 )
             for i, near in senders:
                 for j, close in receivers:
@@ -235,7 +235,7 @@ def _constraints(table: ConstraintsTable, machines: Sequence[_Machine], path: Pa
         for name in names:
             if name not in known:
                 raise RecipeError(
-                    f"{path.name}: [constraints] {key} names {name!r}, which is no peer; {nearest(name, known)}"
+                    f"{path.name}: [constraints] {key} names {name!r}, which is not a peer; {nearest(name, known)}"
                 )
         return tuple(dict.fromkeys(m.profile.peer for name in names for m in machines if m.nearness(name) >= 2))
 
@@ -246,7 +246,7 @@ def _constraints(table: ConstraintsTable, machines: Sequence[_Machine], path: Pa
     for block, name in table.pinned.items():
         if block not in (FIRST, LAST) and not block.isdecimal():
             raise RecipeError(
-                f"{path.name}: [constraints] pinned: expected {FIRST!r}, {LAST!r} or a block's number, got {block!r}."
+                f"{path.name}: [constraints] pinned: expected {FIRST!r}, {LAST!r} or a block number, got {block!r}."
             )
         if len(spread("pinned", [name])) > 1:
             raise RecipeError(f"{path.name}: [constraints] pinned: {name!r} is several machines; name one of them.")
@@ -268,7 +268,7 @@ def _prices(
 
 
 def _assumed(tables: Sequence[PeerTable], catalogue: Catalogue) -> Iterator[str]:
-    """A sentence per kind of machine whose speed nobody measured."""
+    """Yield a sentence per kind of machine whose speed comes from the catalogue."""
     said: dict[str, None] = {}
     for table in tables:
         if table.gpu is not None and table.flops_per_s is None:

@@ -1,6 +1,6 @@
-"""The tables of a pool written down by hand: keys, units, what each may hold. Decides no machine.
+"""Defines the tables of a pool file: keys, units and allowed values.
 
-Neighbours: `pool_file` reads them; README.md and `docs/planning.md` show one.
+`pool_file` reads them; README.md and `docs/planning.md` show examples.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from fusionai.scheduling.catalogue import Dtype
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 
 UTILISATION: Final = 0.4
-"""Of its peak a catalogue device is taken to reach."""
+"""Fraction of its peak FLOP/s that a catalogue device is assumed to reach."""
 BANDWIDTH_PART: Final = 0.75
-"""Of its memory bandwidth."""
+"""Fraction of its peak memory bandwidth that a catalogue device is assumed to reach."""
 MEMORY_PART: Final = 0.85
-"""Of its memory that can be lent."""
+"""Fraction of its memory that a catalogue device is assumed to lend."""
 
 
 class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One machine. `flops_per_s` as `fusion doctor` measures it, or a `gpu` of the catalogue; what is measured wins,
-    figure by figure. Sizes and links with units, e.g. 8GB, 20Mbit, 15ms."""
+    """One machine, by `flops_per_s` as `fusion doctor` measures it, or by a `gpu` of the catalogue. A given figure
+    overrides the catalogue's. Sizes and links have units, e.g. 8GB, 20Mbit, 15ms."""
 
     name: Name
     gpu: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
@@ -33,14 +33,14 @@ class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     block_flops_per_s: Annotated[float, Meta(gt=0)] | None = None
     call_s: Annotated[float, Meta(ge=0)] | None = None
     moved_bytes_per_s: Annotated[float, Meta(gt=0)] | None = None
-    """What `fusion doctor` measures in training: operations per second, seconds per operator called, bytes read and
-    written per second (`primitives.pace`). The last two go with the first."""
+    """Speed in training as `fusion doctor` measures it: operations per second, seconds per operator call, bytes read
+    and written per second (`primitives.pace`). The last two need the first."""
     memory: str | None = None
     memory_bandwidth_bytes_per_s: Annotated[float, Meta(ge=0)] | None = None
     precision: Dtype | None = None
-    """Of the catalogue's speed; None: fp32, in which jobs compute."""
+    """Format whose speed is taken from the catalogue; None: fp32, in which jobs compute."""
     utilisation: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Of the catalogue's peak; None: `UTILISATION`."""
+    """Fraction of the catalogue's peak that is reached; None: `UTILISATION`."""
     uplink: str = "1Gbit"
     downlink: str = "1Gbit"
     latency: str = "0s"
@@ -48,9 +48,10 @@ class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     share: str = "100%"
     power_w: Annotated[float, Meta(gt=0)] | None = None
     price_per_hour: Annotated[float, Meta(ge=0)] | None = None
-    """All in; a machine without one costs its electricity."""
+    """Price including electricity; a machine without a price costs its electricity."""
     fingerprint: Annotated[str, Meta(max_length=256)] = ""
-    """Machines with equal ones compute equal bits. Left out, `count` machines of one table are alike and no others."""
+    """Numeric fingerprint: machines with equal ones compute equal bits. By default only the `count` machines of one
+    table have equal ones."""
     count: Annotated[int, Meta(ge=1, le=10_000)] = 1
 
     @property
@@ -70,18 +71,19 @@ class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class LinkTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A pair of machines, tables or regions whose link is not that of their access links. The nearest rule counts
-    (machine, then table, then region), of equally near ones the last. What it leaves out is as the access links are."""
+    """A link between two machines, tables or regions that overrides their access links. The most specific rule counts
+    (machine, then table, then region); of equally specific ones, the last. Left-out values are those of the access
+    links."""
 
     between: tuple[Name, Name]
     bandwidth: str | None = None
     latency: str | None = None
     one_way: bool = False
-    """From the first to the second only."""
+    """Apply the rule only from the first to the second."""
 
 
 class ConstraintsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a plan must obey. Names of machines or tables."""
+    """Constraints on the plan. Peers are given by the names of machines or tables."""
 
     required: tuple[Name, ...] = ()
     excluded: tuple[Name, ...] = ()
@@ -90,7 +92,7 @@ class ConstraintsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     feed: Literal["owner", "pool"] | None = None
     loss: Literal["owner", "pool"] | None = None
     pinned: dict[str, Name] = {}
-    """`first`, `last` or a block's number -> the machine whose stage holds that block."""
+    """Maps `first`, `last` or a block number to the machine whose stage must hold that block."""
 
 
 class PricesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -99,7 +101,7 @@ class PricesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class PoolTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The whole file. Entries of lists are read one by one, so that a mistake is told with its machine's name."""
+    """The whole file. Entries of lists are converted one by one, so that errors name the machine."""
 
     peers: Annotated[tuple[dict[str, object], ...], Meta(min_length=1)]
     owner: dict[str, object] | None = None

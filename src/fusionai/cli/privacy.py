@@ -1,7 +1,7 @@
-"""`fusion privacy`: the levels, what each holds against, and what peers could reconstruct, as it was measured.
+"""`fusion privacy`: shows the privacy levels and what peers could reconstruct at each, as measured.
 
-Decides how that reads; the figures are those that ship with the product (`fusion audit` makes others). Neighbours:
-`privacy.levels` has the words, `privacy.measured` the figures, `cli.audit_view` the table.
+The figures are those shipped with the product; `fusion audit` measures others. `privacy.levels` has the descriptions,
+`privacy.measured` the figures, `cli.audit_view` the table.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fusionai.privacy.measured import SENT, shipped, told
 
 
 @click.command()
-@click.option("--table", "in_full", is_flag=True, help="Every boundary, defence and attack.")
+@click.option("--table", "in_full", is_flag=True, help="Also show the figures of every boundary, defence and attack.")
 @json_option
 def privacy(in_full: bool, json_file: Path | None) -> None:
-    """The privacy levels: what stays with the job owner, what each holds against, what peers could reconstruct."""
+    """Show the privacy levels: what stays with the job owner, and what each kind of adversary could reconstruct."""
     findings = shipped()
     for level in LEVELS:
         console.line(f"{level}: {STAYS[level]}")
@@ -33,10 +33,10 @@ def privacy(in_full: bool, json_file: Path | None) -> None:
     for adversary, who in ADVERSARIES.items():
         console.line(f"{adversary}: {who}")
     console.line()
-    console.table(("level", *ADVERSARIES), list(level_rows(findings)), title="Against whom a level holds")
+    console.table(("level", *ADVERSARIES), list(level_rows(findings)), title="What each adversary learns at each level")
     console.line()
     console.line(
-        "Percentages: tokens of private text recovered by the strongest attack, over all depths at which peers see it."
+        "Percentages: tokens of private text that the strongest attack recovered, over all depths that peers see."
     )
     for text in facts(findings):
         console.line(text)
@@ -59,13 +59,13 @@ def privacy(in_full: bool, json_file: Path | None) -> None:
 
 
 def level_rows(findings: Findings) -> Iterator[tuple[str, ...]]:
-    """A row for each level, a cell for each adversary."""
+    """Yield a row for each level, with a cell for each adversary."""
     for level in LEVELS:
         yield (level, *(cell(level, who, findings) for who in ADVERSARIES))
 
 
 def cell(level: PrivacyLevel, who: Adversary, findings: Findings) -> str:
-    """What `level` does against `who`, with what was measured where that is a question of measuring."""
+    """Return what adversary `who` learns at `level`, with the measured share where it reconstructs text."""
     match STANDS[level][who]:
         case "reads tokens":
             return "reads 100%"
@@ -78,7 +78,7 @@ def cell(level: PrivacyLevel, who: Adversary, findings: Findings) -> str:
 
 
 def _figures(level: PrivacyLevel, findings: Findings) -> str:
-    """In each form that boundaries travel in."""
+    """Return the recovered share at `level`, for each form in which boundary tensors are sent."""
     by_form = {form: told(level, findings, form).spelled for form in SENT if form in findings.defences}
     if len(set(by_form.values())) == 1:
         return next(iter(by_form.values()))

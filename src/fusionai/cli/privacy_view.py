@@ -1,6 +1,7 @@
-"""How a job's privacy level reads: what stays with its owner, and what that costs the owner's machine. Decides words.
+"""Describes a job's privacy level: what stays with the job owner, and what that costs the owner's machine.
 
-Neighbours: `primitives.privacy` has the levels, `scheduling.ends` counts; `cli.plan`, `cli.watch` and `cli.serve` show.
+`primitives.privacy` defines the levels, `scheduling.ends` computes the cost; `cli.plan`, `cli.watch` and `cli.serve`
+print the result.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fusionai.scheduling.types import Plan
 
 
 def privacy_lines(level: PrivacyLevel, plan: Plan) -> Iterator[str]:
-    """The level, and its price where it has one."""
+    """Yield a sentence about the level and, if it keeps blocks with the owner, one about their cost."""
     yield f"Privacy {level}: {STAYS[level]}"
     part = owners_part(plan)
     if not keeps_ends(level) or part is None:
@@ -26,12 +27,12 @@ def privacy_lines(level: PrivacyLevel, plan: Plan) -> Iterator[str]:
     )
     each = "token" if plan.task == "serve" else "step"
     yield (
-        f"That costs this machine {format_bytes(part.memory_bytes)} of {format_bytes(part.limit_bytes)} memory and "
-        f"{format_seconds(part.compute_s)} a {each} (blocks {blocks})."
+        f"This level costs this machine {format_bytes(part.memory_bytes)} of {format_bytes(part.limit_bytes)} memory "
+        f"and {format_seconds(part.compute_s)} per {each} (blocks {blocks})."
     )
 
 
 def privacy_figures(level: PrivacyLevel, plan: Plan) -> dict[str, object]:
-    """For `--json`. `owner`: what the job owner's machine gives for its blocks; None where it has none."""
+    """Return the figures for `--json`. `owner`: cost of the blocks on the job owner's machine, None without any."""
     part = owners_part(plan)
     return {"level": level, "owner": None if part is None else msgspec.structs.asdict(part)}

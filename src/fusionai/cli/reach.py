@@ -1,7 +1,7 @@
-"""How this machine stands towards its pool: does the broker answer, can others dial this machine, which way links go.
+"""Tests this machine's connectivity: whether the broker answers, whether others can dial in, the routes of its links.
 
-Asks the broker only, and lets it dial back to one port of this machine. Decides nothing about how it reads.
-Neighbours: `cli.findings` words it for `fusion doctor`; the broker observes.
+Contacts only the broker, which dials back to one port of this machine. `cli.findings` words the result for
+`fusion doctor`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fusionai.wire.messages import LinkView, Observed
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """`answered_s`: from dialling the broker until it has proved itself. `port`: the one the broker tried. `observed`
-    is None where the broker is too old to say. `links`: those that this machine's peer has now, to each
-    other the best."""
+    """Result of the test. `answered_s`: from dialling the broker until it is authenticated. `port`: the one the broker
+    tried to dial. `observed`: None if the broker is too old to report it. `links`: the best current link of this
+    machine's peer to each other peer."""
 
     answered_s: float
     port: int
@@ -34,7 +34,7 @@ class Reach:
 
 
 async def look(membership: Membership, port: int, *, timeout_s: float) -> Reach:
-    """`port` 0: any free one. Raises `FusionError` where the broker can't be reached."""
+    """Run the test. `port` 0: any free one. Raises `FusionError` if the broker can't be reached."""
     transport = TcpTransport(membership.credentials)
     started_s = time.monotonic()
     channel = await transport.dial(membership.broker_addresses, expect=None, stream="control", timeout_s=timeout_s)
@@ -51,7 +51,8 @@ async def look(membership: Membership, port: int, *, timeout_s: float) -> Reach:
 
 
 async def _observed(membership: Membership, transport: TcpTransport, port: int) -> tuple[Observed, int]:
-    """A door is opened for the question; where that port is taken, by this machine's peer, that one is asked about."""
+    """Listen on `port` while the broker tries to dial it. If the port is taken, as by this machine's peer, the broker
+    tries the existing listener."""
 
     async def accept(channel: Channel) -> None:
         await channel.receive()

@@ -1,7 +1,6 @@
-"""The HTML report of a run, filled from what the run said. Decides which step is drawn and what is called what; gives
-out what there is to say about faults on the way.
+"""Collects the events of a training run and fills its HTML report from them; also words the faults as they occur.
 
-Neighbours: `cli.train` and `cli.demo` collect with it, `dashboard.report` draws.
+Chooses the step whose timeline is drawn. `cli.train` and `cli.demo` feed it; `dashboard.report` draws the page.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fusionai.training import progress
 
 @dataclass(slots=True)
 class RunStory:
-    """Collects events; `data` is None until there is a plan and a step. The story begins with the first plan."""
+    """Events of a run, from the first plan on. `data` returns None until there is a plan and a step."""
 
     now_s: Callable[[], float] = time.monotonic
     planned: Planned | None = None
@@ -39,18 +38,18 @@ class RunStory:
     tenures: Tenures = field(default_factory=Tenures)
     observation: Observation = field(default_factory=Observation)
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    """Where machines listen, by peer."""
+    """Addresses at which machines listen, by peer."""
     checked: progress.Checked | None = None
-    """The last spot check: it counts them all."""
+    """The last spot check event, which has the counts of all."""
     began_s: float = 0.0
     last_s: float = 0.0
-    """Of the last event of the job itself; a demo goes on without one."""
+    """Time of the last event of the job, in seconds since `began_s`. A demo continues after it."""
 
     def __post_init__(self) -> None:
         self.began_s = self.now_s()
 
     def see(self, event: DemoEvent) -> tuple[str, ...]:
-        """What there is to say about faults now."""
+        """Record an event and return the lines to print about faults."""
         match event:
             case Planned():
                 self.planned = event
@@ -78,10 +77,10 @@ class RunStory:
             case Returned(name=name, peer=peer):
                 self.tenures.back(peer, self._at_s())
                 if peer:
-                    return (f"{name} is started again and joins the pool",)
+                    return (f"{name} is restarted and rejoins the pool",)
                 self.tenures.broker(self._at_s())
                 self.faults.broker_answers(self._at_s())
-                return ("the broker is started again; all its members are registered",)
+                return ("the broker is restarted; all its members are registered again",)
             case _:
                 self.last_s = self._at_s()
                 self._collect(event)
@@ -93,7 +92,7 @@ class RunStory:
                 self.checked = event
             case progress.StepDone(replayed=False):
                 while self.steps and self.steps[-1].record.step >= event.record.step:
-                    self.steps.pop()  # taken back with a liar's work
+                    self.steps.pop()  # rolled back with the work of a faulty peer
                 self.steps.append(event)
                 self.observation.step(event)
                 self.commits.append((self._at_s(), event.record.step + 1))
@@ -113,12 +112,13 @@ class RunStory:
                 pass
 
     def checks(self) -> dict[str, int] | None:
-        """Tasks (microbatches of a stage) that could have been checked, and those that were and held."""
+        """Return the numbers of tasks (microbatches of a stage) that could have been spot-checked and that were checked
+        and found correct, None without spot checks."""
         last = self.checked
         return None if last is None else {"tasks": last.tasks, "checked_tasks": last.checked_tasks}
 
     def _ordinary_step(self) -> progress.StepDone:
-        """The middle one by time: a step with a fault in it would tell little of the others."""
+        """Return the step of median duration, because a step with a fault is not typical."""
         return sorted(self.steps, key=lambda step: step.step_s)[len(self.steps) // 2]
 
     def _at_s(self) -> float:
@@ -128,7 +128,7 @@ class RunStory:
         return self.observation.rows()
 
     def shared_cores(self) -> str:
-        """See `cli.observation`; of everybody who had a stage while steps were done."""
+        """Return `cli.observation.shared_cores` for all peers that had a stage while steps were done."""
         if self.planned is None:
             return ""
         return shared_cores(
@@ -141,7 +141,7 @@ class RunStory:
         )
 
     def names(self) -> dict[str, str]:
-        """Of everybody in the plans that had steps."""
+        """Return the names of all peers in plans that had steps."""
         return {stage.peer: self.faults.name(stage.peer) for row in self.observed() for stage in row.stages}
 
     def data(self, recipe: Recipe, result: TrainingResult) -> ReportData | None:
@@ -183,7 +183,7 @@ class RunStory:
     def _fault(self, episode: Episode) -> Fault:
         who = self.faults.name(episode.peer) if episode.peer else "the broker"
         if episode.stages:
-            held = "guarding " if episode.kind == "guard" else ""
+            held = "standby of " if episode.kind == "guard" else ""
             who += f", {held}{stages_in_words(episode.stages)}"
         return Fault(
             step=episode.step,
@@ -198,7 +198,7 @@ class RunStory:
 
 
 def configuration(recipe: Recipe) -> dict[str, str]:
-    """What was asked for, in words."""
+    """Return the recipe's main settings as labels and texts."""
     train = recipe.train
     return {
         "recipe": recipe.describe(),
@@ -212,7 +212,7 @@ def configuration(recipe: Recipe) -> dict[str, str]:
 
 
 def write_demo_report(story: RunStory, recipe: Recipe, result: DemoResult, path: Path) -> None:
-    """The demo's report: with the plain reference, the checkpoint's proof and the completion."""
+    """Write the demo's report, with the plain reference run, the comparison of the checkpoint and the completion."""
     data = story.data(recipe, result.training)
     if data is None:
         return
@@ -222,7 +222,7 @@ def write_demo_report(story: RunStory, recipe: Recipe, result: DemoResult, path:
             title="FusionAI demo",
             configuration={
                 **data.configuration,
-                "machines": "processes on this machine, one compute thread each, lending unequal shares of time",
+                "machines": "processes on this machine, one compute thread each, with unequal shares of time",
                 "one process": "plain PyTorch and transformers, one thread",
             },
             wall_s=result.wall_s,

@@ -1,10 +1,10 @@
-"""Commands that run until they are asked to stop. Decides what the first and the second Ctrl-C mean.
+"""Runs commands that last until they are asked to stop, and handles Ctrl-C for them.
 
-The first Ctrl-C (or SIGTERM) sets an event and the command ends cleanly; the second cancels it, which still ends what
-it started; the third breaks into whatever does not come back to the event loop. Only the third raises from the signal
-handler: an exception there may strike inside a library's fork hook, which can't pass it on and prints it instead.
-A command with a lifeline is asked likewise, once when that is cut and again when it has not ended some seconds later.
-Neighbours: `cli.broker`, `cli.join` and `cli.train` run their services through this.
+The first Ctrl-C (or SIGTERM) sets an event and the command ends cleanly. The second cancels all tasks, which still
+clean up. The third raises `KeyboardInterrupt` in code that does not return to the event loop. Only the third raises
+from the signal handler: an exception there may occur inside a library's fork hook, which prints it instead of passing
+it on. For a command with a lifeline, the end of standard input counts as the first Ctrl-C; if the command has not
+ended `ORPHAN_S` seconds later, its tasks are cancelled. `cli.broker`, `cli.join`, `cli.train` and others use this.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from fusionai.transport.event_loop import run
 
 _Result = TypeVar("_Result")
 ORPHAN_S: Final = 10.0
-"""Nobody is left to wait for what ends in order."""
+"""Time for a clean end after the lifeline is cut, in seconds (chosen). Then the tasks are cancelled."""
 
 
 def run_until_stopped(service: Callable[[asyncio.Event], Awaitable[_Result]], *, lifeline: bool = False) -> _Result:
-    """Run `service(stop)` in an event loop of its own; `stop` is set by the first Ctrl-C, and, with a `lifeline`, when
-    standard input ends."""
+    """Run `service(stop)` in a new event loop and return its result.
 
-    times = 0  # not `stop`, which is set only when the loop comes round
+    `stop` is set by the first Ctrl-C and, with `lifeline`, when standard input ends. Raises `KeyboardInterrupt` after
+    a second Ctrl-C."""
+
+    times = 0  # counted here, because `stop` is set only when the event loop next runs
 
     async def with_signals() -> _Result:
         stop = asyncio.Event()
@@ -48,7 +50,7 @@ def run_until_stopped(service: Callable[[asyncio.Event], Awaitable[_Result]], *,
                 raise KeyboardInterrupt
 
         def orphaned() -> None:
-            """In the event loop."""
+            """Runs in the event loop."""
             nonlocal times
             times = max(times, 1)
             stop.set()
@@ -76,17 +78,17 @@ def run_until_stopped(service: Callable[[asyncio.Event], Awaitable[_Result]], *,
             raise
         raise KeyboardInterrupt from None
     if times >= 2:
-        # A service that was ending already may swallow the cancellation; the user gave up all the same.
+        # A service that was already ending may swallow the cancellation; the command was still interrupted.
         raise KeyboardInterrupt
     return result
 
 
 def _call_if_open(loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # the command has ended by itself
+    with suppress(RuntimeError):  # the loop is closed: the command has ended
         loop.call_soon_threadsafe(work)
 
 
 def _cancel_everything(loop: asyncio.AbstractEventLoop) -> None:
-    """As the end of an event loop does: whoever waits for another task must not wait for it any more."""
+    """Cancel all tasks, as `asyncio.run` does at its end: a task must not keep waiting for another one."""
     for task in asyncio.all_tasks(loop):
         task.cancel()

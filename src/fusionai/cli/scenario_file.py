@@ -1,7 +1,7 @@
-"""A scenario written down by hand, for `fusion simulate SCENARIO.toml`: model, pool, job, churn, links, recovery.
+"""Reads the scenario file of `fusion simulate SCENARIO.toml`: model, pool, job, churn, links, recovery.
 
-Decides the file's keys and their units. Paths in it are relative to it. Neighbours: `pool_file` reads the pool it
-names, `asked` makes a problem of it, `simulator.scenario` has what its churn becomes, `cli.simulate` runs it.
+Defines the file's keys and their units. Paths in it are relative to the file. `pool_file` reads the pool that it names,
+`asked` builds the planner's problem, `simulator.scenario` has the types for churn and timings, `cli.simulate` runs it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _Count = Annotated[int, Meta(ge=1)]
 
 
 class JobTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Training: rows per step, their parts, tokens per row. `compression`: so many times fewer bytes cross a cut, both
-    ways. `checkpoint_every`: steps, 0: never. Serving: `sessions` at a time, of at most `context` tokens."""
+    """The job. Training: `batch` rows per step in `microbatches`, `sequence` tokens per row. `compression`: factor by
+    which fewer bytes cross a cut, in both directions. `checkpoint_every`: in steps, 0: never. Serving: `sessions` at a
+    time, each of at most `context` tokens."""
 
     batch: _Count = 32
     microbatches: _Count = 32
@@ -48,7 +49,7 @@ class JobTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ChurnTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Mean times; what is left out does not happen."""
+    """How machines come, go and freeze, as mean times and fractions. Events that are left out do not happen."""
 
     stay: str | None = None
     away: str = "30min"
@@ -60,14 +61,14 @@ class ChurnTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class LinksTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """On top of the pool's bandwidths and latencies."""
+    """Jitter and packet loss, in addition to the pool's bandwidths and latencies."""
 
     jitter: str = "0s"
     loss: str = "0%"
 
 
 class RecoveryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """See `simulator.scenario.Timings`."""
+    """Durations of recovery; `simulator.scenario.Timings` explains each."""
 
     notice: str | None = None
     silence: str | None = None
@@ -78,7 +79,7 @@ class RecoveryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class ScenarioTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The whole file. `model`: as for `fusion plan`; `pool`: a pool file."""
+    """The whole file. `model`: as for `fusion plan`; `pool`: path of a pool file."""
 
     model: str
     pool: str
@@ -93,7 +94,7 @@ class ScenarioTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 @dataclass(frozen=True, slots=True)
 class ScenarioOnPaper:
-    """`model`: where it is, seen from here."""
+    """A scenario that was read. `model`: its path resolved relative to the file, or its name."""
 
     table: ScenarioTable
     model: str
@@ -102,7 +103,7 @@ class ScenarioOnPaper:
 
     @property
     def asked(self) -> Asked:
-        """As flags would say it: the pool's constraints, with the job's own over them."""
+        """Return the planning request: the pool's constraints, overridden by the job's."""
         job, wishes = self.table.job, self.pool.constraints
         return Asked(
             task=self.table.task,
@@ -121,19 +122,19 @@ class ScenarioOnPaper:
         )
 
     def problem(self, graph: Graph) -> Problem:
-        """What is to be planned. `graph`: of `model`, for the task."""
+        """Return the planner's problem. `graph`: the graph of `model`, captured for the task."""
         problem = problem_of(graph, self.pool, self.asked)
         times = self.table.job.compression
         return msgspec.structs.replace(problem, blocks=tuple(_compressed(block, times) for block in problem.blocks))
 
 
 def read_scenario(path: Path, catalogue: Catalogue | None = None) -> ScenarioOnPaper:
-    """Raises `RecipeError` with one sentence that says what to mend, `UsageError` on a GPU nobody knows."""
+    """Return the scenario of a file. Raises `RecipeError` for an error in the file, `UsageError` for an unknown GPU."""
     table = convert(read_toml(path, "scenario"), ScenarioTable, path.name)
     job = table.job
     if job.batch % job.microbatches:
         raise RecipeError(
-            f"{path.name}: {job.batch} rows can't be parted into {job.microbatches} equal microbatches.",
+            f"{path.name}: a batch of {job.batch} rows is not divisible into {job.microbatches} equal microbatches.",
             hint="Choose a `batch` that is a multiple of `microbatches`.",
         )
     near = path.parent / table.model
@@ -178,7 +179,7 @@ def _scenario(table: ScenarioTable, path: Path) -> Scenario:
 
 
 def _time(text: str, key: str, path: Path, *, least: bool = True) -> float:
-    """Seconds; `least`: more than none."""
+    """Parse a duration in seconds; with `least` it must be above zero. Raises `RecipeError`."""
     try:
         seconds = parse_seconds(text)
     except UsageError as wrong:
@@ -189,7 +190,7 @@ def _time(text: str, key: str, path: Path, *, least: bool = True) -> float:
 
 
 def _part(text: str, key: str, path: Path) -> float:
-    """In [0, 1)."""
+    """Parse a fraction from 0 to 1; the loss of links must be below 1. Raises `RecipeError`."""
     if text.strip() in ("0", "0%"):
         return 0.0
     try:
@@ -197,7 +198,7 @@ def _part(text: str, key: str, path: Path) -> float:
     except UsageError as wrong:
         raise RecipeError(f"{path.name}: {key}: {wrong.message}") from None
     if key == "links.loss" and part >= 1:
-        raise RecipeError(f"{path.name}: {key}: nothing arrives over a link that loses {text}.")
+        raise RecipeError(f"{path.name}: {key}: expected a loss below 100%, got {text}.")
     return part
 
 

@@ -1,8 +1,7 @@
-"""`fusion serve MODEL`: an OpenAI-compatible API over the pool, or over a pool of this machine's own (`--local`).
+"""`fusion serve MODEL`: an OpenAI-compatible API over the pool, or over a pool of local processes (`--local`).
 
-Decides what is said while it comes up and when it ends: at the first Ctrl-C streams may finish for some seconds, then
-the stages are let go. Neighbours: `client.serve` does the work, `gateway` answers requests, `cli.serving_view` tells
-people.
+Prints the start and the end: at the first Ctrl-C, open streams may finish for some seconds, then the stages are
+released. `client.serve` runs the job, `gateway` answers requests, `cli.serving_view` prints the job's events.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import click
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.lifeline import lifeline_option
-from fusionai.cli.options import home_option
+from fusionai.cli.options import home_option, own_part_options
 from fusionai.cli.privacy_view import privacy_figures, privacy_lines
 from fusionai.cli.running import run_until_stopped
 from fusionai.cli.serving_options import GuessCount, ServingOptions, serving_options
@@ -39,7 +38,7 @@ PORT: Final = 8000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """Where the API listens and who may ask. `name`: what clients call the model, None: what it is called."""
+    """Where the API listens and who may use it. `name`: the model's name for clients, None: its own name."""
 
     host: str
     port: int
@@ -50,14 +49,19 @@ class Door:
 @click.command()
 @click.argument("model")
 @click.option(
-    "--local", type=click.IntRange(min=1), metavar="N", help="Bring up a pool of N peers on this machine for it."
+    "--local",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Start a pool of N peers on this machine and serve from it.",
 )
 @click.option(
     "--spares",
     type=click.IntRange(min=0),
-    help="Peers that stand by: with --local so many are started besides (1), else so many are kept free.",
+    help="Keep this many peers free as spares; with --local, start this many further peers.  [default: 1 with --local]",
 )
-@click.option("--stages", type=click.IntRange(min=1), help="Exactly so many.  [default: the planner chooses]")
+@click.option(
+    "--stages", type=click.IntRange(min=1), help="Use exactly this many stages.  [default: the planner chooses]"
+)
 @serving_options
 @click.option(
     "--speculate",
@@ -65,47 +69,50 @@ class Door:
     default="auto",
     show_default=True,
     metavar="auto|off|K",
-    help="Guess tokens ahead and check them in one pass: as many as were measured to pay off, none, always K.",
+    help="Speculative decoding: guess tokens ahead and verify them in one pass. auto: as many guesses as pay off "
+    "when measured; off: none; K: always K.",
 )
 @click.option(
     "--draft",
     metavar="SMALL",
-    help="A small model with the same tokens that guesses.  [default: what the text has repeated]",
+    help="Guess tokens with this small model, which must have the same tokenizer.  [default: guess from repetitions "
+    "in the text]",
 )
 @click.option(
     "--adapter",
     "adapters",
     multiple=True,
     metavar="NAME=DIR",
-    help="A LoRA adapter of MODEL in PEFT layout, or the directory of a job that trained one; requests choose it by "
-    "`model`: NAME. May be given several times.",
+    help="Also serve a LoRA adapter of MODEL, in PEFT layout or as the directory of a job that trained one. Requests "
+    'choose it with "model": NAME. May be repeated.',
 )
 @click.option(
     "--checks",
     type=click.Choice(["spot", "off"]),
     default="spot",
     show_default=True,
-    help="Whether machines that stand by compute part of the texts again, to find those that compute wrongly.",
+    help="Spot-check peers: spares recompute part of the texts to find machines that compute wrongly.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Listen here; elsewhere only with API keys.")
-@click.option("--port", type=click.IntRange(0, 65_535), default=PORT, show_default=True, help="0: any that is free.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Listen on this address; others than loopback need API keys."
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65_535),
+    default=PORT,
+    show_default=True,
+    help="Listen on this port; 0: any free one.",
+)
 @click.option(
     "--api-key-file",
     "key_file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="API keys, one per line, `name = key` or `key`. Without it only this machine may ask.",
+    help="Accept the API keys of this file, one per line, as `name = key` or `key`. Without it, only this machine may "
+    "send requests.",
 )
 @click.option("--name", help="What clients call the model.  [default: its directory or hub id]")
-@click.option("--invite", "invitation", metavar="INVITE", help="Enter the pool with this invitation (once).")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda", "mps"]),
-    default="auto",
-    show_default=True,
-    help="Where this machine computes its own part (embedding and head).",
-)
-@click.option("--threads", type=click.IntRange(min=1), help="Threads for that part.  [default: all cores]")
+@own_part_options("embedding and head")
 @lifeline_option
 @home_option
 @json_option
@@ -130,15 +137,17 @@ def serve(
     home: Path,
     json_file: Path | None,
 ) -> None:
-    """Serve MODEL from the pool: each machine holds some of its layers, this one the ends, and answers requests at
-    http://HOST:PORT/v1 as OpenAI's API does. The FILE of --json is written when it is ready, and again at its end.
+    """Serve MODEL from the pool behind an OpenAI-compatible API at http://HOST:PORT/v1, until Ctrl-C.
+
+    Each peer holds some of the model's layers; this machine holds embedding and head, unless --ends says otherwise, and
+    answers the requests. The FILE of --json is written when the model is ready, and again at the end.
 
     MODEL: a directory in Hugging Face layout, a hub id, or the directory of a job of `fusion train`.
     """
     if local is not None and (invitation is not None or stages is not None):
-        raise UsageError("--local brings up a pool of its own: it goes without --invite and --stages.")
+        raise UsageError("--local starts its own pool: it can't be combined with --invite or --stages.")
     if draft is not None and speculate == "off":
-        raise UsageError("--draft names a model that guesses: it goes without --speculate off.")
+        raise UsageError("--draft names a model that guesses: it can't be combined with --speculate off.")
     from fusionai.cli.serving_observation import show_serving
     from fusionai.client.serve import ServeRequest
     from fusionai.client.serving_adapters import parse_adapters
@@ -165,14 +174,14 @@ def serve(
         checks=checks == "spot",
     )
     if name is not None and any(name == adapter for adapter, _ in request.adapters):
-        raise UsageError(f"an adapter is called {name!r} like the model.", hint="Give it another name.")
+        raise UsageError(f"an adapter has the same name as the model, {name!r}.", hint="Give it another name.")
     door = Door(host=host, port=port, key_file=key_file, name=name)
 
     written: dict[str, object] = {}
 
     def announced(url: str, ready: Served) -> None:
         written.update(figures(url, ready, door))
-        if json_file is not None:  # before anybody reads that it is ready
+        if json_file is not None:  # written before the ready line is printed
             write_json(json_file, "serve", written)
         _announce(url, ready, door)
 
@@ -187,7 +196,7 @@ def serve(
 
 
 def _observed(ready: Served, observation: ServingObservation) -> tuple[tuple[ServingRow, ...], str]:
-    """Rows, and who shares whose cores (see `cli.observation`)."""
+    """Return the rows of predicted and measured figures, and the sentence about shared cores (`cli.observation`)."""
     from fusionai.cli.observation import own_hosts, shared_cores
 
     deployment, problem = ready.engine.deployment, ready.problem()
@@ -208,7 +217,7 @@ def _guessed(ready: Served) -> float:
 
 
 def figures(url: str, ready: Served, door: Door) -> dict[str, object]:
-    """What `--json` writes, once it is ready."""
+    """Return what `--json` writes once the model is ready."""
     plan = ready.engine.deployment.plan
     return {
         "url": url,
@@ -229,7 +238,7 @@ async def run(
     on_ready: Callable[[str, Served], None],
     on_end: Callable[[Served, ServingObservation], None],
 ) -> None:
-    """Until `stop`. One that comes before everything is ready drops what was begun."""
+    """Serve until `stop` is set. If it is set before the model is ready, the start is cancelled."""
     from fusionai.cli.serving_view import ServingView
     from fusionai.privacy.measured import sentence
 
@@ -247,7 +256,7 @@ async def run(
         except asyncio.CancelledError:
             if not asked.done() or ready.is_set():
                 raise
-            view.say("stopped before it was ready")
+            view.say("stopped before the model was ready")
         finally:
             asked.cancel()
             working.cancel()
@@ -299,7 +308,7 @@ async def _serve(
 def _announce(url: str, ready: Served, door: Door) -> None:
     name = door.name or ready.model.files.name
     if ready.model.texts.template.is_plain:
-        console.line(f"{name} has no chat template: chats are given to it as lines of `role: text`.")
+        console.line(f"{name} has no chat template: chats are passed to it as lines of `role: text`.")
     console.line(f"ready: a probe token has crossed all stages and matched; {name} at {url}/v1")
     for sentence in privacy_lines(ready.privacy, ready.engine.deployment.plan):
         console.line(sentence)
@@ -311,13 +320,15 @@ def _announce(url: str, ready: Served, door: Door) -> None:
 
 
 def _check_door(door: Door) -> None:
-    """What would only come to light after minutes of loading. Raises `UsageError`."""
+    """Check address, port and key file before the model is loaded, which takes minutes. Raises `UsageError`."""
     if door.key_file is not None and not door.key_file.is_file():
-        raise UsageError(f"there is no file of API keys {door.key_file}.")
+        raise UsageError(f"--api-key-file: there is no file {door.key_file}.")
     try:
         found = socket.getaddrinfo(door.host, door.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as problem:
-        raise UsageError(f"{door.host}:{door.port} is no address to listen on: {problem}.") from problem
+        raise UsageError(
+            f"can't listen on {door.host}:{door.port}, which is not a valid address: {problem}."
+        ) from problem
     addresses = [str(address[0]).partition("%")[0] for *_, address in found]
     if door.key_file is None and not all(ipaddress.ip_address(address).is_loopback for address in addresses):
         raise UsageError(
@@ -332,5 +343,5 @@ def _check_door(door: Door) -> None:
         except OSError as problem:
             raise UsageError(
                 f"can't listen on {door.host}:{door.port}: {problem.strerror or problem}.",
-                hint="Another program may have it: choose another with --port, or --port 0 for any.",
+                hint="Another program may be using it: choose another with --port, or --port 0 for any free one.",
             ) from problem

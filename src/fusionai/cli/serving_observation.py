@@ -1,9 +1,7 @@
-"""What a serving plan predicted beside what clients got: an engine that keeps the times of its answers.
+"""Compares a serving plan's predictions with measured answers, by wrapping the engine and timing its answers.
 
-Decides which answers count: those that were not held up by a fault and began and ended under one plan. Embeddings are
-not timed.
-
-Neighbours: `cli.serve` puts it between engine and gateway, `scheduling.serving_prediction` predicts.
+Only answers that began and ended under one plan, without a fault in between, count. Embeddings are not timed.
+`cli.serve` places the wrapper between engine and gateway; `scheduling.serving_prediction` predicts.
 """
 
 from __future__ import annotations
@@ -36,22 +34,22 @@ from fusionai.serving.interface import (
 )
 
 KEPT: Final = 10_000
-"""Answers: the last so many."""
+"""Most recent answers whose times are kept. Limits memory (chosen)."""
 
 
 class ServingRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Answers under one plan while about as many others were being given. Medians; what is predicted is predicted for
-    each answer: its own prompt, as many others."""
+    """Medians over answers under one plan with a similar number of concurrent answers. Each answer's prediction is made
+    for its own prompt and concurrency."""
 
     version: int
     at_once: float
-    """Answers being given meanwhile, with this one."""
+    """Median number of concurrent answers, including the answer itself."""
     answers: int
     predicted_first_token_s: float
-    """In an idle pool."""
+    """Predicted for an idle pool."""
     measured_first_token_s: float
     predicted_tokens_per_s: float | None
-    """Of one stream; None where no answer had two tokens."""
+    """Speed of one stream; None if no answer had two tokens."""
     measured_tokens_per_s: float | None
 
 
@@ -61,7 +59,7 @@ class _Answer:
     began_s: float
     began_area: float
     prompt_tokens: int = 0
-    """Read, not known from before."""
+    """Prompt tokens that were computed, not taken from the prefix cache."""
     first_s: float = 0.0
     first_area: float = 0.0
     last_s: float = 0.0
@@ -71,7 +69,7 @@ class _Answer:
 
     @property
     def at_once(self) -> float:
-        """Mean over the time of its tokens, of a single token over the wait for it."""
+        """Mean number of concurrent answers while its tokens were emitted, or until the only token was."""
         since_s, since = (self.first_s, self.first_area) if self.tokens > 1 else (self.began_s, self.began_area)
         lasted_s = self.last_s - since_s
         return max(1.0, (self.last_area - since) / lasted_s) if lasted_s > 0 else 1.0
@@ -84,20 +82,20 @@ class _Answer:
 
 @dataclass(slots=True)
 class ServingObservation:
-    """An engine like the one it is given. `plan`: the one in force."""
+    """An engine that forwards to `engine` and times the answers. `plan`: returns the plan in force."""
 
     engine: Engine
     plan: Callable[[], Plan]
     now_s: Callable[[], float] = time.monotonic
     left_out: int = 0
-    """Answers that a fault held up, or during which the plan changed."""
+    """Number of answers that are not counted because a fault delayed them or the plan changed meanwhile."""
     vocabulary: int = field(init=False)
     context_tokens: int = field(init=False)
     stop_tokens: frozenset[int] = field(init=False)
     _answers: deque[_Answer] = field(default_factory=lambda: deque(maxlen=KEPT))
     _open: int = 0
     _area: float = 0.0
-    """Open answers, summed over time."""
+    """Integral of the number of open answers over time, in seconds."""
     _since_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -117,12 +115,12 @@ class ServingObservation:
     def submit(self, generation: Generation) -> TokenStream:
         stream = self.engine.submit(generation)
         now_s = self._pass(1)
-        # Scores of a whole prompt are no part of any plan.
+        # Log probabilities of a whole prompt are not part of the prediction.
         answer = _Answer(self.plan(), now_s, self._area, disturbed=generation.prompt_logprobs)
         return _Watched(stream, answer, self)
 
     def see(self, answer: _Answer, event: StreamEvent) -> None:
-        """Of an open answer."""
+        """Record an event of an open answer."""
         now_s = self._pass(0)
         match event:
             case PromptRead():
@@ -146,7 +144,7 @@ class ServingObservation:
                 self._answers.append(answer)
 
     def rows(self, problem: Problem, chunk_tokens: int) -> tuple[ServingRow, ...]:
-        """By plan and, in powers of two, by how many were answered at once."""
+        """Return a row for each plan and each power of two of concurrent answers."""
         costs = StageCosts(problem)
         groups: dict[tuple[int, int], list[_Answer]] = {}
         for answer in self._answers:
@@ -154,7 +152,7 @@ class ServingObservation:
         return tuple(_row(groups[key], costs, chunk_tokens) for key in sorted(groups))
 
     def _pass(self, change: int) -> float:
-        """Time passes; then so many more are open."""
+        """Advance the integral to now, then change the number of open answers by `change`. Returns now, in seconds."""
         now_s = self.now_s()
         self._area += self._open * (now_s - self._since_s)
         self._since_s = now_s
@@ -163,7 +161,7 @@ class ServingObservation:
 
 
 class _Watched:
-    """A stream whose events are seen on their way."""
+    """A stream that forwards to `stream` and records its events."""
 
     def __init__(self, stream: TokenStream, answer: _Answer, observation: ServingObservation) -> None:
         self._stream = stream
@@ -216,13 +214,14 @@ def _row(answers: Sequence[_Answer], costs: StageCosts, chunk_tokens: int) -> Se
 
 
 def _predicted_rate(plan: Plan, costs: StageCosts, sessions: int) -> float:
-    """Of one stream, with as many passes in flight as the plan wants at most."""
+    """Return the predicted tokens per second of one stream, with at most the plan's number of passes in flight."""
     wanted = len(plan.stages) if plan.serving is None else max(plan.serving.passes_in_flight, len(plan.stages))
     return 1.0 / round_trip_s(plan.stages, costs, sessions, min(wanted, sessions))
 
 
 def show_serving(rows: Sequence[ServingRow], *, left_out: int, guessed: float, shared: str) -> None:
-    """Nothing where nothing was answered. `guessed`: tokens that were guessed right."""
+    """Print predicted and measured figures. `left_out`: answers not counted; `guessed`: accepted speculative tokens;
+    `shared`: the sentence about shared cores, or empty."""
     if rows:
         console.table(
             ["plan", "at once", "answers", "first token, predicted", "measured", "tokens/s, predicted", "measured"],
@@ -238,14 +237,14 @@ def show_serving(rows: Sequence[ServingRow], *, left_out: int, guessed: float, s
                 ]
                 for row in rows
             ],
-            title="Predicted and measured (medians over answers; first tokens as in an idle pool, speed of one stream)",
+            title="Predicted and measured (medians; first tokens predicted for an idle pool, speed of one stream)",
             right=(0, 1, 2, 3, 4, 5, 6),
         )
     if left_out:
         answers = "1 answer is" if left_out == 1 else f"{left_out} answers are"
-        console.line(f"{answers} left out: a fault or another plan came in between.")
+        console.line(f"{answers} left out: a fault or a change of plan occurred meanwhile.")
     if rows and guessed:
-        console.line(f"{guessed:,.0f} tokens were guessed right; the plan predicts without guesses.")
+        console.line(f"{guessed:,.0f} speculative tokens were accepted; the plan predicts without speculation.")
     if rows and shared:
         console.line(console.printable(shared))
 

@@ -1,7 +1,4 @@
-"""Flags about how a model is served, shared by `fusion serve`, `fusion chat` and `fusion plan --task serve`.
-
-Decides their spelling and their defaults; serves nothing. Neighbours: the commands beside this file.
-"""
+"""Flags for serving a model, with their defaults, shared by `fusion serve`, `fusion chat` and `fusion plan`."""
 
 from __future__ import annotations
 
@@ -22,19 +19,19 @@ from fusionai.wire.serving import MAX_SESSIONS
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 CONTEXT_TOKENS: Final = 4096
-"""Without a word from user or model."""
+"""Default and, if the model allows more, upper limit of the default context, in tokens (chosen)."""
 SESSIONS: Final = 16
 MOST_SESSIONS: Final = MAX_SESSIONS - 1
-"""The probe is one more."""
+"""Upper limit of `--sessions`. The probe takes one more session."""
 CACHED_CONTEXTS: Final = 4
-"""There should be room for so many whole contexts; sessions are usually shorter."""
+"""Number of full contexts that the KV cache must hold (chosen). Sessions are usually shorter than the context."""
 PASS_TOKENS: Final = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingOptions:
-    """`context_tokens` None: what the model can, at most `CONTEXT_TOKENS`. `ends` are the owner's where `privacy` keeps
-    them there."""
+    """Values of the flags. `context_tokens` None: the model's, at most `CONTEXT_TOKENS`. `ends`: where embedding and
+    head are; always `owner` if `privacy` keeps them there."""
 
     weights: Literal["fp32", "bf16", "fp16", "int8", "int4"]
     cache: Literal["fp32", "bf16", "fp16"]
@@ -44,13 +41,14 @@ class ServingOptions:
     privacy: PrivacyLevel = "split"
     confidential: bool = False
     asked: PrivacyLevel | None = None
-    """The level as somebody named it, if anybody did."""
+    """The level given with `--privacy`, None if none was."""
     first_layers: int = 0
     last_layers: int = 0
-    """That stay with the job owner besides, with `split-k`."""
+    """Layers at either end that also stay with the job owner at level `split-k`."""
 
     def needs(self, model_tokens: int | None) -> ServingNeeds:
-        """`model_tokens`: positions the model has, None where it has no limit or nobody knows."""
+        """Return the planner's serving needs. `model_tokens`: the model's largest context, None if unlimited or
+        unknown."""
         asked = self.context_tokens or min(model_tokens or CONTEXT_TOKENS, CONTEXT_TOKENS)
         context = min(asked, model_tokens or asked)
         return ServingNeeds(
@@ -64,7 +62,7 @@ class ServingOptions:
 
 
 class GuessCount(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
-    """`auto`, `off`, or a number of guesses."""
+    """Parameter type: `auto`, `off`, or a number of guessed tokens."""
 
     name = "guesses"
 
@@ -84,45 +82,43 @@ def serving_options(function: _Function) -> _Function:
         type=click.Choice(["fp32", "bf16", "fp16", "int8", "int4"]),
         default="fp32",
         show_default=True,
-        help="How machines keep the model's matrices; int8 and int4 are weight-only.",
+        help="Store the model's matrices in this format; int8 and int4 are weight-only quantisation.",
     )
     @click.option(
         "--cache",
         type=click.Choice(["fp32", "bf16", "fp16"]),
         default="fp32",
         show_default=True,
-        help="How machines keep keys and values.",
+        help="Store the KV cache in this format.",
     )
     @click.option(
         "--context",
         "context_tokens",
         type=click.IntRange(min=2),
-        help=f"Longest prompt plus answer in tokens.  [default: the model's, at most {CONTEXT_TOKENS}]",
+        help=f"Limit prompt plus answer to this many tokens.  [default: the model's limit, at most {CONTEXT_TOKENS}]",
     )
     @click.option(
         "--sessions",
         type=click.IntRange(1, MOST_SESSIONS),
         default=SESSIONS,
         show_default=True,
-        help="So many at a time.",
+        help="Serve up to this many sessions at a time.",
     )
     @click.option(
         "--ends",
         type=click.Choice(["owner", "pool"]),
-        help="Who has embedding and head: this machine (tokens and logits never leave it) or the pool.  "
-        "[default: owner]",
+        help="Place embedding and head on this machine (`owner`: tokens and logits never leave it) or on peers "
+        "(`pool`).  [default: owner]",
     )
     @privacy_option
-    @click.option(
-        "--confidential", is_flag=True, help="Only trusted peers will do: refused at any other level than `trusted`."
-    )
+    @click.option("--confidential", is_flag=True, help="Refuse to run at any privacy level other than `trusted`.")
     @click.option(
         "--keep-first",
         "first_layers",
         type=click.IntRange(min=0),
         default=0,
         metavar="K",
-        help="With --privacy split-k: so many layers behind the embedding stay here.",
+        help="With --privacy split-k: keep the first K layers on this machine.",
     )
     @click.option(
         "--keep-last",
@@ -130,7 +126,7 @@ def serving_options(function: _Function) -> _Function:
         type=click.IntRange(min=0),
         default=0,
         metavar="M",
-        help="With --privacy split-k: so many layers before the head stay here.",
+        help="With --privacy split-k: keep the last M layers on this machine.",
     )
     @wraps(function)
     def with_options(
@@ -149,12 +145,13 @@ def serving_options(function: _Function) -> _Function:
         level, place = _resolved(privacy, ends)
         if confidential and level != "trusted":
             raise UsageError(
-                f"--confidential asks for trusted peers, and at level {level!r} others could reconstruct the text.",
+                f"--confidential needs --privacy trusted: at level {level!r} others could reconstruct the text.",
                 hint="Add --privacy trusted, or leave --confidential out.",
             )
         if (level == "split-k") != bool(first_layers or last_layers):
             raise UsageError(
-                f"--keep-first and --keep-last go with --privacy split-k, and that with one of them; got {level}."
+                "--keep-first and --keep-last need --privacy split-k, which needs at least one of them; got "
+                f"--privacy {level}."
             )
         served = ServingOptions(
             weights=cast(Any, weights),
@@ -176,11 +173,13 @@ def serving_options(function: _Function) -> _Function:
 def _resolved(
     privacy: PrivacyLevel | None, ends: Literal["owner", "pool"] | None
 ) -> tuple[PrivacyLevel, Literal["owner", "pool"]]:
-    """Ends with the pool are what no level that keeps them can mean. Raises `UsageError`."""
+    """Return the privacy level and the place of embedding and head, with their defaults.
+
+    Raises `UsageError` if `ends` places them in the pool at a level that keeps them with the owner."""
     level = privacy or ("encrypted" if ends == "pool" else "split")
     if ends == "pool" and keeps_ends(level):
         raise UsageError(
-            f"--ends pool sends token ids and logits to peers, --privacy {level} keeps them here.",
-            hint="Leave one of them out.",
+            f"--ends pool sends token ids and logits to peers, but --privacy {level} keeps them on this machine.",
+            hint="Leave one of the two out.",
         )
     return level, ends or "owner"

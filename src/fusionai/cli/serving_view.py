@@ -1,6 +1,6 @@
-"""How a serving job is shown: the plan, weights on their way, faults; one line each, a bar on a terminal.
+"""Prints the events of a serving job, such as plan, loading and faults: a line each, and progress bars on a terminal.
 
-Decides what each event means for people. Neighbours: `client.serve` emits the events, `cli.plan` shows plans.
+`client.serve` emits the events; `cli.plan_view` prints plans.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fusionai.primitives.units import format_bytes, format_count, format_seconds
 from fusionai.serving import progress
 
 HASHING_SHOWN_BYTES: Final = 256_000_000
-"""Less is read at once."""
+"""Least size of weights for which a bar is shown while they are hashed (chosen). Less is hashed in a moment."""
 
 
 class ServingView:
-    """Callable with every event; a context manager that leaves the terminal as it was."""
+    """Callable with every event. As a context manager it removes its progress bars at the end."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
@@ -54,7 +54,7 @@ class ServingView:
             case ServePlanned():
                 self._planned(event)
             case progress.StageLoading():
-                if not self._ready:  # a spare's come while tokens flow
+                if not self._ready:  # spares load while the model already serves
                     what = f"stage {event.stage} on {self._name(event.peer)}"
                     self._bar((event.stage, event.peer), what, event.done_bytes, event.total_bytes)
             case progress.StageLoaded():
@@ -81,14 +81,14 @@ class ServingView:
             case progress.Checked(outcome="valid"):
                 pass
             case progress.Checked():
-                about = f"a text of {self._name(event.peer)} (stage {event.stage}) read again by"
+                about = f"a text of {self._name(event.peer)} (stage {event.stage}) recomputed by"
                 self.say(f"check: {about} {self._name(event.referee)}: {event.outcome}, {event.reason.rstrip('.')}")
             case progress.Fault(note=note):
-                gap = "" if note.gap_s is None else f" (tokens stood still for {format_seconds(note.gap_s)})"
+                gap = "" if note.gap_s is None else f" (no tokens for {format_seconds(note.gap_s)})"
                 self.say(f"{note.text.rstrip('.')}{gap}")
 
     def say(self, text: str) -> None:
-        """One line, above the bars."""
+        """Print one line, above the bars."""
         shown = console.printable(text)
         if self._bars is not None:
             self._bars.console.print(shown, markup=False, highlight=False)

@@ -1,6 +1,6 @@
-"""One question to the pool this machine is in, for commands that ask, print and end.
+"""Single requests to the pool this machine belongs to, for commands that ask, print and exit.
 
-Neighbours: `client.pool_session` asks; `cli.pool`, `cli.jobs`, `cli.broker` and `cli.plan` use this.
+`client.pool_session` holds the connection; `cli.pool`, `cli.jobs`, `cli.broker` and `cli.plan` use this module.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _Answer = TypeVar("_Answer")
 
 _PRESENT: Final = ("idle", "active")
 _ABSENT: Final = {
-    "silent": "nothing has been heard from it lately.",
+    "silent": "its heartbeats have stopped.",
     "lost": "it is not connected.",
     "draining": "it is leaving.",
-    "resting": "it rests, having been lost often lately.",
+    "resting": "it was lost often lately and gets no work for now.",
 }
 
 
 def in_pool(
     home: Path, ask: Callable[[PoolSession], Awaitable[_Answer]], *, membership: Membership | None = None
 ) -> _Answer:
-    """Open a session with the membership in `home` (or another one), ask, close."""
+    """Open a session with the membership in `home` (or `membership`), return the answer of `ask`, close the session."""
     known = membership or any_membership(home)
 
     async def asked() -> _Answer:
@@ -48,8 +48,10 @@ def in_pool(
 
 
 def pool_profiles(home: Path, *, trusted: bool = False) -> PoolOnPaper:
-    """The pool's present machines and this one as job owner, for planning; who is a member but can't be planned with is
-    named. `trusted`: only those of the owner's circle. Raises `UsageError` when nobody is there."""
+    """Return the connected peers of the pool, with this machine as job owner, for planning.
+
+    Members that can't be planned with are listed in `absent`, with the reason. `trusted`: use only members on the
+    owner's trust list. Raises `UsageError` if no peer is left."""
     members, barred = in_pool(home, lambda session: session.pool()), ()
     if trusted:
         names = {member.view.peer: member.profile.name for member in members}
@@ -65,18 +67,18 @@ def pool_profiles(home: Path, *, trusted: bool = False) -> PoolOnPaper:
     if not peers:
         who = "; ".join(f"{entry.peer}: {entry.reason.rstrip('.')}" for entry in absent)
         raise UsageError(
-            f"there is no peer in the pool that could be planned with{f' ({who})' if who else ''}.",
-            hint="Let machines join, or describe some in a file: --pool POOL.toml.",
+            f"no peer in the pool can be planned with{f' ({who})' if who else ''}.",
+            hint="Let machines join the pool, or describe machines in a file: --pool POOL.toml.",
         )
     links = near_links([member for member in members if member.view.state in _PRESENT])
     return PoolOnPaper(peers, this_machine(any_membership(home).peer), links=links, absent=absent)
 
 
 def this_machine(peer: PeerId) -> PeerProfile:
-    """The job owner's machine as a job started here would have it: measured now, its links not counted."""
+    """Measure this machine and return its profile as a job owner started here would have it, without its links."""
     from fusionai.backends.registry import open_backend
     from fusionai.client.train import owner_profile
 
-    console.note("Measuring this machine, which would feed the job and take its loss.")
+    console.note("Measuring this machine, which as job owner would feed the job and compute its loss.")
     report = open_backend("torch", device="auto", threads=None).probe()
     return msgspec.structs.replace(owner_profile(peer, report), name="this machine")

@@ -1,8 +1,7 @@
-"""`fusion simulate`: what a pool would make of a job, with machines that come, go, freeze and crash.
+"""`fusion simulate`: simulates a job on a pool whose machines come, go, freeze and crash.
 
-Decides what is simulated and in which order; `simulator` simulates, `simulate_view` shows, `simulate_plots` draws.
-
-Neighbours: `scenario_file` reads the scenario, `capture` gives the graph.
+`scenario_file` reads the scenario, `capture` supplies the graph, `simulator` simulates, `simulate_view` prints the
+results, `simulate_plots` draws them.
 """
 
 from __future__ import annotations
@@ -36,13 +35,15 @@ from fusionai.scheduling.types import Problem
 
 @click.command()
 @click.argument("scenario_file", type=click.Path(path_type=Path), metavar="SCENARIO.toml")
-@click.option("--seed", type=click.IntRange(min=0), help="Another seed than the scenario's.")
-@click.option("--hours", type=click.FloatRange(min=0, min_open=True), help="Other hours than the scenario's.")
+@click.option("--seed", type=click.IntRange(min=0), help="Use this seed instead of the scenario's.")
+@click.option(
+    "--hours", type=click.FloatRange(min=0, min_open=True), help="Simulate this many hours instead of the scenario's."
+)
 @click.option(
     "--plots",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Draw a step and the hours as PNG files into DIR.",
+    help="Draw one step and the whole time as PNG files into DIR.",
 )
 @catalogue_option
 @json_option
@@ -54,9 +55,9 @@ def simulate(
     catalogue_file: Path | None,
     json_file: Path | None,
 ) -> None:
-    """What the job of SCENARIO.toml would come to: a step event by event, then hours of machines that come and go.
+    """Simulate the job of SCENARIO.toml: a step event by event, then hours during which machines come and go.
 
-    Runs the planner, the takeovers and the broker's decisions that a pool runs, in virtual time. The same scenario and
+    Runs the planner, the takeovers and the broker's decisions of a real pool in virtual time. The same scenario and
     seed give the same figures.
     """
     read = read_scenario(scenario_file, read_catalogue(catalogue_file))
@@ -64,7 +65,7 @@ def simulate(
         try:
             plots.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            raise UsageError(f"can't make the directory {plots} ({problem.strerror}).") from None
+            raise UsageError(f"--plots: can't create the directory {plots} ({problem.strerror}).") from None
     graph = captured(read.model, read.asked, environment.fusion_home())
     figures = _served(read, graph) if read.table.task == "serve" else _trained(read, graph, seed, hours, plots)
     show_assumptions(read)
@@ -98,7 +99,7 @@ def _trained(
     show_steps(shown)
     figures = {"seed": scenario.seed, "hours": scenario.hours, **step_figures(shown)}
     if course is None:
-        console.line(f"No hours are simulated: {no_hours}")
+        console.line(f"Only single steps are simulated: {no_hours}")
     else:
         show_course(course, shown)
         figures |= course_figures(course, shown)
@@ -106,21 +107,22 @@ def _trained(
         from fusionai.cli.simulate_plots import draw_course, draw_step
 
         names = shown.names
-        console.line(f"Drawn: {draw_step(shown.steps, shown.plan, names, plots / 'step.png')}")
+        console.line(f"Written: {draw_step(shown.steps, shown.plan, names, plots / 'step.png')}")
         if course is not None:
             tokens = found.microbatches * problem.microbatch_tokens
-            console.line(f"Drawn: {draw_course(course, tokens, plots / 'hours.png')}")
+            console.line(f"Written: {draw_course(course, tokens, plots / 'hours.png')}")
     return figures
 
 
 def _why_no_hours(problem: Problem) -> str | None:
-    """Hours need what a real job has: an owner's machine that feeds it, decides its steps and is never replaced."""
+    """Return why hours can't be simulated, or None. As in a real job, they need an owner's machine that feeds the job,
+    commits its steps and is never replaced."""
     if problem.owner is None:
-        return "the pool's file says nothing of the job owner's machine ([owner])."
+        return "the pool file does not describe the job owner's machine; add an [owner] table."
     if any(role.role == "feed" and role.place == "pool" for role in problem.roles):
         return (
-            'the pool\'s file places the feed in the pool (feed = "pool"), which is for single steps on paper: a job '
-            'is fed by its owner\'s process. Set feed = "owner" for hours.'
+            'the pool file places the feed in the pool (feed = "pool"), which works only for single steps: a real job '
+            'is fed by its owner\'s process. Set feed = "owner" to simulate hours.'
         )
     return None
 

@@ -1,6 +1,6 @@
-"""Pictures of a simulated step (who computes what when) and of simulated hours (tokens per second over time).
+"""Draws a simulated step (which stage computes what when) and simulated hours (tokens per second over time).
 
-Decides colours and axes. Neighbours: `cli.simulate` calls it; `simulator.step` and `simulator.course` have the data.
+`cli.simulate` calls this; `simulator.step` and `simulator.course` supply the data.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 COLOURS: Final = {"forward": "#4c78a8", "backward": "#f58518", "weights": "#b279a2", "update": "#54a24b"}
 NUMBERED: Final = 24
-"""Up to so many microbatches their numbers stand in the bars."""
+"""Most microbatches per step for which their numbers are written into the bars."""
 _SLOTS: Final = 120
 
 
 def draw_step(run: StepRun, plan: Plan, names: Mapping[str, str], path: Path) -> Path:
-    """Lanes of all stages during the last step that was simulated; below each, what its peer sends."""
+    """Draw the last simulated step into `path`: a lane per stage, and below it the transfers that its peer sends."""
     figure = _figure(11, 1.6 + 0.5 * len(plan.stages))
     axes = figure.subplots()
     begin_s, end_s = (0.0, *run.committed_s)[-2:]
@@ -64,7 +64,7 @@ def draw_step(run: StepRun, plan: Plan, names: Mapping[str, str], path: Path) ->
     )
     axes.invert_yaxis()
     axes.set_xlim(0, 1.02 * (end_s - begin_s))
-    axes.set_xlabel("seconds since the commit before")
+    axes.set_xlabel("seconds since the previous commit")
     axes.set_title(f"One step, {format_seconds(end_s - begin_s)}: {plan.microbatches} microbatches", loc="left")
     axes.legend(ncols=5, loc="lower right", bbox_to_anchor=(1.0, 1.02), borderaxespad=0, frameon=False)
     figure.savefig(path)
@@ -72,7 +72,8 @@ def draw_step(run: StepRun, plan: Plan, names: Mapping[str, str], path: Path) ->
 
 
 def draw_course(course: Course, step_tokens: int, path: Path) -> Path:
-    """Tokens per second in equal parts of the time, with the interruptions; below, how many steps are official."""
+    """Draw simulated hours into `path`: tokens per second in equal intervals, with the interruptions, and below it the
+    number of committed steps. `step_tokens`: tokens per step."""
     figure = _figure(11, 6)
     pace, total = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     undisturbed = step_tokens / course.undisturbed_step_s
@@ -84,7 +85,7 @@ def draw_course(course: Course, step_tokens: int, path: Path) -> Path:
     for number, incident in enumerate(course.incidents):
         ends_s = course.lasted_s if incident.recovered_s is None else incident.recovered_s
         label = "stopped" if number == 0 else None
-        # A stop of seconds in a day of hours would not be seen: the line marks it, the area measures it.
+        # The area shows the duration; the line makes interruptions of seconds visible among hours.
         pace.axvspan(incident.at_s / 3600, ends_s / 3600, color="#e45756", alpha=0.35, linewidth=0, label=label)
         pace.axvline(incident.at_s / 3600, color="#e45756", alpha=0.6, linewidth=0.7)
     pace.set_ylabel("tokens/s")
@@ -96,7 +97,7 @@ def draw_course(course: Course, step_tokens: int, path: Path) -> Path:
     )
     pace.legend(loc="lower right")
     hours = [at_s / 3600 for at_s in course.commits_s]
-    total.plot([0.0, *hours], range(course.steps + 1), color="#4c78a8", drawstyle="steps-post", label="official")
+    total.plot([0.0, *hours], range(course.steps + 1), color="#4c78a8", drawstyle="steps-post", label="committed")
     end = course.lasted_s / 3600
     total.plot(
         [0.0, end], [0.0, course.lasted_s / course.undisturbed_step_s], "--", color="0.3", linewidth=1,

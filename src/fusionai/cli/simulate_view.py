@@ -1,6 +1,6 @@
-"""How a simulated step and simulated hours read, as tables and as figures. Decides words and keys; computes no time.
+"""Presents a simulated step, simulated hours and simulated generation, as printed tables and as figures for `--json`.
 
-Neighbours: `cli.simulate` calls it; `simulator.step`, `simulator.course` and `simulator.generation` have the figures.
+`cli.simulate` calls this; `simulator.step`, `simulator.course` and `simulator.generation` supply the data.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fusionai.simulator.generation import TokenRun
 from fusionai.simulator.step import StepRun
 
 SLOTS = 60
-"""Parts of the hours for which `--json` says how many steps they brought."""
+"""Intervals of the simulated time for which `--json` lists the committed steps."""
 SHOWN_INCIDENTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """A plan and its steps: `bare`: forward and backward alone; `steps`: with votes, commits and updates."""
+    """A plan and its simulated steps. `bare`: forward and backward alone; `steps`: with votes, commits and updates."""
 
     problem: Problem
     plan: Plan
@@ -65,9 +65,9 @@ def show_steps(shown: Simulated) -> None:
     bare_s = plan.step_time_s - plan.commit_s
     console.line(
         f"A step takes {format_seconds(run.step_s)}: {format_speed(shown.step_tokens / run.step_s)} tokens/s. Forward "
-        f"and backward alone {format_seconds(shown.bare.step_s)}; the plan predicts {format_seconds(bare_s)} "
-        f"({bare_s / shown.bare.step_s - 1:+.1%}) and {format_seconds(plan.commit_s)} for the word that it is "
-        f"complete. Slowest: {plan.bottleneck}."
+        f"and backward alone take {format_seconds(shown.bare.step_s)}; the plan predicts {format_seconds(bare_s)} "
+        f"({bare_s / shown.bare.step_s - 1:+.1%}) and {format_seconds(plan.commit_s)} for the commit. "
+        f"Slowest: {plan.bottleneck}."
     )
 
 
@@ -99,24 +99,24 @@ def show_course(course: Course, shown: Simulated) -> None:
     console.line()
     console.line(
         f"{course.lasted_s / 3600:g} h: {course.steps} steps, {format_speed(tokens_per_s)} tokens/s, "
-        f"{course.goodput:.1%} of what nothing disturbed would reach. {course.plans} plans, "
+        f"{course.goodput:.1%} of an undisturbed run. {course.plans} plans, "
         f"{len(course.incidents)} interruptions, {course.lost_steps} steps lost."
     )
     if course.takeovers:
-        told = {"exact": "exact", "tolerant": "by other numerics", "recut": "with the model cut anew"}
+        told = {"exact": "exact", "tolerant": "with other numerics", "recut": "with the model cut anew"}
         counts = (f"{course.takeovers.get(kind, 0)} {words}" for kind, words in told.items())
-        console.line(f"Taken over: {', '.join(counts)}")
+        console.line(f"Takeovers: {', '.join(counts)}")
     stopped = _stopped(course)
     if stopped:
         console.line(
-            f"Stopped for {format_seconds(median(stopped))} in the median, {format_seconds(_part(stopped, 0.95))} "
+            f"Interruptions lasted {format_seconds(median(stopped))} (median), {format_seconds(_part(stopped, 0.95))} "
             f"(p95), {format_seconds(max(stopped))} at most; "
-            f"{format_seconds(course.redone_s)} of work done again, {format_seconds(course.waiting_s)} without anybody "
-            "to stand in."
+            f"{format_seconds(course.redone_s)} of work was redone, {format_seconds(course.waiting_s)} passed with no "
+            "machine to take over."
         )
         _show_incidents(course)
     console.table(
-        ("peer", "there", "computing", "of its time"),
+        ("peer", "present", "computing", "of its presence"),
         list(_peer_rows(course, shown.names)),
         title="Machines",
         right=(1, 2, 3),
@@ -128,7 +128,7 @@ def _show_incidents(course: Course) -> None:
     chosen = sorted(longest[:SHOWN_INCIDENTS], key=lambda one: one.at_s)
     fewer = f", the {len(chosen)} longest of {len(longest)}" if len(longest) > len(chosen) else ""
     console.table(
-        ("at", "what", "stopped", "replayed", "remark"),
+        ("at", "cause", "lasted", "replayed", "remark"),
         [
             (
                 format_seconds(one.at_s),
@@ -194,7 +194,7 @@ def course_figures(course: Course, shown: Simulated) -> dict[str, object]:
 
 
 def slots(course: Course, count: int = SLOTS) -> Iterator[tuple[float, int]]:
-    """(end, steps that became official in it) of equal parts of the time."""
+    """Yield (end in seconds, committed steps) for each of `count` equal intervals of the time."""
     width_s = course.lasted_s / count
     steps = [0] * count
     for at_s in course.commits_s:
@@ -220,7 +220,7 @@ def show_tokens(plan: Plan, problem: Problem, one: TokenRun, all_: TokenRun) -> 
         right=(3,),
     )
     console.line(
-        f"One session: {format_speed(one.tokens_per_s)} tokens/s, the plan predicts {format_speed(plan.tokens_per_s)}."
+        f"One session: {format_speed(one.tokens_per_s)} tokens/s; the plan predicts {format_speed(plan.tokens_per_s)}."
     )
     predicted = 0.0 if plan.serving is None else plan.serving.tokens_per_s_together
     console.line(
@@ -244,15 +244,15 @@ def token_figures(plan: Plan, one: TokenRun, all_: TokenRun) -> dict[str, object
 
 
 def show_assumptions(read: ScenarioOnPaper) -> None:
-    """What nobody measured."""
+    """Print the figures that were assumed instead of measured."""
     for sentence in read.pool.assumed:
         console.line(f"Assumed: {sentence}")
     if read.table.task == "train":
         timings = read.scenario.timings
         console.line(
-            f"Assumed: a closed connection is noticed after {format_seconds(timings.notice_s)}, silence after "
-            f"{format_seconds(timings.silence_s)}; another plan takes {format_seconds(timings.plan_s)}, a commit's way "
-            f"to the disk {format_seconds(timings.journal_s)}."
+            f"Assumed: a closed connection is detected after {format_seconds(timings.notice_s)}, silence after "
+            f"{format_seconds(timings.silence_s)}; a new plan takes {format_seconds(timings.plan_s)}, writing a commit "
+            f"to disk {format_seconds(timings.journal_s)}."
         )
 
 

@@ -1,6 +1,6 @@
-"""Who held which stage, guarded one or was away, from when to when: the rows of the report's time line.
+"""Tracks from when to when each peer ran a stage, was a warm standby, or was away: the rows of the report's time line.
 
-Decides what ends a tenure: another plan, or a peer's loss. Neighbours: `cli.run_report` feeds it,
+A tenure ends with a plan that lacks it, or with the loss of the peer. `cli.run_report` feeds it;
 `dashboard.fault_chart` draws the result.
 """
 
@@ -20,13 +20,13 @@ BROKER = ""
 
 @dataclass(slots=True)
 class Tenures:
-    """All times are seconds since the start of the run, in order."""
+    """The tenures of a run. All times are seconds since its start, and calls must be in chronological order."""
 
     _open: dict[tuple[str, _Part, int | None], float] = field(default_factory=dict)
     _ended: list[Tenure] = field(default_factory=list)
 
     def plan(self, plan: Plan, at_s: float) -> None:
-        """In force from now on. The job owner's own part (the loss) has no row."""
+        """Start the tenures of a plan and end those that it lacks. The job owner's part (the loss) has no row."""
         wanted: set[tuple[str, _Part, int | None]] = {
             (stage.peer, "stage", stage.stage) for stage in plan.stages if "stage" in stage.roles
         }
@@ -38,11 +38,11 @@ class Tenures:
             self._open.setdefault(key, at_s)
 
     def broker(self, at_s: float) -> None:
-        """There is one, from now on."""
+        """The broker is available from now on."""
         self._open.setdefault((BROKER, "stage", None), at_s)
 
     def lost(self, peer: str, at_s: float) -> None:
-        """It holds nothing from now on, and is away until it is back or in a plan."""
+        """End the peer's tenures. It is away until `back` or a plan that contains it."""
         for key in [key for key in self._open if key[0] == peer and key[1] != "away"]:
             self._end(key, at_s)
         self._open.setdefault((peer, "away", None), at_s)
@@ -52,7 +52,7 @@ class Tenures:
             self._end((peer, "away", None), at_s)
 
     def until(self, end_s: float) -> tuple[Tenure, ...]:
-        """All of them up to `end_s`, in order of their beginnings."""
+        """Return all tenures, cut off at `end_s`, in order of their starts."""
         going = [self._tenure(key, since_s, end_s) for key, since_s in self._open.items()]
         ended = [msgspec.structs.replace(one, to_s=min(one.to_s, end_s)) for one in self._ended]
         shown = (one for one in (*ended, *going) if one.from_s < end_s)

@@ -1,6 +1,6 @@
-"""`fusion train RECIPE.toml`: train a model on the pool, live on the terminal; the same command again resumes.
+"""`fusion train RECIPE.toml`: trains a model on the pool with a live view; running it again resumes.
 
-Decides what is shown and written at the end. Neighbours: `client.train` does it, `cli.watch` shows it.
+Prints and writes the results at the end. `client.train` runs the job, `cli.watch` shows its progress.
 """
 
 from __future__ import annotations
@@ -11,22 +11,14 @@ import click
 
 from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
-from fusionai.cli.options import home_option, privacy_option
+from fusionai.cli.options import home_option, own_part_options, privacy_option
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.privacy import PrivacyLevel
 
 
 @click.command()
 @click.argument("recipe", metavar="RECIPE.toml", type=click.Path(path_type=Path))
-@click.option("--invite", "invitation", metavar="INVITE", help="Enter the pool with this invitation (once).")
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda", "mps"]),
-    default="auto",
-    show_default=True,
-    help="Where this machine computes the job owner's part (the loss).",
-)
-@click.option("--threads", type=click.IntRange(min=1), help="Threads for the job owner's part.  [default: all cores]")
+@own_part_options("the loss")
 @privacy_option
 @home_option
 @json_option
@@ -39,7 +31,9 @@ def train(
     home: Path,
     json_file: Path | None,
 ) -> None:
-    """Train the model of RECIPE.toml on the pool. Interrupted or stopped, the same command goes on where it was."""
+    """Train the model of RECIPE.toml on the pool.
+
+    After an interruption or a stop, run the same command again to resume."""
     from fusionai.cli.observation import show_observation
     from fusionai.cli.run_report import RunStory
     from fusionai.cli.watch import Watch
@@ -66,21 +60,21 @@ def train(
     state = "done" if result.stopped is None else f"stopped ({result.stopped}); the same command resumes"
     if result.early is not None:
         state = f"done early ({result.early})"
-    console.line(f"{result.job}: {state}; {result.steps} of {loaded.job.steps} steps are official")
+    console.line(f"{result.job}: {state}; {result.steps} of {loaded.job.steps} steps are committed")
     if result.losses:
         console.line(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
     for one in result.tolerant_takeovers:
         stages = ", ".join(str(stage) for stage in one.stages)
         who = ", ".join(story.faults.name(peer) for peer in one.peers)
         console.line(
-            f"from step {one.step + 1} on machines of other numerics computed (stage {stages} on {who}): tolerant, "
-            f"losses within {one.tolerance:g} of those of the machines before"
+            f"from step {one.step + 1} on, machines with other numerics computed stage {stages} ({who}): tolerant "
+            f"takeover, losses within {one.tolerance:g} of those of the machines before"
         )
     show_observation(story.observed(), story.names(), story.shared_cores())
     if (checks := story.checks()) is not None:
         console.line(
-            f"spot checks: {checks['checked_tasks']} of {checks['tasks']} tasks of guarded stages were run again "
-            "elsewhere and came out the same"
+            f"spot checks: {checks['checked_tasks']} of {checks['tasks']} tasks of stages with a warm standby were "
+            "recomputed on another machine, with the same results"
         )
     if result.checkpoint is not None:
         console.line(f"checkpoint (loads with transformers): {result.checkpoint}")

@@ -1,7 +1,7 @@
-"""`fusion train` of a recipe with `[replicas]`: several pipelines at once, live on the terminal, a report for each.
+"""`fusion train` for a recipe with `[replicas]`: several pipelines at once, with a live view and a report for each.
 
-Decides what is shown and written. Neighbours: `client.replicas` does it, `dashboard.replicas_view` draws,
-`cli.train` is the same for one pipeline.
+Prints and writes the results. `client.replicas` runs the job, `dashboard.replicas_view` draws the live view;
+`cli.train` does the same for one pipeline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fusionai.training.outer import RoundDone
 
 
 def train_with_replicas(recipe: Recipe, replicas: Replicas, options: TrainOptions, json_file: Path | None) -> None:
-    """Raises what `client.replicas` raises."""
+    """Train the recipe with `replicas`, then print and write the results. Raises the errors of `client.replicas`."""
     with _Watch(recipe, replicas) as watch:
         result = run_until_stopped(
             lambda stop: train_replicas(recipe, replicas, options, on_event=watch.see, stop=stop)
@@ -94,7 +94,7 @@ def _figures(number: int, result: TrainingResult, first_step: int, story: RunSto
 
 
 def mean_losses(result: ReplicasResult) -> list[float]:
-    """By step of the job, over the replicas that took it."""
+    """Return the mean loss of each step of the job over the replicas that took it."""
     by_step: dict[int, list[float]] = {}
     for number, one in result.replicas.items():
         for step, loss in enumerate(one.losses, result.first_steps[number]):
@@ -103,10 +103,10 @@ def mean_losses(result: ReplicasResult) -> list[float]:
 
 
 def _exchange(result: ReplicasResult) -> dict[str, object]:
-    """What the replicas sent and were sent, and what gradients summed at every step would have been."""
-    every_step = 2 * result.trained_bytes * result.trained_steps  # who was absent would have sent nothing
+    """Return the bytes that the replicas exchanged, compared with summing gradients at every step."""
+    every_step = 2 * result.trained_bytes * result.trained_steps  # only the steps that replicas took count
     times = every_step / result.exchanged_bytes if result.exchanged_bytes else None
-    less = "" if times is None else f", {times:.0f} x less than gradients at every step would be"
+    less = "" if times is None else f", {times:.0f} x less than exchanging gradients at every step"
     return {
         "rounds": result.rounds,
         "exchanged_bytes": result.exchanged_bytes,
@@ -125,13 +125,13 @@ def _write_reports(recipe: Recipe, result: ReplicasResult, stories: Mapping[int,
 
 @dataclass(slots=True)
 class _Watch:
-    """Shows events and keeps the stories of all replicas."""
+    """Shows events and collects the stories of all replicas."""
 
     recipe: Recipe
     replicas: Replicas
     stories: dict[int, RunStory] = field(default_factory=dict[int, RunStory])
     _firsts: dict[int, int] = field(default_factory=dict[int, int])
-    """Of each replica, the step of the job that it began at."""
+    """First step of the job that each replica took, by its number."""
     _view: ReplicasView | None = None
 
     def __enter__(self) -> _Watch:
@@ -156,9 +156,9 @@ class _Watch:
             case RoundDone(number=number, jobs=jobs, late=late, nbytes=nbytes):
                 number_of_all = len(self._firsts) if self.replicas.count == "auto" else self.replicas.count
                 missing = "" if len(jobs) == number_of_all else f" of {number_of_all}"
-                behind = f", and what {', '.join(late)} had left over" if late else ""
+                behind = f", with {', '.join(late)} catching up on a missed round" if late else ""
                 self._view.exchanged(
-                    f"round {number}: {len(jobs)}{missing} replicas agree{behind} ({format_bytes(nbytes)})"
+                    f"round {number}: {len(jobs)}{missing} replicas synchronised{behind} ({format_bytes(nbytes)})"
                 )
             case InReplica(number=number, event=inner):
                 story = self.story(number)
@@ -185,7 +185,7 @@ class _Watch:
             case progress.Warned(text=text):
                 view.note(console.printable(f"replica {number}: warning: {text}"))
             case progress.Waiting(reason=reason):
-                view.state(number, console.printable(f"waits: {reason}"))
+                view.state(number, console.printable(f"waiting: {reason}"))
             case _:
                 pass
 
@@ -193,4 +193,4 @@ class _Watch:
 def _machines(plan: Plan, story: RunStory) -> str:
     names = [story.faults.name(stage.peer) for stage in plan.stages if stage.peer != plan.feed]
     guards = {story.faults.name(guard.peer): None for guard in plan.guards}
-    return ", ".join(names) + (f" (guarded by {', '.join(guards)})" if guards else "")
+    return ", ".join(names) + (f" (standbys: {', '.join(guards)})" if guards else "")

@@ -1,8 +1,8 @@
-"""`fusion trust`: this machine's circle of trust. Whose signatures count, whom to endorse, whom to revoke.
+"""`fusion trust`: edits this machine's trust list: trusted signing keys, endorsed machines, revoked machines.
 
-Everything happens in files of this machine: an endorsement goes to another as a printed line, which is no secret.
-Keys are given in full: a name is what a broker says of a key, and the broker is whom the circle is there to check.
-Neighbours: `transport.circle` keeps the file, `transport.endorsements` signs.
+Only files of this machine change. An endorsement is passed on as a printed line, which is not secret. Keys are given in
+full, because names come from the broker, and the trust list must not depend on the broker. `transport.circle` stores
+the file, `transport.endorsements` signs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ DAY_S: Final = 86_400
 
 @click.group()
 def trust() -> None:
-    """Whom this machine's jobs trust: only members whose keys are endorsed by a key trusted here run jobs of level
-    `trusted`. The broker passes endorsements on and can't make any.
+    """Choose which machines this machine's jobs of privacy level `trusted` may use.
+
+    Such jobs run only on members whose keys are endorsed by a signing key trusted here. The broker passes endorsements
+    on but can't make any.
     """
 
 
@@ -50,23 +52,24 @@ def trust() -> None:
 @home_option
 @json_option
 def key(home: Path, json_file: Path | None) -> None:
-    """Show this machine's signing key, and the key it lends itself under. Where there is no signing key, one is made;
-    its endorsements count here from then on."""
+    """Show this machine's signing key, and the key that it lends itself under.
+
+    If there is no signing key yet, one is created and trusted here."""
     signer = _own_key(home)
     lends = load_identity(home).peer if (home / KEY_FILE).is_file() else None
     if json_file is not None:
         write_json(json_file, "trust", {"signing_key": signer, "peer": lends})
-    console.line(f"signing key (others: fusion trust add): {signer}")
+    console.line(f"signing key (for `fusion trust add` on other machines): {signer}")
     if lends is not None:
-        console.line(f"this machine lends as (others: fusion trust sign): {lends}")
+        console.line(f"this machine's key (for `fusion trust sign` on other machines): {lends}")
 
 
 @trust.command()
 @click.argument("signing_key", metavar="SIGNING_KEY")
-@click.option("--name", default="", help="What to call it here.")
+@click.option("--name", default="", help="Name of the key in lists on this machine.")
 @home_option
 def add(signing_key: str, name: str, home: Path) -> None:
-    """Trust SIGNING_KEY: members that it endorses may work for this machine's trusted jobs."""
+    """Trust SIGNING_KEY: members that it endorses may run this machine's `trusted` jobs."""
     text = key_text(parse_key(signing_key))
     circle = _circle(home)
     others = tuple(one for one in circle.signers if one.key != text)
@@ -78,37 +81,37 @@ def add(signing_key: str, name: str, home: Path) -> None:
 @click.argument("signing_key", metavar="SIGNING_KEY")
 @home_option
 def remove(signing_key: str, home: Path) -> None:
-    """Trust SIGNING_KEY no more: its endorsements count for nothing here, at once."""
+    """Stop trusting SIGNING_KEY: its endorsements no longer count here, with immediate effect."""
     text = key_text(parse_key(signing_key))
     circle = _circle(home)
     rest = tuple(one for one in circle.signers if one.key != text)
     if len(rest) == len(circle.signers):
-        raise UsageError(f"{text} is not trusted here.", hint="`fusion trust list` shows which are.")
+        raise UsageError(f"{text} is not trusted here.", hint="`fusion trust list` shows the trusted keys.")
     _keep(home, msgspec.structs.replace(circle, signers=rest))
-    console.line(f"Not trusted any more: {text}.")
+    console.line(f"No longer trusted: {text}.")
 
 
 @trust.command()
 @click.argument("peer", metavar="PEER")
-@click.option("--name", default="", help="Whose machine it is.")
+@click.option("--name", default="", help="Name of the machine, e.g. its owner's.")
 @click.option(
-    "--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="How long the endorsement holds."
+    "--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="Validity of the endorsement in days."
 )
 @home_option
 @json_option
 def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) -> None:
-    """Endorse the machine that lends under key PEER, and keep that here. The line that is printed does the same for
-    others who trust this signing key, once `fusion trust carry` on that machine has it."""
+    """Endorse the machine whose key is PEER, with this machine's signing key.
+
+    The endorsement counts here at once. Run the printed `fusion trust carry` command on the endorsed machine, so that
+    it also counts for others who trust this signing key."""
     member = _peer(peer)
     signer = _own_key(home)
     circle = _circle(home)
     if any(one.peer == member for one in circle.revoked):
-        raise UsageError(
-            f"{short(member)} is revoked here.", hint=f"`fusion trust revoke --undo {member}` takes that back first."
-        )
+        raise UsageError(f"{short(member)} is revoked here.", hint=f"Run `fusion trust revoke --undo {member}` first.")
     private = signing_key(home, make=False)
     if private is None:
-        raise UsageError(f"the signing key {signer} is gone from {home}.", hint="Run the command again.")
+        raise UsageError(f"the signing key {signer} has disappeared from {home}.", hint="Run the command again.")
     data = endorse(
         private,
         member,
@@ -121,7 +124,7 @@ def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) ->
     if json_file is not None:
         write_json(json_file, "trust", {"peer": member, "signing_key": signer, "endorsement": line_of(data)})
     console.line(
-        f"Endorsed for {days} days: {member}{f' ({name})' if name else ''}. On that machine, for others to see:"
+        f"Endorsed for {days} days: {member}{f' ({name})' if name else ''}. To show it to others, run on that machine:"
     )
     console.line(f"  fusion trust carry {line_of(data)}")
 
@@ -130,31 +133,35 @@ def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) ->
 @click.argument("line", metavar="ENDORSEMENT")
 @home_option
 def carry_line(line: str, home: Path) -> None:
-    """Show ENDORSEMENT, a line of `fusion trust sign` for this machine's key, to the pool; a `fusion join` that runs
-    shows it within seconds."""
+    """Show ENDORSEMENT, which `fusion trust sign` printed for this machine's key, to the pool.
+
+    A running `fusion join` shows it within seconds."""
     if not (home / KEY_FILE).is_file():
         raise UsageError(f"this machine has no key yet (there is no {home / KEY_FILE}).", hint="Join a pool first.")
     data = parse_line(line)
     carry(home, data, load_identity(home).peer)
     statement = read_endorsement(data)
-    console.line(f"Carried, until {_date(statement.not_after_s)}: the word of {key_text(statement.signer)}.")
+    console.line(f"Carried until {_date(statement.not_after_s)}: the endorsement by {key_text(statement.signer)}.")
 
 
 @trust.command()
 @click.argument("peer", metavar="PEER")
-@click.option("--undo", is_flag=True, help="Take a revocation back.")
+@click.option("--undo", is_flag=True, help="Cancel a revocation.")
 @home_option
 def revoke(peer: str, undo: bool, home: Path) -> None:
-    """Let PEER work for no trusted job of this machine any more, whoever has endorsed it. Jobs that run shut it out
-    within seconds. Whoever else trusts it has to revoke it, too."""
+    """Exclude PEER from this machine's `trusted` jobs, regardless of endorsements.
+
+    Running jobs exclude it within seconds. Other machines that trust PEER must revoke it themselves."""
     member = _peer(peer)
     circle = _circle(home)
     rest = tuple(one for one in circle.revoked if one.peer != member)
     if undo:
         if len(rest) == len(circle.revoked):
-            raise UsageError(f"{short(member)} is not revoked here.", hint="`fusion trust list` shows who is.")
+            raise UsageError(
+                f"{short(member)} is not revoked here.", hint="`fusion trust list` shows the revoked machines."
+            )
         _keep(home, msgspec.structs.replace(circle, revoked=rest))
-        console.line(f"Not revoked any more: {member}; endorsements that hold count again.")
+        console.line(f"No longer revoked: {member}; its valid endorsements count again.")
         return
     _keep(home, msgspec.structs.replace(circle, revoked=(*rest, Revoked(member, int(time.time())))))
     console.line(f"Revoked: {member}.")
@@ -164,7 +171,7 @@ def revoke(peer: str, undo: bool, home: Path) -> None:
 @home_option
 @json_option
 def show(home: Path, json_file: Path | None) -> None:
-    """The signing keys trusted here, the endorsements kept here, and who is revoked."""
+    """List the trusted signing keys, the endorsements known here, and the revoked machines."""
     circle = _circle(home)
     rows = [_row(circle, data) for data in circle.endorsements]
     if json_file is not None:
@@ -180,7 +187,7 @@ def show(home: Path, json_file: Path | None) -> None:
             },
         )
     if not circle.signers:
-        console.line("No signing key is trusted here: jobs of level `trusted` find nobody. `fusion trust key` begins.")
+        console.line("No signing key is trusted here, so `trusted` jobs find no peers. Start with `fusion trust key`.")
     for one in circle.signers:
         console.line(f"trusted to sign: {one.key}{f' ({console.printable(one.name)})' if one.name else ''}")
     if rows:
@@ -206,15 +213,15 @@ def _state(circle: Circle, data: bytes, statement: Endorsement) -> str:
         verify_endorsement(data, circle.keys, peer=PeerId(statement.peer), now_wall_s=time.time())
     except TrustError as error:
         return error.message
-    return f"holds until {_date(statement.not_after_s)}"
+    return f"valid until {_date(statement.not_after_s)}"
 
 
 def _own_key(home: Path) -> str:
-    """The signing key as text; a new one is trusted here from the start."""
+    """Return the signing key as text. If there is none, create one and trust it here."""
     known = signing_key(home, make=False)
     private = known or signing_key(home, make=True)
     if private is None:
-        raise UsageError(f"no signing key could be made in {home}.")
+        raise UsageError(f"no signing key could be created in {home}.")
     text = key_text(public_bytes(private.public_key()))
     if known is None:
         circle = _circle(home)
@@ -223,7 +230,7 @@ def _own_key(home: Path) -> str:
 
 
 def _circle(home: Path) -> Circle:
-    """The one kept here, or an empty one. A file that can't be read is not overwritten."""
+    """Return the trust list of `home`, or an empty one. Raises if the file can't be read, so that it is kept."""
     path = home / TRUST_FILE
     return load_circle(path) if path.exists() else Circle()
 
@@ -237,8 +244,8 @@ def _peer(text: str) -> PeerId:
         public_key_of(text)
     except TrustError as error:
         raise UsageError(
-            f"expected a machine's key in full, {PEER_ID_LENGTH} characters, got {text[:80]!r}.",
-            hint="`fusion trust key` on that machine prints it; ask its owner, not the broker.",
+            f"expected a machine's full key of {PEER_ID_LENGTH} characters, got {text[:80]!r}.",
+            hint="`fusion trust key` on that machine prints it. Get it from its owner, not from the broker.",
         ) from error
     return PeerId(text)
 

@@ -1,7 +1,6 @@
-"""How a training run is shown: the live view, TensorBoard, telemetry and the process log, fed by one stream of events.
+"""Shows a training run: turns its events into printed lines and updates of the live view.
 
-Decides what each event means for each of them; draws nothing itself. Neighbours: `client.train` emits the events,
-`dashboard.live` draws, `cli.train` and `cli.demo` use this.
+`client.train` emits the events, `dashboard.live` draws the view, `cli.train` and `cli.demo` use this.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from fusionai.training.progress import StepDone
 
 
 class Watch:
-    """Callable with every event and what there is to say about faults; a context manager that leaves the terminal as it
-    was. `faults` has been fed already."""
+    """Callable with every event and the lines to print about faults. As a context manager it closes the live view.
+
+    `faults`: the story of faults, which must have seen an event before this is called with it."""
 
     def __init__(self, title: str, total_steps: int, faults: FaultStory) -> None:
         self._title = title
@@ -61,7 +61,7 @@ class Watch:
             case progress.Evaluated():
                 self.say(evaluation_words(event))
             case progress.BestKept(step=step, path=path):
-                self.say(f"the best so far is step {step}: {path} stays")
+                self.say(f"step {step} is the best so far: its checkpoint {path} is kept")
             case progress.CheckpointSaved(step=step, path=path, seconds=seconds):
                 self.say(f"checkpoint of step {step} in {format_seconds(seconds)}: {path}")
             case progress.Warned(text=text):
@@ -70,7 +70,7 @@ class Watch:
                 self._plan_changed(event)
             case progress.Checked(outcome="disputed", stage=stage, reason=reason):
                 self.say(f"a check of stage {stage} (steps {event.first + 1} to {event.below}) is in dispute: {reason}")
-            case _:  # of faults, whose words come with the event
+            case _:  # fault events, whose lines are passed in `said`
                 pass
         if said:
             self._tell_faults(event, [console.printable(text) for text in said])
@@ -87,7 +87,7 @@ class Watch:
             )
             for episode in self._faults.episodes
         ]
-        if isinstance(event, Killed | Returned | progress.Waiting):  # no part of the time line
+        if isinstance(event, Killed | Returned | progress.Waiting):  # not part of the time line
             self._view.faults(lines, ())
             for text in said:
                 self._view.note(text)
@@ -98,7 +98,7 @@ class Watch:
         self._plan = event.plan
         if self._view is not None:
             told = any(event.reason.endswith(episode.reason) for episode in self._faults.open())
-            # What a fault's own line says is not said again.
+            # Not repeated if a fault's line already says it.
             self._view.plan_changed(event.plan, "" if told else console.printable(event.reason.rstrip(".")))
 
     def say(self, text: str) -> None:
@@ -120,7 +120,7 @@ class Watch:
             f"{len(captured.graph.nodes)} operators in {max(n.block for n in captured.graph.nodes) + 1} blocks"
         )
         if event.plan.codecs:
-            self.say(f"between stages, activations and gradients travel packed: {shown(event.plan.codecs)}")
+            self.say(f"between stages, activations and gradients are compressed: {shown(event.plan.codecs)}")
         for sentence in savings(event.plan):
             self.say(sentence)
         for sentence in privacy_lines(event.prepared.recipe.privacy.level, event.plan):
@@ -147,7 +147,7 @@ class Watch:
 
 
 def evaluation_words(event: progress.Evaluated) -> str:
-    """One line; the best is said where this is not it."""
+    """Return one line about an evaluation, which names the best one so far."""
     if event.best is None:
         beside = ""
     else:
@@ -156,7 +156,7 @@ def evaluation_words(event: progress.Evaluated) -> str:
 
 
 def stage_busy(event: StepDone, plan: Plan | None) -> tuple[float, ...]:
-    """Part of the step each stage computed."""
+    """Return the fraction of the step that each stage computed, from 0 to 1."""
     if plan is None:
         return ()
     return tuple(

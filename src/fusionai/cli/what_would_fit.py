@@ -1,7 +1,7 @@
-"""When there is no plan: what would have to change for there to be one. Decides what is tried.
+"""Finds changes that would give a plan when the planner finds none.
 
-Each change is put to the planner on its own, and only those that lead to a plan are named: nothing untried is
-promised. Neighbours: `cli.plan` asks when the planner refuses.
+Each change is tried with the planner on its own, and only those that give a plan are suggested. `cli.plan` calls this
+when the planner refuses.
 """
 
 from __future__ import annotations
@@ -21,36 +21,39 @@ from fusionai.scheduling.ends import ends_of, owners_bytes
 from fusionai.scheduling.types import PeerProfile, Problem
 
 MOST_COPIES: Final = 32
-"""Of more machines than that only the least number that could do is said."""
+"""Most copies of a machine that are tried with the planner (chosen). Beyond, only a lower bound is given."""
 MOST_TIMES: Final = 64
+"""Largest multiple of the lent memory that is tried (chosen)."""
 HALVINGS: Final = 4
+"""Bisection steps that refine the multiple of memory (chosen)."""
 MOST_TRIED_PEERS: Final = 128
-"""In larger pools the planner takes too long to be asked several times."""
+"""Largest pool for which changes are tried (chosen). In larger ones the planner takes too long to be run repeatedly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """`problem`: made when it is tried, because some need a new graph. None: it can't be made."""
+    """A change to try. `problem` is called when it is tried, because some changes need a new graph; it returns None if
+    the changed problem can't be built."""
 
     words: str
     problem: Callable[[], Problem | None]
 
 
 def what_would_fit(problem: Problem, others: Sequence[Change] = ()) -> list[str]:
-    """Changes that lead to a plan, in words; `others` besides those every problem has."""
+    """Return descriptions of the changes that give a plan. `others`: changes to try besides those made here."""
     if len(problem.peers) > MOST_TRIED_PEERS:
         return []
     found: list[str] = []
     for change in (*_lifted(problem), *others):
         if _tried(change):
             found.append(change.words)
-    # More machines only where nothing else is in the way.
+    # More machines or memory are tried only if no other change helps.
     found = found or list(_more_machines(problem)) or list(_more_memory(problem))
     return [*found, *(change.words for change in _with_owners(problem) if _tried(change))]
 
 
 def _lifted(problem: Problem) -> Iterator[Change]:
-    """The user's own constraints, one at a time."""
+    """Yield changes that lift one of the user's constraints."""
     if problem.required:
         yield _change("without `required`", problem, required=())
     if problem.pinned:
@@ -65,26 +68,26 @@ def _lifted(problem: Problem) -> Iterator[Change]:
         yield _change("with --privacy encrypted", problem, kept_first=0, kept_last=0)
     elif problem.owner is not None and any(role.place == "owner" for role in problem.roles):
         roles = tuple(msgspec.structs.replace(role, place="pool") for role in problem.roles)
-        yield _change("with the model's ends in the pool", problem, roles=roles)
+        yield _change("with embedding and head in the pool", problem, roles=roles)
 
 
 def _with_owners(problem: Problem) -> Iterator[Change]:
-    """Where the job owner's machine is not one of the pool: as a member of it, with what its ends leave free."""
+    """Yield the change that also lends the job owner's machine, with the memory that its own part leaves free."""
     owner = problem.owner
     if owner is None or not owner.flops_per_s > 0 or any(peer.peer == owner.peer for peer in problem.peers):
         return
     words = "with this machine lent to the pool as well (`fusion join`)"
     own = msgspec.structs.replace(owner, roles=("stage",))
     if problem.task == "train" and ends_of(problem).first:
-        # The owner's own part is a stage apart from what a member on the same machine would hold.
+        # The owner's part is a separate stage from those that a member on the same machine would hold.
         free = max(0, owner.memory_bytes - ceil(owners_bytes(problem)))
         own = msgspec.structs.replace(own, peer=f"{owner.peer} (lent)", memory_bytes=free)
     yield _change(words, problem, peers=(*problem.peers, own))
 
 
 def _more_machines(problem: Problem) -> Iterator[str]:
-    """How many more of the largest machine it takes: from what memory alone asks for, doubled until it fits, then
-    halved back."""
+    """Yield how many more machines like the largest are needed. Starts at the number that memory alone requires,
+    doubles until a plan exists, then bisects."""
     usable = [peer for peer in problem.peers if peer.flops_per_s > 0 and "stage" in peer.roles]
     if not usable or problem.stages is not None:
         return
@@ -113,7 +116,7 @@ def _more_machines(problem: Problem) -> Iterator[str]:
 
 
 def _more_memory(problem: Problem) -> Iterator[str]:
-    """Where not even one block fits: how much more everybody would have to lend."""
+    """Yield how many times as much memory all peers would have to lend. Used if not even one block fits."""
     high = 2.0
     while not _plans(_roomier(problem, high)):
         high *= 2

@@ -1,5 +1,5 @@
-"""What a job owner needs: the pool's state, a job from a recipe, a pool of one's own machine for the demo.
+"""The job owner's side: sessions with the pool, training and serving jobs, and pools of local processes.
 
-Composes `capture`, `corpus`, `scheduling`, `training`; talks to a broker through `transport` only.
-Neighbours: `cli` is above.
+Neighbours: composes `capture`, `corpus`, `scheduling`, `training` and `serving`, and reaches the broker only through
+`transport`; `cli` uses it.
 """

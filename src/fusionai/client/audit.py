@@ -1,9 +1,9 @@
-"""An audit from beginning to end: a model (trained here, or given), text with planted secrets, attacks on all of it.
+"""Runs a privacy audit: a model (trained here, or given), texts with planted secrets, and attacks on all boundaries.
 
-Decides what is private in the trial and what the attacker knows; the attacks are in `privacy`. Text is the source of
-this Python's standard library: on every machine, and nobody's. A part of its files trains, a part is the attacker's, a
-part holds the trial. Neighbours: `corpus` reads and tokenises, `execution.codecs` are what peers really send in,
-`cli.audit` shows the findings.
+Defines what is private in the trial and what the attacker knows; the attacks are in `privacy`. The text is the source
+of Python's standard library, which every machine has. Its files are divided into training data, the attacker's data and
+the texts of the trial. `corpus` reads and tokenises, `execution.codecs` are the codecs of real links, `cli.audit`
+prints the findings.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fusionai.wire.codecs import Packing
 CORPUS_BYTES: Final = 3_000_000
 VOCABULARY: Final = 1024
 TEMPLATE: Final = "system: You are a careful assistant. Say what this code does.\nuser: "
-"""What every request begins with, and every peer knows."""
+"""Beginning of every request, known to every peer."""
 PACKINGS: Final[tuple[Packing, ...]] = ("int8", "int4")
 SECRET_HEX: Final = 10
 _ROW_TOKENS: Final = 64
@@ -56,8 +56,8 @@ _HELD_OUT_TOKENS: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditOptions:
-    """`model` None: a small one is trained. `depths` None: all that leave home at `level`; `level` None: all there
-    are, every defence. `first`, `last`: blocks that stay at home at `split-k`."""
+    """Options of an audit. `model` None: train a small one. `depths` None: all that peers see at `level`. `level` None:
+    all depths and defences. `first`, `last`: blocks that stay with the owner at `split-k`."""
 
     model: Path | None = None
     small: SmallModel = field(default_factory=SmallModel)
@@ -79,8 +79,8 @@ class AuditOptions:
 
 
 def audited(options: AuditOptions, on_doing: Callable[[audit.Doing], None]) -> Findings:
-    """Run it. Raises `UsageError` for depths or texts that the model does not have room for, `ModelError` for a model
-    that an attack can't read."""
+    """Run the audit and return its findings. Raises `UsageError` for depths or texts that do not fit the model,
+    `ModelError` for a model that an attack can't read."""
     begun_s = time.perf_counter()
     device = chosen_device(options.device)
     corpus = _corpus(options)
@@ -92,8 +92,8 @@ def audited(options: AuditOptions, on_doing: Callable[[audit.Doing], None]) -> F
     longest = max(texts.trial.shape[1], _ROW_TOKENS)
     if longest > attacked.longest_tokens:
         raise UsageError(
-            f"texts of {longest} tokens are longer than the {attacked.longest_tokens} that this model sees at once.",
-            hint="Make the private part shorter with --tokens.",
+            f"texts of {longest} tokens are longer than this model's context of {attacked.longest_tokens} tokens.",
+            hint="Shorten the private part with --tokens.",
         )
     victims = _victims(options, attacked, corpus, device, on_doing)
     plan = audit.AuditPlan(
@@ -130,7 +130,7 @@ def audited(options: AuditOptions, on_doing: Callable[[audit.Doing], None]) -> F
 
 @dataclass(frozen=True, slots=True)
 class _Corpus:
-    """Token numbers of files that train, that the attacker has, and that hold the trial."""
+    """Token ids of the training files, of the attacker's files, and of the files for the trial."""
 
     tokenizer: Tokenizer
     total_bytes: int
@@ -146,7 +146,7 @@ def _corpus(options: AuditOptions) -> _Corpus:
         tokenizer = train_tokenizer(iter(contents), VOCABULARY)
     else:
         tokenizer = load_tokenizer(LocalTokenizer(path=str(options.model)))
-    # By files, each tenth: modules from A to Z in every part, none in two.
+    # Eight of ten files are for training, one is the attacker's, one is for the trial; no file is in two parts.
     parts: list[list[int]] = [[], [], []]
     for number, ids in enumerate(tokenizer.encode_batch(contents)):
         parts[{8: 1, 9: 2}.get(number % 10, 0)].extend(ids)
@@ -172,14 +172,14 @@ def _depths(options: AuditOptions, layers: int) -> tuple[int, ...]:
     least, most = (options.first, layers - options.last) if options.level == "split-k" else (0, layers)
     if least > most:
         raise UsageError(
-            f"the model has {layers} blocks: with the first {options.first} and the last {options.last} at home "
+            f"the model has {layers} blocks: with the first {options.first} and the last {options.last} kept local, "
             "none is left for peers.",
-            hint="Keep fewer with --first and --last.",
+            hint="Keep fewer blocks with --first and --last.",
         )
     asked = tuple(range(least, most + 1)) if options.depths is None else tuple(sorted(set(options.depths)))
     if odd := [depth for depth in asked if not least <= depth <= most]:
         raise UsageError(
-            f"nothing leaves home at depth {odd[0]}: here it does at depths {least} to {most}.",
+            f"peers see nothing at depth {odd[0]}, only at depths {least} to {most}.",
             hint=f"Choose --depths from {least} to {most}.",
         )
     return asked
@@ -219,7 +219,7 @@ def _victims(
 
 
 def through(codec: Packing) -> Packed:
-    """A boundary as it arrives after the codec that links use: packed and unpacked."""
+    """Return a function that packs and unpacks boundaries with `codec`, as links do."""
 
     def there_and_back(boundary: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         sent = pack("boundary", host_tensor("float32", boundary.shape, boundary.data), codec, following=True)
@@ -232,7 +232,8 @@ def through(codec: Packing) -> Packed:
 
 
 def _updates(attacked: AttackedModel, options: AuditOptions) -> tuple[audit.UpdateCase, ...]:
-    """Below and above the width of the weight; then one of them in other forms."""
+    """Return the cases of gradients: several numbers of texts, below and above the width of the weight; then one number
+    in other formats."""
     packed = {way.name: way.change for way in defences({codec: through(codec) for codec in PACKINGS}, ())}
     tokens = min(16, options.private_tokens - 1)
     fits = max(2, attacked.width // tokens - 1)
@@ -293,9 +294,9 @@ def _subject(options: AuditOptions, attacked: AttackedModel, corpus: _Corpus, te
 
 
 def check_model(path: Path) -> None:
-    """Before minutes of loading. Raises `ModelError`."""
+    """Check the model's directory before it is loaded, which takes minutes. Raises `ModelError`."""
     if not (path / "config.json").is_file():
         raise ModelError(
-            f"{path} is no model directory: it has no config.json.",
+            f"{path} is not a model directory: it has no config.json.",
             hint="Give a directory in Hugging Face layout, or leave --model out to train a small model.",
         )

@@ -1,7 +1,7 @@
-"""Long blocking work beside the event loop, which nobody waits for once it is not wanted any more.
+"""Runs long blocking work in a daemon thread beside the event loop.
 
-Unlike `asyncio.to_thread`, a cancelled call lets the program end at once: the thread is a daemon. Only for work that
-may be cut off at any point, as a killed process would be. Neighbours: `client.train` prepares and plans with it.
+Unlike with `asyncio.to_thread`, the program can end at once after a cancelled call. Only for work that may be cut off
+at any point, as in a killed process. `client.train` and `client.serve` prepare and plan with it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from fusionai.primitives.errors import UsageError
 
 T = TypeVar("T")
 THREAD_NAME: Final = "background"
-"""Name of these threads, for a program that ends while one computes on."""
+"""Name of these threads. At its end the program looks for threads of this name that still compute."""
 
 
 async def in_background(work: Callable[[], T]) -> T:
-    """The result of `work`, run in a thread of its own."""
+    """Run `work` in a new thread and return its result. If the call is cancelled, the thread runs on."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             result = work()
         except SystemExit as leaving:
-            # The job owner's own code runs here: its `sys.exit` must not end anything unsaid.
-            future.set_exception(UsageError(f"the model's code left the program (sys.exit({leaving.code!r}))."))
-        except Exception as problem:  # noqa: BLE001 - handed to whoever waits
+            # The job owner's own code runs here, and its `sys.exit` must be reported.
+            future.set_exception(UsageError(f"the model's code called sys.exit({leaving.code!r})."))
+        except Exception as problem:  # noqa: BLE001 - passed to the awaiting caller
             future.set_exception(problem)
         else:
             future.set_result(result)

@@ -1,9 +1,9 @@
-"""How a driver's start gets its deployment: the plan it had, if that is still in force, otherwise a new one.
+"""Gets the deployment with which a driver starts: the previous plan if it is still valid, otherwise a new plan.
 
-With the plan it had, stages that live keep their state. The broker renews the tickets; while it is away, those kept on
-the disk must do. In exact jobs a new plan takes only machines of the numerics that the steps so far were made with.
+With the previous plan, running stages keep their state. The broker renews the tickets; while it is away, the tickets on
+disk are used. In exact jobs a new plan uses only machines with the numeric fingerprints of the steps so far.
 
-Neighbours: `client.train` calls it, `client.replanning` makes plans real, `scheduling.planner` plans.
+`client.train` and `client.serve` call this; `client.replanning` has plans adopted, `scheduling.planner` makes them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fusionai.scheduling.replicated import with_replicas
 from fusionai.scheduling.types import Excluded, PeerProfile, Plan, Problem
 
 PLAN_ATTEMPTS: Final = 15
-"""A peer may be taken or gone between looking at the pool and asking for it."""
+"""Attempts to plan and assign peers (chosen). Between listing the pool and the request, a peer may be taken or lost."""
 WAITED_FOR: Final = 8
-"""In so many of them who still clears what it had of another job is waited for; then the others will do."""
+"""Attempts during which peers that still clear another job's data are waited for (chosen). Then the others are used."""
 PLAN_PAUSE_S: Final = 1.0
-"""Between two attempts: a peer that another job has just let go says so with its next heartbeat, 3 s at most; one that
-slept when that job ended is told with the heartbeat after."""
+"""Pause between attempts, in seconds. A peer reports that it is free with its next heartbeat, after at most 3 s; one
+that slept when its job ended, with the one after."""
 
 
 async def begin(
@@ -46,18 +46,20 @@ async def begin(
     driving: asyncio.Event,
     note: Callable[[str], None],
 ) -> Deployment:
-    """`members`: who is in the pool, None while its broker is away. `driving` is set before anything becomes the
-    pool's. Raises `PlanError`, `RecipeError`, `RefusedError`, `TransportError`."""
+    """Return the deployment for a training job. `members`: the pool's members, None while its broker is away. `driving`
+    is set before the broker is asked to start the job.
+
+    Raises `PlanError`, `RecipeError`, `RefusedError`, `TransportError`."""
     known = _known(replanner, prepared)
     if known is None:
         if members is None:
-            raise TransportError("the pool's broker can't be reached.", hint="A new job needs it; try again later.")
+            raise TransportError("the pool's broker can't be reached, and a new job needs it.", hint="Try again later.")
         return await _anew(replanner, prepared, owner, pool_name=pool_name, driving=driving, note=note)
     driving.set()
     try:
         return await replanner.renewed(Deployment(plan=known))
     except RefusedError as error:
-        if error.code == "unknown_job":  # it has ended for the pool: nobody holds anything of it
+        if error.code == "unknown_job":  # the job has ended for the pool: no peer holds its state
             return await _anew(replanner, prepared, owner, pool_name=pool_name, driving=driving, note=note)
         if error.code not in ("stale_fence", "untrusted"):
             raise
@@ -66,19 +68,19 @@ async def begin(
         kept = await in_background(lambda: kept_deployment(replanner.directory))
         if kept is None or kept.plan != known:
             raise
-        note("warning: the broker can't be reached; the job goes on with the plan and the tickets it had")
+        note("warning: the broker can't be reached; the job continues with its previous plan and tickets")
         return kept
 
 
 def _known(replanner: Replanner, prepared: Prepared) -> Plan | None:
-    """The plan this job's last start obeyed, if it is one of this model and the recipe still allows it."""
+    """Return the plan of the job's last start, if it is for the same model and the recipe still allows it."""
     adopted = replanner.journal.plan
     if adopted is None:
         return None
     try:
         plan = msgspec.json.decode(adopted.plan, type=Plan)
     except msgspec.DecodeError:
-        return None  # of another version of this program
+        return None  # written by another version of this program
     wanted = prepared.recipe.placement.stages
     pool_stages = sum("stage" in stage.roles for stage in plan.stages)
     fits = (wanted is None or wanted * plan.replicas == pool_stages) and ends_stay(plan, replanner.problem)
@@ -111,15 +113,16 @@ async def first_deployment(
     pool_name: str,
     note: Callable[[str], None],
 ) -> Deployment:
-    """Look, plan, ask; look again when a peer was taken meanwhile. Raises `PlanError`, `RefusedError`,
-    `TransportError`."""
+    """List the pool, plan, and ask the broker to adopt the plan; repeat if a peer was taken meanwhile.
+
+    Raises `PlanError`, `RefusedError`, `TransportError`."""
     for attempt in range(PLAN_ATTEMPTS):
         members = await replanner.pool.pool()
         usable = replanner.usable(members)
         clearing = [one.profile.name for one in members if replanner.clears(one)]
         if clearing and attempt < (WAITED_FOR if usable else PLAN_ATTEMPTS - 1):
             if attempt == 0:
-                note(f"waiting for {', '.join(clearing)}: still clearing what another job left there")
+                note(f"waiting for {', '.join(clearing)}: still clearing the data of another job")
             await asyncio.sleep(PLAN_PAUSE_S)
             continue
         if not usable:
@@ -131,25 +134,27 @@ async def first_deployment(
         except RefusedError as error:
             if error.code not in ("busy", "unknown_peer", "untrusted", "leaving") or attempt + 1 == PLAN_ATTEMPTS:
                 raise
-            note(f"looking at the pool again: {error.message}")
+            note(f"planning again: {error.message}")
             await asyncio.sleep(PLAN_PAUSE_S)
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def _as_begun(replanner: Replanner, problem: Problem) -> Problem:
-    """Once steps are official, the number of replicas stays: the order of sums depends on it."""
+    """Return `problem` with the number of replicas fixed once steps are committed: the order of sums depends on it."""
     adopted = replanner.journal.plan
     if problem.replicas != "auto" or adopted is None or not replanner.journal.committed:
         return problem
     try:
         return with_replicas(problem, msgspec.json.decode(adopted.plan, type=Plan).replicas)
     except msgspec.DecodeError:
-        return problem  # of another version of this program
+        return problem  # written by another version of this program
 
 
 def _equal_numerics(replanner: Replanner, usable: tuple[Member, ...]) -> tuple[Member, ...]:
-    """Once steps are official, an exact job goes on only where they come out the same; one that takes any numerics does
-    where there are as many such machines as it had."""
+    """Return the members that may continue the job once steps are committed. An exact job needs machines that compute
+    the same bits; a job with takeover = "any" prefers them if there are as many as it had.
+
+    Raises `PlanError` if an exact job finds none."""
     plan = replanner.adopted
     if replanner.is_tolerant or plan is None or not replanner.journal.committed:
         return usable
@@ -161,15 +166,15 @@ def _equal_numerics(replanner: Replanner, usable: tuple[Member, ...]) -> tuple[M
     if made_with and not equal:
         names = ", ".join(sorted(one.profile.name for one in usable))
         raise PlanError(
-            f"{replanner.journal.committed} steps are official, and none of the machines in the pool ({names}) "
-            "computes the same bits as those that made them.",
-            hint='Wait for such a machine, or set takeover = "any" in [faults].',
+            f"{replanner.journal.committed} steps are committed, and none of the machines in the pool ({names}) "
+            "computes the same bits as those that computed them.",
+            hint='Wait for such a machine to join, or set takeover = "any" in [faults].',
         )
     return equal or usable
 
 
 def nobody(pool_name: str, members: tuple[Member, ...], barred: tuple[Excluded, ...] = ()) -> PlanError:
-    """`barred`: those that are kept from the job whatever they do."""
+    """Return the error for a pool without a usable peer. `barred`: members that the job may not use."""
     present = [
         f"{member.profile.name} {'works on ' + member.view.job if member.view.job else 'is ' + member.view.state}"
         for member in members
@@ -177,10 +182,10 @@ def nobody(pool_name: str, members: tuple[Member, ...], barred: tuple[Excluded, 
     present += [f"{short(PeerId(one.peer))} is {one.reason.rstrip('.')}" for one in barred]
     if barred:
         return PlanError(
-            f"no trusted peer stands by in pool {pool_name!r}: {'; '.join(present)}.",
-            hint="This job runs on trusted peers alone: have them endorsed (`fusion trust sign`) or wait for such.",
+            f"no trusted peer is free in pool {pool_name!r}: {'; '.join(present)}.",
+            hint="This job runs only on trusted peers: have them endorsed (`fusion trust sign`) or wait for one.",
         )
     return PlanError(
-        f"no peer stands by in pool {pool_name!r}: {'; '.join(present) or 'nobody lends a machine there'}.",
-        hint="Let a machine join (`fusion invite`, `fusion join`) or wait; `fusion pool` shows who is there.",
+        f"no peer is free in pool {pool_name!r}: {'; '.join(present) or 'it has no members'}.",
+        hint="Let a machine join (`fusion invite`, `fusion join`) or wait; `fusion pool` lists the members.",
     )

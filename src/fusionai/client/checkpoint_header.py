@@ -1,4 +1,4 @@
-"""What a job says about its checkpoints. Neighbours: `client.train` and `client.newcomer` write some."""
+"""Builds the header that a job writes into its checkpoints, for `client.train` and `client.newcomer`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Looks at the circle of trust while a job runs: who is no longer in it loses its part within a second or so.
+"""Checks the owner's trust list while a job runs, and excludes peers that are no longer trusted within about a second.
 
-A revocation, an endorsement that expires and a trust file that can't be read any more all count. Decides only when to
-look. Neighbours: `client.job_trust` says who may stay, drivers shut out, `client.replanning` finds somebody else.
+A peer loses its trust by revocation, by an expired endorsement, or if the trust file becomes unreadable.
+`client.job_trust` decides who is trusted, drivers exclude peers, `client.replanning` replaces them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Guarded(Protocol):
     def deployment(self) -> Deployment: ...
 
     def shut_out(self, peer: PeerId, reason: str) -> None:
-        """It counts as lost."""
+        """Treat `peer` as lost."""
         ...
 
 
 async def watch_circle(trust: JobTrust, driver: Guarded) -> None:
-    """Until cancelled. Does nothing for a job that anybody may work for."""
+    """Check until cancelled. Returns at once for a job that does not need trusted peers."""
     while trust.required:
         await asyncio.sleep(LOOK_S)
         for peer in sorted(parts(driver.deployment.plan)):

@@ -1,9 +1,8 @@
-"""A greedy completion computed across the pool's stages, the whole sequence anew for each token.
+"""A greedy completion across the stages of a training job. It recomputes the whole sequence for each token.
 
-Decides the next token: the one with the largest logit, the first of equals, as `generate(do_sample=False)` does. The
-sampling role is the job owner's: logits come to it, token ids leave only to the first stage.
-
-Neighbours: `training.driver` runs the stages; serving with caches is another package's business.
+The next token is that with the largest logit, the first of equal ones, as in `generate(do_sample=False)`. The job owner
+samples: logits come to it, and token ids go only to the first stage. `training.driver` runs the stages; generation with
+KV caches is in `serving`.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from fusionai.training.driver import Driver
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`logits`: of the first new token, float32 values."""
+    """New token ids, and the float32 logits of the first new token."""
 
     tokens: tuple[int, ...]
     logits: tuple[float, ...]
 
 
 async def greedy(driver: Driver, prompt: Sequence[int], new_tokens: int, *, end_id: int | None) -> Completion:
-    """At most `new_tokens` tokens after `prompt`; ends after `end_id`."""
+    """Return at most `new_tokens` tokens after `prompt`, ending after `end_id`."""
     tokens = list(prompt)
     first: tuple[float, ...] = ()
     while len(tokens) - len(prompt) < new_tokens:

@@ -1,10 +1,10 @@
-"""The whole story on one machine: a pool, a real model, real text, and the proof that nothing was lost on the way.
+"""Runs the demo on one machine: trains on a pool while processes are killed, and compares with a plain reference run.
 
-The loop is `run_demo`: start the pool, train across it while some of its processes are killed, complete a prompt across
-it, run the plain reference, compare. Decides the demo's model and its unequal machines. Downloads nothing.
+`run_demo` starts the pool, trains on it, completes a prompt across it, runs the reference and compares. It defines the
+demo's model and its unequal machines, and downloads nothing.
 
-Neighbours: `client.local_pool` starts the processes, `client.kills` kills some, `client.train` trains,
-`client.reference_run` is the judge; `cli.demo` shows it.
+`client.local_pool` starts the processes, `client.kills` kills some, `client.train` trains, `client.reference_run` runs
+the reference; `cli.demo` prints the result.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PROMPT: Final = "import os\nimport sys\n\ndef main("
 COMPLETION_TOKENS: Final = 24
 CORPUS_BYTES: Final = 3_000_000
 SHARES: Final = (1.0, 0.8, 0.6, 0.9, 0.7, 0.5)
-"""What each peer lends, in turn: unequal machines, as homes have them."""
+"""Shares of time that the peers lend, in turn, so that the machines are unequal like those in homes."""
 NAMES: Final = ("tower", "desktop", "laptop", "workshop", "bedroom", "attic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """`peers` active stages and `spares` besides them. `directory` takes homes, logs, checkpoint and report.
-    `kills`: which process dies when."""
+    """`peers`: active stages; `spares`: further peers. `directory`: for homes, logs, checkpoint and report. `kills`:
+    which process is killed when."""
 
     directory: Path
     steps: int = 50
@@ -55,7 +55,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """Everything the demo saw; see `ok` for what it claims."""
+    """Measurements of a demo; `ok` says whether its claims hold."""
 
     training: TrainingResult
     planned: Planned
@@ -68,10 +68,10 @@ class DemoResult:
     completion_text: str
     wall_s: float
     trained_s: float
-    """From the first commit to the last, faults and all."""
+    """Time from the first commit to the last, including faults, in seconds."""
     kills: tuple[Outcome, ...] = ()
     lost_steps: int = 0
-    """Commits journalled at a kill that were missing or different at the end."""
+    """Number of commits that were journalled at a kill and were missing or different at the end."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -92,14 +92,14 @@ class DemoResult:
 
     @property
     def max_abs_logit_diff(self) -> float:
-        """Of the first completed token, pool against transformers."""
+        """Largest difference of the first new token's logits between the pool and transformers."""
         ours, plain = self.completion.logits, self.completion_reference.logits
         return max(abs(a - b) for a, b in zip(ours, plain, strict=True))
 
     @property
     def tokens_per_s(self) -> float:
-        """Over all steps but the first, which warms caches up (over the first if it is the only one); with all that
-        was lost and done again."""
+        """Speed over all steps, including time lost to faults. The first step, which warms up caches, is left out if
+        there are others."""
         committed = len(self.losses)
         if committed == 1:
             return self._tokens_per_step / self.steps[0].step_s
@@ -107,7 +107,7 @@ class DemoResult:
 
     @property
     def tokens_per_s_undisturbed(self) -> float:
-        """Of the middle one of all steps by time: what the pool does while nothing happens."""
+        """Speed of the step of median duration: the speed without faults."""
         return self._tokens_per_step / median(step.step_s for step in self.steps[1:] or self.steps)
 
     @property
@@ -116,8 +116,8 @@ class DemoResult:
 
     @property
     def ok(self) -> bool:
-        """Bit-equal losses, a checkpoint that transformers loads to the same loss, the same completion; whatever was
-        killed is recovered, and no committed step was lost."""
+        """Whether the losses are equal bit for bit, transformers gets the same loss from the checkpoint, the completion
+        is the same, every kill was recovered from, and no committed step was lost."""
         return (
             self.max_abs_loss_diff == 0.0
             and self.checkpoint_loss_diff == 0.0
@@ -133,14 +133,14 @@ DemoEvent = RunEvent | StrikeEvent
 async def run_demo(
     options: DemoOptions, *, on_event: Callable[[DemoEvent], None], stop: asyncio.Event, now_s: Callable[[], float]
 ) -> DemoResult | None:
-    """None when asked to stop before the end. Raises `UsageError` for options that can't work."""
+    """Run the demo. Returns None if stopped before the end. Raises `UsageError` for invalid options."""
     check(options)
     training = asyncio.Event()
     telling = asyncio.create_task(_tell_story(options, on_event, stop, now_s, training))
 
     async def drop() -> None:
         await stop.wait()
-        if not training.is_set():  # training itself ends with its step and a checkpoint
+        if not training.is_set():  # training finishes its step and writes a checkpoint by itself
             telling.cancel()
 
     dropping = asyncio.create_task(drop())
@@ -163,20 +163,20 @@ async def _tell_story(
     now_s: Callable[[], float],
     in_training: asyncio.Event,
 ) -> DemoResult | None:
-    """`in_training` is set while the job can be stopped in order."""
+    """Run the demo from start to end. `in_training` is set while the training job handles `stop` itself."""
     started_s = now_s()
     recipe = demo_recipe(options)
     seen = _Seen(on_event, now_s)
     pool_directory = options.directory / "pool"
     pool_directory.mkdir(parents=True, exist_ok=True)
     count = options.peers + options.spares
-    on_event(Noted(f"starting a broker and {count} peers as processes of their own"))
+    on_event(Noted(f"starting a broker and {count} peers as separate processes"))
     say = lambda text: on_event(Noted(text))  # noqa: E731
     async with LocalPool(pool_directory, demo_peers(count, options.device), say=say) as pool:
         on_event(Noted(f"{count} peers joined over mutual TLS"))
         cores = os.cpu_count() or 1
         if options.device == "cpu" and options.peers > cores:
-            on_event(Noted(f"{options.peers} stages share {cores} cores; the plan predicts as if each had its own"))
+            on_event(Noted(f"{options.peers} stages share {cores} cores; the plan assumes that each has its own"))
         in_training.set()
         striker = Striker(options.kills, pool, options.directory / "job", on_event=on_event, now_s=now_s)
         seen.listeners.append(striker.see)
@@ -205,7 +205,7 @@ async def _tell_story(
         raise FusionError("the job ended without a plan or a checkpoint.")
     reference = ReferenceRun(recipe, seen.source, options.directory / "reference")
     base = training.checkpoint.parent / "step-00000000"
-    on_event(Noted("the same steps in one process: plain PyTorch + transformers"))
+    on_event(Noted("running the same steps in one process with plain PyTorch and transformers"))
     plain = await reference.train(base)
     on_event(Noted("loading the checkpoint with transformers"))
     checkpoint_loss = await reference.evaluate(training.checkpoint)
@@ -229,27 +229,27 @@ async def _tell_story(
 
 
 def check(options: DemoOptions) -> None:
-    """Raises `UsageError` for what can't work on one machine with this model."""
+    """Check the options. Raises `UsageError` for what is impossible on one machine with the demo's model."""
     blocks = LAYERS + 2
     if not 1 <= options.peers <= blocks:
         raise UsageError(
-            f"--peers is {options.peers}: the demo's model has {blocks} blocks, so it can be cut into 1 to {blocks} "
+            f"--peers is {options.peers}: the demo's model has {blocks} blocks, so it can be split into 1 to {blocks} "
             "stages."
         )
     if options.spares < 0:
-        raise UsageError(f"--spares is {options.spares}: it counts peers, so it is 0 or more.")
+        raise UsageError(f"--spares is {options.spares}: expected a number of peers, 0 or more.")
     if options.peers + options.spares > MAX_PEERS:
         raise UsageError(
-            f"--spares is {options.spares}: together with {options.peers} active peers the demo starts at most "
-            f"{MAX_PEERS} processes on one machine."
+            f"--spares is {options.spares}: with {options.peers} active peers that is more than the {MAX_PEERS} peers "
+            "that the demo starts at most on one machine."
         )
     if options.steps < 1:
-        raise UsageError(f"--steps is {options.steps}: at least one step is needed.")
+        raise UsageError(f"--steps is {options.steps}: expected at least one step.")
     check_kills(options.kills, steps=options.steps, peers=options.peers)
 
 
 def demo_peers(count: int, device: str) -> list[LocalPeer]:
-    """Unequal machines with names."""
+    """Return `count` named peers that lend unequal shares of time."""
     return [
         LocalPeer(
             name=NAMES[index % len(NAMES)] + (f"-{index // len(NAMES) + 1}" if index >= len(NAMES) else ""),
@@ -261,7 +261,7 @@ def demo_peers(count: int, device: str) -> list[LocalPeer]:
 
 
 def demo_recipe(options: DemoOptions) -> Recipe:
-    """A small Llama-type model on the source text of this Python's standard library."""
+    """Return the demo's recipe: a small Llama-type model on the source text of Python's standard library."""
     selection = python_library.select(CORPUS_BYTES)
     table: dict[str, Any] = {
         "job": {
@@ -303,14 +303,14 @@ def demo_recipe(options: DemoOptions) -> Recipe:
         },
         "evaluation": {"batches": 8},
         "placement": {"stages": options.peers},
-        # The stages are the peers', numbered from 0, to be killed by number.
+        # At this level the owner holds no stages, so the peers' stages are numbered from 0, as --kill expects.
         "privacy": {"level": "encrypted"},
     }
     return recipe_from_table(table, options.directory / "demo.toml")
 
 
 class _Seen:
-    """Collects what the run says, passes it on."""
+    """Collects the events of the run and passes them on."""
 
     def __init__(self, on_event: Callable[[DemoEvent], None], now_s: Callable[[], float]) -> None:
         self.listeners: list[Callable[[RunEvent], None]] = [on_event]
@@ -347,7 +347,7 @@ class _Seen:
         return self._committed_s[-1] - self._committed_s[0]
 
     async def complete(self, driver: Driver, prepared: Prepared) -> None:
-        """A completion across the stages, before they are let go."""
+        """Compute the completion across the stages before these are released."""
         if not isinstance(prepared.source, TokenSource):
             return
         self(Noted("completing a prompt across the pool's stages"))

@@ -1,7 +1,7 @@
-"""The deployment in force, kept in the job's directory: with it a driver starts again while the broker is away.
+"""Stores the deployment in force in the job's directory, so that a driver can restart while the broker is away.
 
-It holds tickets, so only its owner may read it. Decides nothing. Neighbours: `client.replanning` keeps each plan it
-gets, `client.train` begins with the one that is there.
+The file contains tickets, so only its owner may read it. `client.replanning` stores each deployment,
+`client.beginning` starts with the stored one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def keep_deployment(directory: RunDirectory, deployment: Deployment) -> None:
-    """Durable on return. Raises `StorageError`."""
+    """Store the deployment, durably on return. Raises `StorageError`."""
     kept = _Kept(deployment.plan, dict(deployment.members), dict(deployment.tickets))
     write_private(directory.deployment, msgspec.msgpack.encode(kept))
 
 
 def kept_deployment(directory: RunDirectory) -> Deployment | None:
-    """None where there is none that is whole: the broker gives another. Raises `StorageError`."""
+    """Return the stored deployment, None if there is no intact one. Raises `StorageError`."""
     try:
         content = read_private(directory.deployment, limit_bytes=LARGEST_BYTES)
         kept = None if content is None else msgspec.msgpack.decode(content, type=_Kept)

@@ -1,6 +1,6 @@
-"""Whom a job does not believe any more, on its disk: no start of its driver gives them work again.
+"""Stores the peers whose results were wrong in the job's directory, so that no start of its driver uses them again.
 
-Decides nothing. Neighbours: `client.replanning` adds and leaves them out of plans; `fusion train` reads them.
+`client.replanning` adds peers and leaves them out of plans; `client.train` reads them at the start.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from fusionai.storage.rundir import RunDirectory
 
 
 class Distrusted(msgspec.Struct, frozen=True):
-    """`peer`'s results were wrong; `reason`: which, and how it was found."""
+    """A peer whose results were wrong. `reason`: which results, and how they were found wrong."""
 
     peer: str
     reason: str
 
 
 def distrusted(directory: RunDirectory) -> tuple[Distrusted, ...]:
-    """Raises `StorageError` for a file that is none."""
+    """Return the stored peers. Raises `StorageError` for a file that can't be read or parsed."""
     path = directory.distrusted
     if not path.is_file():
         return ()
@@ -30,11 +30,12 @@ def distrusted(directory: RunDirectory) -> tuple[Distrusted, ...]:
         return msgspec.json.decode(content, type=tuple[Distrusted, ...])
     except msgspec.DecodeError as problem:
         raise StorageError(
-            f"{path}: not understood ({problem}).", hint="Remove it: whoever is in it may be given work again then."
+            f"{path} can't be parsed ({problem}).",
+            hint="Remove it; the job may then use the peers listed in it again.",
         ) from None
 
 
 def distrust(directory: RunDirectory, peer: str, reason: str) -> None:
-    """On the disk when this returns. Raises `StorageError`."""
+    """Add a peer to the file, durably on return. Raises `StorageError`."""
     known = tuple(one for one in distrusted(directory) if one.peer != peer)
     write_atomic(directory.distrusted, msgspec.json.encode((*known, Distrusted(peer, reason))))

@@ -1,7 +1,6 @@
-"""A job's faults for the files and for the broker: a line each as they are told, a record each when they are over.
+"""Records a job's faults: a line for the broker as each one proceeds, and a record in a file when it is over.
 
-Decides what a record holds. Neighbours: `client.fault_story` tells what happened, `client.reporting` passes the lines
-on, `client.train` puts the records into its result.
+`client.fault_story` words the lines, `client.reporting` sends them, `client.train` returns the records in its result.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from fusionai.training import progress
 
 
 class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault. `step` counts from 1: the step under way. Of the broker `peer` and `stages` are empty."""
+    """One fault. `step`: the step under way, counted from 1. `peer` and `stages` are empty for the broker's faults."""
 
     kind: Kind
     step: int
@@ -28,31 +27,32 @@ class FaultRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     reason: str
     at_s: float
-    """When it was noticed, seconds since 1970."""
+    """Time of detection, in seconds since 1970."""
     detected_s: float
-    """The same since the run began."""
+    """Time of detection, in seconds since the start of the run."""
     recovered_s: float | None = None
-    """From then to the next official step; None where nothing stood still or it never came to that."""
+    """Seconds from detection to the next committed step; None if no stage was interrupted or no step followed."""
     waited_s: float = 0.0
-    """Of these, waiting for a machine or for the broker."""
+    """Seconds of these spent waiting for a machine or for the broker."""
     takeover: dict[int, str] = {}
-    """Stage -> peer that has it afterwards."""
+    """Maps each stage to the peer that has it afterwards."""
     numerics: Literal["exact", "tolerant"] | None = None
-    """Whether those compute the same bits; None where nobody took over."""
+    """Whether these peers compute the same bits; None if no peer took over."""
     tolerance: float | None = None
-    """How far losses may be apart from then on, relative; None where bits are kept."""
+    """Largest relative difference of losses from then on; None if the bits stay the same."""
     recut: bool = False
     """Whether the model was cut anew, over the machines in `takeover`."""
     base: int | None = None
-    """It went on from the state after so many steps; None if no state was lost."""
+    """Number of steps in the state from which the job continued; None if no state was lost."""
     rollback: bool = False
+    """Whether all stages went back to a checkpoint."""
     committed: int | None = None
-    """The first step official afterwards, from 1."""
+    """First step committed afterwards, counted from 1."""
 
 
 class FaultRecords:
-    """`names`: what peers are called, as it is known by then. `say` hears each line; `warn`, once, why nothing can be
-    written."""
+    """Records faults from a job's events. `names`: names of the peers, which may grow. `say` receives each line; `warn`
+    receives, once, why the file can't be written."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class FaultRecords:
         self._began_s = clock.now_s()
         self._waiting_since_s: float | None = None
         self._waited_s: dict[int, float] = {}
-        """Number of the episode -> seconds without a plan."""
+        """Maps the index of an episode to its seconds without a plan."""
         self._written: set[int] = set()
 
     def see(self, event: progress.Progress) -> None:
@@ -95,7 +95,7 @@ class FaultRecords:
                 self._write(number, episode)
 
     def close(self) -> tuple[FaultRecord, ...]:
-        """All of them; those that are not over are written now."""
+        """Write the faults that are not over, and return the records of all."""
         self._count_waiting(self._clock.now_s())
         for number, episode in enumerate(self._story.episodes):
             if number not in self._written:

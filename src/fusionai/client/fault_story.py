@@ -1,10 +1,10 @@
-"""What happened to a run, in order and in plain words: which fault, who took over from which state, how long it took.
+"""Words the faults of a run: what was lost, which peer took over from which state, how long it took.
 
-`FaultStory.see` takes the run's events and gives the lines to show: one when something is lost, one when the job is
-past it. Decides which events belong to one fault, and the wording; knows no clock and shows nothing.
+`FaultStory.see` takes the run's events and returns the lines to print: one when something is lost, one when the job has
+recovered. It decides which events belong to one fault. It uses no clock and prints nothing.
 
-Neighbours: `training.progress` has the events, `client.kills` adds what was killed on purpose; `cli.watch` says the
-lines, `cli.run_report` draws the episodes.
+`training.progress` defines the events, `client.kills` adds deliberate kills; `cli.watch` prints the lines,
+`cli.run_report` draws the episodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kind = Literal["peer", "guard", "link", "stage", "liar", "broker"]
 
 @dataclass(slots=True)
 class Episode:
-    """One fault, from its first sign to its end. `step` counts from 1, as people do: the step under way."""
+    """One fault, from its first sign to its end. `step`: the step under way, counted from 1."""
 
     kind: Kind
     step: int
@@ -33,35 +33,35 @@ class Episode:
     peer: str = ""
     """Empty for the broker."""
     stages: tuple[int, ...] = ()
-    """What it held; of a guard, what it guarded."""
+    """Stages that the peer ran; for a lost standby, the stages that it was standby of."""
     killed: bool = False
-    """On purpose, by the demo."""
+    """Whether the demo killed it on purpose."""
     takeover: dict[int, str] = field(default_factory=dict)
-    """Stage -> the peer that has it afterwards."""
+    """Maps each stage to the peer that has it afterwards."""
     exact: bool | None = None
-    """Whether the fingerprints promise the same bits; None where nobody took over."""
+    """Whether the fingerprints promise the same bits; None if no peer took over."""
     base: int | None = None
-    """The state it goes on from has so many steps in it; None if no state was lost."""
+    """Number of steps in the state from which the stage continues; None if no state was lost."""
     replays: int = 0
-    """So many official steps are computed again from there."""
+    """Committed steps that are recomputed from there."""
     rollback: bool = False
-    """All stages went back to a checkpoint."""
+    """Whether all stages went back to a checkpoint."""
     guarded: bool = False
-    """Whoever took over had kept its snapshots."""
+    """Whether the peer that took over had snapshots of the stage."""
     recut: tuple[str, ...] = ()
     """The peers over which the model was cut anew, if it was."""
     tolerance: float | None = None
-    """How far losses may be apart from then on; None where bits are kept."""
+    """Largest relative difference of losses from then on; None if the bits stay the same."""
     over_s: float | None = None
-    """When the job was past it; None: not yet."""
+    """Time at which the job had recovered, None before."""
     recovered_s: float | None = None
-    """From the first sign to the next commit, or to the broker's answer; None where nothing stood still."""
+    """Seconds from the first sign to the next commit, or to the broker's answer; None if no stage was interrupted."""
     committed: int | None = None
-    """The step of that commit, from 1."""
+    """The step of that commit, counted from 1."""
 
 
 class FaultStory:
-    """Feed it all events. `episodes`: the faults so far, oldest first."""
+    """Collects faults from all events of a run. `episodes`: the faults so far, oldest first."""
 
     def __init__(self) -> None:
         self.episodes: list[Episode] = []
@@ -72,24 +72,24 @@ class FaultStory:
         self._step = 0
 
     def begin(self, plan: Plan, members: Sequence[PeerProfile]) -> None:
-        """The first plan, and the names of those in it."""
+        """Set the first plan and the names of its peers."""
         self._plan = plan
         self._names |= {member.peer: member.name for member in members if member.name}
 
     def know(self, names: Mapping[str, str]) -> None:
-        """More names of peers."""
+        """Add names of peers."""
         self._names |= names
 
     def kill(self, peer: str) -> None:
-        """What is lost of this peer next was killed on purpose."""
+        """Mark the next loss of this peer as a deliberate kill."""
         self._killed.add(peer)
 
     def kill_broker(self, now_s: float) -> None:
-        """On purpose; it is a fault even if the job never notices."""
+        """Add a deliberate kill of the broker, which counts as a fault even if the job does not notice it."""
         self.episodes.append(Episode("broker", self._step + 1, now_s, "", killed=True))
 
     def broker_answers(self, now_s: float) -> float | None:
-        """For how long it was away; None if nobody missed it."""
+        """Mark the broker as back and return how long it was away, in seconds; None if it was not known to be away."""
         for episode in self.episodes:
             if episode.kind == "broker" and episode.over_s is None:
                 episode.over_s, episode.recovered_s = now_s, now_s - episode.seen_s
@@ -100,7 +100,7 @@ class FaultStory:
         return self._names.get(peer) or short(PeerId(peer))
 
     def see(self, event: progress.Progress, now_s: float) -> tuple[str, ...]:
-        """The lines to show for this event, often none."""
+        """Record an event and return the lines to print for it, often none."""
         match event:
             case progress.StepDone():
                 self._step = max(self._step, event.record.step + 1)
@@ -123,7 +123,7 @@ class FaultStory:
                 why = reason.rstrip(".")
                 if not any(episode.kind == "broker" and episode.over_s is None for episode in self.episodes):
                     self.episodes.append(Episode("broker", self._step + 1, now_s, why))
-                return (f"step {self._step + 1}: the broker can't be reached ({why}); the job goes on without it",)
+                return (f"step {self._step + 1}: the broker can't be reached ({why}); the job continues without it",)
             case progress.BrokerBack():
                 away_s = self.broker_answers(now_s)
                 return ("the broker is back" + ("" if away_s is None else f" after {format_seconds(away_s)}"),)
@@ -131,12 +131,12 @@ class FaultStory:
                 return ()
 
     def open(self) -> list[Episode]:
-        """Faults of the job it is not past yet, oldest first."""
+        """Return the faults from which the job has not recovered yet, without those of the broker, oldest first."""
         return [episode for episode in self.episodes if episode.over_s is None and episode.kind != "broker"]
 
     def _fault(self, event: progress.FaultSeen, now_s: float) -> tuple[str, ...]:
         for episode in self.open():
-            # A broken link is often the first sign of a peer's end: one fault, not two.
+            # A broken link is often the first sign of a lost peer. The two count as one fault.
             if episode.peer == event.peer and event.kind == "peer" and episode.kind == "link":
                 episode.kind, episode.reason = "peer", _bare(event)
                 episode.killed = self._take_killed(event.peer)
@@ -156,7 +156,7 @@ class FaultStory:
         self.episodes.append(episode)
         if event.kind == "guard" or (event.kind == "liar" and not event.stages):
             episode.over_s = now_s
-            return (f"step {episode.step}: {self._what(episode)}; the job goes on",)
+            return (f"step {episode.step}: {self._what(episode)}; the job continues",)
         return (f"step {episode.step}: {self._what(episode)}",)
 
     def _take_killed(self, peer: str) -> bool:
@@ -174,12 +174,12 @@ class FaultStory:
         what = reason.rstrip(".")
         what = f" for {what.removeprefix('waiting for ')}" if what.startswith("waiting for ") else f": {what}"
         if reason.startswith("the broker"):
-            remedy = "It goes on by itself when the broker is there"
+            remedy = "It continues by itself when the broker is back"
         elif left is not None:
-            remedy = "With such a machine before that it goes on as it was: `fusion invite` lets another one join"
+            remedy = "If such a machine joins before that, the job continues unchanged (`fusion invite` invites one)"
         else:
-            remedy = "It goes on by itself when one is there: `fusion invite` lets another machine join"
-        return (f"step {self._step + 1}: the job waits{what}. {remedy}; Ctrl-C stops in order",)
+            remedy = "It continues by itself when one joins (`fusion invite` invites one)"
+        return (f"step {self._step + 1}: the job waits{what}. {remedy}; Ctrl-C stops it cleanly",)
 
     def _plan_changed(self, event: progress.PlanChanged) -> None:
         former, self._plan = self._plan, event.plan
@@ -216,7 +216,7 @@ class FaultStory:
         self._waiting = ""
         for episode in self.open():
             episode.over_s = now_s
-            # The driver's figure is from the first fault of several; each has its own.
+            # The driver measures from the first of several faults; here each has its own time.
             episode.recovered_s = min(event.seconds, now_s - episode.seen_s) if episode.seen_s <= now_s else 0.0
             episode.committed = event.step + 1
             lines.append(f"step {episode.step}: {self.sentence(episode)}")
@@ -225,20 +225,20 @@ class FaultStory:
     # ------------------------------------------------------------------------------------------------------ words
 
     def sentence(self, episode: Episode) -> str:
-        """The whole fault in a line, as far as it is known."""
+        """Return the fault in one line, as far as it is known."""
         parts = [self._what(episode)]
         if outcome := self.outcome(episode):
             parts.append(outcome)
         if episode.recovered_s is not None and episode.committed is not None:
-            parts.append(f"{format_seconds(episode.recovered_s)} later step {episode.committed} is committed")
+            parts.append(f"recovered after {format_seconds(episode.recovered_s)} (step {episode.committed} committed)")
         return "; ".join(parts)
 
     def outcome(self, episode: Episode) -> str:
-        """Who went on, from where; empty while nobody knows."""
+        """Return which peer continued and from which state; empty if it is not known yet."""
         if episode.kind == "broker":
-            return "the job went on without it" + ("" if episode.over_s is None else "; it is back")
+            return "the job continued without it" + ("" if episode.over_s is None else "; it is back")
         if episode.kind == "guard" or (episode.kind == "liar" and not episode.stages):
-            return "the job went on; no stage stood still"
+            return "the job continued; no stage was interrupted"
         origin = self._origin(episode)
         takers = list(dict.fromkeys(episode.takeover.values()))
         apart = "" if not episode.tolerance else f", losses within {episode.tolerance:g}"
@@ -249,10 +249,10 @@ class FaultStory:
         if not takers:
             if episode.base is None:
                 return "every stage kept its state" if episode.committed is not None else ""
-            return f"its stage goes on {origin}"
+            return f"its stage continues {origin}"
         kept = {peer: [stage for stage, taker in episode.takeover.items() if taker == peer] for peer in takers}
         who = [
-            f"{self.name(peer)} {'is back and goes on' if peer == episode.peer else 'takes over'}"
+            f"{self.name(peer)} {'is back and continues' if peer == episode.peer else 'takes over'}"
             + (f" {stages_in_words(kept[peer])}" if len(takers) > 1 else "")
             for peer in takers
         ]
@@ -265,10 +265,10 @@ class FaultStory:
             origin = f"with all stages from the checkpoint of step {episode.base}"
             origin = origin if episode.base else "with all stages from the beginning"
         else:
-            origin = f"from {'its snapshot' if episode.guarded else 'a kept state'} of step {episode.base}"
+            origin = f"from {'its snapshot' if episode.guarded else 'a stored state'} of step {episode.base}"
         if not episode.replays:
             return origin
-        return f"{origin}, {episode.replays} {'step' if episode.replays == 1 else 'steps'} again"
+        return f"{origin}, with {episode.replays} {'step' if episode.replays == 1 else 'steps'} recomputed"
 
     def _what(self, episode: Episode) -> str:
         name, stages = self.name(episode.peer) if episode.peer else "", stages_in_words(episode.stages)
@@ -280,24 +280,24 @@ class FaultStory:
                 return f"{name} is lost ({stages}): {reason}"
             case "guard":
                 how = "was killed" if episode.killed else f"is lost: {reason}"
-                return f"{name}, which guarded {stages}, {how}" if stages else f"{name}, a spare, {how}"
+                return f"{name}, warm standby of {stages}, {how}" if stages else f"{name}, a spare, {how}"
             case "link":
                 return f"the connection to {name} broke ({stages}): {reason}"
             case "stage":
                 return f"{stages} failed on {name}: {reason}"
             case "liar":
                 where = f"{stages} on {name}" if stages else f"{name}, a spare,"
-                return f"{where} gave wrong results and gets no more work of this job: {reason}"
+                return f"{where} gave wrong results and gets no more work from this job: {reason}"
             case "broker":
                 return "the broker was killed" if episode.killed else "the broker was away"
 
 
 _LEFT: Final = re.compile(r"; [^;]* in \d+ s$")
-"""What follows if nobody comes, and when."""
+"""Matches the end of a waiting reason that says what follows if no machine comes, and in how many seconds."""
 
 
 def waiting_news(before: str, reason: str) -> str:
-    """What is new in `reason` to who has heard `before`: of a count-down, how much is left."""
+    """Return what `reason` adds to `before`: only the remaining time if the two differ in the count-down alone."""
     left = _LEFT.search(reason)
     known = left is not None and bool(before) and _LEFT.sub("", reason) == _LEFT.sub("", before)
     return left[0].removeprefix("; ") if left is not None and known else reason
@@ -308,7 +308,7 @@ def _blocks(plan: Plan) -> tuple[tuple[int, tuple[int, int]], ...]:
 
 
 def _bare(event: progress.FaultSeen) -> str:
-    """The reason without what the line around it says anyway."""
+    """Return the event's reason without the prefix that the printed line repeats."""
     return event.reason.removeprefix(f"peer {short(PeerId(event.peer))} was lost: ")
 
 

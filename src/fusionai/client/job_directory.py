@@ -1,7 +1,7 @@
-"""The directory of one job: who may go on in it. Decides what a job's identity is and which changes end its history.
+"""Opens the directory of a job and checks whether the recipe, model and data may continue the job in it.
 
-A recipe binds a directory from the first official step on: until then a mistake in it may be mended and tried again.
-Neighbours: `client.train` opens it, `corpus.resume` compares recipes, `storage` keeps the files.
+A recipe is bound to a directory from the first committed step on; until then errors in it can be corrected.
+`client.train` calls this, `corpus.resume` compares recipes, `storage` keeps the files.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def has_directory(recipe: Recipe) -> bool:
-    """Whether something stands where the job's directory is to be."""
+    """Return whether the path of the job's directory exists."""
     return Path(recipe.directory).exists()
 
 
 def open_directory(recipe: Recipe) -> RunDirectory:
-    """Raises `RecipeError` where no directory can be, `StorageError` where there is no space for one."""
+    """Open or create the job's directory. Raises `RecipeError` if the path can't be used, `StorageError` if the disk is
+    full."""
     try:
         return RunDirectory(Path(recipe.directory))
     except StorageError as problem:
@@ -37,31 +38,31 @@ def open_directory(recipe: Recipe) -> RunDirectory:
             raise
         raise RecipeError(
             f"{Path(recipe.path).name}: the job's directory: {problem.message}",
-            hint="Name a directory you may write to: [job] directory.",
+            hint="Set [job] directory to a directory that you may write to.",
         ) from problem
 
 
 def check_recipe(recipe: Recipe, directory: RunDirectory, journal: CommitJournal) -> None:
-    """Raises `RecipeError` if steps of another recipe were made here."""
+    """Raise `RecipeError` if the directory has steps of a different recipe."""
     kept = directory.kept_recipe()
     if kept is not None and (journal.committed or latest(directory.checkpoints) is not None):
         check_resumable(kept, recipe)
 
 
 def keep_recipe(recipe: Recipe, directory: RunDirectory) -> None:
-    """From now on steps may be made here, of this recipe. Raises `StorageError`."""
+    """Store the recipe, which binds the directory to it once a step is committed. Raises `StorageError`."""
     directory.keep_recipe(encode_recipe(recipe))
 
 
 def check_checkpoint(prepared: Prepared, reader: CheckpointReader) -> None:
-    """Raises `RecipeError` if the model's code or the data changed since `reader`'s checkpoint, although the recipe
-    did not: going on would be another training under the same name."""
+    """Raise `RecipeError` if the model's code or the data changed since `reader`'s checkpoint although the recipe did
+    not: continuing would be a different training under the same name."""
     manifest = reader.manifest
     if manifest.graph_hash != prepared.graph_hash:
         raise RecipeError(
-            f"the model is another one than that of {reader.directory}: its code, its files or the version of a "
-            "library changed since.",
-            hint="Undo that, or give the job another name or directory.",
+            f"the model differs from that of {reader.directory}: its code, its files or the version of a library "
+            "changed since.",
+            hint="Undo the change, or give the job another name or directory.",
         )
     for name, digest in manifest.base.items():
         if prepared.base.get(name) != digest:
@@ -72,11 +73,11 @@ def check_checkpoint(prepared: Prepared, reader: CheckpointReader) -> None:
     if manifest.data_fingerprint != prepared.source.fingerprint:
         raise RecipeError(
             f"the data is not what {reader.directory} was trained on: a file changed since.",
-            hint="Restore it, or give the job another name or directory.",
+            hint="Restore the file, or give the job another name or directory.",
         )
 
 
 def job_id(recipe: Recipe, owner: PeerId, directory: RunDirectory) -> JobId:
-    """The same for every run of one owner in one directory."""
+    """Return the job's id, which is the same for every run of one owner in one directory."""
     digest = hashlib.sha256(f"{owner}\n{directory.root.resolve()}".encode()).hexdigest()
     return JobId(f"{recipe.job.name}-{digest[:8]}")

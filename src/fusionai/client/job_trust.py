@@ -1,11 +1,11 @@
-"""Whom a job may run on: everybody in the pool, or (level `trusted`) members of the owner's circle alone.
+"""Decides which members a job may use: all of the pool or, at level `trusted`, only those on the owner's trust list.
 
-One object per job and process, asked wherever a member could come in: when the pool is looked at, when a plan is made
-real, when a connection is opened, and again while the job runs. Decides nothing about who is best. Fails closed: a
-member of whom nothing is known, and everybody while the trust file can't be read, is kept out.
+There is one object per job and process. It is asked when the pool is listed, when a plan is adopted, when a connection
+opens, and repeatedly while the job runs. It fails closed: unknown members are excluded, and while the trust file can't
+be read, all are.
 
-Neighbours: `transport.circle` reads the owner's file, `client.pool_session` asks at every look and plan, its transport
-at every connection, `client.circle_watch` while the job runs.
+`transport.circle` reads the owner's trust file. `client.pool_session` asks for every listing and plan, its transport
+for every connection, `client.circle_watch` while the job runs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class JobTrust:
-    """`me`: the owner's key, which needs nobody's word. `own`: keys of processes that this very command has started.
-    `barred`: who was in the pool at the last look and may not be used, by name, with the reason."""
+    """Trust of one job. `me`: the owner's key, always trusted. `own`: keys of processes that this command has started,
+    also trusted. `barred`: members at the last listing that may not be used, with the reasons."""
 
     level: PrivacyLevel
     me: PeerId
@@ -39,14 +39,14 @@ class JobTrust:
     own: frozenset[PeerId] = frozenset()
     barred: tuple[Excluded, ...] = ()
     _carried: dict[PeerId, tuple[bytes, ...]] = field(default_factory=dict[PeerId, tuple[bytes, ...]])
-    """What members show of themselves, as the broker passed it on."""
+    """Endorsements that members show, by peer, as passed on by the broker."""
 
     @property
     def required(self) -> bool:
         return self.level == "trusted"
 
     def among(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
-        """Those of `members` that the job may use; the others are `barred`."""
+        """Return those of `members` that the job may use, and set `barred` to the others."""
         for member in members:
             self._carried[PeerId(member.view.peer)] = member.profile.endorsements
         if not self.required:
@@ -56,7 +56,7 @@ class JobTrust:
         for member in members:
             reason = self.reason_against(PeerId(member.view.peer))
             if member.profile.peer != member.view.peer:
-                reason = "the broker shows it with the profile of another key."
+                reason = "the broker listed it with the profile of another key."
             if reason is None:
                 allowed.append(member)
             else:
@@ -65,17 +65,17 @@ class JobTrust:
         return tuple(allowed)
 
     def check(self, peer: PeerId) -> None:
-        """Raises `TrustError` for a peer that the job may not reach."""
+        """Raise `TrustError` for a peer that the job may not use."""
         if self.required and (reason := self.reason_against(peer)) is not None:
-            raise TrustError(f"peer {short(peer)} may not work for this job, which is for trusted peers: {reason}")
+            raise TrustError(f"peer {short(peer)} may not work for this job, which needs trusted peers: {reason}")
 
     def check_plan(self, plan: Plan) -> None:
-        """Raises `TrustError` for a plan with a peer that the job may not use."""
+        """Raise `TrustError` for a plan with a peer that the job may not use."""
         for peer in parts(plan):
             self.check(peer)
 
     def reason_against(self, peer: PeerId) -> str | None:
-        """Why `peer` is not in the circle, in one sentence; None for one that is."""
+        """Return why `peer` is not trusted, in one sentence; None if it is trusted."""
         if peer == self.me or peer in self.own:
             return None
         try:
@@ -85,22 +85,22 @@ class JobTrust:
         return None
 
     def sentence(self, plan: Plan) -> str | None:
-        """How many of the plan's other machines are in the circle; None where the owner keeps no circle."""
+        """Return how many of the plan's other machines are trusted; None if the owner has no trust list."""
         if not self.required and not self.circle.path.exists():
             return None
         others = parts(plan) - {self.me}
         trusted = sum(self.reason_against(peer) is None for peer in others)
-        kept_out = f"; {len(self.barred)} in the pool kept out" if self.barred else ""
+        kept_out = f"; {len(self.barred)} in the pool excluded" if self.barred else ""
         return f"trusted peers: {trusted} of {len(others)}{kept_out}"
 
 
 def job_trust(home: Path, membership: Membership, level: PrivacyLevel, *, confidential: bool) -> JobTrust:
-    """Raises `UsageError` for a confidential job at another level than `trusted`."""
+    """Return the trust of a job. Raises `UsageError` for a confidential job at another level than `trusted`."""
     if confidential and level != "trusted":
         raise UsageError(
-            f"a confidential job runs on trusted peers alone, and this one is at level {level!r}: peers could "
+            f"a confidential job runs on trusted peers alone, but this one has privacy level {level!r}: peers could "
             "reconstruct its text.",
-            hint="Take level trusted (`--privacy trusted`), or leave confidential out.",
+            hint="Use level trusted (`--privacy trusted`), or leave confidential out.",
         )
     return JobTrust(
         level=level,
@@ -111,5 +111,5 @@ def job_trust(home: Path, membership: Membership, level: PrivacyLevel, *, confid
 
 
 def parts(plan: Plan) -> frozenset[PeerId]:
-    """Everybody with a part in `plan`."""
+    """Return all peers with a part in `plan`: holders, standbys and the feed."""
     return frozenset(PeerId(one.peer) for one in (*plan.stages, *plan.guards)) | {PeerId(plan.feed)}

@@ -1,10 +1,10 @@
-"""Kills on the way of a demo: which process dies during which step, and what became of it, measured.
+"""Kills processes during a demo and measures how the job recovers.
 
-`Striker.see` takes the run's events; when a step with a kill has begun and some of its work is under way, the process
-gets SIGKILL. A peer is started again once the job is past its loss, or waits for it, and joins as a spare; the broker
-at once. Decides moments and what counts as noticed, recovered and lost; the job knows nothing of any of it.
+`Striker.see` takes the run's events. When a step with a kill is partly done, the process gets SIGKILL. A peer is
+restarted, and rejoins as a spare, once the job has recovered from its loss or waits for it; the broker is restarted at
+once. The job itself does not know of the kills.
 
-Neighbours: `client.local_pool` owns the processes, `client.demo` puts the two together.
+`client.local_pool` owns the processes, `client.demo` combines the two.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fusionai.transport.enrolment import load_membership
 from fusionai.wire.messages import CommitRecord
 
 INTO_STEP: Final = 0.4
-"""The part of a step that passes before its kill: forward and backward of several microbatches are under way."""
+"""Fraction of a step that passes before its kill (chosen), so that forward and backward passes are under way."""
 LONGEST_DELAY_S: Final = 5.0
 SHORTEST_RUN: Final = 8
-"""Steps below which nothing is killed unless asked for."""
+"""Shortest run, in steps, in which the default kills happen (chosen)."""
 ABSENCE_S: Final = 10.0
-"""A killed peer stays away until the job is past it, but no longer than this."""
+"""Longest time until a killed peer is restarted, in seconds (chosen), even if the job has not recovered."""
 BROKER_PATIENCE_S: Final = 60.0
 ASK_EVERY_S: Final = 0.05
 PRESENT: Final = ("idle", "active", "draining")
@@ -42,7 +42,7 @@ PRESENT: Final = ("idle", "active", "draining")
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """During `step`, counted from 1 as the terminal does. `stage` counts from 0."""
+    """A kill during `step` (counted from 1) of the peer of `stage` (counted from 0) or of the broker."""
 
     step: int
     stage: int | Literal["broker"]
@@ -50,7 +50,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """`name` got SIGKILL. `peer` is empty for the broker."""
+    """Event: the process `name` got SIGKILL. `peer` is empty for the broker."""
 
     kill: Kill
     name: str
@@ -59,7 +59,7 @@ class Killed:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A killed process runs again: a peer is in the pool, the broker keeps it."""
+    """Event: a killed process runs again. A peer is back in the pool, or the broker has its members back."""
 
     name: str
     peer: str
@@ -70,43 +70,44 @@ StrikeEvent = Killed | Returned
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a kill. Times count from the kill; None: it never came to that."""
+    """Result of a kill. Times are seconds since the kill; None if the event did not happen."""
 
     kill: Kill
     name: str
     peer: str
     at_s: float
     journal: tuple[CommitRecord, ...]
-    """The official steps when it happened."""
+    """The steps committed at the time of the kill."""
     detected_s: float | None = None
-    """Until the driver saw it; of the broker, until the job missed it."""
+    """Until the driver detected it; for the broker, until the job noticed its absence."""
     recovered_s: float | None = None
-    """Until the next step was committed; of the broker, until it answered with all its members registered."""
+    """Until the next step was committed; for the broker, until all its members were registered again."""
     takeover: str | None = None
-    """Who holds the stage afterwards."""
+    """Name of the peer that holds the stage afterwards."""
     exact: bool | None = None
+    """Whether that peer's fingerprint promises the same bits."""
     first_commit_s: float | None = None
-    """Of any step; the one that counts where the kill was never noticed."""
+    """Until the first commit of any step. Counts as recovery if the kill was never detected."""
     past: asyncio.Event = field(default_factory=asyncio.Event)
-    """The peer may come back."""
+    """Set when the peer may be restarted."""
 
 
 BROKER_STAGE: Final[Literal["broker"]] = "broker"
 
 
 def parse_kill(text: str) -> Kill:
-    """`STEP:STAGE` or `STEP:broker`. Raises `UsageError`."""
+    """Parse `STEP:STAGE` or `STEP:broker`. Raises `UsageError`."""
     found = re.fullmatch(r"\s*(\d{1,9})\s*:\s*(?:(\d{1,4})|(broker))\s*", text)
     if found is None:
         raise UsageError(
-            f"expected STEP:STAGE, such as 7:2 or 7:broker, got {text!r}.", hint="`none` alone kills nobody."
+            f"--kill: expected STEP:STAGE, such as 7:2 or 7:broker, got {text!r}.", hint="`none` kills nothing."
         )
     step, stage, _ = found.groups()
     return Kill(int(step), BROKER_STAGE if stage is None else int(stage))
 
 
 def check_kills(kills: Sequence[Kill], *, steps: int, peers: int) -> None:
-    """Raises `UsageError` for a kill that can't happen."""
+    """Raise `UsageError` for a kill that can't happen."""
     for kill in kills:
         if not 1 <= kill.step <= steps:
             raise UsageError(f"--kill {kill.step}:{kill.stage}: steps are numbered from 1 to {steps} (--steps).")
@@ -119,8 +120,8 @@ def check_kills(kills: Sequence[Kill], *, steps: int, peers: int) -> None:
 
 
 def usual_kills(*, steps: int, peers: int, spares: int) -> tuple[Kill, ...]:
-    """A stage, a second stage and the broker, at a quarter, half and three quarters of the way. Without spares only the
-    broker, for the job would wait for the same peer to come back; in a short run nobody."""
+    """Return the default kills: a stage, a second stage and the broker, after a quarter, half and three quarters of the
+    steps. Without spares only the broker, because the job would wait for the killed peer; none in a short run."""
     if steps < SHORTEST_RUN:
         return ()
     broker = Kill(3 * steps // 4, BROKER_STAGE)
@@ -130,8 +131,8 @@ def usual_kills(*, steps: int, peers: int, spares: int) -> tuple[Kill, ...]:
 
 
 class Striker:
-    """`see` every event of the run; `close` at its end. `directory` is the job's; `on_event` is told what is done to
-    whom."""
+    """Executes kills. `see` must get every event of the run; `close` ends it. `directory`: the job's. `on_event`
+    receives the kills and restarts."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class Striker:
                 self._arm(base + 1, 0.0 if self._plan is None else self._plan.step_time_s)
             case progress.StepDone(record=record, replayed=False, step_s=step_s):
                 self._committed()
-                # A step with a fault in it is long, so the shortest is the measure.
+                # The shortest step is taken as typical, because a step with a fault is longer.
                 self._usual_step_s = min(self._usual_step_s or step_s, step_s)
                 self._arm(record.step + 2, self._usual_step_s)
             case progress.FaultSeen():
@@ -179,7 +180,7 @@ class Striker:
                 pass
 
     async def close(self) -> None:
-        """The run is over: nobody is killed any more; who was, comes back first."""
+        """End the kills after the run, and wait until all killed processes run again."""
         self._left.clear()
         for outcome in self.outcomes:
             outcome.past.set()
@@ -190,14 +191,14 @@ class Striker:
                 outcome.recovered_s = outcome.first_commit_s
 
     async def drop(self) -> None:
-        """End at once."""
+        """Cancel all kills and restarts at once."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     def lost_steps(self) -> int:
-        """Commits journalled at a kill that are missing or different now. Raises `StorageError`."""
+        """Return how many commits journalled at a kill are missing or different now. Raises `StorageError`."""
         if not self.outcomes:
             return 0
         now = {record.step: record for record in read_commits(RunDirectory(self._directory).journal)}
@@ -237,7 +238,7 @@ class Striker:
     # --------------------------------------------------------------------------------------------- what is done
 
     def _arm(self, step: int, step_s: float) -> None:
-        """`step` has begun."""
+        """Schedule the kills of `step`, which has begun."""
         for kill in [kill for kill in self._left if kill.step == step]:
             self._left.remove(kill)
             self._start(self._strike(kill, min(INTO_STEP * step_s, LONGEST_DELAY_S)))
@@ -252,7 +253,7 @@ class Striker:
         task = asyncio.create_task(told())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # of a task that was cancelled before it began
+        task.add_done_callback(lambda _: work.close())  # for a task that was cancelled before it began
 
     async def _strike(self, kill: Kill, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
@@ -261,7 +262,7 @@ class Striker:
         name = self._pool.names[peer] if peer else BROKER
         outcome = Outcome(kill, name, peer, self._now_s(), ())
         dead = not self._pool.lives(name)
-        # Of one step: it may be back already where this task was late.
+        # Two kills of one peer in the same step count as one, even if it was restarted before this task ran.
         together = any(other.peer == peer and (dead or other.kill.step == kill.step) for other in self.outcomes)
         self.outcomes.append(outcome)
         self._on_event(Killed(kill, name, peer))
@@ -289,6 +290,6 @@ class Striker:
                         break
                     await asyncio.sleep(ASK_EVERY_S)
         except TimeoutError:
-            raise FusionError("the broker was started again, but its members did not come back to it.") from None
+            raise FusionError("the broker was restarted, but its members did not reconnect to it.") from None
         outcome.recovered_s = self._now_s() - outcome.at_s
         self._on_event(Returned(BROKER, ""))

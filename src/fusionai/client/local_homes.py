@@ -1,7 +1,7 @@
-"""Where a pool of this machine's own keeps its homes. Decides that nothing stays behind: not afterwards, and what a
-process left that was killed outright not beyond the next start.
+"""Temporary directories for the homes of a pool of local processes.
 
-Neighbours: `client.serve` brings up such pools, `storage.lock` tells who still lives.
+A directory is removed at its end; one left by a killed process is removed at the next start. `client.serve` starts such
+pools; `storage.lock` shows which directories are still in use.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fusionai.storage.lock import JobLock
 
 @contextmanager
 def local_home(parent: Path) -> Iterator[Path]:
-    """The name of a new directory in `parent`, gone afterwards with all that is in it. Blocking."""
+    """Yield a new directory in `parent` and remove it with its content afterwards. Blocking."""
     clear_left(parent)
     directory = parent / secrets.token_hex(4)
-    # Locked before it is there: a directory without a lock on it is nobody's.
+    # Locked before it is created, because a directory without a lock is removed as left over.
     with JobLock(_lock_of(directory)):
         try:
             directory.mkdir()
@@ -32,7 +32,7 @@ def local_home(parent: Path) -> Iterator[Path]:
 
 
 def clear_left(parent: Path) -> None:
-    """Remove the directories of processes that are gone; what can't be removed stays."""
+    """Remove the directories of processes that are gone. Files that can't be removed stay."""
     for directory in parent.glob("*/"):
         try:
             lock = JobLock(_lock_of(directory))

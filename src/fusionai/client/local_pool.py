@@ -1,11 +1,11 @@
-"""A whole pool on this machine: a broker and peers as processes of their own, over mutual TLS on loopback.
+"""Runs a whole pool on this machine: a broker and peers as separate processes, over mutual TLS on loopback.
 
-Decides where their homes are and how long to wait for them. The peers are the shipped `fusion join`, nothing special.
-What ends by itself, killed by the system or a user, is started again (`restarts` says when); what this module's user
-kills stays so until it is started again on purpose, and what left in order stays away. Always ends what it started:
-where this process is killed outright, the others see their standard input end.
+The processes are ordinary `fusion broker` and `fusion join` commands. A process that ends with an error, for example
+killed by the system, is restarted (`restarts` says when). One killed through `LocalPool.kill` stays down until
+`start_again`, and one that ended cleanly is not restarted. All processes end with this one: if it is killed, their
+standard input ends, and they end themselves.
 
-Neighbours: `client.demo` uses it; the processes talk to each other, not to this module.
+`client.demo` and `client.serve` use this.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 10.0
 POLL_S: Final = 0.05
 BROKER: Final = "broker"
-"""The name of the broker's process; peers have other names."""
+"""Name of the broker's process; no peer may have it."""
 
 
 class _BrokerSaid(msgspec.Struct, frozen=True):
-    """Of `fusion broker --json`, what is needed here."""
+    """The part of the file of `fusion broker --json` that is read here."""
 
     addresses: tuple[str, ...]
     invitation: str
 
 
 class _PeerSaid(msgspec.Struct, frozen=True):
-    """Of `fusion join --json`, what is needed here."""
+    """The part of the file of `fusion join --json` that is read here."""
 
     peer: str
 
@@ -55,9 +55,10 @@ _Said = TypeVar("_Said", _BrokerSaid, _PeerSaid)
 
 @dataclass(frozen=True, slots=True)
 class LocalPeer:
-    """A peer to start. `share` makes machines unequal by resting between pieces of work. `memory_bytes`: what it lends,
-    None: what it thinks is free. `port`: where it listens, None: anywhere. `address`: what it tells others instead.
-    `limit_bytes_per_s`: what it sends at most, and what it takes. `weights_beside`: see `peer.options`."""
+    """A peer to start. `share`: fraction of time it computes, which makes machines unequal. `memory_bytes`: memory that
+    it lends, None: most of what is free. `port`: where it listens, None: any free one. `address`: the one it announces
+    instead of its own. `limit_bytes_per_s`: limit for sending and for receiving. `weights_beside`: see
+    `peer.options`."""
 
     name: str
     share: float = 1.0
@@ -77,7 +78,7 @@ class _Child:
     log: IO[bytes]
     log_path: Path
     killed: bool = False
-    """By this module's user."""
+    """Whether it was killed through `LocalPool.kill`."""
 
     @property
     def lives(self) -> bool:
@@ -86,10 +87,10 @@ class _Child:
 
 @dataclass(slots=True)
 class LocalPool:
-    """`async with LocalPool(directory, peers) as pool:`; `invitation` is good for the peers and one job owner.
+    """A pool, used as `async with LocalPool(directory, peers) as pool:`. `invitation` also admits a job owner.
 
-    Any process can be killed and started again: with its home it is who it was, the broker at its old port. `say` hears
-    of processes that ended by themselves and what becomes of them.
+    Any process can be killed and started again. It keeps its home and so its identity, and the broker its port. `say`
+    receives lines about processes that ended unexpectedly and their restarts.
     """
 
     directory: Path
@@ -99,9 +100,9 @@ class LocalPool:
     say: Callable[[str], None] = log.warning
     clock: Clock = field(default_factory=SystemClock)
     names: dict[str, str] = field(default_factory=dict)
-    """Peer id -> name, of everybody who has joined."""
+    """Maps peer ids to names, for all peers that have joined."""
     _children: dict[str, _Child] = field(default_factory=dict)
-    """The newest process of each name."""
+    """Latest process of each name."""
     _port: int = 0
     _restarts: dict[str, Restarts] = field(default_factory=dict)
     _watching: set[asyncio.Task[None]] = field(default_factory=set)
@@ -125,33 +126,34 @@ class LocalPool:
         return self.directory / BROKER
 
     def pid(self, name: str) -> int:
-        """Of the newest process of this name (a peer's, or `BROKER`), living or not."""
+        """Return the process id of the latest process of this name (a peer's, or `BROKER`), running or not."""
         return self._child(name).process.pid
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of everybody living, by name."""
+        """Process ids of all running processes, by name."""
         return {name: child.process.pid for name, child in self._children.items() if child.lives}
 
     def lives(self, name: str) -> bool:
         return self._child(name).lives
 
     async def kill(self, name: str) -> None:
-        """SIGKILL; returns when the process is gone. Raises `FusionError` if it was gone already."""
+        """Send SIGKILL and wait until the process is gone. Raises `FusionError` if it had already ended."""
         child = self._child(name)
         if not child.lives:
-            raise FusionError(f"{name} can't be killed: it has ended already ({_last_line(child.log_path)}).")
+            raise FusionError(f"{name} can't be killed: it has already ended ({_last_line(child.log_path)}).")
         child.killed = True
         child.process.kill()
         await child.process.wait()
 
     async def start_again(self, name: str) -> None:
-        """Once it is gone: the same arguments, the same home. Returns when it is in the pool again, or keeps it. A peer
-        lets the others of this machine go first until then, as far as the system allows it: its start is seconds of
-        computing that on a machine of its own would take nothing from anybody's work."""
+        """Restart an ended process with the same arguments and home, and wait until it is ready.
+
+        A peer starts at low priority if the system allows it, because its start takes seconds of computation that on a
+        machine of its own would not slow down others. Raises `FusionError` if the process still runs or can't start."""
         child = self._child(name)
         if child.lives:
-            raise FusionError(f"{name} can't be started again: it still runs.")
+            raise FusionError(f"{name} can't be restarted: it is still running.")
         if name == BROKER:
             await self._start_broker()
         else:
@@ -159,11 +161,11 @@ class LocalPool:
 
     def _child(self, name: str) -> _Child:
         if name not in self._children:
-            raise FusionError(f"expected one of {', '.join(self._children) or 'nobody yet'}, got {name!r}.")
+            raise FusionError(f"expected a process of {', '.join(self._children) or 'none yet'}, got {name!r}.")
         return self._children[name]
 
     async def _start_broker(self) -> None:
-        """At a free port the first time; the members come back to that one."""
+        """Start the broker, on a free port the first time and on the same port later, where its members look for it."""
         announced = self.directory / f"{BROKER}.json"
         announced.unlink(missing_ok=True)
         arguments = ["broker", "--pool", self.name, "--host", "127.0.0.1", "--port", str(self._port)]
@@ -203,10 +205,11 @@ class LocalPool:
         self._watch(child)
 
     async def _spawn(self, name: str, home: Path, arguments: Sequence[str], *, said: str | None = None) -> _Child:
-        """Start `fusion ARGUMENTS --home HOME`; the invitation goes by standard input, where nobody can list it."""
+        """Start `fusion ARGUMENTS --home HOME`. The invitation is passed by standard input, so that process lists don't
+        show it."""
         log_path = self.directory / f"{name}.log"
         log = _open_log(home, log_path)
-        # One thread per peer must mean one: the libraries below the framework read these when they are loaded.
+        # The framework's libraries read these when loaded; without them they would start more threads than `threads`.
         environment = {**inherited(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -216,11 +219,11 @@ class LocalPool:
             "--lifeline",
             "--home",
             str(home),
-            stdin=asyncio.subprocess.PIPE,  # stays open as long as this process lives
+            stdin=asyncio.subprocess.PIPE,  # stays open as long as this process runs
             stdout=log,
             stderr=log,
             env=environment,
-            # A Ctrl-C on the terminal is for the job's owner; the pool is ended afterwards, in order.
+            # Ctrl-C on the terminal must reach only the job owner, which ends the pool afterwards.
             start_new_session=sys.platform != "win32",
         )
         child = _Child(name, process, log, log_path)
@@ -234,12 +237,14 @@ class LocalPool:
         return child
 
     async def _announced(self, child: _Child, path: Path, kind: type[_Said]) -> _Said:
-        """Wait until the process says it is ready."""
+        """Wait for the JSON file that the process writes when it is ready, and return its content.
+
+        Raises `FusionError` if the process ends first or takes longer than `START_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while (said := _read_json(path, kind)) is None:
                     if not child.lives:
-                        raise FusionError(f"{child.name} ended at once: {_last_line(child.log_path)}")
+                        raise FusionError(f"{child.name} ended during its start: {_last_line(child.log_path)}")
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise FusionError(
@@ -253,14 +258,14 @@ class LocalPool:
         task.add_done_callback(self._watching.discard)
 
     async def _bring_back(self, child: _Child) -> None:
-        """Once it has ended by itself, until it runs again or is given up."""
+        """Wait until the process ends. If it ended unexpectedly, restart it until it runs or has ended too often."""
         status = await child.process.wait()
         if child.killed or status == 0:
             return
         why = f"was killed (signal {-status})" if status < 0 else f"ended: {_last_line(child.log_path)}"
         restarts = self._restarts.setdefault(child.name, Restarts())
         while (delay_s := restarts.ended(self.clock.now_s())) is not None:
-            self.say(f"{child.name} {why.rstrip('.')}; it is started again in {delay_s:g} s")
+            self.say(f"{child.name} {why.rstrip('.')}; it is restarted in {delay_s:g} s")
             await asyncio.sleep(delay_s)
             if self._children.get(child.name) is not child and self._child(child.name).lives:
                 return
@@ -269,12 +274,12 @@ class LocalPool:
             except FusionError as error:
                 why = f"could not be started: {error.message}"
                 continue
-            self.say(f"{child.name} runs again")
+            self.say(f"{child.name} is running again")
             return
-        self.say(f"{child.name} {why.rstrip('.')}; it ended too often and is not started again")
+        self.say(f"{child.name} {why.rstrip('.')}; it ended too often and is not restarted")
 
     async def stop(self) -> None:
-        """End peers, then the broker; kill what does not end by itself."""
+        """Terminate the peers, then the broker. Kill processes that don't end within `STOP_TIMEOUT_S`."""
         for task in tuple(self._watching):
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -299,7 +304,8 @@ class LocalPool:
 
 
 async def _ordinary(child: _Child) -> None:
-    """The system takes ten such wishes a second, of all programs together."""
+    """Give a process back its ordinary priority, with retries: the system accepts ten such requests a second, over all
+    programs together."""
     while child.lives:
         if weigh_session(child.process.pid, ORDINARY):
             return
@@ -312,7 +318,7 @@ def _open_log(home: Path, log_path: Path) -> IO[bytes]:
 
 
 def _read_json(path: Path, kind: type[_Said]) -> _Said | None:
-    """None until the file is there; it appears whole."""
+    """Return the file's content, None if it does not exist yet. It is written atomically."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
@@ -321,4 +327,4 @@ def _read_json(path: Path, kind: type[_Said]) -> _Said | None:
 
 def _last_line(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "it printed nothing"

@@ -1,9 +1,9 @@
-"""Links within one network, as peers found them, for plans. Decides which are enough better than the lines to count.
+"""Selects links within one local network, as measured by peers, that a plan should use instead of the access links.
 
-Between two machines of one home a plan would otherwise count the home's line, there and back. What peers say of each
-other is believed as their profiles are: whoever lies gets stages that are slower than planned, and loses them.
+Between two machines of one home, a plan would otherwise count the home's access link in both directions. Peers' reports
+about links are trusted like their profiles: a peer that reports wrongly gets stages that are slower than planned.
 
-Neighbours: `peer.near` measures, `scheduling.links` says what an exception means.
+`peer.near` measures the links; `scheduling.links` defines how links between two peers override access links.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from fusionai.scheduling.links import hop
 from fusionai.scheduling.types import Link
 
 BETTER: Final = 2.0
-"""So many times the bandwidth of the two lines: every exception costs the planner's search."""
+"""Least factor by which a local link must exceed the access links' bandwidth (chosen). Every exception slows down the
+planner's search."""
 MOST_MEMBERS: Final = 64
-"""Of more, bounds that count on equal machines are worth more than short ways."""
+"""Largest pool for which local links are used (chosen). In larger ones, the planner's bounds, which rely on equal
+machines, are worth more."""
 
 
 def near_links(members: Sequence[Member]) -> dict[str, Link]:
-    """`"<from>><to>"` -> link, both ways, the slower of the two where both were probed."""
+    """Return links by `"<from>><to>"`, in both directions, with the slower figures if both ends measured."""
     if len(members) > MOST_MEMBERS:
         return {}
     profiles = {member.view.peer: member.profile for member in members}

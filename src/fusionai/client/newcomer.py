@@ -1,7 +1,7 @@
-"""The beginning of a replica that joins others at work: a checkpoint of its step 0 with what they agree on.
+"""Starts a replica that joins others at work: writes a checkpoint of its step 0 with the parameters they agreed on.
 
-Decides that its optimizer begins anew: moments of another replica belong to another path. Blocking, all of it.
-Neighbours: `training.outer` says what is agreed on, `client.train` finds the checkpoint as after any restart.
+Its optimizer starts from zero, because another replica's moments belong to another trajectory. All functions block.
+`training.outer` supplies the agreed parameters; `client.train` finds the checkpoint as after any restart.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fusionai.storage.rundir import RunDirectory
 
 
 def begin_with(agreed: Mapping[str, HostTensor], recipe: Recipe, prepared: Prepared, directory: RunDirectory) -> None:
-    """Raises `StorageError`."""
+    """Write the checkpoint of step 0 with the parameters `agreed`. Raises `StorageError`."""
     with storage_errors(directory.checkpoints, "removed"):
-        shutil.rmtree(directory.checkpoints)  # of a beginning that was interrupted: it has taken no step
+        shutil.rmtree(directory.checkpoints)  # left by an interrupted start, which took no step
     header = checkpoint_header(recipe, prepared)
     with CheckpointWriter(directory.checkpoints, 0, header, files=prepared.files) as writer:
         for name, tensor in _entries(agreed, recipe, prepared):
@@ -34,7 +34,8 @@ def begin_with(agreed: Mapping[str, HostTensor], recipe: Recipe, prepared: Prepa
 
 
 def _entries(agreed: Mapping[str, HostTensor], recipe: Recipe, prepared: Prepared) -> Iterator[tuple[str, HostTensor]]:
-    """What has no rule and is not trained comes from the job owner at every start, and is in no checkpoint."""
+    """Yield the checkpoint's entries. Values that are neither trained nor initialised by a rule are not in checkpoints:
+    the job owner sends them at every start."""
     graph = prepared.captured.graph
     specs = {spec.key: spec for spec in graph.params.values()}
     for name, entry in state_entries(graph, recipe.optimizer).items():

@@ -1,10 +1,10 @@
-"""Who this machine is as a job owner. Decides where its key lives and how it gets a certificate.
+"""Manages this machine's identity as a job owner: its key and certificate.
 
-A plan addresses processes, and a machine may lend itself and run jobs at once: the job owner's key is therefore its
-own, in `<home>/owner`. A machine that is in a pool already has its owner's key certified by that membership; a
-stranger needs an invitation.
+A plan addresses processes, and a machine may lend itself and run jobs at the same time. The job owner therefore has its
+own key, in `<home>/owner`. If the machine is already in a pool, that membership certifies the key; otherwise an
+invitation is needed.
 
-Neighbours: `client.pool_session` connects with it, `transport.enrolment` keeps it.
+`client.pool_session` connects with the membership; `transport.enrolment` stores it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ OWNER_DIRECTORY: Final = "owner"
 
 
 async def owner_membership(home: Path, invitation: str | None) -> Membership:
-    """This machine's membership as a job owner, made if need be. Raises `UsageError` for a stranger."""
+    """Return this machine's membership as a job owner; enrol if it has none. Raises `UsageError` if that needs an
+    invitation."""
     owner_home = home / OWNER_DIRECTORY
     if invitation is not None:
         return await enrol(invitation, owner_home, "owner")
@@ -33,19 +34,19 @@ async def owner_membership(home: Path, invitation: str | None) -> Membership:
     if (owner_home / MEMBERSHIP_FILE).is_file():
         return load_membership(owner_home)
     raise UsageError(
-        f"this machine belongs to no pool (there is no {home / MEMBERSHIP_FILE}).",
-        hint="Pass --invite INVITE, or join first: fusion join INVITE.",
+        f"this machine has not joined a pool (there is no {home / MEMBERSHIP_FILE}).",
+        hint="Pass --invite INVITE, or join a pool first: fusion join INVITE.",
     )
 
 
 def any_membership(home: Path) -> Membership:
-    """The machine's own membership, else its owner's: enough to look at the pool."""
+    """Return the machine's own membership, else its owner's. Either is enough to query the pool."""
     if (home / MEMBERSHIP_FILE).is_file() or not (home / OWNER_DIRECTORY / MEMBERSHIP_FILE).is_file():
         return load_membership(home)
     return load_membership(home / OWNER_DIRECTORY)
 
 
 def known_owner(home: Path) -> Membership | None:
-    """The job owner this machine already is; asks nobody."""
+    """Return the stored membership as a job owner, None if there is none. Contacts no other machine."""
     owner_home = home / OWNER_DIRECTORY
     return load_membership(owner_home) if (owner_home / MEMBERSHIP_FILE).is_file() else None

@@ -1,8 +1,8 @@
-"""A conversation with the pool's broker: who is there, which jobs run, make this plan real.
+"""A session with the pool's broker: lists members and jobs, has plans adopted, stops jobs, creates invitations.
 
-Every method is one question and its answer. Decides that a broker is not believed where it need not be: a job sees only
-members that its owner's circle allows, and a granted plan is the one that was asked for or none. Neighbours: `broker`
-answers, `cli` and `client.train` ask, `client.job_trust` says who is allowed.
+Every method is one request and its answer. The broker is trusted no more than necessary: a job sees only members that
+its owner's trust list allows, and a granted plan must equal the requested one. `broker` answers, `cli` and
+`client.train` send requests, `client.job_trust` says which members are allowed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fusionai.wire import messages as wire
 M = TypeVar("M", bound=wire.Message)
 
 ANSWER_S: Final = 15.0
-"""For an answer of the broker, a connection included."""
+"""Timeout for an answer of the broker, including the time to connect, in seconds (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Member:
 
 
 class PoolSession:
-    """`async with PoolSession(membership) as pool: ...`. `on_stop` is told the job somebody asked to stop, `on_members`
-    whoever is in the pool, at each look at it. `trust`: of the job it is for, None where it is for looking alone.
+    """A session, used as `async with PoolSession(membership, trust=...) as pool:`.
 
-    Connects when first asked something, and again after the broker was away. Every question raises `TransportError`
-    when it is not answered within `ANSWER_S`."""
+    `on_stop` receives the id of a job that is asked to stop, `on_members` the members at each listing. `trust`: the
+    trust of the session's job; None for a session that only looks at the pool. Connects at the first request, and again
+    after the broker was away. Every request raises `TransportError` if it is not answered within `ANSWER_S`."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class PoolSession:
 
     @property
     def barred(self) -> tuple[Excluded, ...]:
-        """Who was in the pool at the last look and may not work for the job."""
+        """Members at the last listing that may not work for the job."""
         return () if self._trust is None else self._trust.barred
 
     async def jobs(self, job: str = "") -> tuple[wire.JobView, ...]:
@@ -100,18 +100,19 @@ class PoolSession:
         await self._ask(wire.JobStop(job=job), wire.Done)
 
     async def leave(self, *, drain: bool) -> None:
-        """Ask the broker to see this machine's peer off."""
+        """Ask the broker to remove this machine's peer; with `drain`, after it has handed over its work."""
         await self._ask(wire.Leave(drain=drain), wire.Done)
 
     async def invite(self, *, uses: int, lifetime_s: float) -> str:
         return (await self._ask(wire.InviteRequest(uses=uses, lifetime_s=lifetime_s), wire.Invited)).invitation
 
     async def request(self, job: JobId, title: str, plan: Plan, steps: int) -> Deployment:
-        """Make a plan of version 0 real, or get new tickets for the plan in force. Raises `RefusedError` when a peer of
-        it is taken, gone or not trusted (any more), or another plan is in force: plan again; `TrustError` when the
-        broker grants another plan than this one."""
+        """Have the broker adopt a plan of version 0, or get new tickets for the plan in force.
+
+        Raises `RefusedError` if a peer of the plan is taken, gone or not trusted, or another plan is in force, and the
+        caller should plan again; `TrustError` if the broker grants a different plan."""
         if self._trust is None:
-            raise TrustError("this conversation is for looking at the pool; it asks for no plans.")
+            raise TrustError("this session only looks at the pool; it can't request plans.")
         try:
             self._trust.check_plan(plan)
         except TrustError as error:
@@ -124,7 +125,7 @@ class PoolSession:
         _check_same(plan, made, granted.job, job)
         return Deployment(
             plan=made,
-            # A stage ticket or the driver's: the driver's comes last and is the one the owner dials with.
+            # An owner with stages has two tickets. The driver's comes last, and the owner dials with it.
             tickets={one.peer: one.ticket for one in granted.tickets},
             members={member.peer: member.addresses for member in granted.members},
             clock_ahead_s=clock.ahead_s,
@@ -147,7 +148,7 @@ class PoolSession:
         return answer
 
     async def _connected(self) -> Conversation:
-        """The open conversation, opened again if the broker was away."""
+        """Return the open connection; connect if there is none."""
         async with self._connecting:
             if self._conversation is None or self._conversation.channel.closed:
                 channel = await self.transport.dial(self.membership.broker_addresses, expect=None, stream="control")
@@ -160,17 +161,17 @@ class PoolSession:
 
 
 def _nobody(peer: PeerId) -> None:
-    raise TrustError(f"this conversation is for looking at the pool, and dials no peer such as {peer}.")
+    raise TrustError(f"this session only looks at the pool; it can't connect to peer {peer}.")
 
 
 def _check_same(asked: Plan, made: Plan, granted_job: str, job: JobId) -> None:
-    """A plan is the job owner's; the broker gives it a version and nothing else. Raises `TrustError`."""
+    """Check that the broker changed nothing of the plan but its version. Raises `TrustError`."""
     fresh = asked.version == 0
     unversioned = msgspec.structs.replace(made, version=asked.version)
     if granted_job != job or msgspec.msgpack.encode(unversioned) != msgspec.msgpack.encode(asked):
         raise TrustError(
-            f"the broker granted another plan than job {job} asked for.",
-            hint="A broker may refuse a plan, not change it: don't use this one.",
+            f"the broker granted a different plan than job {job} requested.",
+            hint="A broker may refuse a plan but not change it: don't use this broker.",
         )
     if made.version < 1 if fresh else made.version != asked.version:
-        raise TrustError(f"the broker gave job {job}'s plan version {made.version}, which can't be its next.")
+        raise TrustError(f"the broker gave job {job}'s plan version {made.version}, which can't be its next version.")

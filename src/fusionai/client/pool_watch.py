@@ -1,10 +1,10 @@
-"""Looks out for a better plan while a job runs: machines that leave, that could guard, that are too slow or faster.
+"""Looks for a better plan while a job runs: for machines that leave, could be standbys, are too slow, or are faster.
 
-Decides when another plan is worth asking for; one at a time, and never while a stage waits for one. Renews tickets long
-before they expire, so that a broker may be away for a while. A broker that is away is asked again at the next look.
+Requests one plan at a time, and none while a stage waits for a replacement. Renews tickets long before they expire, so
+that the broker may be away for a while; while it is away, the next check tries again.
 
-Neighbours: `client.replanning` makes plans real, a job's driver goes over to them at a quiet moment;
-`scheduling.takeover`, `straggling` and `promotion` say what is better, `promises` whether it was.
+`client.replanning` has plans adopted, and a job's driver changes over to them at a quiet moment. `scheduling.takeover`,
+`straggling` and `promotion` find better plans; `promises` tracks whether they were better.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ log = logging.getLogger(__name__)
 
 LOOK_S: Final = 2.0
 RENEW_S: Final = 240.0
-"""Tickets are renewed when they last no longer than this, or for half of what they lasted at first if that is less."""
+"""Remaining validity at which tickets are renewed, in seconds (chosen); half of their full validity if that is less."""
 COMPUTE: Final = ("forward", "backward", "weights")
 PATIENCE_S: Final = 30.0
-"""How long an offered plan may wait for a quiet moment before another is offered."""
+"""Time that an offered plan may wait for a quiet moment before another is offered, in seconds (chosen)."""
 
 
 class Watched(Protocol):
-    """Whoever obeys plans: a training driver, a serving engine."""
+    """A training driver or a serving engine, which follows plans."""
 
     @property
     def deployment(self) -> Deployment: ...
 
     @property
     def plan(self) -> Plan:
-        """In force, less the guards that are lost: the pool may have others."""
+        """The plan in force without lost standbys, which the pool may replace."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class Watched(Protocol):
 
     @property
     def sheltered(self) -> frozenset[int]:
-        """Stages whose guard could take over now."""
+        """Stages whose warm standby could take over now."""
         ...
 
     def offer(self, deployment: Deployment, reason: str) -> None: ...
@@ -68,7 +68,7 @@ class Watched(Protocol):
 
 
 class PoolWatch:
-    """`run` until cancelled; `see` takes the job's progress."""
+    """Checks the pool for a job. `run` lasts until cancelled; `see` must get the job's progress."""
 
     def __init__(self, replanner: PoolReplanner, driver: Watched, owner: PeerId, clock: Clock) -> None:
         self._replanner = replanner
@@ -76,17 +76,18 @@ class PoolWatch:
         self._owner = owner
         self._clock = clock
         self._offered: tuple[int, float] = (0, 0.0)
-        """Newest version offered, and when."""
+        """Latest version offered, and its time."""
         self._fallen: set[str] = set()
-        """Guards lost since the last look began."""
+        """Standbys lost since the start of the last check."""
         self._unsure = False
-        """Whether the broker may have another plan in force: an answer was lost, or overtaken by a guard's loss."""
+        """Whether the broker may have a different plan in force: an answer was lost, or a standby was lost before
+        it."""
         self._compared: object = None
-        """Plan, machines and guards among which nobody was found to do a stage's work faster."""
+        """Plan, machines and standbys for which no faster peer for a stage was found."""
         self._leaving: tuple[frozenset[str], float] = (frozenset(), 0.0)
-        """Who leaves, and since when."""
+        """Peers that leave, and since when."""
         self._widest: object = None
-        """Stages and machines among which no cut was found that is worth the move."""
+        """Stages and machines for which no new cut was found that is worth the change."""
         self._lasts_s = self._left_s()
         self._step = 0
         self._slow = watching(0)
@@ -121,7 +122,7 @@ class PoolWatch:
                     raise
                 log.info("no better plan: %s", error)
             except FusionError as error:
-                log.info("the pool can't be looked at: %s", error)
+                log.info("can't list the pool: %s", error)
 
     async def _look(self) -> None:
         if self._driver.is_waiting:
@@ -134,7 +135,10 @@ class PoolWatch:
         if pending and self._clock.now_s() - offered_s < PATIENCE_S:
             return
         self._fallen.clear()
-        self._replanner.keep_in_mind(stage.peer for stage in self._driver.plan.stages)
+        plan, sheltered = self._driver.plan, self._driver.sheltered
+        self._replanner.keep_in_mind(stage.peer for stage in plan.stages)
+        self._replanner.note_sound(stage.peer for stage in plan.stages)
+        self._replanner.note_sound(guard.peer for guard in plan.guards if guard.stage in sheltered)
         members = await self._replanner.pool.pool()
         found = self._handed_over(members) or await self._widened(members)
         found = found or self._guarded(members) or await self._faster(members)
@@ -159,14 +163,15 @@ class PoolWatch:
             self._driver.offer(deployment, reason)
 
     async def _agree(self) -> None:
-        """With the broker on the plan in force: where it has one the driver never took, the driver's own follows it."""
+        """Agree with the broker on the plan in force. If it has one that the driver never adopted, offer the driver's
+        plan as a new version."""
         try:
             self._driver.renew(await self._replanner.renewed(self._driver.deployment))
             self._unsure = False
         except RefusedError as error:
             if error.code != "stale_fence":
                 raise
-            self._unsure = False  # unless the offer fares no better
+            self._unsure = False  # `_offer` sets it again if its answer is lost
             await self._offer(self._plan(), "the broker had another plan in force")
 
     async def _renew(self) -> None:
@@ -183,8 +188,9 @@ class PoolWatch:
         return msgspec.structs.replace(self._driver.plan, version=0)
 
     def _handed_over(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
-        """Whoever leaves in order works until somebody has taken its place. The broker lets it go with the first plan
-        without it, so there is one between: the next peers run its stages already, and it guards them."""
+        """Return a plan that replaces peers which leave cleanly. Such a peer works until it is replaced. The broker
+        releases it with the first plan without it, so there is an intermediate plan in which its successors already run
+        its stages and it is their standby."""
         plan = self._plan()
         parts = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
         leaving = [one for one in members if one.view.state == "draining" and one.view.peer in parts]
@@ -202,37 +208,38 @@ class PoolWatch:
         if found is None and self._clock.now_s() - self._leaving[1] >= self._replanner.grace_s:
             found = handed_on(plan, self._replanner.problem, gone, candidates, self._replanner.policy)
         if found is None:
-            return None  # it stays; the next look may find somebody
+            return None  # it stays; the next check may find a successor
         names = ", ".join(one.profile.name or short(PeerId(one.view.peer)) for one in leaving)
         works = any(stage.peer in gone for stage in plan.stages)
         return found, f"{names} leaves and hands its work over" if works else f"{names} leaves"
 
     async def _widened(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
-        """A job whose model was cut anew for want of machines takes those in again that have come since."""
+        """If the model was cut anew over fewer machines, return a plan that includes machines that have joined
+        since."""
         plan, step = self._plan(), self._step
         there = tuple(one for one in self._replanner.usable(members) if self._replanner.is_back(one))
-        seen = (plan.stages, there)
+        problem = msgspec.structs.replace(self._replanner.problem, links=near_links(there))
+        seen = (plan.stages, tuple(one.profile for one in there), problem.links)
         if not self._replanner.is_shrunk or not self._slow.rested(step) or self._widest == seen:
             return None
         self._widest = seen
-        problem = msgspec.structs.replace(self._replanner.problem, links=near_links(there))
         search = partial(widened, plan, problem, [one.profile for one in there])
         left, tolerant = self._replanner.steps - step, self._replanner.is_tolerant
         found = await in_background(partial(search, steps_left=left, tolerant=tolerant))
         if found is None:
             return None
-        return found.plan, f"there are machines again: {found.words(told(problem, [one.profile for one in there]))}"
+        return found.plan, f"machines have joined: {found.words(told(problem, [one.profile for one in there]))}"
 
     def _guarded(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
         plan = self._plan()
         candidates = [one.profile for one in self._replanner.usable(members) if self._replanner.is_back(one)]
-        # Without anybody new too: a guard that is there may take on the stage of one that was lost.
+        # Tried even without new peers: a standby may also take the stage of a lost one.
         found = reinforced(plan, self._replanner.problem, candidates)
         if found is None:
             return None
         had = {(guard.stage, guard.peer) for guard in plan.guards}
         stages = [str(guard.stage) for guard in found.guards if (guard.stage, guard.peer) not in had]
-        return found, f"stage{'s' if len(stages) > 1 else ''} {', '.join(stages)} can be guarded now"
+        return found, f"a warm standby for stage{'s' if len(stages) > 1 else ''} {', '.join(stages)} is available"
 
     async def _faster(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
         if not self._slow.due(self._step):
@@ -268,5 +275,5 @@ class PoolWatch:
         return found
 
     def _is_allowed(self, plan: Plan, better: Plan) -> bool:
-        """Whether stages may move as `better` has it: unless bits are others already, only with the same bits."""
+        """Return whether stages may move as in `better`: only if the bits stay the same or already differ."""
         return self._replanner.is_tolerant or keeps_bits(plan, better, self._replanner.problem)

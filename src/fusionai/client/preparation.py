@@ -1,9 +1,9 @@
-"""From a recipe to what can be planned: the data opened, the model captured, the problem written down.
+"""Prepares a recipe for planning: opens the data, captures the model, builds the planning problem.
 
-Decides how the recipe's settings become a model configuration, a capture and a planning problem. Runs in the job
-owner's process; nothing leaves it but the graph.
+Translates the recipe's settings into a model configuration, a capture and a planning problem. Runs in the job owner's
+process, which sends nothing to peers at this point.
 
-Neighbours: `corpus` reads, `capture` captures, `scheduling` plans, `client.train` calls.
+`corpus` reads the data, `capture` captures the model, `scheduling` plans, `client.train` calls this.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from fusionai.primitives.errors import ModelError, RecipeError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.privacy import keeps_ends
 from fusionai.primitives.tensors import tensor_bytes
-from fusionai.primitives.units import format_bytes, format_count
+from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.cut_bits import shared_weights
 from fusionai.scheduling.going_on import numerics
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement
@@ -72,19 +72,19 @@ _SIZES: Final = (
     "num_hidden_layers",
     "vocab_size",
 )
-"""transformers takes any number here and builds what is left of a model."""
+"""Sizes in a configuration that are checked here, because transformers accepts any number and builds a broken model."""
 _PEFT_TASKS: Final = {
     "causal_lm": "CAUSAL_LM",
     "seq2seq_lm": "SEQ_2_SEQ_LM",
     "classification": "SEQ_CLS",
 }
-"""What PEFT calls a task; it knows no others that are trained here."""
+"""PEFT's names of tasks. PEFT has no names for the other tasks that are trained here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A recipe with its data and its graph. `symbols`: the sizes of one microbatch. `tokens_per_microbatch` counts
-    records where the data has no tokens."""
+    """A recipe with its data and graph. `symbols`: sizes of one microbatch. `tokens_per_microbatch`: tokens, or records
+    if the data has no tokens."""
 
     recipe: Recipe
     source: TokenSource | TensorSource | ChatSource
@@ -93,11 +93,11 @@ class Prepared:
     symbols: dict[str, int]
     tokens_per_microbatch: int
     base: dict[str, str] = field(default_factory=dict[str, str])
-    """Where only an adapter is trained, SHA-256 of the base model's weight files by name."""
+    """If only an adapter is trained: SHA-256 of the base model's weight files, by name."""
 
     @property
     def files(self) -> dict[str, bytes]:
-        """What stands beside the weights of a checkpoint, so that transformers loads it."""
+        """Files that are written beside the weights of a checkpoint, so that transformers can load it."""
         files: dict[str, bytes] = {}
         if self.recipe.adapter is not None:
             files[CONFIG_FILE] = _adapter_file(self.recipe, self.captured)
@@ -109,7 +109,8 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], None]) -> Prepared:
-    """Blocking: reads the data, trains a tokenizer if asked to, captures the model."""
+    """Read the data, train a tokenizer if the recipe says so, and capture the model. Blocking. `progress` receives
+    lines for the user. Raises `RecipeError`, `DataError`, `ModelError` or `GraphError`."""
     progress("reading the data")
     source = open_source(recipe, directory.tokens)
     progress(f"data: {source.describe()}")
@@ -145,21 +146,12 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
     missing = [name for name in captured.graph.inputs if name not in first]
     if missing:
         raise RecipeError(
-            f"the model needs inputs {', '.join(missing)}; the data gives {', '.join(first)}.",
+            f"the model needs the inputs {', '.join(missing)}, but the data has {', '.join(first)}.",
             hint="Name the columns in [data] columns, or change the model's inputs.",
         )
     for note in captured.notes:
         progress(note)
-    try:
-        checked = self_check(captured)
-    except TooLarge as error:
-        progress(f"warning: the graph was NOT compared with the module: {error}")
-    else:
-        reduced = f" (a smaller copy, {format_count(checked.parameters)} parameters)" if checked.reduced else ""
-        gradients = "" if checked.gradient_diff is None else f", gradients by {checked.gradient_diff:.1g}"
-        progress(
-            f"self-check{reduced}: graph and module differ by {checked.forward_diff:.1g} relative at most{gradients}"
-        )
+    _compare(captured, progress)
     base: dict[str, str] = {}
     if recipe.adapter is not None:
         base = _hashes(captured)
@@ -169,12 +161,24 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
         if recipe.adapter.holder == "owner":
             captured = replace(captured, graph=held_in_front(captured.graph))
             sent = format_bytes(recipe.train.microbatches * sent_bytes(captured.graph))
-            progress(f"the adapter stays here: {sent} of it go to peers in each step, and as much comes back")
+            progress(f"the adapter stays on this machine: each step sends {sent} of it to peers and receives as much")
     return Prepared(recipe, source, captured, content_hash(captured.graph), symbols, tokens, base)
 
 
+def _compare(captured: Captured, progress: Callable[[str], None]) -> None:
+    """Compare the graph with the module, and tell what was found or why nothing could be."""
+    try:
+        checked = self_check(captured, progress=progress)
+    except TooLarge as error:
+        progress(f"warning: the graph was NOT compared with the module: {error}")
+        return
+    for note in checked.notes:
+        progress(note)
+    progress(f"self-check{checked.how}: {checked.words}")
+
+
 def model_source(recipe: Recipe, vocabulary: int | None, end_id: int | None) -> ModelSource:
-    """Where the model comes from. A configuration without `vocab_size` gets the tokenizer's."""
+    """Return the model's source. A configuration without `vocab_size` gets the tokenizer's."""
     architecture = architecture_of(recipe.model.task)
     match recipe.model.source:
         case ConfigModel(config=config):
@@ -185,12 +189,12 @@ def model_source(recipe: Recipe, vocabulary: int | None, end_id: int | None) -> 
             return HubSource(hub, architecture=architecture)
         case FactoryModel(module=module, function=function, directory=directory):
             if directory not in sys.path:
-                sys.path.insert(0, directory)  # the job owner's own code, in the job owner's own process
+                sys.path.insert(0, directory)  # the job owner's code, imported only in the job owner's process
             return CodeSource(f"{module}:{function}")
 
 
 def _hashes(captured: Captured) -> dict[str, str]:
-    """Of the base model's weight files: a checkpoint of an adapter is of use with these only."""
+    """Return the hashes of the base model's weight files, because an adapter's checkpoint is valid only with these."""
     huggingface = captured.source.built.huggingface
     found: dict[str, str] = {}
     for path in () if huggingface is None else huggingface.weights:
@@ -210,7 +214,7 @@ def _kept(captured: Captured) -> str:
 
 
 def adapter_of(recipe: Recipe) -> Lora | StartedLora | None:
-    """What the recipe puts into the model."""
+    """Return the adapter that the recipe adds to the model, None without one."""
     match recipe.adapter:
         case None:
             return None
@@ -235,17 +239,18 @@ def _adapter_file(recipe: Recipe, captured: Captured) -> bytes:
 
 def _model_directory(path: Path) -> Path:
     if not path.is_dir():
-        raise ModelError(f"there is no model directory {path}.", hint="Mend [model] path in the recipe.")
+        raise ModelError(f"there is no model directory {path}.", hint="Correct [model] path in the recipe.")
     if not (path / "config.json").is_file():
         raise ModelError(
             f"the directory {path} has no config.json, so it is not a model in Hugging Face layout.",
-            hint="Save the model there with save_pretrained, or mend [model] path in the recipe.",
+            hint="Save the model there with save_pretrained, or correct [model] path in the recipe.",
         )
     return path
 
 
 def _check_length(recipe: Recipe, captured: Captured) -> None:
-    """Rows longer than the model has positions fail far from here, or train what no one will be able to use."""
+    """Raise `RecipeError` if rows are longer than the model's positions. Otherwise it would fail much later, or train
+    positions that can't be used."""
     config = captured.config or {}
     limit = config.get("max_position_embeddings", config.get("n_positions"))
     match recipe.data:
@@ -282,8 +287,9 @@ def _with_tokenizer(config: Mapping[str, Any], vocabulary: int | None, end_id: i
 def problem_for(
     prepared: Prepared, members: tuple[Member, ...], owner: PeerProfile, note: Callable[[str], None]
 ) -> Problem:
-    """What to plan: the graph's costs at the job's sizes over the peers that stand by. Raises `RecipeError` for a
-    required peer that is not there; `note` hears of an excluded one that is not."""
+    """Return the problem for a job's first plan: the graph's costs at the job's sizes over the free peers.
+
+    Raises `RecipeError` for a required peer that is absent; `note` receives a warning for an excluded one."""
     recipe = prepared.recipe
     required = tuple(_named(name, members, recipe) for name in recipe.placement.required)
     excluded = [peer for name in recipe.placement.excluded for peer in _excluded(name, members, note)]
@@ -295,7 +301,8 @@ def problem_for(
 
 
 def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: PeerProfile) -> Problem:
-    """The same without the recipe's word on single peers: a job goes on when one it required is lost."""
+    """Return the problem without required and excluded peers, for later plans: a job continues if a required peer is
+    lost."""
     recipe = prepared.recipe
     costs = block_costs(prepared.captured.graph, prepared.symbols, training=True)
     first, last = kept_ends(recipe, prepared.captured.graph)
@@ -325,8 +332,8 @@ def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: Pee
 
 
 def kept_ends(recipe: Recipe, graph: Graph) -> tuple[int, int]:
-    """Blocks at both ends that stay with the job owner, by the recipe's privacy level; 0 where it asks for none. Raises
-    `GraphError` where the model can't be split so."""
+    """Return the numbers of first and last blocks that stay with the job owner by the recipe's privacy level, 0 if it
+    keeps none. Raises `GraphError` if the model can't be split like that."""
     privacy = recipe.privacy
     if not keeps_ends(privacy.level):
         return 0, 0
@@ -334,12 +341,12 @@ def kept_ends(recipe: Recipe, graph: Graph) -> tuple[int, int]:
 
 
 def excluded_peers(recipe: Recipe, members: tuple[Member, ...]) -> frozenset[str]:
-    """Those of `members` that the recipe keeps out."""
+    """Return those of `members` that the recipe excludes."""
     return frozenset(peer for name in recipe.placement.excluded for peer in _called(name, members))
 
 
 def _called(name: str, members: tuple[Member, ...]) -> list[PeerId]:
-    """Who is meant: a peer's name, its id, or its id as far as tables show it."""
+    """Return the peers with this name, id, or id as shortened in tables."""
     return [
         peer for member in members if name in (member.profile.name, peer := PeerId(member.profile.peer), short(peer))
     ]
@@ -352,19 +359,19 @@ def _named(name: str, members: tuple[Member, ...], recipe: Recipe) -> PeerId:
     if found:
         ids = ", ".join(short(peer) for peer in found)
         raise RecipeError(
-            f"{Path(recipe.path).name}: [placement] required: {len(found)} peers are called {name!r} ({ids}).",
-            hint="Name the one you mean by its id.",
+            f"{Path(recipe.path).name}: [placement] required: {len(found)} peers have the name {name!r} ({ids}).",
+            hint="Give the id of the one you mean.",
         )
     there = ", ".join(sorted(member.profile.name for member in members))
     raise RecipeError(
-        f"{Path(recipe.path).name}: [placement] required: no peer {name!r} stands by in the pool; there are: {there}.",
-        hint="Correct the name, or wait until it has joined; `fusion pool` shows who is there.",
+        f"{Path(recipe.path).name}: [placement] required: no peer {name!r} is free in the pool; free peers: {there}.",
+        hint="Correct the name, or wait until the peer has joined; `fusion pool` lists the members.",
     )
 
 
 def _excluded(name: str, members: tuple[Member, ...], note: Callable[[str], None]) -> list[PeerId]:
-    """Everybody of that name: keeping out one too many is safe, letting one in is not."""
+    """Return all peers with this name: excluding one too many is safe, using an excluded one is not."""
     found = _called(name, members)
     if not found:
-        note(f"warning: [placement] excluded: no peer {name!r} stands by in the pool just now")
+        note(f"warning: [placement] excluded: no peer {name!r} is free in the pool at present")
     return found

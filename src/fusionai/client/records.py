@@ -1,7 +1,7 @@
-"""What a job leaves behind to look at: telemetry as JSONL, curves for TensorBoard. Decides which event is which record.
+"""Writes a job's telemetry (JSONL) and TensorBoard curves from its events.
 
-Never holds up the job: telemetry drops and counts, and a disk that fails is said once. Neighbours: `client.train` feeds
-it, `telemetry` writes.
+It never delays the job: telemetry that can't be written in time is dropped and counted, and a failing disk is reported
+once. `client.train` feeds it, `telemetry` writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fusionai.training import progress
 
 
 class JobRecords:
-    """One job's telemetry and curves. `warn` hears once of what can't be written."""
+    """Telemetry and curves of one job. `warn` receives, once, what can't be written."""
 
     def __init__(
         self,

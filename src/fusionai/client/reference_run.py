@@ -1,9 +1,7 @@
-"""The plain reference beside a pool's run: the same microbatches through PyTorch + transformers in another process.
+"""Runs the plain reference for a pool's run: the same microbatches through PyTorch and transformers in another process.
 
-Decides nothing of the comparison's numerics: `backends.torch.reference` has none of our code in the model's execution.
-This module writes its job file and batches, runs it and reads the answer.
-
-Neighbours: `client.demo` compares.
+Writes the job file and the batches, runs `backends.torch.reference`, which uses none of this project's code to execute
+the model, and reads its answer. `client.demo` compares the results.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from fusionai.storage.safetensors_file import write_safetensors
 
 
 class PlainTraining(msgspec.Struct, frozen=True):
-    """As `backends.torch.reference.ReferenceResult`, read back from its file."""
+    """Result of the reference training, with the fields of `backends.torch.reference.ReferenceResult`."""
 
     losses: tuple[float, ...]
     total_norms: tuple[float, ...]
@@ -37,7 +35,7 @@ class PlainTraining(msgspec.Struct, frozen=True):
 
 
 class ReferenceRun:
-    """`directory` gets the job files. `threads` of the one process."""
+    """Runs tasks of the reference. `directory`: for the job files. `threads`: threads of the process."""
 
     def __init__(self, recipe: Recipe, source: TokenSource, directory: Path, *, threads: int = 1) -> None:
         self._recipe = recipe
@@ -47,7 +45,7 @@ class ReferenceRun:
         directory.mkdir(parents=True, exist_ok=True)
 
     async def train(self, checkpoint: Path) -> PlainTraining:
-        """All steps of the recipe from `checkpoint`."""
+        """Train all steps of the recipe from `checkpoint`. Raises `FusionError` if the process fails."""
         train = self._recipe.train
         batches = [
             [self._source.microbatch(step, index)["input_ids"] for index in range(train.microbatches)]
@@ -65,7 +63,7 @@ class ReferenceRun:
         return msgspec.convert(answer, PlainTraining)
 
     async def evaluate(self, checkpoint: Path) -> float:
-        """Mean loss of `checkpoint` over the evaluation batches."""
+        """Return the mean loss of `checkpoint` over the evaluation batches. Raises `FusionError`."""
         rows = [[self._source.evaluation(index)["input_ids"]] for index in range(self._source.evaluation_batches)]
         return (await self._run("evaluate", checkpoint, batches=rows))["loss"]
 
@@ -106,12 +104,13 @@ class ReferenceRun:
                 await process.wait()
         if process.returncode != 0:
             lines = complaint.decode(errors="replace").strip().splitlines()
-            raise FusionError(f"the reference run ({task}) failed: {lines[-1] if lines else 'it said nothing'}")
+            raise FusionError(f"the reference run ({task}) failed: {lines[-1] if lines else 'it printed nothing'}")
         return msgspec.json.decode(result_path.read_bytes(), type=dict)
 
 
 def _write_batches(path: Path, batches: Sequence[Sequence[HostTensor]]) -> None:
-    """[steps, microbatches, rows, length]; transformers shifts the labels itself."""
+    """Write the batches as int64 tensors of shape [steps, microbatches, rows, length]. The labels equal the input ids,
+    because transformers shifts them itself."""
     ids = np.stack([np.stack([_array(tensor) for tensor in step]) for step in batches])
     packed = host_tensor("int64", ids.shape, ids.tobytes())
     path.unlink(missing_ok=True)

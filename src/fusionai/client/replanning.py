@@ -1,12 +1,12 @@
-"""Another plan for a running job: in place of peers that are lost, or because the pool offers something better.
+"""Gets a new plan for a running job: to replace lost peers, or because a better plan is available.
 
-Decides who may be asked: machines that stand by, those of the job itself, and a lost machine only when nobody else will
-do and the broker has heard it since. Whether a machine of other numerics may stand in, or the model be cut anew over
-those that remain, the recipe says; that is done after a grace period only, which is counted down. A plan is journalled,
-and kept with its tickets, before anybody acts on it (recovery rule 16); so is from which step on bits may differ.
+Decides which machines may be used: free ones, those of the job itself, and a lost machine only if no other fits and the
+broker has heard from it since. The recipe says whether a machine with other numerics may take over, or the model may be
+cut anew over the remaining machines; both happen only after a grace period, which is counted down. A plan, its tickets,
+and the step from which bits may differ are stored before any machine acts on the plan (recovery rule 16).
 
-Neighbours: `training.driver` asks, `client.pool_watch` looks out for better plans, `scheduling.going_on` and `takeover`
-make them, `client.pool_session` asks the broker.
+`training.driver` and `serving.engine` request replacements, `client.pool_watch` looks for better plans,
+`scheduling.going_on` and `takeover` make plans, `client.pool_session` sends them to the broker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fusionai.client.pool_session import Member
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ExecutionError, RefusedError, TransportError, TrustError
-from fusionai.primitives.ids import JobId
+from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling import settling
 from fusionai.scheduling.ends import check_ends
 from fusionai.scheduling.going_on import GRACE_S, Nothing, Otherwise, Takeover, otherwise, recorded, stand_in
@@ -41,17 +41,17 @@ from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
 
 LOOK_S: Final = 0.5
-"""Between two looks at a pool where nobody fits, or for a broker that is away."""
+"""Pause before the pool is listed again if no machine fits, or the broker is tried again, in seconds (chosen)."""
 FORGOTTEN_S: Final = 600.0
-"""How long a machine counts as as slow as it was found; then it may show itself again."""
+"""Time for which a machine counts as slow as it was found, in seconds (chosen). Then its profile counts again."""
 COUNTED: Final = (30, 20, 10, 5, 4, 3, 2, 1)
-"""Seconds left that are said; those in between would only fill the log."""
+"""Remaining seconds of the grace period that are reported; all seconds would fill the log."""
 RETRIED: Final = ("busy", "unknown_peer", "untrusted", "leaving", "stale_fence", "bad_message")
-"""Refusals that another look at the pool answers."""
+"""Codes of refusals after which listing the pool and planning again may succeed."""
 
 
 class Pool(Protocol):
-    """What is asked of the broker; `client.pool_session.PoolSession` is one."""
+    """Requests to the broker, as implemented by `client.pool_session.PoolSession`."""
 
     async def pool(self) -> tuple[Member, ...]: ...
 
@@ -60,7 +60,7 @@ class Pool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Pace:
-    """Found at `at_s`: `factor` times slower than the machine's profile says."""
+    """A machine's slowness, measured at `at_s`: `factor` times slower than its profile says."""
 
     at_s: float
     factor: float
@@ -68,8 +68,8 @@ class _Pace:
 
 @dataclass(frozen=True, slots=True)
 class _Besides:
-    """What there is where nobody can stand in as it was, found for `key`; `unlike`: what there would be if the recipe
-    took any numerics."""
+    """The alternative if no machine can take over with the same bits and the same cut, found for the inputs `key`.
+    `unlike`: the alternative if the recipe allowed other numerics."""
 
     key: object
     found: Otherwise | Nothing
@@ -78,8 +78,9 @@ class _Besides:
 
 @dataclass(kw_only=True)
 class PoolReplanner:
-    """One job's. `problem`: what its plans are made from; may be replaced when speeds are measured anew. Keeps nothing:
-    for jobs that begin anew after a restart, such as serving."""
+    """Gets plans for one job. `problem`: the planning problem, which may be replaced when speeds are measured again.
+
+    Stores nothing on disk: for jobs that start from scratch after a restart, such as serving."""
 
     pool: Pool
     job: JobId
@@ -88,32 +89,39 @@ class PoolReplanner:
     problem: Problem
     policy: Takeover
     excluded: Callable[[tuple[Member, ...]], frozenset[str]]
-    """Those that the recipe keeps out."""
+    """Returns the members that the recipe excludes."""
     clock: Clock
     barred: Callable[[], tuple[Excluded, ...]] = tuple
-    """Those that the job's trust kept out at the last look."""
+    """Returns the members that are not trusted, as of the last listing."""
     liars: set[str] = field(default_factory=set[str])
-    """Whose results were wrong."""
+    """Peers whose results were wrong."""
     grace_s: float = GRACE_S
-    """How long a machine of the same numerics is waited for before the job goes on otherwise."""
+    """Time to wait for a machine with the same numerics before the job uses an alternative, in seconds."""
+    say: Callable[[str], None] = lambda _: None
+    """Shows a sentence to the user."""
     _newest_version: int = 0
     _short_since_s: float | None = None
-    """Since when nobody can stand in as it was."""
+    """Time since which no machine can take over with the same bits and the same cut."""
     _shown_s: int | None = None
-    """Seconds left that were said last."""
+    """Remaining seconds reported last."""
     _besides: _Besides | None = None
     is_shrunk: bool = False
-    """Whether the model was cut anew for want of machines."""
+    """Whether the model was cut anew because machines were missing."""
     _losses: dict[str, settling.Loss] = field(default_factory=dict[str, settling.Loss])
+    _seen: dict[str, Member] = field(default_factory=dict[str, Member])
+    """Each member as the last look at the pool showed it."""
+    _lost_boots: dict[str, int] = field(default_factory=dict[str, int])
+    """Boot number of the process that was lost last, by peer."""
     _missing: set[str] = field(default_factory=set[str])
-    """Lost, and in no plan made real since: one that is named again was not lost again."""
+    """Lost peers that are in no plan adopted since. If one of them is named as lost again, it is not a new loss."""
     _paces: dict[str, _Pace] = field(default_factory=dict[str, _Pace])
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def replacement(
         self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
     ) -> Deployment:
-        """See `execution.deployment`. Raises `ExecutionError` where the recipe refuses who is there."""
+        """Return a deployment without the peers `lost`; wait until there is one (see `execution.deployment`). `waiting`
+        receives the reasons for waiting. Raises `ExecutionError` if the recipe refuses the available machines."""
         for peer in lost - self._missing:
             self.note_lost(peer)
         while True:
@@ -132,7 +140,7 @@ class PoolReplanner:
                 waiting(f"{by} refused a plan: {error.message}")
             except (TransportError, TimeoutError) as error:
                 why = error.message if isinstance(error, TransportError) else "it does not answer"
-                waiting(f"the broker is needed for another plan and can't be reached: {why}")
+                waiting(f"the broker is needed for a new plan and can't be reached: {why}")
             await asyncio.sleep(LOOK_S)
 
     def _replaced(self, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]) -> Plan | Waiting:
@@ -145,7 +153,7 @@ class PoolReplanner:
         return found
 
     def _gone(self, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]) -> frozenset[str]:
-        """Whoever else the broker has lost meanwhile would only be lost again."""
+        """Return `lost` with the other peers of the plan that the broker has lost meanwhile."""
         present = frozenset(member.view.peer for member in members if is_present(member))
         gone = lost | ({stage.peer for stage in plan.stages} - present - {plan.feed})
         return gone | ({guard.peer for guard in plan.guards} - present)
@@ -156,8 +164,10 @@ class PoolReplanner:
     async def _otherwise_than(
         self, waiting: Waiting, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]
     ) -> Plan | str:
-        """Where nobody can stand in as it was: after the grace period another plan; until then, and where there is
-        none, what is waited for. Ends the job where the recipe refuses what there is."""
+        """Handle the case that no machine can take over with the same bits and the same cut. Returns an alternative
+        plan after the grace period; before that, or without an alternative, a sentence about what is waited for.
+
+        Raises `ExecutionError` if the recipe refuses the available machines."""
         now_s = self.clock.now_s()
         if self._short_since_s is None:
             self._short_since_s = now_s
@@ -180,7 +190,7 @@ class PoolReplanner:
     async def _look_besides(
         self, plan: Plan, problem: Problem, gone: frozenset[str], there: Sequence[PeerProfile]
     ) -> _Besides:
-        """Planning takes a while: once for the same machines."""
+        """Return the alternative. It is planned once for the same machines, because planning takes a while."""
         key = (plan, gone, tuple(there), problem)
         if self._besides is None or self._besides.key != key:
             unversioned = msgspec.structs.replace(plan, version=0)
@@ -192,38 +202,60 @@ class PoolReplanner:
         return self._besides
 
     def _unhelped(self, waiting: Waiting, nothing: Nothing, unlike: Otherwise | Nothing, told: Problem) -> str:
-        """What is waited for, and what would help. Raises `ExecutionError` where it is other numerics alone that keep
-        everybody from going on, and the recipe refuses to wait."""
+        """Return a sentence about what is waited for and what would help. Raises `ExecutionError` if only other
+        numerics prevent an alternative and the recipe refuses to wait."""
         if isinstance(unlike, Nothing):
             return f"{waiting.sentence}; {nothing.reason}"
         if self.policy == "refuse":
             raise ExecutionError(
-                f"{waiting.sentence}; those that are there compute other bits, and the recipe refuses them.",
-                hint='Set takeover = "any" in [faults], or run it again when such a machine has joined.',
+                f"{waiting.sentence}; the available machines compute other bits, and the recipe refuses them.",
+                hint='Set takeover = "any" in [faults], or run the command again when such a machine has joined.',
             )
         return (
             f'{waiting.sentence}; takeover = "exact" demands the same bits. What would help: a machine with the '
-            f'processor, device and settings of the one that is lost, or takeover = "any" in [faults], with which the '
-            f"job would go on: {unlike.words(told)}"
+            f'processor, device and settings of the lost one, or takeover = "any" in [faults], which would '
+            f"mean {unlike.words(told)}"
         )
 
     def note_lost(self, peer: str) -> None:
-        """The job has lost it just now: it counts as there when the broker has heard it since."""
+        """Record that the job has just lost a peer. It counts as available when the broker has heard from it since."""
         self._missing.add(peer)
-        self._losses[peer] = settling.lost(self._losses.get(peer), self.clock.now_s())
+        loss = self._losses[peer] = settling.lost(self._losses.get(peer), self.clock.now_s())
+        member = self._seen.get(peer)
+        self._lost_boots.pop(peer, None)
+        if member is None:
+            return
+        self._lost_boots[peer] = member.view.boot
+        if loss.is_given_up:
+            name = member.profile.name or short(PeerId(peer))
+            self.say(
+                f"{name} was lost or failed {loss.times} times in a row: it is asked again after pauses that double "
+                f"up to {settling.LONGEST_RETRY_S / 60:.0f} minutes, or when it has joined anew"
+            )
+
+    def note_sound(self, peers: Iterable[str]) -> None:
+        """These run a stage, or could take one over now."""
+        now_s = self.clock.now_s()
+        for peer in peers:
+            if (loss := self._losses.get(peer)) is not None and peer not in self._missing:
+                self._losses[peer] = settling.sound(loss, now_s)
 
     def is_back(self, member: Member) -> bool:
-        """Whether it was never lost, or has been heard long enough since."""
-        loss = self._losses.get(member.view.peer)
-        return loss is None or loss.is_over(self.clock.now_s() - member.view.last_heard_s)
+        """Return whether a member was never lost, or has been heard for long enough since."""
+        peer = member.view.peer
+        loss = self._losses.get(peer)
+        rejoined = self._lost_boots.get(peer) != member.view.boot
+        return loss is None or loss.is_over(self.clock.now_s() - member.view.last_heard_s, rejoined=rejoined)
 
     def is_there(self, member: Member) -> bool:
-        """Whether it may be asked where nobody else can be."""
+        """Return whether a lost member may be used if there is no other."""
         loss = self._losses.get(member.view.peer)
         return loss is None or loss.is_there(self.clock.now_s() - member.view.last_heard_s)
 
     def usable(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
-        """Who stands by for this job, or has a part in it already; as fast as this job has found them."""
+        """Return the members that are free for this job or already have a part in it, with the speeds that this job has
+        found."""
+        self._seen.update((member.view.peer, member) for member in members)
         kept_out = self.excluded(members) | self.liars
         return tuple(
             dataclasses.replace(member, profile=slowed(member.profile, self._slowness(member.view.peer)))
@@ -236,15 +268,15 @@ class PoolReplanner:
         )
 
     def learn(self, slow: Mapping[str, float]) -> None:
-        """Peer -> how many times slower it was found than `usable` said. What was found is remembered, or a stage would
-        go back to a slow machine as soon as another one is slow too."""
+        """Remember how many times slower peers were found than `usable` said. Otherwise a stage would return to a slow
+        machine as soon as another one is slow too."""
         now_s = self.clock.now_s()
         for peer, factor in slow.items():
             self._paces[peer] = _Pace(now_s, self._slowness(peer) * factor)
 
     def keep_in_mind(self, peers: Iterable[str]) -> None:
-        """These run stages planned at their found pace: it counts for as long as they do. What was forgotten when the
-        stage was planned stays forgotten."""
+        """Keep the found slowness of peers that run stages: it counts for as long as they do. A slowness that has
+        already expired stays expired."""
         now_s = self.clock.now_s()
         for peer in peers:
             if (factor := self._slowness(peer)) != 1.0:
@@ -255,19 +287,20 @@ class PoolReplanner:
         return 1.0 if pace is None or self.clock.now_s() - pace.at_s > FORGOTTEN_S else pace.factor
 
     def clears(self, member: Member) -> bool:
-        """Whether it still holds something of another job: the broker gives it to nobody yet."""
+        """Return whether a member still holds data of another job; the broker assigns it to no job until then."""
         return member.view.clears not in ("", self.job)
 
     async def make_real(self, plan: Plan) -> Deployment:
-        """`plan` (version 0) with the version and the tickets the broker gives it. Raises `RefusedError`,
-        `TransportError`, `StorageError`."""
+        """Have the broker adopt `plan` (version 0), store it, and return it with its version and tickets.
+
+        Raises `RefusedError`, `TransportError`, `StorageError`, and `TrustError` if the version is not new."""
         async with self._turn:
             granted = await self._granted(self.with_record(plan))
-            # Members let in whom the newest placement names: an old one must never be the newest again.
+            # Members admit the peers of the placement with the newest version, so an old placement must not get it.
             if granted.plan.version <= self._newest_version:
                 raise TrustError(
-                    f"the broker gave a new plan of job {self.job} version {granted.plan.version}, after version "
-                    f"{self._newest_version}."
+                    f"the broker gave a new plan of job {self.job} version {granted.plan.version}, which is not above "
+                    f"version {self._newest_version}."
                 )
             self._newest_version = granted.plan.version
             await asyncio.to_thread(self.adopt, granted)
@@ -277,38 +310,38 @@ class PoolReplanner:
 
     @property
     def unforced(self) -> Problem:
-        """What plans are made from that nobody is forced to: those keep bits while they are what they were."""
+        """The problem for voluntary plans, which keep the same bits as long as the job's bits are still exact."""
         return self.problem if self.is_tolerant else msgspec.structs.replace(self.problem, takeover="exact")
 
     def with_record(self, plan: Plan) -> Plan:
-        """`plan` with what is to be kept of those before it."""
+        """Return `plan` with the records that it must keep of earlier plans."""
         return plan
 
     @property
     def is_tolerant(self) -> bool:
-        """Whether a plan that nobody is forced to may change bits."""
+        """Whether a voluntary plan may change bits."""
         return self.policy == "tolerant"
 
     def adopt(self, deployment: Deployment) -> None:
-        """A plan that is in force now. Blocking."""
+        """Store a plan that is in force from now on. Blocking."""
 
     def keep(self, deployment: Deployment) -> None:
-        """New tickets for the plan in force. Blocking."""
+        """Store new tickets for the plan in force. Blocking."""
 
     def distrust(self, peer: str, reason: str) -> None:  # noqa: ARG002
-        """It gave wrong results: nothing of this job is for it any more."""
+        """Exclude a peer that gave wrong results from all further plans."""
         self.liars.add(peer)
 
     async def renewed(self, deployment: Deployment) -> Deployment:
-        """The plan in force with new tickets and the addresses of today. Raises `RefusedError` (`unknown_job` or
-        `stale_fence`: it is not in force any more), `TransportError`."""
+        """Return the plan in force with new tickets and current addresses. Raises `RefusedError` (`unknown_job` or
+        `stale_fence`: it is no longer in force), `TransportError`."""
         async with self._turn:
             granted = await self._granted(deployment.plan)
             await asyncio.to_thread(self.keep, granted)
             return granted
 
     async def _granted(self, plan: Plan) -> Deployment:
-        """What stays with the owner stays there whatever the broker answers. Raises `PlanError`."""
+        """Request a plan, and check that blocks of the owner stay with the owner in the answer. Raises `PlanError`."""
         granted = await self.pool.request(self.job, self.title, plan, self.steps)
         check_ends(granted.plan, self.problem)
         return granted
@@ -316,12 +349,12 @@ class PoolReplanner:
 
 @dataclass(kw_only=True)
 class Replanner(PoolReplanner):
-    """A training job's: on the disk before anybody acts on it."""
+    """Gets plans for a training job. A plan is on disk before any machine acts on it."""
 
     journal: CommitJournal
     directory: RunDirectory
     tolerance: float = 0.0
-    """How far losses may be apart after machines of other numerics have taken over."""
+    """Largest relative difference of losses after machines with other numerics have taken over."""
 
     def with_record(self, plan: Plan) -> Plan:
         before = self.adopted
@@ -329,12 +362,12 @@ class Replanner(PoolReplanner):
 
     @property
     def adopted(self) -> Plan | None:
-        """See `adopted_plan`."""
+        """The latest plan on disk (see `adopted_plan`)."""
         return adopted_plan(self.journal)
 
     @property
     def is_tolerant(self) -> bool:
-        """Bits that are others already lose nothing by another plan."""
+        """Whether a voluntary plan may change bits: also after a tolerant takeover, when they differ already."""
         adopted = self.adopted if self.policy == "any" else None
         return self.policy == "tolerant" or (adopted is not None and bool(adopted.tolerant_takeovers))
 
@@ -346,13 +379,13 @@ class Replanner(PoolReplanner):
         keep_deployment(self.directory, deployment)
 
     def distrust(self, peer: str, reason: str) -> None:
-        """For later starts of the driver, too."""
+        """Exclude a peer, also from plans of later starts of the driver."""
         PoolReplanner.distrust(self, peer, reason)
         distrust(self.directory, peer, reason)
 
 
 def adopted_plan(journal: CommitJournal) -> Plan | None:
-    """The newest on the disk; None where there is none, or one of another version of this program."""
+    """Return the latest plan on disk; None if there is none or another version of this program wrote it."""
     kept = journal.plan
     if kept is None:
         return None

@@ -1,6 +1,6 @@
-"""One replica's part in a job of several: what makes its training differ from that of a job alone.
+"""Settings of one replica in a job of several: what differs from training a job alone.
 
-Decides nothing. Neighbours: `client.replicas` makes it, `client.train` trains with it.
+`client.replicas` creates it, `client.train` trains with it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from fusionai.training.driver import Driver
 from fusionai.training.local_updates import Exchange
 
 KeptOut = Callable[[tuple[Member, ...], bool], frozenset[str]]
-"""Who of the members is not for this replica; and whether it needs somebody at once."""
+"""Returns the members that this replica may not use. The flag says whether it needs a machine at once."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaPart:
-    """`prepared` has the replica's own share of the data. `first_step`: so many of the job's steps were over for it
-    when it began. `total_steps`: the job's, by which learning rates go."""
+    """One replica. `prepared` has the replica's share of the data. `first_step`: steps of the job that were over when
+    it started. `total_steps`: steps of the job, for the learning rate schedule."""
 
     number: int
     prepared: Prepared
@@ -29,9 +29,9 @@ class ReplicaPart:
     first_step: int
     total_steps: int
     driver: Driver | None = field(default=None)
-    """Once there is one."""
+    """The replica's driver, None until there is one."""
     dropped: str | None = None
-    """Why it is cut off where it is, to go on from there when it is started again."""
+    """Reason for which its training was cut off; it continues from there at the next start."""
 
     def excluded(self, members: tuple[Member, ...]) -> frozenset[str]:
         return self.kept_out(members, self.driver is not None and self.driver.is_waiting)

@@ -1,9 +1,10 @@
-"""Which machine is whose among a job's replicas. Decides; asks nobody, and looks at nothing but what it is shown.
+"""Assigns the machines of the pool to the replicas of a job.
 
-A machine that works is whose it works for. One that stands by stays with the replica it was given to, and a new one
-goes to the weakest, unless a replica waits that might begin with it; but a replica that has lost somebody and has
-nobody to spare may have anybody who stands by.
-Neighbours: `client.replicas` keeps it, `scheduling.replica_groups` divides machines at the beginning.
+A working machine belongs to the replica that it works for. A free machine stays with the replica it was assigned to. A
+new one goes to the replica with the least compute, unless another replica waits for machines to start with. A replica
+that has lost a machine and has no free one may use any free machine.
+
+`client.replicas` uses this; `scheduling.replica_groups` divides the machines at the start.
 """
 
 from __future__ import annotations
@@ -16,38 +17,38 @@ from fusionai.primitives.ids import JobId
 
 
 class Crews:
-    """By number of the replica; only those that were given machines or a job have a crew."""
+    """Machines by replica number. Only replicas that were given machines or a job count."""
 
     def __init__(self) -> None:
         self._crew: dict[str, int] = {}
-        """Peer -> replica."""
+        """Maps a peer to its replica."""
         self._jobs: dict[JobId, int] = {}
         self._numbers: set[int] = set()
         self.someone_waits = False
-        """New machines are nobody's until `share_out`."""
+        """Whether a replica waits for machines. New machines are then not assigned until `share_out`."""
 
     def give(self, number: int, peers: Iterable[str]) -> None:
-        """From now on they are this replica's, whoever had them."""
+        """Assign `peers` to a replica, also if another had them."""
         self._numbers.add(number)
         self._crew |= dict.fromkeys(peers, number)
 
     def know(self, number: int, job: JobId) -> None:
-        """What the replica's job is called."""
+        """Record the id of the replica's job."""
         self._numbers.add(number)
         self._jobs[job] = number
 
     def forget(self, number: int) -> None:
-        """It has ended or waits to begin: its machines are the others'."""
+        """Release the machines of a replica that has ended or waits to start."""
         self._numbers.discard(number)
         self._jobs = {job: one for job, one in self._jobs.items() if one != number}
         self._crew = {peer: one for peer, one in self._crew.items() if one != number}
 
     def see(self, members: Iterable[Member]) -> None:
-        """Who works for whom now, and who is new."""
+        """Update the assignment from the pool's members. New machines are assigned unless a replica waits."""
         self._see(members, place_new=not self.someone_waits)
 
     def share_out(self, members: Iterable[Member]) -> None:
-        """Whoever waits can't begin with those who are new."""
+        """Assign new machines even if a replica waits, because it can't start with them."""
         self._see(members, place_new=True)
 
     def _see(self, members: Iterable[Member], *, place_new: bool) -> None:
@@ -69,7 +70,7 @@ class Crews:
                 strength[weakest] += member.profile.effective_flops_per_s
 
     def kept_out(self, number: int, members: tuple[Member, ...], *, in_need: bool) -> frozenset[str]:
-        """Who is not for this replica. `in_need`: a part of it has nobody to run it."""
+        """Return the members that a replica may not use. `in_need`: one of its stages has no machine."""
         self.see(members)
         own = [one for one in members if self._crew.get(one.view.peer) == number]
         others = [one for one in members if self._crew.get(one.view.peer) != number]
@@ -79,5 +80,5 @@ class Crews:
 
 
 def stands_by(member: Member) -> bool:
-    """Whether it may be given work at once."""
+    """Return whether a member is free and can get work at once."""
     return member.view.state == "idle" and member.view.rests_s == 0 and not member.view.clears

@@ -1,10 +1,8 @@
-"""Where replicas keep their things, below the job's own directory. Decides names.
+"""Directories of a job's replicas, inside the job's directory. `client.replicas` uses them.
 
-    outer/              what they agree on (`training.outer_disk`)
-    replica-0/ ...      a job's directory each (`storage.rundir`), with
-        replica.json    how many of the job's steps were over when it began
-
-Neighbours: `client.replicas` uses it.
+outer/              state that the replicas agree on (`training.outer_disk`)
+replica-0/ ...      a job directory each (`storage.rundir`), with
+    replica.json    the number of the job's steps that were over when the replica started
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class _Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What a replica has behind it. `peers`: of the plan it obeyed last."""
+    """Progress of a replica from earlier starts. `peers`: those of its last plan."""
 
     first_step: int
     steps: int
@@ -41,7 +39,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDirectories:
-    """Of all replicas of `recipe`. Every method blocks on the disk and raises `StorageError`."""
+    """Directories of all replicas of `recipe`. Every method blocks on the disk and raises `StorageError`."""
 
     recipe: Recipe
 
@@ -50,13 +48,13 @@ class ReplicaDirectories:
         return Path(self.recipe.directory) / "outer"
 
     def recipe_of(self, number: int, first_step: int) -> Recipe:
-        """The recipe of one replica's job: its directory, and the steps that are left for it."""
+        """Return the recipe of one replica's job, with its directory and the steps that are left for it."""
         name = f"replica-{number}"
         job = msgspec.structs.replace(self.recipe.job, steps=self.recipe.job.steps - first_step)
         return msgspec.structs.replace(self.recipe, directory=str(Path(self.recipe.directory) / name), job=job)
 
     def past(self, number: int) -> Past | None:
-        """None if it never began."""
+        """Return the replica's earlier progress, None if it never started."""
         place = Path(self.recipe_of(number, 0).directory)
         begun = self._begun(place)
         if begun is None:
@@ -87,5 +85,5 @@ def _peers(plan: bytes) -> tuple[str, ...]:
     try:
         read = msgspec.json.decode(plan, type=Plan)
     except msgspec.DecodeError:
-        return ()  # of another version of this program
+        return ()  # written by another version of this program
     return tuple({one.peer: None for one in (*read.stages, *read.guards) if one.peer != read.feed})

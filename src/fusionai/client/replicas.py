@@ -1,13 +1,13 @@
-"""A job of several replicas from its recipe to its end: pipelines that train one model, each with machines of its own.
+"""Runs a job of several replicas: pipelines that train one model, each on its own machines.
 
-Every replica is a job as `client.train` runs it, with a share of the machines and of the data and a directory of its
-own; `training.outer` is what they agree through, in this process. The loop is `_Replicas.run`: begin those that have
-machines, then see who ends, who may begin, and whether to stop. Decides when a replica that waits for machines begins,
-and that the job is over when one replica has taken all its steps: whoever is behind then has its work in what all
-agreed on, as far as it came.
+Every replica is a job as run by `client.train`, with its share of the machines and of the data and its own directory.
+The replicas synchronise through `training.outer`, in this process. `_Replicas.run` starts the replicas that have
+machines, then handles those that end, those that may start, and a stop. It decides when a waiting replica starts. The
+job is over when one replica has taken all its steps; the work of replicas that are behind is included as far as they
+took part in the synchronisation.
 
-Neighbours: `client.replica_crews` says whose machine is whose, `scheduling.replica_groups` divides them at the
-beginning, `client.newcomer` is how one begins late.
+`client.replica_crews` assigns machines to replicas, `scheduling.replica_groups` divides them at the start,
+`client.newcomer` starts a replica later.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, be
 from fusionai.training.outer_disk import OuterFiles
 
 LOOK_S: Final = 2.0
-"""Between two looks at the pool for machines of a replica that waits."""
+"""Interval at which the pool is checked for machines for a waiting replica, in seconds (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)
 class InReplica:
-    """`event` of the job of replica `number`."""
+    """An event of the job of replica `number`."""
 
     number: int
     event: RunEvent
@@ -65,22 +65,22 @@ ReplicasEvent = Noted | InReplica | RoundDone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicasResult:
-    """`replicas`: of those that ran in this start. `checkpoint`: what all agreed on last, once the job is done; else
-    one of a replica. `exchanged_bytes`, `rounds`: of this start."""
+    """Result of a job. `replicas`: results of those that ran in this start. `checkpoint`: the last synchronised state
+    if the job is done, else that of one replica. `rounds`, `exchanged_bytes`: counts of this start."""
 
     directory: Path
     stopped: str | None
     replicas: Mapping[int, TrainingResult] = field(default_factory=dict[int, TrainingResult])
     first_steps: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Of the job's steps, how many were over when each of them began."""
+    """Steps of the job that were over when each replica started."""
     failed: Mapping[int, str] = field(default_factory=dict[int, str])
     checkpoint: Path | None = None
     rounds: int = 0
     trained_steps: int = 0
-    """Of all replicas together, in the rounds they took part in."""
+    """Steps of all replicas together, in the rounds that they took part in."""
     exchanged_bytes: int = 0
     trained_bytes: int = 0
-    """Of everything that is trained, as a reduction at every step would send it."""
+    """Size of all trained values in fp32, which summing gradients at every step would send."""
 
 
 async def train_replicas(
@@ -91,8 +91,8 @@ async def train_replicas(
     on_event: Callable[[ReplicasEvent], None],
     stop: asyncio.Event,
 ) -> ReplicasResult:
-    """`replicas`: the recipe's. Raises what `client.train` raises, where it concerns all replicas or the last of
-    them."""
+    """Run the job. `replicas`: the recipe's table. Raises the errors of `client.train` if they concern all replicas or
+    the last one."""
     directory = open_directory(recipe)
     places = ReplicaDirectories(recipe)
     pasts = await in_background(lambda: [places.past(number) for number in range(replicas.most)])
@@ -104,7 +104,7 @@ async def train_replicas(
     async with PoolSession(membership, trust=trust) as pool:
         opening = asyncio.create_task(_opened(recipe, replicas, options, pool, directory, places, on_event))
         asked = asyncio.create_task(stop.wait())
-        try:  # stopping means dropping everything as long as there is nothing to save
+        try:  # until there is something to save, a stop cancels everything
             await asyncio.wait({opening, asked}, return_when=asyncio.FIRST_COMPLETED)
             if not opening.done():
                 return ReplicasResult(stopped="Ctrl-C", directory=directory.root)
@@ -155,14 +155,14 @@ async def _opened(
 
 @dataclass(slots=True)
 class _Running:
-    """One replica at work. `steps` of its own are official."""
+    """A running replica. `steps`: its committed steps."""
 
     part: ReplicaPart
     stop: asyncio.Event
     task: asyncio.Task[TrainingResult]
     steps: int
     planned_s: float | None = None
-    """A step's, by its plan; None until there is one."""
+    """Predicted time of a step in seconds; None until there is a plan."""
 
 
 @dataclass(kw_only=True)
@@ -181,15 +181,15 @@ class _Replicas:
     _crews: Crews = field(default_factory=Crews)
     _running: dict[int, _Running] = field(default_factory=dict[int, _Running])
     _waiting: dict[int, str] = field(default_factory=dict[int, str])
-    """Why each has not begun."""
+    """Reason why each waiting replica has not started."""
     _results: dict[int, TrainingResult] = field(default_factory=dict[int, TrainingResult])
     _first_steps: dict[int, int] = field(default_factory=dict[int, int])
     _failed: dict[int, FusionError] = field(default_factory=dict[int, FusionError])
     _stopped: str | None = None
     _over: bool = False
-    """Nobody begins any more."""
+    """Whether no further replica may start."""
     _tried: frozenset[str] = frozenset()
-    """Machines that were found not to be enough."""
+    """Free machines for which no plan was found."""
     _rounds: int = 0
     _trained_steps: int = 0
     _exchanged_bytes: int = 0
@@ -255,9 +255,9 @@ class _Replicas:
     # --------------------------------------------------------------------------------------------------- beginning
 
     async def _begin(self, pasts: list[Past | None]) -> None:
-        """Raises `PlanError` where not even one replica of a new job fits."""
+        """Start the first replicas. Raises `PlanError` if a new job does not fit even as one replica."""
         finished = [n for n, past in enumerate(pasts) if past is not None and self._is_finished(past)]
-        if finished:  # nobody is needed any more, and no pool
+        if finished:  # these only return their results and need no peers
             for number in finished:
                 await self._start(number, pasts[number])
             return
@@ -283,7 +283,7 @@ class _Replicas:
         return divide(problem, self.replicas.count)
 
     def _wait_for_more(self) -> None:
-        """Where the number is free, one more may always come; of a given number, all that are missing."""
+        """Let further replicas wait: one if the number is `auto`, otherwise all that are missing."""
         self._add_waiting()
         self._crews.someone_waits = bool(self._waiting)
 
@@ -292,21 +292,22 @@ class _Replicas:
         absent = [number for number in range(self.replicas.most) if number not in known]
         if self.replicas.count == "auto":
             if absent and not self._waiting:
-                self._waiting[absent[0]] = "no machines stand by for one more"
+                self._waiting[absent[0]] = "no machines are free for another replica"
             return
         there = self.replicas.count - len(absent)
         for number in absent:
             self._wait(number, f"the pool has machines for {there} of {self.replicas.count} replicas")
 
     async def _all_free(self) -> tuple[Member, ...]:
-        """Who stands by. Who still clears what it had of another job is waited for: a replica more may depend on it."""
+        """Return the free members. Members that still clear another job's data are waited for, because an additional
+        replica may depend on them."""
         members = await self.pool.pool()
         for attempt in range(WAITED_FOR):
             clearing = [one.profile.name for one in members if one.view.clears]
             if not clearing:
                 break
             if attempt == 0:
-                self._note(f"waiting for {', '.join(clearing)}: still clearing what another job left there")
+                self._note(f"waiting for {', '.join(clearing)}: still clearing the data of another job")
             await asyncio.sleep(PLAN_PAUSE_S)
             members = await self.pool.pool()
         free = tuple(one for one in members if stands_by(one))
@@ -320,7 +321,7 @@ class _Replicas:
     async def _start(
         self, number: int, past: Past | None, first_step: int = 0, exchange: Exchange | None = None
     ) -> None:
-        """`first_step`: of one without a past."""
+        """Start a replica. `first_step` applies only to one without a past."""
         first_step = first_step if past is None else past.first_step
         recipe = self.places.recipe_of(number, first_step)
         directory = await in_background(lambda: open_directory(recipe))
@@ -345,14 +346,14 @@ class _Replicas:
         self._note(f"replica {number} waits for machines: {why}")
 
     async def _begin_waiting(self) -> None:
-        """One of those that wait, if the machines that stand by are enough for it."""
+        """Start a waiting replica if the free machines suffice for it."""
         self._crews.someone_waits = bool(self._waiting) and self._steps_over() < self.recipe.job.steps
         if not self._waiting or any(running.planned_s is None for running in self._running.values()):
             return
         try:
             members = await self.pool.pool()
         except TransportError:
-            return  # those at work say so
+            return  # running replicas report it
         kept_out = excluded_peers(self.recipe, members)
         idle = tuple(one for one in members if stands_by(one) and one.view.peer not in kept_out)
         there = frozenset(one.view.peer for one in idle)
@@ -371,13 +372,14 @@ class _Replicas:
             await in_background(lambda: self.places.begin(number, first_step))
         del self._waiting[number]
         at = first_step if past is None else past.first_step + past.steps
-        self._note(f"replica {number} begins" + (f" at step {at}" if at else ""))
+        self._note(f"replica {number} starts" + (f" at step {at}" if at else ""))
         self._crews.give(number, [one.peer for one in (*made.stages, *made.guards) if one.peer != made.feed])
         await self._start(number, past, first_step, exchange)
         self._wait_for_more()
 
     def _pays(self, made: Plan) -> bool:
-        """Where the number is free, one that is slow beside the others only keeps them waiting."""
+        """Return whether another replica would make the job faster. With `auto`, one that is much slower than the
+        others would only delay them."""
         steps_s = [one.planned_s for one in self._running.values() if one.planned_s is not None]
         if self.replicas.count != "auto" or not steps_s:
             return True
@@ -390,14 +392,15 @@ class _Replicas:
             return None
 
     async def _welcome(self, number: int, first_step: int) -> Exchange:
-        """It begins with what the others agree on."""
+        """Prepare a late replica to start from the parameters that the others agreed on."""
         seat, agreed = await self._outer.newcomer(_name(number))
         recipe = self.places.recipe_of(number, first_step)
         await in_background(lambda: begin_with(agreed, recipe, self.prepared, open_directory(recipe)))
         return seat
 
     def _steps_over(self) -> int:
-        """Steps of the job that a replica can't take any more: whole rounds of whoever is farthest."""
+        """Return the steps of the job that a new replica can't take part in: the complete rounds of the replica that is
+        farthest."""
         farthest = max((one.part.first_step + one.steps for one in self._running.values()), default=0)
         return self._exchanges.over(farthest)
 
@@ -421,23 +424,23 @@ class _Replicas:
         self._rounds += 1
         first = {_name(number): steps for number, steps in self._first_steps.items()}
         taken = [self._exchanges.round_steps(first[job] + step) for job, step in event.steps.items()]
-        self._trained_steps += sum(taken) + max(taken) * len(event.late)  # who was late counts like the others
+        self._trained_steps += sum(taken) + max(taken) * len(event.late)  # late replicas count like the others
         self._exchanged_bytes += event.nbytes
         self.on_event(event)
 
     def _note_end(self, number: int, running: _Running) -> None:
-        """What becomes of the others when one has ended."""
-        if self._stopped is None:  # else a round without it would be another one than with it
+        """Handle the end of a replica and its consequences for the others."""
+        if self._stopped is None:  # after a stop, a round must not complete without the replica
             self._outer.leave(_name(number))
         self._crews.forget(number)
         try:
             result = running.task.result()
-        except PlanError as error:  # tried again when others stand by than those it was begun with
+        except PlanError as error:  # tried again when other machines are free
             self._wait(number, error.message.rstrip("."))
         except FusionError as error:
             self._failed[number] = error
             self._tried = frozenset()
-            self._note(f"warning: replica {number} failed, the others go on: {error.message}")
+            self._note(f"warning: replica {number} failed, the others continue: {error.message}")
         else:
             self._results[number] = result
             if result.stopped is None:
@@ -446,12 +449,13 @@ class _Replicas:
                 self._stop_all(result.stopped)
 
     def _end_those_behind(self) -> None:
-        """A replica has taken all its steps. Who was in its last round is done, too, and only has to save."""
+        """End the job after one replica has taken all its steps. Replicas of its last round are done too and only
+        save."""
         self._over = True
         for number, running in self._running.items():
             left = self.recipe.job.steps - running.part.first_step - running.steps
             if left > 0:
-                self._note(f"replica {number} is {left} steps behind: it ends, for another one is done")
+                self._note(f"replica {number} is {left} steps behind and ends, because another replica is done")
                 self._stop(running, "another replica is done")
 
     def _stop_all(self, reason: str) -> None:
@@ -461,7 +465,7 @@ class _Replicas:
             self._stop(running, reason)
 
     def _drop_those_in_vain(self) -> None:
-        """All are to stop, and some wait for a round with others that have stopped before it."""
+        """After a stop, cancel replicas that wait for a round with others that have already stopped."""
         if self._stopped is None or not self._outer.waits_in_vain(_name(number) for number in self._running):
             return
         for running in self._running.values():

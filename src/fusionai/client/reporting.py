@@ -1,7 +1,7 @@
-"""How a job stands, told to the broker. Decides how often: at most once a second.
+"""Reports a job's progress to the broker, at most once a second.
 
-A broker that is away does not disturb the job; it is said once, and once when it is back. Neighbours: `client.train`
-feeds it, `client.pool_session` asks.
+If the broker is away, the job continues; its absence and its return are each reported once. `client.train` feeds this,
+`client.pool_session` sends the reports.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from fusionai.wire import messages as wire
 
 REPORT_EVERY_S: Final = 1.0
 MAX_LINES: Final = 100
-"""Kept for a broker that is away."""
+"""Most lines kept while the broker is away (chosen)."""
 LAST_REPORT_S: Final = 5.0
-"""The job is over: a broker that does not answer learns it from the members' leases."""
+"""Timeout for the last report, in seconds (chosen). Without it, the broker learns of the end from the members'
+leases."""
 
 
 class Reporting:
-    """`run` until cancelled, then `close`. `tell` hears when the broker goes and comes."""
+    """Reports one job. `run` lasts until cancelled; then call `close`. `tell` receives the broker's absence and
+    return."""
 
     def __init__(self, pool: PoolSession, job: JobId, tell: Callable[[progress.Progress], None]) -> None:
         self._pool = pool
@@ -33,7 +35,7 @@ class Reporting:
         self._away = False
         self._step = -1
         self._lines: list[str] = []
-        """Not told yet."""
+        """Lines not sent yet."""
         self._seen = asyncio.Event()
 
     def see(self, event: progress.Progress) -> None:
@@ -47,7 +49,7 @@ class Reporting:
         self._seen.set()
 
     def note(self, line: str) -> None:
-        """A line of the job's story, for those who ask the broker."""
+        """Add a line to the job's history at the broker."""
         self._lines.append(line)
         del self._lines[:-MAX_LINES]
         self._seen.set()
@@ -66,7 +68,7 @@ class Reporting:
             async with asyncio.timeout(LAST_REPORT_S):
                 await self._tell(state, detail)
         except TimeoutError:
-            self._on_progress(progress.Warned("the broker did not hear that the job is over"))
+            self._on_progress(progress.Warned("the broker could not be informed that the job is over"))
 
     async def _tell(self, state: Literal["running", "done", "failed"], detail: str) -> None:
         report = wire.JobReport(job=self._job, state=state, step=self._step, detail=detail[:4000])

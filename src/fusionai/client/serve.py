@@ -1,11 +1,11 @@
-"""A model served from the pool, from its name to tokens: the owner's side of `fusion serve`.
+"""Serves a model from the pool: the job owner's side of `fusion serve`.
 
-`async with serving(request, on_event=...) as served:` looks for the pool (or brings one up on this machine), captures,
-hashes the weights, plans, asks the broker to make the plan real, loads, probes; then `served.engine` takes generations
-until the block ends. Decides the order of the work and that everything begun is ended, whatever happens.
+`async with serving(request, on_event=...) as served:` connects to the pool (or starts one on this machine), captures
+the model, hashes the weights, plans, has the broker adopt the plan, loads and probes. Then `served.engine` takes
+generations until the block ends. At the end, everything that was started is stopped.
 
-Neighbours: `client.serving_model` opens the model, `serving.engine` serves, `client.serving_watch` looks out for better
-plans, `cli.serve` puts a gateway in front.
+`client.serving_model` opens the model, `serving.engine` serves, `client.serving_watch` looks for better plans,
+`cli.serve` adds the gateway.
 """
 
 from __future__ import annotations
@@ -72,20 +72,21 @@ T = TypeVar("T")
 MOST_LOCAL: Final = 16
 LOCAL_NAMES: Final = ("tower", "desktop", "laptop", "workshop", "bedroom", "attic")
 OWNERS_SHARE: Final = 2
-"""Of the memory that is free, this machine's own process is left as much as so many local peers."""
+"""Share of the free memory for this machine's own process with `--local`, in shares of a local peer (chosen)."""
 GRACE_S: Final = 10.0
-"""How long a machine for a lost stage is waited for before the model is cut anew over those that remain: weights are
-loaded again then, so that who is back at once had better be waited for."""
+"""Time to wait for a machine for a lost stage before the model is cut anew over the remaining machines, in seconds
+(chosen). A new cut loads weights again, so a machine that returns at once is worth waiting for."""
 REMEMBERED: Final = "weights.json"
-"""Hashes of model files, in this machine's home."""
+"""File with the hashes of model files, in this machine's home."""
 LAST_WORD_S: Final = 5.0
 REPORT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeRequest:
-    """`local`: bring up a pool of so many active peers and `local_spares` besides on this machine. `stages`: exactly so
-    many, None lets the planner choose. `needs`: what sessions need, once the model's longest context is known."""
+    """What to serve and how. `local`: start a pool of this many active peers, and `local_spares` further ones, on this
+    machine. `stages`: exact number of stages, None: the planner chooses. `needs`: returns what sessions need, given the
+    model's longest context."""
 
     model: str
     needs: Callable[[int | None], ServingNeeds]
@@ -103,25 +104,25 @@ class ServeRequest:
     spares: int | None = None
     speculate: Speculate = "off"
     draft: str | None = None
-    """A small model with the same tokens that guesses; without one what the text repeats is guessed."""
+    """Small model with the same tokenizer that guesses tokens; None: guess from repetitions in the text."""
     confidential: bool = False
-    """Only `trusted` is good enough then."""
+    """Refuse privacy levels other than `trusted`."""
     adapters: tuple[tuple[str, Path], ...] = ()
-    """Beside the model: what clients call them, and where they lie."""
+    """Adapters to serve beside the model, as (name for clients, directory)."""
     checks: bool = True
-    """Whether machines that stand by read part of the texts again."""
+    """Whether warm standbys recompute part of the texts to check the peers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A line for people about what is going on."""
+    """A line for the user about the progress."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ServePlanned:
-    """The plan in force and what machines are called."""
+    """The first plan, with the names of the machines."""
 
     job: JobId
     plan: Plan
@@ -131,14 +132,14 @@ class ServePlanned:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What machines are called that were not known before: by peer id."""
+    """Names of machines that were not known before, by peer id."""
 
     names: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Hashed:
-    """How far the owner is with the list of its weights."""
+    """Progress of hashing the weights."""
 
     done_bytes: int
     total_bytes: int
@@ -149,8 +150,8 @@ ServeEvent = Noted | ServePlanned | Met | Hashed | progress.Progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """Ready for generations. `ended` is done when the engine is, with its error if it had one; `stopped` is set when
-    somebody asked the broker to stop the job."""
+    """A served model, ready for generations. `ended` is done when the engine has ended, with its error if it had one.
+    `stopped` is set when the broker was asked to stop the job."""
 
     job: JobId
     model: ServedModel
@@ -162,31 +163,33 @@ class Served:
     stopped: asyncio.Event
     pool: LocalPool | None
     chunk_tokens: int
-    """A prompt is read in pieces of so many tokens."""
+    """Tokens per piece in which prompts are processed."""
     problem: Callable[[], Problem]
-    """What plans are made from, with everybody who has been in the pool so far."""
+    """Returns the planning problem, with all peers that have been in the pool so far."""
 
 
 @asynccontextmanager
 async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], None]) -> AsyncIterator[Served]:
-    """Raises `ModelError`, `GraphError`, `PlanError`, `TransportError`, `RefusedError`, `StorageError`,
-    `ExecutionError`, `UsageError`."""
+    """Serve the model during the block and yield it once it is ready. Raises `ModelError`, `GraphError`, `PlanError`,
+    `TransportError`, `RefusedError`, `StorageError`, `ExecutionError`, `UsageError`."""
     async with AsyncExitStack() as stack:
-        # Wrong names are told before anything starts.
+        # Names are checked before anything starts.
         files = await in_background(lambda: find_model(request.model))
         adapters = await in_background(lambda: find_adapters(request.adapters))
         if any(adapter.name == files.name for adapter in adapters):
-            raise UsageError(f"an adapter is called {files.name!r} like the model.", hint="Give it another name.")
+            raise UsageError(
+                f"an adapter has the same name as the model, {files.name!r}.", hint="Give it another name."
+            )
         small = None if request.draft is None else await in_background(lambda name=request.draft: find_model(name))
         clock = SystemClock()
         home, invitation, local = request.home, request.invitation, None
         on_event(Noted(f"capturing {files.name}"))
-        # Opened while processes start and the pool is looked for.
+        # The model is opened while processes start and the pool is contacted.
         opening = _beside(stack, in_background(lambda: open_model(files, adapters)))
         hashing = _beside(stack, _hashed(opening, request, on_event))
         if request.local is not None:
             on_event(
-                Noted(f"starting a pool of {request.local} peers and {request.local_spares} spare on this machine")
+                Noted(f"starting a pool of {request.local} peers and {request.local_spares} spares on this machine")
             )
             local = await stack.enter_async_context(_local_pool(request, lambda text: on_event(Noted(text))))
             home, invitation = local.directory / "owner", local.invitation
@@ -212,8 +215,8 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             on_event(Noted(f"the server of {left} was killed; its peers are free again"))
         if not (members := await pool.pool()):
             raise nobody(membership.pool, members, trust.barred)
-        # Capturing changes the framework and modules like `math` for all threads while it lasts: whatever imports or
-        # computes here comes after it.
+        # Capturing patches the framework and modules like `math` for all threads. Imports and computations in this
+        # process must therefore come after it.
         model = await opening
         for adapter in adapters:
             on_event(Noted(adapter.words))
@@ -229,18 +232,18 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
         stack.callback(weights.close)
         draft: DraftModel | None = None
         if small is not None and request.speculate != "off":
-            on_event(Noted(f"capturing {small.name}, which guesses"))
+            on_event(Noted(f"capturing the draft model {small.name}"))
             opened = await in_background(lambda: open_draft(small, model))
             draft_weights = await _hashed(opened, request, on_event)
             stack.callback(draft_weights.close)
             draft = DraftModel(opened, draft_weights)
-        await in_background(set_aside_what_stays)  # capturing leaves as much behind as it brings
+        await in_background(set_aside_what_stays)  # capturing allocates many objects that stay
         owner = _owner_profile(membership.peer, report, request, 0 if draft is None else draft.weight_bytes)
         names[membership.peer] = owner.name
         needs = request.needs(model.positions)
         if model.whole:
             needs = _whole_needs(needs, model)
-            on_event(Noted(f"no cache can serve {files.name}: each text is computed anew for every token"))
+            on_event(Noted(f"{files.name} can't use a KV cache: the whole text is recomputed for every token"))
         longest = model.graph.symbols.get(SEQUENCE, (1, needs.pass_tokens))[1]
         needs = msgspec.structs.replace(needs, pass_tokens=min(needs.pass_tokens, longest))
         job = JobId(f"{job_name(files.name)}-{secrets.token_hex(4)}")
@@ -264,6 +267,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             excluded=lambda _members: frozenset(),
             barred=lambda: trust.barred,
             clock=clock,
+            say=lambda text: on_event(Noted(text)),
         )
         on_event(Noted("planning"))
         stack.push_async_callback(_ended, pool, job, ServedNote(home, job))
@@ -278,7 +282,7 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             deployment.plan,
             weights,
             request,
-            # Other backends compute all rows of a piece in one product, whose bits depend on how many they are.
+            # Other backends compute all rows of a piece in one product, whose bits depend on the number of rows.
             tiled=not model.whole and all(profile.backend == "torch" for profile in profiles.values()),
             balanced_at=balance_tokens(model.graph),
         )
@@ -314,7 +318,8 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
             peers = everyone if request.local is None else _equal(everyone)
             return msgspec.structs.replace(replanner.problem, peers=peers)
 
-        watch = asyncio.create_task(ServingWatch(replanner, engine, membership.peer, clock).run())
+        priced = _measured if request.local is None else _equal
+        watch = asyncio.create_task(ServingWatch(replanner, engine, membership.peer, clock, priced=priced).run())
         telling = asyncio.create_task(_tell(engine, pool, job))
         stack.callback(watch.cancel)
         guarding = asyncio.create_task(watch_circle(trust, engine))
@@ -337,7 +342,8 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
 
 @asynccontextmanager
 async def _local_pool(request: ServeRequest, say: Callable[[str], None]) -> AsyncIterator[LocalPool]:
-    """Its homes lie beside this machine's own and go with it."""
+    """Run a pool of local processes during the block. Their homes are in a directory of this machine's home, which is
+    removed afterwards."""
     count = request.local or 0
     if not 1 <= count <= MOST_LOCAL:
         raise UsageError(f"expected --local from 1 to {MOST_LOCAL}, got {count}.")
@@ -360,7 +366,7 @@ async def _local_pool(request: ServeRequest, say: Callable[[str], None]) -> Asyn
 
 
 def _local_threads(peers: int) -> int:
-    """Stages of one token work one after the other, those of several sessions at once: cores are shared out."""
+    """Return the threads per local process: its share of the cores, because stages of several sessions work at once."""
     return max(1, (os.cpu_count() or 1) // peers)
 
 
@@ -380,8 +386,14 @@ async def _begin(
     return await first_deployment(replanner, plan_with, pool_name=pool_name, note=lambda text: on_event(Noted(text)))
 
 
+def _measured(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
+    """As they are."""
+    return profiles
+
+
 def _equal(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
-    """Processes of one machine measured each other's load: they are alike."""
+    """Return the profiles with median speeds. Local processes are equal, but measured their speed under each other's
+    load."""
     flops_per_s = median(profile.flops_per_s for profile in profiles)
     bandwidth = median(profile.memory_bandwidth_bytes_per_s for profile in profiles)
     serving = typical_serving(profiles)
@@ -399,9 +411,9 @@ def _equal(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
 
 
 def _beside(stack: AsyncExitStack, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
-    """Begun now, awaited later; ends with `stack` at the latest."""
+    """Start a task to be awaited later. It is cancelled with `stack` at the latest."""
     task = asyncio.create_task(work)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever awaits it is told
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its awaiter gets the exception
     stack.callback(task.cancel)
     return task
 
@@ -409,7 +421,7 @@ def _beside(stack: AsyncExitStack, work: Coroutine[object, object, T]) -> asynci
 async def _hashed(
     model: ServedModel | asyncio.Task[ServedModel], request: ServeRequest, on_event: Callable[[ServeEvent], None]
 ) -> ModelWeights:
-    """The list of its weights, to be closed."""
+    """Hash the model's weights and return their manifest, which the caller must close."""
     opened = model if isinstance(model, ServedModel) else await asyncio.shield(model)
     return await in_background(
         lambda: hash_weights(
@@ -422,19 +434,20 @@ async def _hashed(
 
 
 def _kept(request: ServeRequest, model: ServedModel) -> tuple[int, int]:
-    """Blocks at both ends that stay here. Raises `GraphError` where the model can't be split so, `UsageError`."""
+    """Return the numbers of first and last blocks that stay on this machine. Raises `GraphError` if the model can't be
+    split like that, `UsageError` if `ends` contradicts the privacy level."""
     if not keeps_ends(request.privacy):
         return 0, 0
     if request.ends == "pool":
-        raise UsageError(f"the privacy level {request.privacy} keeps the model's ends here, not with the pool.")
+        raise UsageError(f"the privacy level {request.privacy} keeps embedding and head here, so --ends can't be pool.")
     return ends(model.graph, first_layers=request.first_layers, last_layers=request.last_layers, training=False)
 
 
 def _whole_needs(needs: ServingNeeds, model: ServedModel) -> ServingNeeds:
     if (needs.weights, needs.cache) != ("fp32", "fp32"):
         raise UsageError(
-            f"{model.files.name} is computed as a whole for every token, with weights and inputs in fp32; asked for "
-            f"were {needs.weights} and {needs.cache}.",
+            f"{model.files.name} can't use a KV cache and needs --weights fp32 and --cache fp32; got "
+            f"{needs.weights} and {needs.cache}.",
             hint="Leave --weights and --cache out.",
         )
     return msgspec.structs.replace(needs, whole=True)
@@ -451,11 +464,11 @@ def _serving_job(
     tiled: bool = False,
     balanced_at: float = inf,
 ) -> ServingJob:
-    """`tiled`: bits of all stages leave pieces of prompts any length in tiles. `balanced_at`: see
-    `ServingJob.balance_tokens`."""
+    """Return the job for the engine. `tiled`: pieces of prompts may have any length in tiles without changing bits, at
+    all stages. `balanced_at`: see `ServingJob.balance_tokens`."""
     sizes = plan.serving
     if sizes is None:
-        raise PlanError("expected a plan for serving.")
+        raise PlanError("expected a plan for serving, got one without serving sizes.")
     return ServingJob(
         job=job,
         owner=owner,
@@ -466,7 +479,7 @@ def _serving_job(
             cache=sizes.cache,
             page_tokens=sizes.page_tokens,
             pages=sizes.pages,
-            sessions=sizes.sessions + 1,  # the probe is one
+            sessions=sizes.sessions + 1,  # one for the probe
             pass_tokens=sizes.pass_tokens,
             whole=model.whole,
             adapter_ranks=tuple(adapter.files.rank for adapter in model.adapters),
@@ -486,7 +499,7 @@ def _serving_job(
 
 
 async def _ready_or_failed(engine: ServingEngine, running: asyncio.Future[None]) -> None:
-    """An engine that ends before it is ready says why."""
+    """Wait until the engine is ready. Raises its error if it ends before."""
     waiting = asyncio.ensure_future(engine.ready())
     try:
         await asyncio.wait({waiting, running}, return_when=asyncio.FIRST_COMPLETED)
@@ -499,7 +512,7 @@ async def _ready_or_failed(engine: ServingEngine, running: asyncio.Future[None])
 
 
 async def _end(engine: ServingEngine, running: asyncio.Future[None]) -> None:
-    engine.stop("the server ends")
+    engine.stop("the server is stopping")
     await asyncio.wait({running})
     await engine.close("done")
     if not running.cancelled() and (problem := running.exception()) is not None:
@@ -507,7 +520,8 @@ async def _end(engine: ServingEngine, running: asyncio.Future[None]) -> None:
 
 
 async def _tell(engine: ServingEngine, pool: PoolSession, job: JobId) -> None:
-    """The broker and those who ask it hear now and then how the job stands; one that is away is told later."""
+    """Report the job's progress to the broker every `REPORT_S` seconds if it changed. While the broker is away, the
+    next interval tries again."""
     told = ""
     while True:
         status = engine.status
@@ -524,19 +538,20 @@ async def _ended(pool: PoolSession, job: JobId, note: ServedNote) -> None:
 
 
 async def _report(pool: PoolSession, job: JobId, state: Literal["running", "done", "failed"], detail: str) -> bool:
-    """False where the broker does not answer: it learns it from the members' leases."""
+    """Report the job's state. Returns False if the broker does not answer; it then learns of an end from the members'
+    leases."""
     try:
         async with asyncio.timeout(LAST_WORD_S):
             await pool.report(wire.JobReport(job=job, state=state, step=0, detail=detail))
     except RefusedError:
-        pass  # it knows of no such job, or that it is over
+        pass  # the broker does not know the job, or knows that it is over
     except (FusionError, TimeoutError):
         return False
     return True
 
 
 def _owner_profile(peer: PeerId, report: DeviceReport, request: ServeRequest, taken_bytes: int) -> PeerProfile:
-    """`taken_bytes`: of its memory, by what is not of the plan."""
+    """Return the profile of this machine as job owner. `taken_bytes`: memory used by things outside the plan."""
     memory_bytes = report.memory_bytes
     if request.local is not None:
         import psutil

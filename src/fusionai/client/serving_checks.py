@@ -1,7 +1,4 @@
-"""Whose work a served model's owner has checked, in words. Decides nothing.
-
-Neighbours: `client.serve` says it before anything is loaded; `coordination.text_checks` checks.
-"""
+"""Describes which stages of a served model are spot-checked. `coordination.text_checks` does the checks."""
 
 from __future__ import annotations
 
@@ -10,21 +7,22 @@ from fusionai.scheduling.types import Plan
 
 
 def checking_sentence(plan: Plan, checkable: frozenset[int], *, spot: bool) -> str | None:
-    """None where this machine computes everything itself. `checkable`: stages whose rows others see."""
+    """Return a sentence about the checks, None if this machine computes everything. `checkable`: stages whose inputs
+    and outputs other stages see."""
     working = sorted(stage.stage for stage in plan.stages if stage.peer != plan.feed)
     if not working:
         return None
     if not spot:
-        return "nobody checks what the machines compute (--checks off)"
+        return "the peers' results are not checked (--checks off)"
     guarded = {guard.stage for guard in plan.guards if guard.peer != plan.feed}
     checked = [stage for stage in working if stage in guarded & checkable]
     hidden = [stage for stage in working if stage not in checkable]
     bare = [stage for stage in working if stage in checkable - guarded]
     parts: list[str] = []
     if checked:
-        parts.append(f"spot checks: machines that stand by read part of the texts of {stages_in_words(checked)} again")
+        parts.append(f"spot checks: warm standbys recompute part of the texts of {stages_in_words(checked)}")
     if bare:
-        parts.append(f"nobody checks {stages_in_words(bare)}: none stands by for {'it' if len(bare) == 1 else 'them'}")
+        parts.append(f"not checked: {stages_in_words(bare)}, which {'has' if len(bare) == 1 else 'have'} no standby")
     if hidden:
-        parts.append(f"nobody checks {stages_in_words(hidden)}: what goes in or comes out is seen by no other stage")
+        parts.append(f"not checked: {stages_in_words(hidden)}, whose inputs or outputs no other stage sees")
     return "; ".join(parts)

@@ -1,7 +1,7 @@
-"""A draft model beside the model that is served: `fusion serve MODEL --draft SMALL`. Decides whether the two fit.
+"""Opens a draft model for speculative decoding (`fusion serve MODEL --draft SMALL`) and checks that it fits the model.
 
-It is captured like any model and runs whole in this process, in a thread of its own. Neighbours: `client.serve` asks
-for it, `serving.draft` guesses with it.
+The draft model is captured like any model and runs as a whole in this process, in its own thread. `client.serve` calls
+this; `serving.draft` guesses with it.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from fusionai.wire.messages import ServeOptions
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """Captured, with the list of its weights; not loaded."""
+    """A captured draft model with the manifest of its weights, not loaded yet."""
 
     model: ServedModel
     weights: ModelWeights
 
     @property
     def weight_bytes(self) -> int:
-        """About what it takes of this machine."""
+        """Approximate memory that it needs on this machine."""
         return sum(prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype] for spec in self.model.graph.params.values())
 
 
 def open_draft(files: ServedFiles, model: ServedModel) -> ServedModel:
-    """Blocking. Raises `ModelError` where it speaks other tokens than `model`."""
+    """Capture the draft model. Blocking. Raises `ModelError` if its tokenizer differs from that of `model`, or if it
+    can't use a KV cache."""
     draft = open_model(files)
     if draft.whole:
         raise ModelError(
-            f"no cache can serve {files.name}: guessing with it would take longer than not to guess.",
-            hint="Use a smaller model of another family with the same tokens, or go without --draft.",
+            f"the draft {files.name} can't use a KV cache, so guessing with it would be slower than not guessing.",
+            hint="Use a smaller model of another family with the same tokenizer, or leave --draft out.",
         )
     if not draft.texts.tokenizer.is_like(model.texts.tokenizer):
         raise ModelError(
-            f"the draft {files.name} has other tokens than {model.files.name}: what it guesses would mean nothing.",
-            hint="Use a smaller model of the same family, or go without --draft.",
+            f"the draft {files.name} has a different tokenizer than {model.files.name}, so its guesses are useless.",
+            hint="Use a smaller model of the same family, or leave --draft out.",
         )
     return draft
 
@@ -55,8 +56,8 @@ def open_draft(files: ServedFiles, model: ServedModel) -> ServedModel:
 async def draft_proposer(
     draft: DraftModel, backend: Backend, options: ServeOptions, vocabulary: int, stack: AsyncExitStack
 ) -> DraftProposer:
-    """Loaded; `stack` closes its thread. `options`: of the model that it guesses for; it has as many pages, sessions.
-    Raises `ExecutionError`, `StorageError`."""
+    """Load the draft model and return its proposer. `stack` closes its thread. `options`: those of the served model,
+    whose numbers of pages and sessions the draft model shares. Raises `ExecutionError`, `StorageError`."""
     model = draft.model
     compute = ComputeThread()
     stack.callback(compute.close)

@@ -1,10 +1,10 @@
-"""Jobs of this machine whose `fusion serve` was killed: without a word their peers wait for it, a quarter of an hour.
+"""Ends jobs of this machine whose `fusion serve` was killed. Otherwise their peers would wait for it for 15 minutes.
 
-A served job has a file in the home, locked by its process for as long as that lives. Where nobody holds the lock of one
-any more, nobody drives that job, and it never comes back: the next start ends it for the pool before it looks for
-peers. Decides that from the locks alone, so a second server beside is left in peace.
+A served job has a file in the home that its process locks as long as it runs. If a file is not locked, its job has no
+process and will not return, so the next start reports it to the broker as ended before it looks for peers. Only the
+locks decide, so a second running server is not affected.
 
-Neighbours: `client.serve` uses it, `storage.lock` asks the system who lives.
+`client.serve` uses this; `storage.lock` holds the locks.
 """
 
 from __future__ import annotations
@@ -23,38 +23,40 @@ DIRECTORY: Final = "serving"
 
 
 class ServedNote:
-    """That this process serves `job`, from construction on. Raises `StorageError`."""
+    """A locked file that says that this process serves `job`. Raises `StorageError`."""
 
     def __init__(self, home: Path, job: JobId) -> None:
         self._path = home / DIRECTORY / job
         self._lock = JobLock(self._path)
 
     def close(self, *, told: bool) -> None:
-        """`told`: the broker knows of the job's end. Otherwise the next start tells it."""
+        """Release the lock. `told`: the broker knows of the job's end, so the file is removed; otherwise the next start
+        reports the end."""
         self._lock.release()
         if told:
-            with suppress(OSError):  # it is told once more
+            with suppress(OSError):  # if the file stays, the end is reported once more
                 self._path.unlink(missing_ok=True)
 
 
 def leftovers(home: Path) -> tuple[JobId, ...]:
-    """Jobs that were begun here and whose process is gone."""
+    """Return the jobs that were started here and whose process is gone."""
     gone: list[JobId] = []
     for path in sorted((home / DIRECTORY).glob("*")):
-        with suppress(StorageError):  # somebody serves it
+        with suppress(StorageError):  # locked: a process serves it
             JobLock(path).release()
             gone.append(JobId(path.name))
     return tuple(gone)
 
 
 async def end_leftovers(pool: PoolSession, home: Path) -> tuple[JobId, ...]:
-    """Their peers are free for others; gives the jobs. One that the broker can't be told of now is kept."""
+    """Report the leftover jobs as ended, which frees their peers, and return them. A job whose report fails is kept for
+    the next start."""
     ended: list[JobId] = []
     for job in leftovers(home):
         try:
             await pool.report(wire.JobReport(job=job, state="failed", step=0, detail="its server was killed"))
         except RefusedError:
-            pass  # it is over for the pool already
+            pass  # the broker already counts it as ended
         except FusionError:
             continue
         ended.append(job)

@@ -1,11 +1,10 @@
-"""From the name of a model to what can be served: its files, its graph, the list of its weights.
+"""Opens a model for serving: finds its files, captures its graph, hashes its weights.
 
-MODEL is a directory in Hugging Face layout, a hub id, or what `fusion train` left: a job's directory (its newest
-checkpoint is taken) or one of its checkpoints. Decides what a model is called and what of its configuration counts.
-Reads no weights but to hash them.
+MODEL is a directory in Hugging Face layout, a hub id, or the output of `fusion train`: a job's directory (its newest
+checkpoint is used) or one of its checkpoints. Weights are read only to hash them.
 
-Neighbours: `capture` makes the graph, `ir.serving` says whether it can be served, `storage.weight_manifest` hashes,
-`serving.model_text` reads the tokenizer; `client.serve` calls.
+`capture` makes the graph, `ir.serving` checks whether it can be served, `storage.weight_manifest` hashes,
+`serving.model_text` reads the tokenizer; `client.serve` calls this.
 """
 
 from __future__ import annotations
@@ -34,14 +33,15 @@ from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
 
 SAFE_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
-"""Says which tensor lies in which part, where a model's weights are several files."""
+"""File that maps tensors to weight files, if a model's weights are in several files."""
 LONGEST_PASS: Final = 2048
-"""The graph takes passes of so many positions, where the model sets no limit of its own."""
+"""Most positions per pass for which the graph is captured (chosen), unless the model has a lower limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedFiles:
-    """`directory` holds configuration, weights and tokenizer; `name` is what clients call the model."""
+    """Files of a model. `directory` has configuration, weights and tokenizer; `name` is the model's name for
+    clients."""
 
     directory: Path
     name: str
@@ -49,8 +49,8 @@ class ServedFiles:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`graph`: the part that serves. `positions`: the longest context, None where the model has no limit.
-    `windows`: some layers keep a window only. `whole`: no cache can serve it, texts are computed anew."""
+    """A captured model. `graph`: the part that serves. `positions`: longest context, None if unlimited. `windows`: some
+    layers have sliding windows. `whole`: it can't use a KV cache, so whole texts are recomputed."""
 
     files: ServedFiles
     captured: Captured
@@ -64,14 +64,14 @@ class ServedModel:
 
 
 def find_model(text: str) -> ServedFiles:
-    """Blocking: may download. Raises `ModelError` where `text` names no weights."""
+    """Return the files of the model `text`. Blocking; may download. Raises `ModelError` if it has no weights."""
     path = Path(text).expanduser()
     if (path / CHECKPOINTS).is_dir():
         newest = open_latest(path / CHECKPOINTS)
         if newest is None:
             raise ModelError(
                 f"the job in {path} has no checkpoint yet.",
-                hint="Let it train on, or set checkpoint_every in its recipe.",
+                hint="Let it train further, or set checkpoint_every in its recipe.",
             )
         if (newest.directory / CONFIG_FILE).is_file():
             raise _only_adapter(text)
@@ -88,7 +88,7 @@ def find_model(text: str) -> ServedFiles:
                 hint="Serve a directory in Hugging Face layout, a hub id, or the directory of a trained job.",
             )
     _check_weights(directory, text, is_hub=isinstance(source, HubSource))
-    # A checkpoint is called by its step: people know the job.
+    # A checkpoint's directory is named after its step; the name of the job is more useful.
     step = isinstance(source, DirectorySource) and directory.resolve().parent.name == CHECKPOINTS
     place = directory.resolve().parent.parent if step else directory.resolve()
     return ServedFiles(directory, text if isinstance(source, HubSource) else place.name)
@@ -97,34 +97,34 @@ def find_model(text: str) -> ServedFiles:
 def _only_adapter(text: str) -> ModelError:
     return ModelError(
         f"{text} holds an adapter, not a whole model.",
-        hint=f"Serve the model it was trained on, with this beside it: fusion serve BASE --adapter NAME={text}",
+        hint=f"Serve it with the model that it was trained on: fusion serve BASE --adapter NAME={text}",
     )
 
 
 def _check_weights(directory: Path, text: str, *, is_hub: bool) -> None:
-    """That there are any, and no part is missing. Raises `ModelError`."""
+    """Check that the directory has weights and that no file of them is missing. Raises `ModelError`."""
     if (directory / CONFIG_FILE).is_file() and not any(directory.glob("model*.safetensors")):
         raise _only_adapter(text)
     again = "Connect to the network and try again." if is_hub else "Copy the model again."
     if not any(directory.glob("*.safetensors")):
         hint = (
-            "Choose a model whose repository has *.safetensors: other weights are never loaded."
+            "Choose a model whose repository has *.safetensors files: other weights are never loaded."
             if is_hub
             else "Save the model with save_pretrained, weights included."
         )
         raise ModelError(f"{text} holds no weights (*.safetensors).", hint=hint)
     parts = read_json(directory / SAFE_WEIGHTS_INDEX).get("weight_map", {})
     if not isinstance(parts, dict):
-        raise ModelError(f"{text}: {SAFE_WEIGHTS_INDEX} has no list of its parts.", hint=again)
+        raise ModelError(f"{text}: {SAFE_WEIGHTS_INDEX} has no weight_map.", hint=again)
     missing = sorted({str(name) for name in parts.values() if not (directory / str(name)).is_file()})
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"{text} lacks a part of its weights: {missing[0]}{more}.", hint=again)
+        raise ModelError(f"{text} lacks a weight file: {missing[0]}{more}.", hint=again)
 
 
 def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = ()) -> ServedModel:
-    """Blocking: captures, with `adapters` beside the model. Raises `ModelError` or `GraphError`, with the reason, where
-    it can't be served."""
+    """Capture the model with `adapters`. Blocking. Raises `ModelError` or `GraphError`, with the reason, if it can't be
+    served."""
     texts = ModelText.load(files.directory)
     source = DirectorySource(files.directory)
     slots = slots_of([adapter.files for adapter in adapters])
@@ -152,8 +152,8 @@ def open_model(files: ServedFiles, adapters: tuple[ServedAdapter, ...] = ()) -> 
 
 
 def _has_caches(graph: Graph, captured: Captured) -> bool:
-    """Whether keys and values are all that later positions need; else it must at least be causal. Raises
-    `ModelError`, `GraphError`."""
+    """Return whether the model can use a KV cache, that is, later positions need only keys and values. Otherwise it
+    must at least be causal. Raises `ModelError`, `GraphError`."""
     try:
         require_servable(graph, attention_nodes=captured.attention_nodes, attention_layers=captured.attention_layers)
     except GraphError:
@@ -167,7 +167,7 @@ def _has_caches(graph: Graph, captured: Captured) -> bool:
 def hash_weights(
     model: ServedModel, store: WeightStore, memory: Path, on_progress: Callable[[int, int], None]
 ) -> ModelWeights:
-    """Blocking: reads all weights once; `memory` remembers the hashes of files that do not change."""
+    """Hash all weights, which reads them once. Blocking. `memory`: file that caches the hashes of unchanged files."""
     checkpoint = model.captured.source.checkpoint
     return manifest(
         weight_keys(model.captured.graph),
@@ -182,7 +182,7 @@ def hash_weights(
 
 
 def job_name(model: str) -> str:
-    """As a job may be called."""
+    """Return the model's name as a valid job name."""
     plain = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
     return plain[:80].strip("-") or "model"
 

@@ -1,7 +1,6 @@
-"""From a serving graph to what can be planned: its costs, the machines, what all sessions together need.
+"""Builds the planning problem for serving a graph: its costs, the machines, and the needs of all sessions together.
 
-Decides the defaults that depend on the model: how much cache there should be. Neighbours: `ir.serving_cost` counts,
-`scheduling.serving` plans, `client.serve` and `cli.plan` call.
+`ir.serving_cost` computes the costs, `scheduling.serving` plans, `client.serve` and `cli.asked` call this.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ def serving_problem(
     takeover: Literal["exact", "tolerant"] = "tolerant",
     kept: tuple[int, int] = (0, 0),
 ) -> Problem:
-    """`kept`: blocks at both ends that stay with the owner, where more than one does. `graph`: as from
-    `ir.serving.serving_graph`. `needs.result_bytes` is filled in from the graph."""
+    """Return the problem. `graph`: from `ir.serving.serving_graph`. `kept`: numbers of first and last blocks that stay
+    with the owner. `needs.result_bytes` is set from the graph."""
     spec = graph.values[graph.outputs[LOGITS]]
     vocabulary = spec.shape[-1]
     row_bytes = vocabulary * ITEMSIZE_BYTES[spec.dtype] if isinstance(vocabulary, int) else 0

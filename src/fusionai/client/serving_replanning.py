@@ -1,7 +1,7 @@
-"""Another plan for a serving job: as any job's, but who came back guards again at once where nobody else does.
+"""Gets a new plan for a serving job. A peer that has returned becomes a warm standby at once if a stage has none.
 
-Streams wait while a stage has neither holder nor guard, so the next loss may come before the pool is looked at again. A
-guard that proves to be none costs no round. Neighbours: `client.replanning` finds the plan, `client.serve` uses it.
+In serving, streams wait while a stage has neither a holder nor a standby, and the next loss may come before the pool is
+checked again. A standby that fails costs no recovery round. `client.replanning` finds the plan, `client.serve` uses it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A training job from its recipe to its end, resumed where it stopped: the owner's side of `fusion train`.
+"""Runs a training job from its recipe and resumes it where it stopped: the job owner's side of `fusion train`.
 
-The loop is `train`: prepare, plan, ask the broker to make the plan real, drive, report. Decides when stopping means
-dropping everything (nothing is under way yet) and when it means finishing the step and saving.
+`train` prepares, plans, has the broker adopt the plan, drives the job and reports. If it is stopped before the job has
+started, everything is cancelled; afterwards, the step is finished and a checkpoint is written.
 
-Neighbours: `client.job_directory` says who may go on where, `client.preparation` reads data and model,
-`training.driver` drives; `cli.train` shows what happens.
+`client.job_directory` checks whether a directory may be continued, `client.preparation` reads data and model,
+`training.driver` drives the job; `cli.train` prints the events.
 """
 
 from __future__ import annotations
@@ -70,22 +70,22 @@ from fusionai.transport.enrolment import Membership
 from fusionai.wire.messages import StageOptions
 
 UNSAVED_ENDS: Final = (
-    "warning: this process has stages of its own, which nobody guards: if it dies, the job begins again at its newest "
-    "checkpoint, and [job] checkpoint_every = 0 makes none before the end"
+    "warning: this process runs stages, which have no standby: if it dies, the job restarts from its newest "
+    "checkpoint, and with [job] checkpoint_every = 0 there is none before the end"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A line for people about what is going on."""
+    """A line for the user about the progress."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The plan in force; `members`: everybody in the pool when it was made. `first_step`: of a replica that began when
-    so many of the job's steps were over."""
+    """The first plan. `members`: profiles of the members of the pool and of the owner. `first_step`: steps of the job
+    that were over when this replica started."""
 
     job: JobId
     plan: Plan
@@ -96,7 +96,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """Machines that were not known before, by peer id: what they are called and where they listen."""
+    """Names and addresses of machines that were not known before, by peer id."""
 
     names: dict[str, str]
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
@@ -107,7 +107,8 @@ RunEvent = Noted | Planned | Met | progress.Progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """`epilogue` runs with the finished driver before the stages are let go (the demo's completion)."""
+    """Options of a run. `epilogue` runs with the finished driver before the stages are released (for the demo's
+    completion)."""
 
     home: Path
     invitation: str | None = None
@@ -125,16 +126,16 @@ class TrainingResult:
     checkpoint: Path | None
     directory: Path
     losses: tuple[float, ...] = field(default=())
-    """Mean loss per committed step, from step 0, the journal's words."""
+    """Mean loss per committed step, from step 0, as in the journal."""
     faults: tuple[FaultRecord, ...] = ()
-    """Of this start of the driver, oldest first."""
+    """Faults of this start of the driver, oldest first."""
     tolerant_takeovers: tuple[TolerantTakeover, ...] = ()
-    """Of all the job's starts: from which steps on machines of other numerics computed."""
+    """Takeovers by machines with other numerics, of all starts of the job."""
     best: Evaluation | None = None
     best_checkpoint: Path | None = None
-    """Where the job keeps it: the state of the lowest evaluation loss."""
+    """Checkpoint with the lowest evaluation loss."""
     early: str | None = None
-    """Why the job ended before its last step, having enough."""
+    """Why the job ended before its last step, None if it did not."""
 
 
 async def train(
@@ -145,22 +146,22 @@ async def train(
     stop: asyncio.Event,
     part: ReplicaPart | None = None,
 ) -> TrainingResult:
-    """`part`: where this is one of several replicas. Raises `RecipeError`, `ModelError`, `DataError`, `PlanError`,
-    `TransportError`, `RefusedError`, `StorageError`, `ExecutionError` (a stage failed; running the recipe again
-    resumes)."""
-    # A stranger to every pool leaves no directory behind; a job that is done needs no pool.
+    """Run or resume the job. `part`: set if this is one of several replicas. Raises `RecipeError`, `ModelError`,
+    `DataError`, `PlanError`, `TransportError`, `RefusedError`, `StorageError`, `ExecutionError` (a stage failed;
+    running the recipe again resumes)."""
+    # A machine in no pool must not create the job's directory; a job that is done needs no pool.
     membership = None if has_directory(recipe) else await owner_membership(options.home, options.invitation)
     directory = open_directory(recipe)
     with CommitJournal(directory.journal) as journal:
         check_recipe(recipe, directory, journal)
         sweep(directory.checkpoints)
-        forget_after(directory.checkpoints, journal.committed)  # of steps that were taken back
+        forget_after(directory.checkpoints, journal.committed)  # checkpoints of steps that were rolled back
         if (over := _over(recipe, directory, journal)) is not None:
             on_event(Noted(over))
             owner = known_owner(options.home)
             name = JobId(recipe.job.name) if owner is None else job_id(recipe, owner.peer, directory)
             return _result(recipe, directory, journal, name, None)
-        on_event(Noted("looking for the pool"))
+        on_event(Noted("connecting to the pool"))
         membership = membership or await owner_membership(options.home, options.invitation)
         driving = asyncio.Event()
         working = asyncio.create_task(
@@ -191,7 +192,8 @@ async def _run(
     driving: asyncio.Event,
     part: ReplicaPart | None,
 ) -> TrainingResult:
-    """`driving` is set when the job has become the pool's: from then on it is ended in order, not dropped."""
+    """Run the job. `driving` is set before the broker starts the job; from then on a stop ends it cleanly instead of
+    cancelling it."""
     asked = asyncio.Event()
     clock = SystemClock()
     names: dict[str, str] = {}
@@ -207,7 +209,7 @@ async def _run(
         _compute_thread() as compute,
         PoolSession(membership, trust=trust, on_stop=lambda _job: asked.set(), on_members=met) as pool,
     ):
-        # What is quickly wrong is found before long work: the broker, the device, then data and model.
+        # Quick checks come before long work: first the broker and the device, then data and model.
         members = await _look(pool, journal, trust)
         backend, _ = await compute.run(lambda: open_backend("torch", device=options.device, threads=options.threads))
         report, _ = await compute.run(backend.probe)
@@ -222,7 +224,7 @@ async def _run(
             clock=clock,
             seal=trust.seal,
         )
-        await in_background(set_aside_what_stays)  # capturing leaves as much behind as it brings
+        await in_background(set_aside_what_stays)  # capturing allocates many objects that stay
         job = job_id(recipe, membership.peer, directory)
         reader = await in_background(lambda: open_latest(directory.checkpoints))
         if reader is not None:
@@ -243,6 +245,7 @@ async def _run(
             journal=journal,
             directory=directory,
             clock=clock,
+            say=note,
             liars={one.peer for one in known_liars},
         )
         deployment = await begin(
@@ -256,7 +259,7 @@ async def _run(
         )
         if (sentence := trust.sentence(deployment.plan)) is not None:
             note(sentence)
-        # Whatever plans follow, the order of sums stays.
+        # The number of replicas is fixed for all later plans, because the order of sums depends on it.
         replanner.problem = with_replicas(replanner.problem, deployment.plan.replicas)
         keep_recipe(recipe, directory)
         journal.start_incarnation()
@@ -267,7 +270,7 @@ async def _run(
         on_event(Noted(checking(recipe, deployment.plan)))
         if reader is not None or journal.committed:
             base = 0 if reader is None else reader.step
-            on_event(Noted(f"resuming: checkpoint of step {base}, {journal.committed} steps are official"))
+            on_event(Noted(f"resuming from the checkpoint of step {base}; {journal.committed} steps are committed"))
         reporting = Reporting(pool, job, lambda event: watched(event))
         warn = lambda text: on_event(Noted(f"warning: {text}"))  # noqa: E731
         records = JobRecords(
@@ -299,7 +302,9 @@ async def _run(
             exchange=None if part is None else part.exchange,
         )
         for one in known_liars:
-            on_event(Noted(f"{names.get(one.peer) or short(PeerId(one.peer))} gets no work of this job: {one.reason}"))
+            on_event(
+                Noted(f"{names.get(one.peer) or short(PeerId(one.peer))} gets no work from this job: {one.reason}")
+            )
         if part is not None:
             part.driver = driver
         watch = PoolWatch(replanner, driver, membership.peer, clock)
@@ -317,14 +322,14 @@ async def _run(
                 reason = _named(ended.failed.rstrip("."), names)
                 raise ExecutionError(
                     f"the job failed at step {ended.steps}: {reason}.",
-                    hint=f"Run it again to resume: {journal.committed} steps are official and stay so.",
+                    hint=f"Run the command again to resume: {journal.committed} steps are committed and not lost.",
                 )
             if options.epilogue is not None and ended.stopped is None:
                 await options.epilogue(driver, prepared)
             reason = "done" if ended.stopped is None else f"stopped: {ended.stopped}"
             if ended.early is not None:
                 reason = f"done early: {ended.early}"
-                on_event(Noted(f"enough after {ended.steps} steps: {ended.early}"))
+                on_event(Noted(f"ending early after {ended.steps} steps: {ended.early}"))
         except FusionError as error:
             reason = error.message
             raise
@@ -334,13 +339,14 @@ async def _run(
             await driver.close(reason)
             records.close()
             noticed = faults.close()
-            if reason != "interrupted":  # dropped at once: nobody waits for the broker's answer either
+            if reason != "interrupted":  # after an interruption the broker's answer is not waited for
                 await reporting.close("done" if reason.startswith(("done", "stopped")) else "failed", reason)
         return _result(recipe, directory, journal, job, ended.stopped, noticed)
 
 
 async def _look(pool: PoolSession, journal: CommitJournal, trust: JobTrust) -> tuple[Member, ...] | None:
-    """Who is in the pool; None while its broker is away, which only a job that has a plan already can bear."""
+    """Return the pool's members; None while its broker is away, if the job already has a plan. Raises `TransportError`
+    otherwise, `PlanError` if the pool has no usable member."""
     try:
         members = await pool.pool()
     except TransportError:
@@ -362,7 +368,7 @@ async def _compute_thread() -> AsyncIterator[ComputeThread]:
 
 
 def _named(reason: str, names: Mapping[str, str]) -> str:
-    """People know machines by name."""
+    """Return `reason` with the names of peers added to their ids."""
     for peer, name in names.items():
         reason = reason.replace(f"peer {short(PeerId(peer))}", f"{name} ({short(PeerId(peer))})")
     return reason
@@ -386,16 +392,16 @@ def owner_profile(peer: PeerId, report: DeviceReport) -> PeerProfile:
 
 
 def checking(recipe: Recipe, plan: Plan) -> str:
-    """For people: whose work is checked, and whose is not."""
+    """Return a sentence about which stages are spot-checked."""
     if not recipe.checks:
-        return "nobody checks what the machines compute"
+        return "the peers' results are not checked"
     guarded = {guard.stage for guard in plan.guards}
     working = [stage.stage for stage in plan.stages if stage.peer != plan.feed]
     bare = [stage for stage in working if stage not in guarded]
     if not guarded:
-        return "nobody checks what the machines compute: none stands by to run it again"
-    text = f"spot checks: machines that stand by run part of the work of {stages_in_words(sorted(guarded))} again"
-    return text if not bare else f"{text}; nobody checks {stages_in_words(bare)}"
+        return "the peers' results are not checked: there is no warm standby to recompute them"
+    text = f"spot checks: warm standbys recompute part of the work of {stages_in_words(sorted(guarded))}"
+    return text if not bare else f"{text}; not checked: {stages_in_words(bare)}"
 
 
 def _training_job(
@@ -452,7 +458,7 @@ def _checkpoints(recipe: Recipe, prepared: Prepared, directory: RunDirectory) ->
 
 
 def _over(recipe: Recipe, directory: RunDirectory, journal: CommitJournal) -> str | None:
-    """Why there is nothing left to do, in a job that is done."""
+    """Return why there is nothing left to do, None if the job is not done."""
     newest = latest(directory.checkpoints)
     if newest is None:
         return None
@@ -460,16 +466,16 @@ def _over(recipe: Recipe, directory: RunDirectory, journal: CommitJournal) -> st
     if steps < recipe.job.steps:
         early = _early(recipe, journal)
         ended = early is not None and step_of(newest) == steps
-        return f"the job ended early already, after {steps} steps: {early}" if ended else None
+        return f"the job has already ended early, after {steps} steps: {early}" if ended else None
     if evaluation is not None and evaluation.keeps_best and evaluation.every and steps % evaluation.every == 0:
         evaluated = journal.evaluations[-1].step if journal.evaluations else 0
         if evaluated < steps:
             return None
-    return f"all {recipe.job.steps} steps are done already"
+    return f"all {recipe.job.steps} steps are already done"
 
 
 def _early(recipe: Recipe, journal: CommitJournal) -> str | None:
-    """Why the journalled evaluations end the job before its last step."""
+    """Return why the journalled evaluations end the job before its last step, None if they don't."""
     evaluation, found = recipe.evaluation, journal.evaluations
     if evaluation is None or not found or found[-1].step < journal.committed or journal.committed >= recipe.job.steps:
         return None
@@ -508,7 +514,7 @@ async def _stop_when(event: asyncio.Event, driver: Driver, reason: str) -> None:
 
 
 async def _cancel_unless(driving: asyncio.Event, stop: asyncio.Event, working: asyncio.Task[TrainingResult]) -> None:
-    """Before there is anything to save, stopping means dropping everything."""
+    """Cancel `working` on a stop, if the job has not started yet."""
     await stop.wait()
     if not driving.is_set():
         working.cancel()

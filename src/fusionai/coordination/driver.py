@@ -475,7 +475,6 @@ class DriverMachine:
             learning_rate=self.learning_rate(event.step),
             total_norm=event.total_norm,
             norms_hash=norms_hash(self._all_norms()),
-            data_cursor=(event.step + 1) * self.shape.microbatches,
             fence=self.fence,
             loss=sum(losses) / len(losses),
         )

@@ -7,12 +7,10 @@ what people pass on.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from fusionai.coordination.events import InvitationIssued, PeerEnrolled
 from fusionai.coordination.machine import Machine, State, Transition
-
-Phase = Literal["open", "used up"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ is no phase: a running job whose driver is out of touch runs on. Neighbours: `pl
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from fusionai.coordination.events import (
     JobAttended,
@@ -24,7 +24,6 @@ from fusionai.coordination.events import (
 from fusionai.coordination.machine import Machine, State, Transition
 from fusionai.primitives.ids import JobId, PeerId, short
 
-Phase = Literal["requested", "running", "stopping", "done", "failed"]
 LIVE: Final = ("requested", "running", "stopping")
 TOLD_LINES: Final = 200
 

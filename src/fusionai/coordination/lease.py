@@ -7,11 +7,9 @@ and the time are arguments. Neighbours: `desk` keeps a lease per member and per 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from fusionai.coordination.machine import Machine, State, Transition
-
-Phase = Literal["granted", "renewed", "expired"]
 
 
 @dataclass(frozen=True, slots=True)

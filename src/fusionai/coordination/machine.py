@@ -95,17 +95,6 @@ class Machine(Generic[S, C]):
         self.final = final
         self.table: Mapping[tuple[str, type], Transition[S, Any, C]] = table
 
-    @property
-    def phases(self) -> tuple[str, ...]:
-        """All phases, initial ones first, in the order of the table."""
-        ordered = dict.fromkeys(self.initial)
-        for transition in self.transitions:
-            ordered.update(dict.fromkeys((*transition.sources, *transition.targets)))
-        return tuple(ordered)
-
-    def allows(self, state: S, event: type) -> bool:
-        return (state.phase, event) in self.table
-
     def advance(self, state: S, event: object) -> tuple[S, tuple[C, ...]]:
         """The new state, its story one line longer, and the commands to perform.
 
@@ -124,12 +113,6 @@ class Machine(Generic[S, C]):
             )
         line = kind.__name__ if moved.phase == state.phase else f"{kind.__name__} -> {moved.phase}"
         return replace(moved, story=(*state.story, line)[-STORY_LENGTH:]), commands
-
-
-def stay(state: S, event: object) -> tuple[S, tuple[Any, ...]]:
-    """The act of an event that is allowed and changes nothing."""
-    del event
-    return state, ()
 
 
 def rows(machine: Machine[Any, Any]) -> tuple[tuple[str, str, str, str], ...]:

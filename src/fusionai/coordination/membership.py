@@ -10,7 +10,7 @@ Never decides *when* somebody is lost (`presence`) or *who* gets a stage (`assig
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from fusionai.coordination.events import (
     KeyVouched,
@@ -23,7 +23,6 @@ from fusionai.coordination.events import (
 from fusionai.coordination.machine import Machine, State, Transition
 from fusionai.primitives.ids import JobId, PeerId, short
 
-Phase = Literal["joining", "idle", "active", "draining", "left", "lost"]
 REMEMBERED_BOOTS: Final = 16
 REMEMBERED_LOSSES: Final = 16
 

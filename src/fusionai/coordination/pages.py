@@ -105,10 +105,6 @@ class Pages:
         """Raises `UnknownSession`."""
         return tuple(self._table(session).pages)
 
-    def references(self, page: int) -> int:
-        """How many sessions have this page."""
-        return self._references[page]
-
     # --------------------------------------------------------------------------------------------------- one session
 
     def admit(self, session: int, scope: str, match: Match) -> None:

@@ -8,14 +8,13 @@ peers compare them as the first part of a fence.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from fusionai.coordination.events import Placement, PlanMinted
 from fusionai.coordination.machine import Machine, State, Transition
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId
 
-Phase = Literal["current", "superseded", "retired"]
 FIRST_VERSION: Final = 1
 
 

@@ -54,10 +54,6 @@ class Pool:
         """How many members are there or may be counted on to come: what a limit on members is compared with."""
         return sum(not is_departed(member) for member in self.members.values())
 
-    def backup_pool(self) -> tuple[Member, ...]:
-        """Members that have no part in a job; some of them may rest."""
-        return tuple(member for member in self.members.values() if member.phase == "idle")
-
     def members_of(self, name: JobId) -> tuple[Member, ...]:
         return tuple(member for member in self.members.values() if member.job == name)
 

@@ -60,7 +60,6 @@ def register(turn: Turn, request: Register) -> None:
     turn.commands.append(
         Answer(
             Registered(
-                lease_s=turn.rules.lease_s,
                 heartbeat_s=turn.rules.heartbeat_s,
                 pool=turn.rules.pool,
                 wall_s=turn.wall_s,
@@ -86,7 +85,7 @@ def beat(turn: Turn, request: Beat) -> None:
     _check_leftovers(turn, member, request.jobs)
     _check_dismissed(turn, turn.member(request.peer), request.jobs)
     turn.keep(links=with_entry(turn.desk.links, request.peer, request.connection))
-    turn.commands.append(Answer(HeartbeatAck(lease_s=turn.rules.lease_s, wall_s=turn.wall_s)))
+    turn.commands.append(Answer(HeartbeatAck(wall_s=turn.wall_s)))
 
 
 def _return_to_place(turn: Turn, member: Member) -> None:

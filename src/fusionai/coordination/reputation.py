@@ -59,16 +59,6 @@ def floor(tasks: int) -> float:
     return min(MOST, max(LEAST, needed))
 
 
-def found_within_tasks(tasks: int) -> float:
-    """By how many tasks a trusted peer that falsifies `CHEATED` of them is found in all but `MISSED` of cases: checked
-    at the floor, in stretches of `tasks`. The promise where the floor is what it needs."""
-    caught = floor(tasks) * (1 - (1 - CHEATED) ** tasks)
-    stretches, left = 0, 1.0
-    while left > MISSED:
-        stretches, left = stretches + 1, left * (1 - caught)
-    return float(stretches * tasks)
-
-
 def drawn(secret: bytes, peer: str, stage: int, first: int, chance: float) -> bool:
     """Whether this stretch is checked: the same for the same secret, a coin of `chance` for who does not know it."""
     content = f"{stage}:{first}:{peer}".encode()

@@ -142,13 +142,6 @@ class Silence:
         """How long `who` had been silent at the last call. Raises `KeyError` for one that is not watched."""
         return self._awake_s - self._rhythms[who].heard_s
 
-    def next_tick_s(self) -> float | None:
-        """When `tick` wants to be called next: after a ping's interval, or at the first deadline if that is sooner.
-        None while nobody is watched."""
-        if self._now_s is None or not self._rhythms:
-            return None
-        return self._now_s + max(0.0, min(self.ping_s, *(self._left_s(who) for who in self._rhythms)))
-
     def _left_s(self, who: str) -> float:
         return self._deadline_s(who) - (self._awake_s - self._rhythms[who].heard_s)
 

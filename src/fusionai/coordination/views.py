@@ -27,7 +27,7 @@ RESTING: Final = "resting"
 def pool_view(desk: Desk, now_s: float, wall_s: float) -> PoolView:
     """All members whose process is there or was lost, in order of arrival."""
     members = [member for member in desk.pool.members.values() if member.phase in SHOWN]
-    return PoolView(pool=desk.rules.pool, members=tuple(member_view(desk, member, now_s, wall_s) for member in members))
+    return PoolView(members=tuple(member_view(desk, member, now_s, wall_s) for member in members))
 
 
 def members_view(desk: Desk, peers: tuple[PeerId, ...], now_s: float, wall_s: float) -> tuple[MemberView, ...]:

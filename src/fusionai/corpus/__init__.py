@@ -1,5 +1,6 @@
-"""What a job is and what it is fed: recipes, data sets, tokenizers, microbatches. Knows no network and no framework.
+"""Definition of a job and its input: recipes, data sets, tokenizers, microbatches. Uses no network protocol and no
+model framework.
 
-Neighbours: `client` opens a recipe's data and model with it; `capture` builds the model, `training` asks for
+Neighbours: `client` opens a recipe's data and model with it; `capture` builds the model, `training` requests
 microbatches.
 """

@@ -1,7 +1,7 @@
-"""Rows of the data that are not what they should be: named, counted, listed. Decides when there are too many of them.
+"""Invalid rows of the data: counted, listed with their place and problem. Decides when there are too many of them.
 
-Nothing here says a word of a row: messages may leave this machine. Neighbours: `text` and `conversations` find them,
-`chat_file` leaves them out.
+No text here quotes a row's content, because messages may leave this machine. Neighbours: `text` and `conversations`
+find invalid rows, `chat_file` leaves them out.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fusionai.primitives.errors import DataError
 from fusionai.storage.atomic import storage_errors
 
 SHOWN: Final = 3
-"""So many are named in messages; all are in the list."""
+"""Number of invalid rows that messages name; the list has all of them."""
 
 
 class RowError(Exception):
-    """A row that is not what it should be: `expected ..., got ...`, without a word of the row."""
+    """An invalid row: `expected ..., got ...`, without the row's content."""
 
 
 class BadRow(msgspec.Struct, frozen=True):
@@ -31,11 +31,11 @@ class BadRow(msgspec.Struct, frozen=True):
 
 
 class BadRows:
-    """Of one reading of the data. `limit`: so many may be left out; below 1, so large a part of all rows. `listing`
-    gets one JSON object a line for each bad row, and is not there when there are none."""
+    """Invalid rows of one pass over the data. `limit`: number that may be left out; below 1, the fraction of all rows.
+    `listing` gets one line of JSON for each invalid row; the file does not exist if there are none."""
 
     def __init__(self, limit: float, listing: Path) -> None:
-        """Raises `StorageError` where an old list can't be removed."""
+        """Raises `StorageError` if an old list can't be removed."""
         self._limit = limit
         self._listing = listing
         self._file: TextIO | None = None
@@ -55,11 +55,11 @@ class BadRows:
             self._file.close()
 
     def good(self) -> None:
-        """One more row that is as it should be."""
+        """Count a valid row."""
         self.rows += 1
 
     def bad(self, place: str, problem: str) -> None:
-        """One more that is not. Raises `DataError` when the job can't go on, `StorageError` for the list."""
+        """Record an invalid row. Raises `DataError` if there are too many, `StorageError` for the list."""
         self.rows += 1
         self.count += 1
         row = BadRow(place, problem)
@@ -75,25 +75,25 @@ class BadRows:
             raise too_many(self.first, self.count, self.rows, self._limit, self._listing)
 
     def settle(self) -> None:
-        """All rows are read. Raises `DataError` if too large a part of them is bad."""
+        """End the pass. Raises `DataError` if too large a fraction of the rows is invalid."""
         check_bad_rows(self.first, self.count, self.rows, self._limit, self._listing)
 
 
 def check_bad_rows(first: list[BadRow], count: int, rows: int, limit: float, listing: Path) -> None:
-    """Raises `DataError` if of `rows` rows `count` are too many."""
+    """Raise `DataError` if `count` invalid rows of `rows` are too many."""
     if count > (limit if limit >= 1 else limit * rows):
         raise too_many(first, count, rows, limit, listing)
 
 
 def too_many(first: list[BadRow], count: int, rows: int, limit: float, listing: Path) -> DataError:
-    """Why the job does not go on, naming the first of them."""
+    """The error that names the first invalid row and the limit."""
     named = f"{first[0].place}: {first[0].problem}"
     if limit == 0:
         return DataError(
-            named, hint="Mend the row, or say with bad_rows in [data] how many may be left out (a number, or a part)."
+            named, hint="Fix the row, or set bad_rows in [data]: the number or fraction of rows that may be left out."
         )
     allowed = f"{limit:g}" if limit >= 1 else f"{limit:.3g} of all rows"
     return DataError(
-        f"{count} of the first {rows} rows are bad, [data] bad_rows allows {allowed}. The first: {named}",
-        hint=f"All so far are in {listing}.",
+        f"{count} of the first {rows} rows are invalid; [data] bad_rows allows {allowed}. The first: {named}",
+        hint=f"All found so far are listed in {listing}.",
     )

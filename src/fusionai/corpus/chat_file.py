@@ -1,12 +1,11 @@
-"""The file of conversations: tokenised, one after the other, with the labels among them. Decides the cache's key, and
-what of the data is read for it; knows no row.
+"""The file of tokenised conversations with their labels. Decides its cache key, and which of the data's rows it has.
 
     tokens/tokenizer-<key>/   the trained tokenizer
     tokens/<key>/             both parts (`chat_parts`), manifest.json
     tokens/bad_rows.jsonl     rows that were left out
 
-A key covers the content of the data and every setting that changes the tokens, so a stale file is never read.
-Neighbours: `text` and `conversations` read rows, `chat_tokens` writes and encodes, `chat_source` cuts rows.
+A key covers the data's content and every setting that changes the tokens, so a stale file is never read. Neighbours:
+`text` and `conversations` read rows, `chat_tokens` renders and encodes them, `chat_source` cuts training rows.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _BATCH_CHARACTERS: Final = 2**22
 
 
 class ChatManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a file of conversations holds, and what it was made of. `plain`: there was no template."""
+    """Content of a file of conversations, and counts of its making. `plain`: there was no chat template."""
 
     layout: int
     rows: int
@@ -53,7 +52,7 @@ class ChatManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 @dataclass(frozen=True, slots=True)
 class ChatFile:
-    """Both parts and the tokenizer that made them, whose files have the template."""
+    """Both parts and the tokenizer that made them; the tokenizer's files include the template."""
 
     train: ChatPart
     evaluation: ChatPart
@@ -63,9 +62,9 @@ class ChatFile:
 
 
 def open_chat(data: ChatData, directory: Path, seed: int, progress: Progress | None = None) -> ChatFile:
-    """Find or make the file of `data` in the cache at `directory`.
+    """Find the file for `data` in the cache at `directory`, or make it.
 
-    Raises `DataError` for data that can't be read or has too many bad rows, `StorageError` for the cache.
+    Raises `DataError` if the data can't be read or has too many invalid rows, `StorageError` for the cache.
     """
     template = read_template(data.template)
     split = Split(data.evaluation_fraction, seed)
@@ -99,7 +98,7 @@ def open_chat(data: ChatData, directory: Path, seed: int, progress: Progress | N
 
 
 class _Reading:
-    """The data, as often as it is read."""
+    """Reads the data; may be used several times."""
 
     def __init__(self, data: ChatData, listing: Path, progress: Progress | None) -> None:
         self._data = data
@@ -110,7 +109,7 @@ class _Reading:
         return BadRows(self._data.bad_rows, self._listing)
 
     def written(self, writer: ChatWriter, what: str, bad: BadRows) -> Iterator[Written]:
-        """Every conversation as text; bad rows are left out. Raises `DataError` when there are too many."""
+        """Yield every conversation as text, without invalid rows. Raises `DataError` if there are too many of those."""
         for place, row in rows_of(self._data.source, KEYS[self._data.layout]):
             try:
                 if isinstance(row, RowError):
@@ -140,7 +139,7 @@ def _key(parts: list[str]) -> str:
 
 
 def _trained(place: Path, vocabulary: int, reading: _Reading, writer: ChatWriter, split: Split) -> Tokenizer:
-    """The cached tokenizer, trained now if there is none, on nothing but the training part."""
+    """The cached tokenizer; if there is none, train it on the training part alone."""
     if not (place / "tokenizer.json").is_file():
         with reading.bad_rows() as bad:
             texts = (
@@ -149,7 +148,7 @@ def _trained(place: Path, vocabulary: int, reading: _Reading, writer: ChatWriter
                 if not split.is_evaluation(index)
             )
             trained = train_tokenizer(texts, vocabulary)
-        # Saved in sorted order: tokenizer.json, whose presence says that all is there, must come last.
+        # Saved in this order because tokenizer.json, which marks the directory as complete, must come last.
         for name, content in sorted(trained.files.items(), reverse=True):
             write_atomic(place / name, content)
     return load_tokenizer(LocalTokenizer(path=str(place)))
@@ -158,7 +157,7 @@ def _trained(place: Path, vocabulary: int, reading: _Reading, writer: ChatWriter
 def _write(
     place: Path, reading: _Reading, writer: ChatWriter, tokenizer: Tokenizer, data: ChatData, split: Split
 ) -> None:
-    """The whole directory or nothing: it gets its name when everything is on the disk."""
+    """Write the directory as a whole or not at all: it gets its name when all files are on disk."""
     encoder = ChatEncoder(tokenizer)
     with whole_directory(place) as partial:
         with reading.bad_rows() as bad, storage_errors(partial), PartWriters(partial, data, split) as parts:
@@ -178,7 +177,7 @@ def _write(
 
 
 def _batches(conversations: Iterator[Written]) -> Iterator[list[Written]]:
-    """Enough text to keep all cores busy, never more than fits easily."""
+    """Batches large enough to keep all cores busy, small enough for memory."""
     batch: list[Written] = []
     characters = 0
     for written in conversations:
@@ -198,4 +197,6 @@ def _read_manifest(place: Path) -> ChatManifest:
     try:
         return msgspec.json.decode(content, type=ChatManifest)
     except msgspec.DecodeError as problem:
-        raise StorageError(f"{path} is damaged: {problem}.", hint=f"Delete {place}; it is made anew.") from None
+        raise StorageError(
+            f"{path} is damaged: {problem}.", hint=f"Delete {place}; the next run makes it again."
+        ) from None

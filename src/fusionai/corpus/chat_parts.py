@@ -1,8 +1,8 @@
-"""Conversations on the disk, in a part to train on and one for evaluation. Decides the layout, and what becomes of a
-conversation that is longer than a row.
+"""Tokenised conversations on disk, in a training part and an evaluation part. Decides the file layout, and what happens
+to a conversation that is longer than a row.
 
 Per part: `.bin` (tokens, little-endian uint32), `.labels.bin` (a byte per token, 1: trained), `.ends.bin` (where each
-conversation ends, little-endian int64). Neighbours: `chat_file` says what is written, `chat_source` reads it.
+conversation ends, little-endian int64). Neighbours: `chat_file` provides the conversations, `chat_source` reads them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KINDS: Final = ("bin", "labels.bin", "ends.bin")
 
 
 class PartCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Of one part: conversations, their tokens, how many of these are trained."""
+    """Number of conversations in a part, of their tokens, and of the tokens that are trained."""
 
     conversations: int
     tokens: int
@@ -36,8 +36,8 @@ class PartCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Parts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`truncated`: cut at their end; `dropped`: left out for their length; `unanswered`: left out because no label was
-    left. `fingerprint`: SHA-256 over all files."""
+    """`truncated`: conversations cut at their end; `dropped`: left out because of their length; `unanswered`: left out
+    because no label remained. `fingerprint`: SHA-256 over all files."""
 
     train: PartCounts
     evaluation: PartCounts
@@ -49,7 +49,7 @@ class Parts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 @dataclass(frozen=True, slots=True)
 class ChatPart:
-    """Read-only arrays on the disk: tokens [n], 1 where one is trained [n], end of each conversation [m]."""
+    """Read-only memory-mapped arrays: tokens [n], labels [n] (1: trained), end of each conversation [m]."""
 
     tokens: npt.NDArray[np.uint32]
     labels: npt.NDArray[np.uint8]
@@ -57,7 +57,7 @@ class ChatPart:
 
 
 class PartWriters:
-    """Appends conversations to the part the split gives them to."""
+    """Appends conversations to the part that the split assigns."""
 
     def __init__(self, directory: Path, data: ChatData, split: Split) -> None:
         self._most = data.sequence_length
@@ -99,7 +99,7 @@ class PartWriters:
         self._append(part, "ends.bin", np.int64(counts[1]).astype("<i8").tobytes())
 
     def close(self) -> Parts:
-        """Make it durable and say what is there."""
+        """Flush to disk and return the counts."""
         for files in self._files:
             for file in files.values():
                 file.flush()
@@ -124,7 +124,7 @@ class PartWriters:
 
 
 def open_part(stem: Path, counts: PartCounts) -> ChatPart:
-    """Its files begin with `stem`. Raises `StorageError` where they are not of the size that `counts` says."""
+    """Map the files that begin with `stem`. Raises `StorageError` if their sizes differ from `counts`."""
     return ChatPart(
         tokens=_mapped(stem, "bin", np.dtype("<u4"), counts.tokens),
         labels=_mapped(stem, "labels.bin", np.dtype("u1"), counts.tokens),
@@ -140,6 +140,6 @@ def _mapped(stem: Path, kind: str, dtype: np.dtype[_Number], entries: int) -> np
     if size != expected:
         raise StorageError(
             f"{path} is damaged: expected {expected} bytes, got {size}.",
-            hint=f"Delete {path.parent}; it is made anew.",
+            hint=f"Delete {path.parent}; the next run makes it again.",
         )
     return np.memmap(path, dtype=dtype, mode="r") if entries else np.zeros(0, dtype=dtype)

@@ -1,9 +1,9 @@
-"""What fine-tuning on conversations is fed: rows with labels where an answer stands. Decides rows and labels.
+"""Input for fine-tuning on conversations: rows of tokens with labels where an answer stands.
 
-A row is one conversation, or with packing several, each whole, and padding to its end. A causal model never looks at
-what follows, so padding changes nothing; what stands before it in its row it does see, another conversation too.
-Random access like `source`, whose `Source` this is. Neighbours: `chat_file` has the tokens, `row_packing` says what
-shares a row.
+A row has one conversation or, with packing, several whole ones, then padding. A causal model never attends to later
+positions, so padding changes nothing; but a packed conversation does attend to those before it in its row. Access is
+random, like `source.TokenSource`. Neighbours: `chat_file` has the tokens, `row_packing` decides
+which conversations share a row.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from fusionai.primitives.errors import DataError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 
 PADDING: Final = 0
-"""Any token would do: nothing looks at it and it is no label."""
+"""Any token would do, because no position attends to it and it is no label."""
 
 
 class ChatSource:
-    """Inputs `input_ids`, `position_ids`, `labels`, int64 [rows, length], and `labels_per_microbatch`, float32: how
-    many labels the microbatches of the step have on average, so that every label counts the same."""
+    """Inputs `input_ids`, `position_ids`, `labels`, int64 [rows, length], and `labels_per_microbatch`, float32: the
+    mean number of labels in a microbatch of the step, so that every label has the same weight."""
 
     def __init__(self, recipe: Recipe, data: ChatData, file: ChatFile) -> None:
-        """Raises `DataError` when a part has too few rows."""
+        """Raises `DataError` if a part has too few rows."""
         train = recipe.train
         self._file = file
         self._length = data.sequence_length
@@ -54,7 +54,7 @@ class ChatSource:
             available = self._evaluation.count // train.microbatch_size
             if not available:
                 raise DataError(
-                    f"the evaluation part has {self._evaluation.count} rows, a microbatch takes "
+                    f"the evaluation part has {self._evaluation.count} rows, fewer than a microbatch of "
                     f"{train.microbatch_size}.",
                     hint="Raise evaluation_fraction, or give more data.",
                 )
@@ -89,7 +89,7 @@ class ChatSource:
         return self._evaluation_batches
 
     def dealt(self, deal: Deal) -> ChatSource:
-        """The same data as one of several replicas sees it: its steps are those that `deal` gives it."""
+        """The same data for one of several replicas: only the steps that `deal` assigns to it."""
         share = copy.copy(self)
         share._deal = deal
         return share
@@ -103,12 +103,6 @@ class ChatSource:
         mean = self._evaluation_labels / self._evaluation_batches
         return self._batch(self._evaluation, self._evaluation_rows(index), mean)
 
-    def cursor(self, step: int) -> int:
-        return self._order.cursor(self._deal.step(step))
-
-    def data_epoch(self, step: int) -> int:
-        return self._order.data_epoch(self._deal.step(step))
-
     def describe(self) -> str:
         train, evaluation = self._file.manifest.written.train, self._file.manifest.written.evaluation
         return (
@@ -119,17 +113,17 @@ class ChatSource:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the job owner should know of what was left out or cut; no text of the data."""
+        """Notes for the job owner on rows that were left out or cut; they contain no text of the data."""
         manifest = self._file.manifest
         told: list[str] = []
         if manifest.plain:
             told.append(
-                "the tokenizer has no chat template: conversations are written as `role: text`, and so they will be "
-                "served; give one with [data] template"
+                "the tokenizer has no chat template: training and serving will write conversations as `role: text`; "
+                "give a template with [data] template"
             )
         if manifest.bad_rows:
             told.append(
-                f"warning: {manifest.bad_rows} of {manifest.rows} rows are bad and left out; all are in "
+                f"warning: {manifest.bad_rows} of {manifest.rows} rows are invalid and left out; they are listed in "
                 f"{self._file.bad_rows}"
             )
             told += [f"warning: {row.place}: {row.problem}" for row in manifest.first_bad]
@@ -138,16 +132,16 @@ class ChatSource:
 
     @property
     def manifest(self) -> ChatManifest:
-        """What was read, left out and cut."""
+        """Counts of what was read, left out and cut."""
         return self._file.manifest
 
     @property
     def bad_rows_file(self) -> Path:
-        """Where bad rows are listed, if there are any."""
+        """The list of invalid rows, if there are any."""
         return self._file.bad_rows
 
     def row_tokens(self, step: int, microbatch: int) -> list[int]:
-        """Of each row of the microbatch: tokens before its padding."""
+        """Number of tokens before the padding, for each row of the microbatch."""
         rows = self._order.microbatch(self._deal.step(step), microbatch)
         return [int(self._train.tokens[row]) for row in rows]
 
@@ -155,7 +149,7 @@ class ChatSource:
         return evaluation_samples(self._evaluation.count, self._order.microbatch_size, self._seed, index)
 
     def _count_labels(self, step: int) -> int:
-        """Of a step of the whole sequence."""
+        """Number of labels in a step, which is numbered over all replicas."""
         rows = [row for number in range(self._microbatches) for row in self._order.microbatch(step, number)]
         return int(self._train.labels[rows].sum())
 
@@ -175,18 +169,18 @@ class ChatSource:
 
 
 def _left_out(file: ChatFile, length: int) -> list[str]:
-    """What became of long conversations."""
+    """Sentences on long conversations that were cut or left out."""
     written = file.manifest.written
     counts = (
-        (written.truncated, f"conversations are longer than {length} tokens and cut there"),
-        (written.dropped, f"conversations are longer than {length} tokens and left out"),
-        (written.unanswered, f"conversations have no answer within {length} tokens and are left out"),
+        (written.truncated, f"conversations are longer than {length} tokens and were cut there"),
+        (written.dropped, f"conversations are longer than {length} tokens and were left out"),
+        (written.unanswered, f"conversations have no answer within {length} tokens and were left out"),
     )
     return [f"{count} {what}" for count, what in counts if count]
 
 
 class _Rows:
-    """The rows of one part. `labels`, `tokens`: how many each has, padding left out."""
+    """The rows of one part. `labels`, `tokens`: number of each per row, without padding."""
 
     def __init__(self, part: ChatPart, length: int, *, packing: bool) -> None:
         self._part = part
@@ -204,7 +198,7 @@ class _Rows:
         self.count = len(self.labels)
 
     def fill(self, row: int, ids: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> None:
-        """Write the row's tokens and labels: `labels[i]` is the token after `ids[i]` where that one is trained."""
+        """Write the row's tokens and labels: `labels[i]` is the token after `ids[i]` if that token is trained."""
         at = 0
         for conversation in (row,) if self._packed is None else self._packed[row]:
             start, end = int(self._starts[conversation]), int(self._starts[conversation + 1])

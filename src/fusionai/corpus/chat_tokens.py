@@ -1,7 +1,7 @@
-"""Conversations as tokens, each with a word on whether it is trained. Decides that from where the answers stand.
+"""Conversations as tokens, each marked whether it is trained, by where the answers stand.
 
-The tokens are those that `serving.model_text` prompts with: the same template, and names of special tokens in what
-people wrote are mere text. Neighbours: `templates` writes the text, `chat_file` keeps the tokens.
+The tokens are those that `serving.model_text` uses as prompts: the same template, and names of special tokens in
+people's messages are plain text. Neighbours: `templates` renders the text, `chat_file` stores the tokens.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fusionai.primitives.errors import DataError, ModelError
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 THEN: Final = datetime(2025, 1, 1, tzinfo=UTC)
-"""The day on which templates that write the date think they are: the tokens of a job don't depend on when it runs."""
+"""The date for templates that write the current date, so that a job's tokens don't depend on when it runs."""
 _LEAD: Final = "\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A conversation as text: (text, whether names of special tokens in it are those tokens), and where in all of it
-    the trained answers stand. `ends`: the end-of-text token follows."""
+    """A conversation as text: (text, whether names of special tokens in it are those tokens), and the character spans
+    of the trained answers in the joined text. `ends`: the end-of-text token follows."""
 
     pieces: tuple[tuple[str, bool], ...]
     spans: tuple[tuple[int, int], ...]
@@ -46,29 +46,30 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class ChatTokens:
-    """`ids` uint32 [n]; `trained` bool [n]: whether the token is a label. The first never is: nothing foretells it."""
+    """`ids` uint32 [n]; `trained` bool [n]: whether the token is a label. The first token never is, as nothing precedes
+    it."""
 
     ids: npt.NDArray[np.uint32]
     trained: npt.NDArray[np.bool_]
 
 
 def read_template(path: str | None) -> str | None:
-    """The text of a template file. Raises `DataError`."""
+    """Text of a template file. Raises `DataError`."""
     if path is None:
         return None
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise DataError(f"no chat template at {path}.", hint="Mend [data] template.") from None
+        raise DataError(f"no chat template at {path}.", hint="Correct [data] template.") from None
     except (OSError, UnicodeDecodeError) as problem:
         raise DataError(f"{path}: the chat template can't be read ({problem}).") from None
 
 
 class ChatWriter:
-    """Writes conversations as text. `files`: of the tokenizer. `template` takes the place of its own."""
+    """Renders conversations as text. `files`: the tokenizer's. `template` replaces the tokenizer's own template."""
 
     def __init__(self, files: dict[str, bytes], template: str | None, loss_on: Literal["answers", "all"]) -> None:
-        """Raises `DataError` where the template does not compile."""
+        """Raises `DataError` if the template does not compile."""
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         special = json.loads(files.get("special_tokens_map.json", b"{}"))
         own = files.get(TEMPLATE_FILE)
@@ -85,11 +86,11 @@ class ChatWriter:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is no template."""
+        """True if there is no template."""
         return self._plain.is_plain
 
     def write(self, conversation: Conversation) -> Written:
-        """Raises `RowError` for a conversation the template does not take."""
+        """Render a conversation. Raises `RowError` if the template does not accept it."""
         template = self._with_tools if conversation.tools else self._plain
         messages, answers = conversation.messages, conversation.answers
         try:
@@ -100,13 +101,13 @@ class ChatWriter:
             raise RowError(problem.message) from problem
         if self._all:
             spans = [(0, sum(len(text) for text, _ in pieces))]
-        # The plain form has no sign that an answer is over.
+        # Text written without a template has no mark at the end of an answer.
         ends = template.is_plain and (self._all or len(messages) - 1 in answers)
         return Written(tuple(pieces), tuple(spans), ends)
 
 
 class ChatEncoder:
-    """Tokens of what a `ChatWriter` wrote."""
+    """Tokenizes what a `ChatWriter` wrote."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         content = tokenizer.files["tokenizer.json"].decode()
@@ -118,7 +119,7 @@ class ChatEncoder:
         self._tokenizer = tokenizer
 
     def encode(self, conversations: Sequence[Written]) -> list[ChatTokens]:
-        """In order, on all cores."""
+        """Tokens of the conversations in order; uses all cores."""
         firsts = self._trusting.encode_batch(
             [one.pieces[0][0] if one.pieces and one.pieces[0][1] else "" for one in conversations],
             add_special_tokens=False,
@@ -148,7 +149,7 @@ class ChatEncoder:
         return ChatTokens(np.asarray(ids, dtype="<u4"), np.asarray(trained, dtype=np.bool_))
 
     def _inside(self, text: str, *, trusted: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """As it reads in the middle of a text: some tokenizers put a space before whatever they are given."""
+        """Encode text in the middle of another text, where no tokenizer may put a space before it."""
         engine = self._trusting if trusted else self._plain
         lead = self._trusting.encode(_LEAD, add_special_tokens=False).ids
         encoded = engine.encode(_LEAD + text, add_special_tokens=False)
@@ -160,12 +161,12 @@ class ChatEncoder:
 
 
 def _overlaps(start: int, end: int, spans: tuple[tuple[int, int], ...]) -> bool:
-    """A token without characters of its own belongs to where it stands."""
+    """Return whether a token overlaps a span. A token without characters counts where it stands."""
     return any(start < last and max(end, start + 1) > first for first, last in spans)
 
 
 def _special_names(files: dict[str, bytes]) -> tuple[str, ...]:
-    """Names of special tokens: what nobody may write and mean."""
+    """Names of special tokens, which stay plain text in people's messages."""
     if "tokenizer.json" not in files:
         return ()
     spec = json.loads(files["tokenizer.json"])

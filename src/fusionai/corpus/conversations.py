@@ -1,8 +1,9 @@
-"""A row of chat or instruction data as a conversation. Decides what a row must look like and which answers are trained.
+"""Turns a row of chat or instruction data into a conversation. Decides what a valid row is and which answers are
+trained.
 
 Two layouts: OpenAI's, `{"messages": [{"role", "content", "tool_calls"?, "weight"?}], "tools"?}`, and Alpaca's,
-`{"instruction", "input"?, "output"}`. What is wrong with a row is said without a word of it: messages may leave this
-machine. Neighbours: `text` reads files, `templates` writes conversations as text.
+`{"instruction", "input"?, "output"}`. Messages about an invalid row never quote it, because they may leave this
+machine. Neighbours: `text` reads files, `templates` renders conversations as text.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ KEYS: Final[dict[Layout, tuple[str, ...]]] = {
     "chat": ("messages", "tools"),
     "instructions": ("instruction", "input", "output"),
 }
-"""What is read of a row; other keys say nothing here."""
+"""Keys of a row that are read; others are ignored."""
 _OTHER_NAMES: Final = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`messages` as templates read them. `answers`: which of them are trained, at least one."""
+    """`messages`: in the form that templates read. `answers`: indices of those that are trained, at least one."""
 
     messages: tuple[dict[str, Any], ...]
     answers: frozenset[int]
@@ -36,7 +37,7 @@ class Conversation:
 
 
 def conversation_of(row: Mapping[str, object], layout: Layout) -> Conversation:
-    """Raises `RowError`."""
+    """Convert a row. Raises `RowError` if it is invalid."""
     match layout:
         case "chat":
             return _chat(row)
@@ -45,8 +46,8 @@ def conversation_of(row: Mapping[str, object], layout: Layout) -> Conversation:
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as clients send them, as templates read them: the arguments of earlier calls as objects, not as JSON
-    text; content that came in parts as one text; none as an empty one."""
+    """Convert messages from the form that clients send to the form that templates read: arguments of earlier calls
+    become objects instead of JSON text, content in parts becomes one text, missing content an empty text."""
     return [_for_template(message) for message in messages]
 
 
@@ -70,7 +71,7 @@ def _chat(row: Mapping[str, object]) -> Conversation:
 
 
 def _message(message: object, number: int) -> dict[str, Any]:
-    """Checked, without keys that say nothing (Parquet has every key in every message) and with a weight."""
+    """Check a message; return it without null values (Parquet has every key in every message) and with a weight."""
     where = f"message {number}: "
     if not isinstance(message, dict):
         raise RowError(f"{where}expected a table, got {kind_word(message)}.")
@@ -81,13 +82,15 @@ def _message(message: object, number: int) -> dict[str, Any]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise RowError(f"{where}expected tool_calls to be a list of tables, got {kind_word(calls)}.")
     if calls and role != "assistant":
-        raise RowError(f"{where}expected tool_calls of an assistant alone, got some of role {role!r}.")
+        raise RowError(
+            f"{where}expected tool_calls only in an assistant's message, got some in a message of role {role!r}."
+        )
     weight = said.get("weight", 1)
     if weight not in (0, 1) or ("weight" in said and role != "assistant"):
-        raise RowError(f"{where}expected a weight of 0 or 1, of an assistant's message alone.")
+        raise RowError(f"{where}expected a weight of 0 or 1, and only in an assistant's message.")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise RowError(f"{where}expected all parts of the content to be texts, got something else.")
+            raise RowError(f"{where}expected every part of the content to be a text, got something else.")
     elif content is not None and not isinstance(content, str):
         raise RowError(f"{where}expected the content to be a text, got {kind_word(content)}.")
     if content is None and not calls:
@@ -109,7 +112,7 @@ def _instruction(row: Mapping[str, object]) -> Conversation:
         if not isinstance(value, str):
             raise RowError(f"expected {key} to be a text, got {kind_word(value)}.")
         if not value.strip() and key != "input":
-            raise RowError(f"expected {key} to say something, got an empty text.")
+            raise RowError(f"expected {key} not to be empty, got an empty text.")
         texts[key] = value
     asked = f"{texts['instruction']}\n\n{texts['input']}" if texts["input"].strip() else texts["instruction"]
     messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]})

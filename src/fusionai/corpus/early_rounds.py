@@ -1,11 +1,11 @@
-"""When replicas that train apart exchange more often: for a while after the warm-up, five times in a usual round.
+"""Early rounds of local updates: for a while after the warm-up, replicas exchange five times as often as usual.
 
-Decides how long where a recipe does not say, and which steps these are. A model that begins from nothing changes most
-when the learning rate is highest and it knows least; replicas then go farther apart in a round than averaging brings
-back, and what is lost so stays lost. A model that is only tuned has that behind it.
+Decides which steps these are, and how many if the recipe does not say. Models trained from scratch change fastest right
+after the warm-up, when the learning rate is highest; replicas then diverge more in a round than averaging can bring
+back, and the loss in quality stays. A fine-tuned model is past that phase, so it gets no early rounds by default.
 
-Figures: `benchmarks/local_updates.py`, decision 25. Neighbours: `corpus.recipe` asks, `coordination.exchanges` counts
-rounds.
+Measurements: `benchmarks/local_updates.py`, decision 25. Neighbours: `corpus.recipe` asks, `coordination.exchanges`
+counts rounds.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Final, NamedTuple
 from fusionai.corpus.tables import Replicas, Train
 
 TIMES: Final = 5
-"""Early rounds in a usual one."""
+"""Early rounds in one usual round."""
 USUAL: Final = 32
-"""So many early rounds there are, unless told. More were not tried."""
+"""Default number of early rounds. More were not tried."""
 OF_JOB: Final = 5
-"""But they take no more than such a part of the job: with that, one that exchanges every 50 steps in `int2` still sends
-400 times less than gradients at every step would be."""
+"""By default early rounds take at most one in this many of the job's steps. With 5, a job that exchanges every 50 steps
+in `int2` still sends 400 times less than it would by sending gradients at every step."""
 LEAST_STEPS: Final = 5
-"""Shorter early rounds are left out unless told: then the usual ones are short enough."""
+"""Least length of an early round, by default, in steps; if it would be shorter, the usual rounds are short enough."""
 
 
 class EarlyRounds(NamedTuple):
-    """From step `first` until step `until` of the job rounds have `every` steps. All 0: there are none such."""
+    """From step `first` to step `until` of the job (exclusive), rounds have `every` steps. All 0: no early rounds."""
 
     first: int
     until: int
@@ -34,7 +34,8 @@ class EarlyRounds(NamedTuple):
 
 
 def usual_early_steps(every: int, steps: int, overlap: int) -> int:
-    """Of a job of so many steps whose model begins from nothing. `overlap`: steps that go on during an exchange."""
+    """Default number of steps in early rounds, for a job of `steps` steps whose model is trained from scratch.
+    `overlap`: training steps during an exchange."""
     short = every // TIMES
     if every % TIMES or short < LEAST_STEPS or overlap >= short:
         return 0
@@ -42,7 +43,8 @@ def usual_early_steps(every: int, steps: int, overlap: int) -> int:
 
 
 def early_rounds(replicas: Replicas, train: Train, steps: int) -> EarlyRounds:
-    """They begin with the last round that would end in the warm-up. `steps`: of the whole job."""
+    """Early rounds of a job of `steps` steps. The first one starts with the last round that would end in the
+    warm-up."""
     if replicas.early_steps == 0:
         return EarlyRounds(0, 0, 0)
     short = replicas.every // TIMES

@@ -1,7 +1,7 @@
-"""Which files a recipe means, and what is in them by content. Decides order, kind and fingerprint; parses nothing.
+"""Which files a recipe refers to, their kind, and a fingerprint of their content.
 
-Globs are sorted, so that every start reads the same order. Neighbours: `text` and `tensors` read the files, `tokens`
-keys its cache by the fingerprint.
+Glob matches are sorted, so that every start reads the files in the same order. Neighbours: `text` and `tensors` read
+the files, `tokens` uses the fingerprint in its cache key.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _CHUNK_BYTES: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file and how it is read."""
+    """A file and its format."""
 
     path: Path
     kind: FileKind
 
 
 def find_files(data: FileData) -> tuple[SourceFile, ...]:
-    """Every file the patterns match, in the order of the patterns and sorted within one, each once.
+    """All files that match the patterns, in the order of the patterns, sorted within each, without duplicates.
 
-    Raises `DataError` on a pattern without a match, a directory and a suffix nobody reads.
+    Raises `DataError` for a pattern without a match, a directory, or an unsupported suffix.
     """
     found: dict[Path, None] = {}
     for pattern in data.files:
@@ -56,7 +56,7 @@ def find_files(data: FileData) -> tuple[SourceFile, ...]:
 
 
 def fingerprint(files: Iterable[SourceFile]) -> str:
-    """SHA-256 over the kind and content of the files in order, hex. Where they lie does not matter."""
+    """SHA-256 over the kind and content of the files in order, hex. Paths don't matter."""
     whole = hashlib.sha256()
     for file in files:
         whole.update(f"{file.kind}:".encode())
@@ -79,7 +79,7 @@ def _kind(path: Path, data: FileData) -> FileKind:
         case "tensors" | "chat" | "instructions" if suffix not in _KIND_OF_SUFFIX:
             raise DataError(
                 f"{path}: expected a .jsonl or .parquet file for format = {data.format!r}.",
-                hint="Of a JSON list, `jq -c '.[]' FILE` makes one object a line." if suffix == ".json" else None,
+                hint="Convert a JSON list with `jq -c '.[]' FILE`: one object per line." if suffix == ".json" else None,
             )
         case "auto" if suffix == ".json":
             raise DataError(

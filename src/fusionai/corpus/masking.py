@@ -1,7 +1,8 @@
-"""Hiding tokens for a masked language model, purely from a key. Decides which and how; reads nothing.
+"""Masks tokens for a masked language model, as a pure function of a key. Decides which tokens, and what replaces them.
 
-As BERT (arXiv 1810.04805, section 3.1): of the chosen positions 80 % become the mask token, 10 % a random token, 10 %
-stay. Integer arithmetic on a counter, so any machine computes the same. Neighbour: `source` calls it per microbatch.
+As in BERT (arXiv 1810.04805, section 3.1): of the chosen positions, 80 % become the mask token, 10 % a random token, 10
+% stay. Uses integer arithmetic on a counter, so that every machine computes the same. Neighbour: `source` calls it for
+each microbatch.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 IGNORED: Final = -100
-"""The label that no loss counts."""
+"""The label that every loss ignores."""
 
 
 def mask_rows(
     tokens: npt.NDArray[np.int64], *, key: int, fraction: float, mask_id: int, end_id: int, vocabulary: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """`tokens` [rows, length] -> (input_ids, labels), both of that shape. Labels are `IGNORED` where nothing is
-    hidden; ends of documents are never hidden; at least one token is, so that the loss is a number."""
+    """`tokens` [rows, length] -> (input_ids, labels), both of that shape. Labels are `IGNORED` where no token is
+    masked. End-of-document tokens are never masked; at least one token is, so that the loss is defined."""
     counters = np.arange(tokens.size, dtype=np.uint64).reshape(tokens.shape)
     chance, kind, replacement = (_draws(counters, key, stream) for stream in range(3))
     allowed = tokens != end_id
     chosen = allowed & (chance < np.uint64(int(fraction * 2**64)))
     if not chosen.any():
-        # The most likely position next. Rows of nothing but ends have no allowed one; then any may be hidden.
+        # Mask the position closest to being chosen; in rows of nothing but end tokens, any position.
         ranked = np.where(allowed, chance, np.uint64(2**64 - 1)) if allowed.any() else chance
         chosen.flat[int(np.argmin(ranked))] = True
     share = kind % np.uint64(10)
@@ -35,7 +36,7 @@ def mask_rows(
 
 
 def _draws(counters: npt.NDArray[np.uint64], key: int, stream: int) -> npt.NDArray[np.uint64]:
-    """64 random bits per counter: SplitMix64 of (key, stream, counter), as `permutation.mix` on arrays."""
+    """64 random bits per counter: SplitMix64 of (key, stream, counter), like `permutation.mix` on arrays."""
     with np.errstate(over="ignore"):
         value = counters * np.uint64(3) + np.uint64(stream) + np.uint64(key)
         value = value * np.uint64(0x9E3779B97F4A7C15)

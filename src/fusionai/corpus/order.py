@@ -1,8 +1,8 @@
-"""Which samples a microbatch takes: pure in (seed, step, microbatch), in any order. Reads nothing.
+"""Which samples a microbatch has: a pure function of (seed, step, microbatch).
 
-Samples form one endless sequence: all of the training part in a shuffled order, then all of it in another, and so on.
-Position n of it belongs to data epoch n // samples. `cursor(step)` is the position of the first sample of `step`, that
-is, how many samples all steps before it took. Neighbours: `source` and `tensors` fetch the samples it names.
+Samples form an endless sequence: the whole training part in a shuffled order, then the whole part in another order, and
+so on. Position n belongs to data epoch n // samples. `cursor(step)` is the position of the first sample of `step`, that
+is, the number of samples in all steps before. Neighbours: `source` and `tensors` fetch the samples.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from fusionai.corpus.permutation import Permutation
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """How steps are dealt out among replicas, one to each in turn: nobody gets what another one gets.
+    """Assigns steps of the sample sequence to replicas in turn, so that no two replicas get the same samples.
 
-    A replica that begins late has `first` of its own steps less: others have had those of their share by then."""
+    A replica that starts late skips its first `first` steps, because other replicas have moved on by then.
+    """
 
     replica: int = 0
     replicas: int = 1
     first: int = 0
 
     def step(self, step: int) -> int:
-        """Which one of all replicas' steps the replica's own `step` is."""
+        """Number of the replica's own `step` in the sequence of all replicas' steps."""
         return (self.first + step) * self.replicas + self.replica
 
 
 ALONE: Final = Deal()
+"""The deal of a job with one replica."""
 
 
 class SampleOrder:
-    """The order of `samples` training samples, `batch_size` a step in `microbatches` equal parts."""
+    """Order of `samples` training samples, with `batch_size` samples per step in `microbatches` equal parts."""
 
     def __init__(self, *, samples: int, batch_size: int, microbatches: int, seed: int, shuffle: bool) -> None:
         self._samples = samples
@@ -41,7 +43,7 @@ class SampleOrder:
         self._microbatches = microbatches
         self._seed = seed
         self._shuffle = shuffle
-        # Two epochs can meet in one step.
+        # One step can have samples of two epochs.
         self._permutation = lru_cache(maxsize=2)(self._permutation_of)
 
     @property
@@ -49,17 +51,13 @@ class SampleOrder:
         return self._batch_size // self._microbatches
 
     def cursor(self, step: int) -> int:
-        """Samples taken by all steps before `step`."""
+        """Number of samples in all steps before `step`."""
         return step * self._batch_size
 
-    def data_epoch(self, step: int) -> int:
-        """The pass over the training part that the first sample of `step` belongs to."""
-        return self.cursor(step) // self._samples
-
     def microbatch(self, step: int, microbatch: int) -> list[int]:
-        """Sample numbers. Raises `IndexError` for a microbatch the step does not have."""
+        """Sample numbers of a microbatch. Raises `IndexError` if the step does not have it."""
         if step < 0 or not 0 <= microbatch < self._microbatches:
-            raise IndexError(f"step {step} has microbatches 0..{self._microbatches - 1}, asked for {microbatch}")
+            raise IndexError(f"step {step} has microbatches 0..{self._microbatches - 1}, got {microbatch}")
         first = self.cursor(step) + microbatch * self.microbatch_size
         return [self._sample(position) for position in range(first, first + self.microbatch_size)]
 
@@ -72,9 +70,9 @@ class SampleOrder:
 
 
 def evaluation_samples(samples: int, microbatch_size: int, seed: int, index: int) -> list[int]:
-    """Samples of evaluation microbatch `index`: the same at each evaluation, drawn from all over the part."""
+    """Samples of evaluation microbatch `index`, drawn from the whole part; the same at each evaluation."""
     first = index * microbatch_size
     if index < 0 or first + microbatch_size > samples:
-        raise IndexError(f"the evaluation part has {samples // microbatch_size} microbatches, asked for {index}")
+        raise IndexError(f"the evaluation part has {samples // microbatch_size} microbatches, got number {index}")
     permutation = Permutation(samples, seed, "evaluation")
     return [permutation.at(position) for position in range(first, first + microbatch_size)]

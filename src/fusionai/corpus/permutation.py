@@ -1,8 +1,9 @@
-"""A shuffled order with random access: a keyed bijection of range(size), nothing stored. Reads no data.
+"""A shuffled order with random access: a keyed bijection of range(size) that needs no storage.
 
-A Feistel network over the smallest even number of bits that holds `size`, walked until it lands inside (Black and
-Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Integer arithmetic on SHA-256 keys only: the order is the same
-on every machine and with every library version. Neighbours: `source` and `tensors` ask it which record comes next.
+A Feistel network over the smallest even number of bits that holds `size`, iterated until the value is in range (cycle
+walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It uses only integer arithmetic and SHA-256
+keys, so the order is the same on every machine and with every library version. Neighbours: `order` picks samples with
+it; `split` and `source` derive keys.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _MASK_64: Final = 2**64 - 1
 
 
 def derived_key(seed: int, *parts: int | str) -> int:
-    """64 bits that depend on the seed and what they are for."""
+    """64 bits derived from the seed and the given purpose."""
     text = ":".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -29,7 +30,7 @@ def mix(value: int) -> int:
 
 
 class Permutation:
-    """`at(0), ..., at(size - 1)` are 0..size-1 in an order given by (seed, parts)."""
+    """`at(0), ..., at(size - 1)` are 0..size-1 in an order determined by (seed, parts)."""
 
     def __init__(self, size: int, seed: int, *parts: int | str) -> None:
         if size < 1:
@@ -40,12 +41,12 @@ class Permutation:
         self._keys = tuple(derived_key(seed, *parts, "round", number) for number in range(_ROUNDS))
 
     def at(self, index: int) -> int:
-        """Raises `IndexError` outside range(size)."""
+        """Element `index` of the order. Raises `IndexError` outside range(size)."""
         if not 0 <= index < self._size:
             raise IndexError(f"index {index} is outside 0..{self._size - 1}")
         value = self._encrypt(index)
-        # The domain is less than four times the size, so this takes under four turns on average and always ends:
-        # the orbit of an element inside comes back inside.
+        # The domain is less than four times the size, so this takes under four turns on average. It always ends,
+        # because the cycle of an element in range returns into the range.
         while value >= self._size:
             value = self._encrypt(value)
         return value

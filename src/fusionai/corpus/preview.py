@@ -1,6 +1,6 @@
-"""The first rows of a job's data as its owner reads them: text, and which of it is trained. Shows what will be fed.
+"""The first rows of a job's data as text, marked where the model is trained, for `fusion data`.
 
-Text of the data: for its owner's own terminal, nobody else. Neighbours: `source` opens the data, `cli.data` prints.
+This is text of the data, meant only for its owner's terminal. Neighbours: `source` opens the data, `cli.data` prints.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fusionai.primitives.tensors import HostTensor
 
 @dataclass(frozen=True, slots=True)
 class RowPreview:
-    """`pieces`: (text, whether its tokens have to be told by the model), in order, padding left out. `tokens`: of all;
-    `labels`: of those to be told."""
+    """`pieces`: (text, whether its tokens are labels), in order, without padding. `tokens`: number of tokens; `labels`:
+    number of labels."""
 
     pieces: tuple[tuple[str, bool], ...]
     tokens: int
@@ -31,7 +31,7 @@ class RowPreview:
 
 
 def preview(recipe: Recipe, source: TokenSource | ChatSource, rows: int) -> list[RowPreview]:
-    """The first `rows` rows of the first steps."""
+    """Return the first `rows` rows, from the first steps."""
     masked = isinstance(recipe.data, TextData) and recipe.data.mask_fraction is not None
     shown: list[RowPreview] = []
     for number in range(rows):
@@ -40,7 +40,7 @@ def preview(recipe: Recipe, source: TokenSource | ChatSource, rows: int) -> list
         ids, labels = (_array(batch[name]) for name in ("input_ids", "labels"))
         lengths = [ids.shape[1]] * len(ids) if isinstance(source, TokenSource) else source.row_tokens(step, microbatch)
         for row, said, length in islice(zip(ids, labels, lengths, strict=True), rows - len(shown)):
-            # Of a causal model the label of a position is the token after it.
+            # In a causal model the label of a position is the token after it.
             tokens, told = (np.where(said == IGNORED, row, said), said) if masked else (row, _after(said))
             shown.append(_row(source.tokenizer, tokens[:length], told[:length] != IGNORED))
         if len(shown) == rows:

@@ -1,8 +1,9 @@
-"""The source text of this Python's own standard library, as a corpus that is on every machine. Decides which files.
+"""The source text of Python's own standard library, as a corpus that is available on every machine. Decides which
+files.
 
-Modules of the library proper in sorted order (no tests, no installed packages), spread evenly over the whole when
-`max_bytes` does not take them all. Files that are not UTF-8 are left out and counted. Neighbours: the demo writes the
-selection into its recipe, `text` reads it like any other files.
+Modules of the library proper in sorted order, without tests and installed packages; if `max_bytes` is smaller than
+their total, files spread evenly over the whole. Files that are not UTF-8 are left out and counted. Neighbours: the demo
+writes the selection into its recipe, `text` reads the files like any others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 from fusionai.primitives.errors import DataError
 
 _LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-"""Tests hold tables and torture strings rather than text; installed packages differ from machine to machine."""
+"""Test files are mostly tables and odd strings, not ordinary code; installed packages differ between machines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,9 @@ class Selection:
 
 
 def select(max_bytes: int, root: Path | None = None) -> Selection:
-    """At most `max_bytes` of source text below `root` (default: this Python's standard library).
+    """Select at most `max_bytes` of source text below `root` (default: this Python's standard library).
 
-    The same library gives the same selection. Raises `DataError` where no source is installed.
+    The same library gives the same selection. Raises `DataError` if no source is installed.
     """
     library = Path(sysconfig.get_path("stdlib")) if root is None else root
     candidates = sorted(
@@ -60,7 +61,7 @@ def select(max_bytes: int, root: Path | None = None) -> Selection:
 
 
 def _spread(files: list[tuple[Path, int]], max_bytes: int) -> list[tuple[Path, int]]:
-    """Files at even distances in bytes, so that a small part has modules from A to Z."""
+    """Files at even distances in bytes, so that a small selection has modules from the whole alphabet."""
     total = sum(size for _, size in files)
     if total <= max_bytes:
         return files
@@ -68,7 +69,7 @@ def _spread(files: list[tuple[Path, int]], max_bytes: int) -> list[tuple[Path, i
     seen = taken = 0
     for path, size in files:
         seen += size
-        # Take a file when it fits into the share of the budget due so far.
+        # Take a file if it fits into the part of the budget that is due so far.
         if taken + size <= max_bytes * seen // total:
             chosen.append((path, size))
             taken += size

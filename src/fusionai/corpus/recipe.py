@@ -1,8 +1,8 @@
-"""What a job is: a TOML file read strictly into a frozen `Recipe`. Decides which settings go together; opens no data.
+"""Reads a job's recipe, a TOML file, strictly into a frozen `Recipe`. Decides which settings can be combined.
 
-Relative paths are relative to the recipe's own directory, so that a job resumes from wherever it is started. No
-setting is ignored: a key that would have no effect is refused. Neighbours: `tables` has the structs, `strict` the
-messages, `source` opens the data a recipe names.
+Relative paths are relative to the recipe's directory, so that a job resumes from any working directory. No setting is
+ignored: a key without effect is refused. Neighbours: `tables` has the structs, `strict` the error messages, `source`
+opens the data that a recipe names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from fusionai.corpus.early_rounds import TIMES, usual_early_steps
 from fusionai.corpus.outer_step import outer_step
-from fusionai.corpus.strict import convert, nearest, show
+from fusionai.corpus.strict import convert, show
 from fusionai.corpus.tables import (
     EVERY,
     Adapter,
@@ -55,16 +55,16 @@ from fusionai.primitives.units import format_count
 from fusionai.wire.messages import OptimizerSpec
 
 DEFAULT_MASK_FRACTION = 0.15
-"""Of BERT (arXiv 1810.04805, section 3.1)."""
+"""The value of BERT (arXiv 1810.04805, section 3.1)."""
 
 DEFAULT_RANK = 16
-"""Of a new adapter; its alpha is twice that, without a word."""
+"""Default rank of a new adapter; its default alpha is twice the rank."""
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A checked recipe. `path` is the file it came from; `directory` the absolute directory of the job's output.
-    `evaluation` is None when no part of the data is kept for it, `replicas` when nothing trains apart; `summed`: so
-    many pipelines whose gradients are summed at every step."""
+    """A checked recipe. `path`: the file it came from; `directory`: absolute directory for the job's output.
+    `evaluation` is None if no part of the data is kept for it, `replicas` if there are no local updates; `summed`:
+    number of pipelines whose gradients are summed at every step."""
 
     path: str
     directory: str
@@ -83,18 +83,18 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def checks(self) -> bool:
-        """Whether work is checked where somebody stands by to run it again."""
+        """True if the job's work is spot-checked by machines that stand by."""
         return self.replicas is None and self.faults.checks != "none"
 
     @property
     def optimizer(self) -> OptimizerSpec:
-        """As the stages run it: where replicas exchange, its state has what that needs, too."""
+        """The optimizer as stages run it: with local updates, its state also has what the exchanges need."""
         apart = self.replicas
         overlapped = apart is not None and apart.overlap > 0
         return msgspec.structs.replace(self.train.optimizer, anchored=apart is not None, overlapped=overlapped)
 
     def describe(self) -> str:
-        """One line for logs; names, sizes and settings, never a word of the data."""
+        """One line for logs with names, sizes and settings; it contains no text of the data."""
         train = self.train
         match self.data:
             case TextData(sequence_length=length) | ChatData(sequence_length=length):
@@ -116,8 +116,8 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def load_recipe(path: str | Path, *, privacy: PrivacyLevel | None = None) -> Recipe:
-    """Read and check a recipe file. `privacy`: its level, whatever the file says. Raises `RecipeError` with one
-    sentence that says what to mend."""
+    """Read and check a recipe file. `privacy` replaces the file's privacy level. Raises `RecipeError` with one sentence
+    that says what to correct."""
     file = Path(path).expanduser().absolute()
     try:
         text = file.read_text(encoding="utf-8")
@@ -137,8 +137,8 @@ def load_recipe(path: str | Path, *, privacy: PrivacyLevel | None = None) -> Rec
 
 
 def recipe_from_table(table: Mapping[str, object], path: Path) -> Recipe:
-    """The recipe a parsed table says. `path` is the file it came from or could be written to: relative paths start
-    at its directory and messages name it. Raises `RecipeError`."""
+    """The recipe in a parsed table. `path`: the file that it came from or could be written to; relative paths start at
+    its directory, and messages name it. Raises `RecipeError`."""
     check = _Checker(path)
     tables = convert(table, RecipeTables, path.name)
     check.train(tables, table)
@@ -162,13 +162,13 @@ def recipe_from_table(table: Mapping[str, object], path: Path) -> Recipe:
 
 
 class _Checker:
-    """The checks across keys, with the file's name for their messages."""
+    """Checks across keys; knows the file's name for messages."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def resolve(self, name: str) -> str:
-        """An absolute path; `~` is the home directory, relative means relative to the recipe."""
+        """Return an absolute path; `~` is the home directory, relative paths start at the recipe's directory."""
         return str(self._path.parent.absolute() / Path(name).expanduser())
 
     def fail(self, table: str, message: str, *, hint: str | None = None) -> RecipeError:
@@ -321,7 +321,7 @@ class _Checker:
         self, table: TokenizerTable | None, model: ModelTable
     ) -> TrainTokenizer | LocalTokenizer | HubTokenizer:
         if table is None:
-            # A pretrained model without its own tokenizer would be trained on noise: its own is the only sane default.
+            # A pretrained model's weights are useless with any other tokenizer, so its own is the default.
             if model.path is not None:
                 return LocalTokenizer(path=self.resolve(model.path))
             if model.hub is not None:
@@ -351,8 +351,8 @@ class _Checker:
         if train.offload_weights == "always" and train.recompute == "never":
             raise self.fail(
                 "train",
-                "offload_weights = 'always' asks for activations made again, and recompute = 'never'.",
-                hint="Take recompute = 'auto' or 'always': what is kept for backward would hold the weights.",
+                "offload_weights = 'always' needs recomputed activations, but recompute = 'never'.",
+                hint="Set recompute to 'auto' or 'always': kept activations would keep the weights in memory.",
             )
         if train.schedule == "constant" and train.minimum_ratio:
             self.no_effect("train", "minimum_ratio", train.minimum_ratio, "with schedule = 'constant'")
@@ -387,7 +387,7 @@ class _Checker:
             if not keeps_ends(level):
                 raise self.fail(
                     "adapter",
-                    f"holder = 'owner' needs a privacy level that keeps the model's ends here, got {level!r}.",
+                    f"holder = 'owner' needs a level that keeps the model's ends with the owner, got {level!r}.",
                     hint='Write level = "split" in [privacy], or leave holder out.',
                 )
             if tables.train.compression != "none":
@@ -419,7 +419,7 @@ class _Checker:
             if tables.evaluation is not None:
                 raise self.fail(
                     "evaluation",
-                    "there is no data for it.",
+                    "there is no data for evaluation.",
                     hint="Set evaluation_fraction in [data] above 0, or remove [evaluation].",
                 )
             return None
@@ -430,15 +430,15 @@ class _Checker:
         if chooses and not evaluation.every:
             raise self.fail(
                 "evaluation",
-                "patience and keep_best need evaluations on the way, every = 0 has one at the end alone.",
-                hint="Set every: so many steps between evaluations.",
+                "patience and keep_best need evaluations during the job, but every = 0 evaluates only at its end.",
+                hint="Set every to the number of steps between evaluations.",
             )
         if chooses and tables.replicas is not None and tables.replicas.gradients == "local":
             raise self.fail(
                 "evaluation",
-                "patience and keep_best can't go with [replicas] that agree now and then: each replica evaluates a "
+                "patience and keep_best can't be combined with local updates in [replicas]: each replica evaluates a "
                 "model of its own.",
-                hint='Remove them, or set gradients = "summed" in [replicas].',
+                hint='Remove both, or set gradients = "summed" in [replicas].',
             )
         return evaluation
 
@@ -451,7 +451,7 @@ class _Checker:
         if table.count != "auto" and tables.train.microbatches < table.count:
             raise self.fail(
                 "replicas",
-                f"{table.count} replicas need a microbatch each in every step, [train] has microbatches = "
+                f"{table.count} replicas need a microbatch each in every step, but [train] has microbatches = "
                 f"{tables.train.microbatches}.",
                 hint="Raise microbatches, or take fewer replicas.",
             )
@@ -470,14 +470,14 @@ class _Checker:
         if tables.faults.checks == "spot":
             raise self.fail(
                 "faults",
-                'checks = "spot" has no effect with [replicas]: steps that end in an exchange are not run again.',
+                'checks = "spot" has no effect with [replicas]: steps that end in an exchange can\'t be spot-checked.',
                 hint='Remove it, or write checks = "none".',
             )
         if tables.job.steps % replicas.every:
             raise self.fail(
                 "replicas",
                 f"the job's {tables.job.steps} steps can't be divided into rounds of every = {replicas.every}.",
-                hint=f"The last round must be whole: {_next_multiple(tables.job.steps, replicas.every)} steps are.",
+                hint=f"The last round must be whole, as with {_next_multiple(tables.job.steps, replicas.every)} steps.",
             )
         if replicas.overlap >= replicas.every:
             raise self.fail(
@@ -501,13 +501,13 @@ class _Checker:
         short, rest = divmod(replicas.every, TIMES)
         if rest:
             problem = f"every = {replicas.every} can't be divided into {TIMES} early rounds."
-            hint = f"Take every = {_next_multiple(replicas.every, TIMES)}, or early_steps = 0."
+            hint = f"Set every = {_next_multiple(replicas.every, TIMES)}, or early_steps = 0."
         elif replicas.overlap >= short:
             problem = f"overlap = {replicas.overlap}: expected fewer steps than an early round has ({short})."
-            hint = "Lower it, or take early_steps = 0."
+            hint = "Lower overlap, or set early_steps = 0."
         elif replicas.early_steps % short:
             problem = f"early_steps = {replicas.early_steps} can't be divided into rounds of {short}."
-            hint = f"Take {_next_multiple(replicas.early_steps, short)}."
+            hint = f"Set it to {_next_multiple(replicas.early_steps, short)}."
         else:
             return
         raise self.fail("replicas", problem, hint=hint)
@@ -518,15 +518,15 @@ class _Checker:
         if table.confidential and level != "trusted":
             raise self.fail(
                 "privacy",
-                f"confidential = true runs on trusted peers alone, and level is {level!r}: peers could "
+                f"confidential = true runs on trusted peers alone, but level is {level!r}: peers could "
                 "reconstruct the text.",
-                hint="Take level = 'trusted', or leave confidential out.",
+                hint="Set level = 'trusted', or leave confidential out.",
             )
         if keeps_ends(level) and loss == "pool":
             raise self.fail(
                 "privacy",
                 f"level = {level!r} keeps the loss with the job owner, but [placement] has loss = 'pool'.",
-                hint="Remove that, or take level = 'encrypted'.",
+                hint="Remove loss = 'pool', or set level = 'encrypted'.",
             )
         if level != "split-k":
             because = f"with level = {level!r}; it belongs to 'split-k'"
@@ -545,28 +545,22 @@ class _Checker:
         return placement
 
 
-def known_input(name: str, inputs: tuple[str, ...], recipe: Recipe) -> None:
-    """Raise `RecipeError` unless the captured model has an input of this name (keys of `[data] columns`)."""
-    if name not in inputs:
-        raise RecipeError(
-            f"{Path(recipe.path).name}: [data] columns: the model has no input {name!r}; {nearest(name, inputs)}"
-        )
-
-
 def _next_multiple(number: int, of: int) -> int:
     return -(-number // of) * of
 
 
 def _replica_words(replicas: Replicas) -> str:
     packed = "" if replicas.codec == "none" else f" in {replicas.codec}"
-    number = "as many replicas as pay" if replicas.count == "auto" else f"{replicas.count} replicas"
-    beside = f", {replicas.overlap} steps beside" if replicas.overlap else ""
-    early = f", every {replicas.every // TIMES} in {replicas.early_steps} of the first" if replicas.early_steps else ""
+    number = "as many replicas as pay off" if replicas.count == "auto" else f"{replicas.count} replicas"
+    beside = f", overlapped with {replicas.overlap} steps" if replicas.overlap else ""
+    early = (
+        f", every {replicas.every // TIMES} during {replicas.early_steps} early steps" if replicas.early_steps else ""
+    )
     return f"{number} that exchange every {replicas.every} steps{early}{packed}{beside}"
 
 
 def _summed_words(count: int | Literal["auto"]) -> str:
-    number = "as many replicas as pay" if count == "auto" else f"{count} replicas"
+    number = "as many replicas as pay off" if count == "auto" else f"{count} replicas"
     return f"{number}, gradients summed at every step"
 
 

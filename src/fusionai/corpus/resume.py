@@ -1,6 +1,6 @@
-"""May a job go on under a changed recipe? Decides which settings may change; everything else is history already made.
+"""Whether a job may resume with a changed recipe. Decides which settings may change after the job has started.
 
-Neighbours: the driver compares the recipe it is given with the one kept in the job's directory.
+Neighbours: the driver compares the given recipe with the one stored in the job's directory.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _FREE: Final = (
     "replicas.deadline_s",
     "output",
 )
-"""Settings that change no number of the training."""
+"""Settings that do not change any number in training."""
 
 _encoder: Final = msgspec.json.Encoder()
 
 
 def encode_recipe(recipe: Recipe) -> bytes:
-    """As it is kept in the job's directory."""
+    """The recipe as it is stored in the job's directory."""
     return msgspec.json.format(_encoder.encode(recipe), indent=1)
 
 
@@ -47,16 +47,16 @@ def differences(before: Recipe, now: Recipe) -> tuple[str, ...]:
 
 
 def check_resumable(kept: bytes, now: Recipe) -> None:
-    """`kept`: what `encode_recipe` gave when the job started. Raises `RecipeError` naming the settings that must not
-    change. More (or fewer) steps are fine as long as no schedule depends on their number."""
+    """Raise `RecipeError` with the changed settings if they must not change. `kept`: the result of `encode_recipe` when
+    the job started. The number of steps may change if no schedule depends on it."""
     try:
         before = msgspec.json.decode(kept, type=Recipe)
     except msgspec.DecodeError as problem:
         raise RecipeError(
-            f"the recipe kept in {now.directory} is not understood ({problem}).",
+            f"the recipe stored in {now.directory} can't be read ({problem}).",
             hint="Give the job a new directory.",
         ) from None
-    # Who trains on beside an exchange waits for the job's last one, so that its number is part of what was computed.
+    # If exchanges overlap with steps, only the job's last one does not, so the number of steps affects the results.
     waits_at_the_end = now.replicas is not None and now.replicas.overlap > 0
     free = (*_FREE, "job.steps") if now.train.schedule == "constant" and not waits_at_the_end else _FREE
     changed = [
@@ -67,7 +67,7 @@ def check_resumable(kept: bytes, now: Recipe) -> None:
     if changed:
         raise RecipeError(
             f"{Path(now.path).name}: changed since the job in {now.directory} began: {', '.join(changed)}.",
-            hint="Undo that, or give the job another name or directory.",
+            hint="Undo the changes, or give the job another name or directory.",
         )
 
 

@@ -1,7 +1,7 @@
-"""Which conversations share a row. Decides it from their lengths alone; splits none, loses none.
+"""Which conversations share a row, decided by their lengths alone. Every conversation stays whole and is used once.
 
-Best-fit decreasing (Johnson 1973, at most 11/9 of the fewest rows and a bit): the longest first, each where the least
-room is left over. Neighbour: `chat_source` cuts rows so.
+Best-fit decreasing (Johnson 1973; at most about 11/9 of the fewest possible rows): the longest first, each into the row
+where the least room remains. Neighbour: `chat_source` builds the rows.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import numpy.typing as npt
 
 
 def packed(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Rows of indices into `lengths` (each 1 to `capacity`), ascending in a row; rows by their first one."""
+    """Rows of indices into `lengths` (each length 1 to `capacity`), ascending within a row; rows sorted by first
+    index."""
     rows: list[list[int]] = []
     with_room: dict[int, list[int]] = {}
     rooms = 0
-    """Bit r: some row has room for exactly r more."""
+    """Bit r is set if some row has room for exactly r more tokens."""
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[index])
         enough = rooms >> length

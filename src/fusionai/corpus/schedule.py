@@ -1,9 +1,10 @@
-"""Learning rate of a step: a pure function, bit for bit what torch's `LambdaLR` gives with transformers' schedules.
+"""The learning rate of a step, as a pure function with the same bits as torch's `LambdaLR` with transformers'
+schedules.
 
 Source: `transformers.optimization` (`get_constant_schedule_with_warmup`, `get_linear_schedule_with_warmup`,
-`get_cosine_schedule_with_warmup`, `get_cosine_with_min_lr_schedule_with_warmup`). `minimum_ratio` of the linear
-schedule is the cosine's formula, which transformers does not offer. Neighbours: `tables.Train` has the settings, the
-training driver asks once per step and journals the answer.
+`get_cosine_schedule_with_warmup`, `get_cosine_with_min_lr_schedule_with_warmup`). For the linear schedule,
+`minimum_ratio` uses the cosine's formula, because transformers has none. Neighbours: `tables.Train` has the settings;
+the training driver asks once per step and journals the answer.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from fusionai.corpus.tables import Train
 
 
 def learning_rate(train: Train, steps: int, step: int) -> float:
-    """The learning rate of `step` (from 0) of a job of `steps`."""
+    """The learning rate of `step` (from 0) in a job of `steps` steps."""
     return train.learning_rate * factor(train, steps, step)
 
 
 def factor(train: Train, steps: int, step: int) -> float:
-    """What the base rate is multiplied by. Every operation stands in the order transformers has it: reordering
-    would change the last bit."""
+    """Factor of the base learning rate. The order of operations is that of transformers; another order would change the
+    last bit."""
     warmup = train.warmup_steps
     if step < warmup:
         return float(step) / float(max(1, warmup))

@@ -1,14 +1,14 @@
-"""What training is fed: microbatches as host tensors, pure in (seed, step, microbatch). Decides rows and labels.
+"""Training input: microbatches as host tensors, as a pure function of (seed, step, microbatch). Decides rows and
+labels.
 
-Random access, so a replay after a fault gets the same bytes without reading what came before. Neighbours: `order` says
-which samples, `tokens` holds them, `tensors` is the same for arrays; the job owner's feed asks.
+Random access, so that a replay after a fault gets the same bytes without reading earlier data. Neighbours: `order`
+selects samples, `tokens` stores them, `tensors` does the same for arrays; the job owner's feed asks.
 """
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,52 +27,13 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.directory_lock import directory_lock
 
 
-class Source(Protocol):
-    """Data of a job. Every call gives the same bytes for the same arguments, in any order, in any process."""
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the data itself, hex: another one on resume means that the data has changed."""
-        ...
-
-    @property
-    def samples(self) -> int:
-        """Rows or records of the training part."""
-        ...
-
-    @property
-    def evaluation_batches(self) -> int:
-        """Microbatches `evaluation` can give: as many as the recipe asks for, or all there are; 0 without a part."""
-        ...
-
-    def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
-        """Model input -> tensor, first dimension the rows of the microbatch."""
-        ...
-
-    def evaluation(self, index: int) -> dict[str, HostTensor]:
-        """As `microbatch`, from the evaluation part, the same at each evaluation."""
-        ...
-
-    def cursor(self, step: int) -> int:
-        """Samples taken by all steps before `step`: where in the endless sequence of samples it starts."""
-        ...
-
-    def data_epoch(self, step: int) -> int:
-        """The pass over the training part `step` starts in."""
-        ...
-
-    def describe(self) -> str:
-        """One line for logs: sizes, never text of the data."""
-        ...
-
-
 def open_source(
     recipe: Recipe, directory: Path, progress: Progress | None = None
 ) -> TokenSource | TensorSource | ChatSource:
-    """Open the data of a recipe; what is derived from it is cached in `directory`, by one process at a time: whoever
-    comes meanwhile waits and finds it made.
+    """Open the data of a recipe. Derived files are cached in `directory`, by one process at a time; another process
+    waits and then uses them.
 
-    Raises `DataError` for data that can't be read or is too small, `StorageError` for the cache.
+    Raises `DataError` if the data can't be read or is too small, `StorageError` for the cache.
     """
     match recipe.data:
         case TextData():
@@ -90,8 +51,8 @@ def open_source(
 class TokenSource:
     """Rows of `sequence_length` tokens. Inputs `input_ids`, `position_ids`, `labels`, all int64 [rows, length].
 
-    Causal: `labels[i] = input_ids[i + 1]`, the last -100. Masked: see `masking`. Tokens after the last whole row are
-    left out.
+    Causal: `labels[i] = input_ids[i + 1]`, the last one -100. Masked: see `masking`. Tokens after the last complete row
+    are left out.
     """
 
     def __init__(self, recipe: Recipe, data: TextData, tokens: TokenFile) -> None:
@@ -124,40 +85,41 @@ class TokenSource:
 
     @property
     def fingerprint(self) -> str:
+        """SHA-256 of the data itself, hex: another one on resume means that the data has changed."""
         return self._tokens.manifest.fingerprint
 
     @property
     def samples(self) -> int:
+        """Rows of the training part."""
         return self._rows
 
     @property
     def evaluation_batches(self) -> int:
+        """Microbatches `evaluation` can give: as many as the recipe asks for, or all there are; 0 without a part."""
         return self._evaluation_batches
 
     def dealt(self, deal: Deal) -> TokenSource:
-        """The same data as one of several replicas sees it: its steps are those that `deal` gives it."""
+        """The same data for one of several replicas: only the steps that `deal` assigns to it."""
         share = copy.copy(self)
         share._deal = deal
         return share
 
     def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
+        """Model input -> tensor, first dimension the rows of the microbatch. The same bytes for the same arguments, in
+        any order, in any process."""
         step = self._deal.step(step)
         rows = _rows(self._tokens.train, self._order.microbatch(step, microbatch), self._length)
         return self._batch(rows, derived_key(self._seed, "mask", step, microbatch))
 
     def evaluation(self, index: int) -> dict[str, HostTensor]:
+        """As `microbatch`, from the evaluation part, the same at each evaluation."""
         size = self._order.microbatch_size
         samples = evaluation_samples(self._evaluation_rows, size, self._seed, index)
         rows = _rows(self._tokens.evaluation, samples, self._length)
         return self._batch(rows, derived_key(self._seed, "mask evaluation", index))
 
-    def cursor(self, step: int) -> int:
-        return self._order.cursor(self._deal.step(step))
-
-    def data_epoch(self, step: int) -> int:
-        return self._order.data_epoch(self._deal.step(step))
-
     def describe(self) -> str:
+        """One line for logs: sizes, never text of the data."""
         manifest = self._tokens.manifest
         return (
             f"{manifest.documents} documents, {manifest.train_tokens} training tokens in {self._rows} rows of "
@@ -185,12 +147,6 @@ def shifted(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     labels = np.full_like(rows, IGNORED)
     labels[:, :-1] = rows[:, 1:]
     return labels
-
-
-def plain_batch(batch: dict[str, HostTensor]) -> dict[str, HostTensor]:
-    """A causal microbatch as transformers wants it: `labels` are the input ids, the model shifts them itself (and
-    ignores the end of each row, as `shifted` does), so the loss is the same."""
-    return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
 
 
 def _rows(tokens: npt.NDArray[np.uint32], samples: list[int], length: int) -> npt.NDArray[np.int64]:

@@ -1,7 +1,7 @@
-"""Which pieces of the data are kept for evaluation. Decides it piece by piece, without knowing how many come.
+"""Which pieces of the data are kept for evaluation, decided piece by piece without knowing how many there are.
 
-Every 1/fraction-th piece, from a start the seed gives: balanced for any number of pieces, and a later part of the data
-never changes what an earlier piece is for. Neighbours: `tokens` and `tensors` ask for each piece in order.
+Every 1/fraction-th piece, with a start derived from the seed. The result is balanced for any number of pieces, and
+later data never changes the part of an earlier piece. Neighbours: `tokens` and `tensors` ask for each piece in order.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _ONE: Final = 2**32
 
 
 class Split:
-    """`is_evaluation(i)` for piece `i`. A fraction of 0 keeps nothing."""
+    """Decides for each piece. A fraction of 0 keeps nothing for evaluation."""
 
     def __init__(self, fraction: float, seed: int) -> None:
         if not 0 <= fraction < 1:
-            raise ValueError(f"a fraction in [0, 1), got {fraction}")
+            raise ValueError(f"expected a fraction in [0, 1), got {fraction}")
         self._rate = round(fraction * _ONE)
         self._phase = derived_key(seed, "split") % _ONE
 

@@ -1,7 +1,7 @@
-"""A TOML table into a frozen struct, strictly. Decides how a mistake in a recipe is said; knows no recipe.
+"""Converts a TOML table strictly into a frozen struct. Decides how mistakes in a recipe are worded.
 
-Unknown keys fail and name the nearest known one; a wrong value is answered with its key, what was expected and what
-came. Neighbours: `tables` declares the structs, `recipe` calls `convert`.
+Unknown keys fail, and the message names the nearest known key. The message for a wrong value has its key, what was
+expected and what was found. Neighbours: `tables` declares the structs, `recipe` calls `convert`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHOWN_CHARACTERS: Final = 60
 
 
 def convert(table: Mapping[str, object], kind: type[_T], where: str) -> _T:
-    """`table` as a `kind`. `where` names the file in messages. Raises `RecipeError`."""
+    """Convert `table` to `kind`. `where` names the file in messages. Raises `RecipeError`."""
     _check_table(table, kind, (), where)
     try:
         return msgspec.convert(table, kind, strict=True)
@@ -41,7 +41,7 @@ def convert(table: Mapping[str, object], kind: type[_T], where: str) -> _T:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` or, when nothing is near, the list of what is known."""
+    """`did you mean 'x'?` or, if no known name is similar, the list of known names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
@@ -53,13 +53,13 @@ def table_name(path: tuple[str, ...]) -> str:
 
 
 def show(value: object) -> str:
-    """A value as it may stand in a one-line message."""
+    """A value for a one-line message, shortened if it is long."""
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
 def kind_word(value: object) -> str:
-    """What a value of the *data* is, without a word of it: messages may leave this machine."""
+    """The kind of a value from the *data*, without its content, because messages may leave this machine."""
     match value:
         case None:
             return "nothing"
@@ -78,7 +78,7 @@ def kind_word(value: object) -> str:
 
 
 def _check_table(table: Mapping[str, object], kind: type[msgspec.Struct], path: tuple[str, ...], where: str) -> None:
-    """Unknown keys, and numbers that are not finite, at any depth."""
+    """Refuse unknown keys and numbers that are not finite, at any depth."""
     hints = get_type_hints(kind, include_extras=True)
     for key, value in table.items():
         if key not in hints:
@@ -95,7 +95,7 @@ def _check_table(table: Mapping[str, object], kind: type[msgspec.Struct], path: 
 
 
 def _struct_in(annotation: Any) -> type[msgspec.Struct] | None:
-    """The struct an annotation allows, through `Annotated` and unions with other kinds."""
+    """The struct that an annotation allows, looking through `Annotated` and unions."""
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         return annotation
     if get_origin(annotation) is Annotated:
@@ -107,7 +107,7 @@ def _struct_in(annotation: Any) -> type[msgspec.Struct] | None:
 
 
 def _choices_in(annotation: Any) -> tuple[object, ...]:
-    """The values a `Literal` allows, through `Annotated` and unions."""
+    """The values of a `Literal`, looking through `Annotated` and unions."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     if get_origin(annotation) is Annotated:
@@ -118,7 +118,7 @@ def _choices_in(annotation: Any) -> tuple[object, ...]:
 
 
 def _numbers_in(annotation: Any) -> str:
-    """What whole numbers a union allows beside its choices; empty for none."""
+    """Describes the whole numbers that a union allows besides its choices; empty if none."""
     if get_origin(annotation) in (Union, types.UnionType):
         return next((found for part in get_args(annotation) if (found := _numbers_in(part))), "")
     if get_origin(annotation) is not Annotated or get_args(annotation)[0] is not int:
@@ -128,7 +128,7 @@ def _numbers_in(annotation: Any) -> str:
 
 
 def _description_of(annotation: Any) -> str:
-    """What a pattern means, in the words its `Meta` has for it."""
+    """What a pattern means, as described in its `Meta`."""
     for part in get_args(annotation):
         if isinstance(part, msgspec.Meta) and part.description is not None:
             return part.description
@@ -138,7 +138,7 @@ def _description_of(annotation: Any) -> str:
 
 
 def _sentence(problem: str, table: Mapping[str, object], kind: type[msgspec.Struct], where: str) -> str:
-    """msgspec's message (`Expected `int`, got `str` - at `$.train.steps``) in the words of a recipe."""
+    """msgspec's message (`Expected `int`, got `str` - at `$.train.steps``) in the terms of a recipe."""
     said, _, at = problem.partition(" - at ")
     path = [name or int(index) for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", at)]
     missing = re.fullmatch(r"Object missing required field `(\w+)`", said)

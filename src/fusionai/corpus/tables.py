@@ -1,8 +1,8 @@
-"""The tables of a recipe as frozen structs: names, types, bounds, defaults. Reads no file, checks nothing across keys.
+"""The tables of a recipe as frozen structs: names, types, bounds, defaults.
 
-`*Table` structs are what a file may say; where exactly one of several keys must stand there, the public struct holds
-a tagged union instead (`Model.source`, `Data.source`, `Data.tokenizer`), so that no reader meets a half-filled table.
-Neighbours: `strict` fills these, `recipe` checks them against each other.
+`*Table` structs are what a file may contain. If exactly one of several keys must be set, the public struct has a tagged
+union instead (`Model.source`, `Data.source`, `Data.tokenizer`), so that no code meets a half-filled table. Neighbours:
+`strict` fills the structs, `recipe` checks them against each other.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ FactoryName = Annotated[
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 MOST_REPLICAS: Final = 64
+"""Upper limit of replicas in a job (chosen)."""
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base: immutable and strict."""
+    """Base of all tables: immutable; unknown fields are refused."""
 
 
 # ------------------------------------------------------------------------------------------------------ sources
 
 
 class ConfigModel(_Table, frozen=True, kw_only=True, tag="config"):
-    """A Hugging Face config: weights are initialised from the seed."""
+    """A Hugging Face config; weights are initialised from the seed."""
 
     config: dict[str, Any]
 
@@ -54,14 +55,14 @@ class LocalModel(_Table, frozen=True, kw_only=True, tag="path"):
 
 
 class HubModel(_Table, frozen=True, kw_only=True, tag="hub"):
-    """A hub id; its weights are downloaded by the job owner."""
+    """A hub id; the job owner downloads the weights."""
 
     hub: str
 
 
 class FactoryModel(_Table, frozen=True, kw_only=True, tag="factory"):
-    """The job owner's own code: `function` of `module` returns an `nn.Module`. `directory` (the recipe's) is where
-    the module is looked for first. It runs in the job owner's process only."""
+    """The job owner's own code: `function` of `module` returns an `nn.Module`. The module is searched for first in
+    `directory` (the recipe's). The code runs in the job owner's process only."""
 
     module: str
     function: str
@@ -85,13 +86,13 @@ class HubData(_Table, frozen=True, kw_only=True, tag="dataset"):
 
 
 class TrainTokenizer(_Table, frozen=True, kw_only=True, tag="train"):
-    """Train a byte-level BPE of at most this many entries on the training split."""
+    """Train a byte-level BPE with at most `vocabulary` entries on the training part."""
 
     vocabulary: int
 
 
 class LocalTokenizer(_Table, frozen=True, kw_only=True, tag="path"):
-    """A directory that holds `tokenizer.json`."""
+    """A directory with `tokenizer.json`."""
 
     path: str
 
@@ -106,8 +107,8 @@ class HubTokenizer(_Table, frozen=True, kw_only=True, tag="hub"):
 
 
 class Job(_Table, frozen=True, kw_only=True):
-    """`steps` optimizer updates; a checkpoint every `checkpoint_every` of them (0: only at the end). `directory`
-    holds everything the job writes."""
+    """`steps`: optimizer updates; `checkpoint_every`: updates between checkpoints (0: one at the end). `directory`: for
+    everything the job writes."""
 
     name: JobName
     steps: Positive
@@ -118,7 +119,7 @@ class Job(_Table, frozen=True, kw_only=True):
 
 
 class ModelTable(_Table, frozen=True, kw_only=True):
-    """Exactly one of `config`, `path`, `hub`, `factory`."""
+    """Exactly one of `config`, `path`, `hub`, `factory` must be set."""
 
     task: Task = "causal_lm"
     config: dict[str, Any] | Filled | None = None
@@ -128,7 +129,7 @@ class ModelTable(_Table, frozen=True, kw_only=True):
 
 
 class TokenizerTable(_Table, frozen=True, kw_only=True):
-    """Exactly one of `train`, `path`, `hub`."""
+    """Exactly one of `train`, `path`, `hub` must be set."""
 
     train: Annotated[int, Meta(ge=258, le=2**24)] | None = None
     path: Filled | None = None
@@ -136,7 +137,7 @@ class TokenizerTable(_Table, frozen=True, kw_only=True):
 
 
 class DataTable(_Table, frozen=True, kw_only=True):
-    """Exactly one of `files`, `dataset`."""
+    """Exactly one of `files`, `dataset` must be set."""
 
     files: Annotated[list[Filled], Meta(min_length=1)] | None = None
     dataset: Filled | None = None
@@ -158,15 +159,15 @@ class DataTable(_Table, frozen=True, kw_only=True):
 
 
 class Model(_Table, frozen=True, kw_only=True):
-    """What is trained. `task` says what its loss is."""
+    """The model that is trained. `task` determines its loss."""
 
     task: Task
     source: ConfigModel | LocalModel | HubModel | FactoryModel
 
 
 class TextData(_Table, frozen=True, kw_only=True, tag="text"):
-    """Documents, tokenised and packed into rows of `sequence_length` tokens. `mask_fraction`: share of positions
-    a masked language model has to guess, None for a causal one."""
+    """Documents, tokenised and packed into rows of `sequence_length` tokens. `mask_fraction`: fraction of positions
+    that a masked language model has to predict; None for a causal model."""
 
     source: FileData | HubData
     field: str
@@ -187,9 +188,9 @@ class TensorData(_Table, frozen=True, kw_only=True, tag="tensors"):
 
 
 class ChatData(_Table, frozen=True, kw_only=True, tag="chat"):
-    """Conversations, one or several to a row of `sequence_length` tokens. `layout`: OpenAI's or Alpaca's. `template`: a
-    file that holds the chat template, None for the tokenizer's own. `bad_rows`: so many may be left out; below 1, so
-    large a part of all."""
+    """Conversations, one or several in a row of `sequence_length` tokens. `layout`: OpenAI's or Alpaca's. `template`:
+    file with the chat template; None: the tokenizer's own. `bad_rows`: number of rows that may be left out; below 1,
+    the fraction of all rows."""
 
     source: FileData | HubData
     layout: Literal["chat", "instructions"]
@@ -208,10 +209,10 @@ Data = TextData | TensorData | ChatData
 
 
 class Train(_Table, frozen=True, kw_only=True):
-    """One step takes `batch_size` sequences in `microbatches` equal parts. `clip_norm` None: no clipping. `schedule`
-    is as `transformers.get_scheduler` has it, down to `minimum_ratio` of `learning_rate`. `compression`: how
-    activations and gradients between stages are packed. `recompute`: whether activations are made again in
-    backward; `offload`: whether optimizer state lies in files; `offload_weights`: whether weights do."""
+    """One step processes `batch_size` sequences in `microbatches` equal parts. `clip_norm` None: no clipping.
+    `schedule`: as in `transformers.get_scheduler`, down to `minimum_ratio` of `learning_rate`. `compression`: of
+    activations and gradients between stages. `recompute`: whether activations are recomputed in backward; `offload`,
+    `offload_weights`: whether the optimizer's state or the weights are kept in files."""
 
     batch_size: Positive
     learning_rate: PositiveFloat
@@ -240,10 +241,10 @@ Holder = Literal["peers", "owner"]
 
 
 class AdapterTable(_Table, frozen=True, kw_only=True):
-    """Train a low-rank adapter and nothing else (LoRA, arXiv 2106.09685): `B(A(x))` times `alpha` / `rank` is added to
-    what each layer of `targets` gives. `start`: an adapter's directory in PEFT layout that is trained on; then its own
-    settings hold. `base`: how the weights that are not trained are kept; computed with in float32 all the same.
-    `holder`: who has the adapter and the optimizer's state for it, the peers each for its layers or the job owner."""
+    """Train only a low-rank adapter (LoRA, arXiv 2106.09685): `B(A(x))` times `alpha` / `rank` is added to the output
+    of each layer in `targets`. `start`: directory of an adapter in PEFT layout that is trained further with its own
+    settings. `base`: storage format of the frozen weights; computation is in float32 with each. `holder`: who has the
+    adapter and its optimizer state: each peer for its layers, or the job owner."""
 
     kind: Literal["lora"] = "lora"
     base: BaseForm = "fp32"
@@ -257,8 +258,8 @@ class AdapterTable(_Table, frozen=True, kw_only=True):
 
 
 class NewAdapter(_Table, frozen=True, kw_only=True, tag="new"):
-    """An adapter that begins as nothing. `targets` None: every linear layer but the head. `rslora`: the scale is
-    `alpha` over the root of `rank`."""
+    """A new adapter, which at first changes nothing. `targets` None: every linear layer but the head. `rslora`: the
+    scale is `alpha` over the square root of `rank`."""
 
     rank: int
     alpha: float
@@ -270,7 +271,7 @@ class NewAdapter(_Table, frozen=True, kw_only=True, tag="new"):
 
 
 class KnownAdapter(_Table, frozen=True, kw_only=True, tag="start"):
-    """An adapter in a directory in PEFT layout, trained on."""
+    """An existing adapter in PEFT layout, trained further."""
 
     path: str
     dropout: float
@@ -282,9 +283,9 @@ Adapter = NewAdapter | KnownAdapter
 
 
 class Evaluation(_Table, frozen=True, kw_only=True):
-    """`batches` microbatches of the evaluation part every `every` steps (0: only at the end). `patience`: the job ends
-    after so many evaluations without an improvement of at least `minimum_improvement`. `keep_best`: the checkpoint of
-    the lowest loss is made and stays; without a word, where there is a patience."""
+    """Evaluates `batches` microbatches of the evaluation part every `every` steps (0: only at the end). `patience`:
+    number of evaluations without an improvement of at least `minimum_improvement` after which the job ends.
+    `keep_best`: make and keep a checkpoint of the lowest loss; by default if `patience` is set."""
 
     every: NotNegative = 0
     batches: Positive = 8
@@ -298,7 +299,7 @@ class Evaluation(_Table, frozen=True, kw_only=True):
 
 
 class Placement(_Table, frozen=True, kw_only=True):
-    """What the planner must keep to. Peers by id or by name."""
+    """Constraints for the planner. Peers are named by id or by name."""
 
     stages: Annotated[int, Meta(ge=1, le=1024)] | None = None
     loss: Literal["owner", "pool"] = "owner"
@@ -307,13 +308,14 @@ class Placement(_Table, frozen=True, kw_only=True):
 
 
 class Faults(_Table, frozen=True, kw_only=True):
-    """Who may go on in a lost peer's place: `any`, one that computes the same bits, and after `grace_s` seconds without
-    one anybody, or those that remain with the model cut anew; `exact`, only the same bits, and the job waits for them;
-    `tolerant`, anybody at once; `refuse`, as `exact`, but the job ends in order if there are only others. Where results
-    may differ from then on, it is said and recorded.
+    """`takeover`: who may replace a lost peer. `exact`: only a peer that computes the same bits, and the job waits for
+    one. `any`: the same, but after `grace_s` seconds any peer, or the model is cut anew over the remaining peers.
+    `tolerant`: any peer at once. `refuse`: like `exact`, but the job ends in order if there are only other peers. If
+    results may differ after a takeover, the job reports and records that.
 
-    `checks`: whether part of the machines' work is run again by others that stand by (`spot`), or none; None: `spot`
-    where that can be, which is everywhere but in jobs that exchange with others."""
+    `checks`: `spot`: part of the machines' work is recomputed by machines that stand by; `none`: nothing is; None:
+    `spot` wherever possible, that is, in all jobs without local updates.
+    """
 
     takeover: Literal["any", "exact", "tolerant", "refuse"] = "any"
     grace_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
@@ -321,19 +323,19 @@ class Faults(_Table, frozen=True, kw_only=True):
 
     @property
     def numerics(self) -> Literal["exact", "any", "tolerant"]:
-        """Whether other bits are tolerated: `any` tolerates them after a fault alone."""
+        """Whether different bits are tolerated; with `any` only after a fault."""
         return "exact" if self.takeover == "refuse" else self.takeover
 
 
 EVERY: Final = 50
-"""Steps between exchanges, unless told."""
+"""Default number of steps between exchanges."""
 Count = Annotated[int, Meta(ge=2, le=MOST_REPLICAS)] | Literal["auto"]
 
 
 class ReplicasTable(_Table, frozen=True, kw_only=True):
-    """Several pipelines train one model. With `gradients = "local"` as `Replicas` says; with `"summed"` a step's
-    microbatches are dealt to them and all gradients summed at its end: one pipeline's training, bit for bit but for the
-    order in which the sums are made. The other keys are of local updates alone."""
+    """Several pipelines train one model. With `gradients = "local"`, see `Replicas`; with `"summed"`, a step's
+    microbatches are divided among the pipelines, and all gradients are summed at its end. That equals the training of
+    one pipeline, bit for bit except for the order of the sums. The other keys apply only to local updates."""
 
     count: Count
     gradients: Literal["local", "summed"] = "local"
@@ -347,11 +349,11 @@ class ReplicasTable(_Table, frozen=True, kw_only=True):
 
 
 class Replicas(_Table, frozen=True, kw_only=True):
-    """Several pipelines train one model, each on `train.batch_size` sequences of its own at a time, and agree every
-    `every` steps (DiLoCo, arXiv 2311.08105). `codec`: how differences and agreements are packed; `learning_rate` and
-    `momentum` are the outer step's, where nothing is told those of `outer_step`. Nobody waits longer than `deadline_s`
-    for the others. `overlap`: steps that go on while what was found out travels (arXiv 2501.18512). `early_steps`: so
-    many after the warm-up have five exchanges where there is usually one."""
+    """Several pipelines train one model with local updates: each processes its own `train.batch_size` sequences per
+    step, and they average every `every` steps (DiLoCo, arXiv 2311.08105). `codec`: compression of the exchanged
+    differences and averages; `learning_rate` and `momentum` are the outer step's, by default from `outer_step`. No
+    replica waits longer than `deadline_s` seconds for the others. `overlap`: training steps during an exchange (arXiv
+    2501.18512). `early_steps`: number of steps after the warm-up with five exchanges in each usual round."""
 
     count: Count
     every: Positive = EVERY
@@ -364,13 +366,13 @@ class Replicas(_Table, frozen=True, kw_only=True):
 
     @property
     def most(self) -> int:
-        """So many there may be at once."""
+        """Upper limit of replicas at the same time."""
         return MOST_REPLICAS if self.count == "auto" else self.count
 
 
 class PrivacyTable(_Table, frozen=True, kw_only=True):
-    """What stays with the job owner: without a word `split`, unless the loss is placed with the pool. `first`, `last`:
-    layers at each end that do, with `split-k` alone."""
+    """What stays with the job owner: by default the level `split`, unless the pool computes the loss. `first`, `last`:
+    number of layers at each end that stay, for `split-k` only."""
 
     level: PrivacyLevel | None = None
     first: NotNegative | None = None
@@ -379,8 +381,8 @@ class PrivacyTable(_Table, frozen=True, kw_only=True):
 
 
 class Privacy(_Table, frozen=True, kw_only=True):
-    """The level of a job (see `primitives.privacy`); so many layers at each end stay with the job owner besides what
-    the level keeps there."""
+    """The privacy level of a job (see `primitives.privacy`). `first`, `last`: layers at each end that stay with the job
+    owner in addition to what the level keeps there."""
 
     level: PrivacyLevel = "split"
     first: int = 0
@@ -389,14 +391,14 @@ class Privacy(_Table, frozen=True, kw_only=True):
 
 
 class Output(_Table, frozen=True, kw_only=True):
-    """What is written besides checkpoints and telemetry."""
+    """Optional files besides checkpoints and telemetry."""
 
     tensorboard: bool = True
     report: bool = True
 
 
 class RecipeTables(_Table, frozen=True, kw_only=True):
-    """A recipe file as it may be written."""
+    """A recipe file's tables as written."""
 
     job: Job
     model: ModelTable

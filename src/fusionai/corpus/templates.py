@@ -1,9 +1,9 @@
-"""A conversation as the text a model was trained on. Decides nothing of its form: that is the model's template.
+"""Renders a conversation with a model's chat template, as the text that the model was trained on.
 
-Renders as transformers' `apply_chat_template` does, in Jinja's sandbox: a template reads what it is given, no files, no
-network. Training and serving use the same ones, so a model answers in the form it was trained in. Neighbours:
-`serving.model_text` writes prompts with it, `chat_tokens` trains on what it writes, `conversations` are what it is
-given.
+Renders like transformers' `apply_chat_template`, in Jinja's sandbox: a template can only read its arguments, no files
+and no network. Training and serving use the same templates, so that a model answers in the form that it was trained in.
+Neighbours: `serving.model_text` renders prompts with it, `chat_tokens` renders training data, `conversations` prepares
+the messages.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ PLAIN: Final = """\
 {{- message['role'] + ': ' + message['content'] + '\n\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'assistant:' }}{%- endif %}"""
-"""For a model without a template: each message as `role: text` and an empty line, then `assistant:`. It knows nothing
-of tools. Where the next speaker's name starts, the answer ends: see `PLAIN_STOPS`."""
+"""Template for a model without one: each message as `role: text` and an empty line, then `assistant:`. It ignores
+tools. The answer ends where the next speaker's name starts: see `PLAIN_STOPS`."""
 PLAIN_STOPS: Final = ("\nuser:", "\nsystem:", "\nassistant:")
 
 
 class ConversationError(UsageError):
-    """A conversation that the model's template does not take."""
+    """A conversation that the model's template does not accept."""
 
 
 class ChatTemplate:
-    """Compiled once, used for every request. `variables`: what it may name besides the conversation (`bos_token`, ...).
-    `now`: what `strftime_now` reads."""
+    """A compiled template, reused for every request. `variables`: names that it may use besides the conversation
+    (`bos_token`, ...). `now`: clock of `strftime_now`."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class ChatTemplate:
         is_plain: bool = False,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Raises `ModelError` where the template does not compile."""
+        """Raises `ModelError` if the template does not compile."""
         self.source = source
         self.is_plain = is_plain
         self._variables = dict(variables or {})
         self._template = self._compiled(_environment(now, _Generation))
         says = _GENERATION.search(source) is not None
         self._signed = self._compiled(_environment(now, _SignedGeneration)) if says else None
-        """The same with signs around what `{% generation %}` holds."""
+        """The same template with signs around the content of `{% generation %}`."""
 
     def _compiled(self, environment: ImmutableSandboxedEnvironment) -> jinja2.Template:
         try:
@@ -75,7 +75,7 @@ class ChatTemplate:
 
     @classmethod
     def plain(cls) -> ChatTemplate:
-        """`PLAIN`; whoever serves the model says so."""
+        """The template `PLAIN`."""
         return cls(PLAIN, is_plain=True)
 
     def render(
@@ -87,8 +87,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text. `variables`: more of what the template may name, such as `enable_thinking`; they can't replace the
-        conversation. Raises `ConversationError` with what the template says."""
+        """Render the conversation as text. `variables`: further names for the template, such as `enable_thinking`; they
+        can't replace the conversation. Raises `ConversationError` with the template's message."""
         return self._rendered(self._template, messages, tools, documents, add_generation_prompt, variables)
 
     def _rendered(
@@ -115,7 +115,7 @@ class ChatTemplate:
             return _joined(template.generate(given))
         except jinja2.TemplateError as problem:
             raise ConversationError(f"the model's chat template refuses this conversation: {problem}") from problem
-        # A template indexes and adds what it was given: a message in another form fails in any way Python knows.
+        # A template uses its arguments freely, so a message of an unexpected form can raise any of these.
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as problem:
             reason = f"{type(problem).__name__}: {problem}"
             raise ConversationError(f"the model's chat template can't use this conversation: {reason}") from problem
@@ -123,8 +123,8 @@ class ChatTemplate:
     def render_pieces(
         self, messages: Sequence[Mapping[str, Any]], marks: Iterable[str], **options: Any
     ) -> list[tuple[str, bool]]:
-        """As `render`, in (text, trusted) pieces: names of tokens among `marks` that stand in what the user wrote are
-        pieces of their own and not trusted, so they can be encoded as mere text. `options`: as for `render`."""
+        """Like `render`, in (text, trusted) pieces: names of tokens among `marks` that occur in the conversation's own
+        text become separate untrusted pieces, so that they can be encoded as plain text. `options`: as for `render`."""
         mark = _any_of(marks)
         if mark is None:
             return [(self.render(messages, **options), True)]
@@ -141,12 +141,12 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[list[tuple[str, bool]], list[tuple[int, int]]]:
-        """As `render_pieces` of a whole conversation, and where in the joined text the messages `answers` stand: first
-        character and the one after the last, in order.
+        """Like `render_pieces` for a whole conversation, plus the spans of the messages `answers` in the joined text:
+        first character and the one after the last, in order.
 
-        What an answer is the template says with `{% generation %}`. Where it does not, an answer is what follows the
-        prompt for it, up to where the next message begins. Raises `ConversationError`, also where the template writes a
-        message in another way when others follow it, so that nobody can tell.
+        A template marks answers with `{% generation %}`. If it does not, an answer is the text after the prompt for it,
+        up to the start of the next message. Raises `ConversationError`, also if the template renders a message
+        differently when others follow, because the answer's place is then unknown.
         """
         mark = _any_of(marks)
         plain, offered = _marked(_plain_data(messages), mark), _marked(_plain_data(tools or []), mark) or None
@@ -154,7 +154,7 @@ class ChatTemplate:
         pieces = _parted(whole, mark)
         if self._signed is not None:
             signed = self._rendered(self._signed, plain, offered, None, False, None)
-            # A template that cuts or measures what it has written there would write another text around signs.
+            # A template that cuts or measures the generated text renders another text if there are signs in it.
             if signed.replace(_ANSWER, "").replace(_ANSWERED, "") == whole:
                 speakers = [number for number, message in enumerate(plain) if message.get("role") == "assistant"]
                 return pieces, _signed_spans(signed, mark, speakers, answers)
@@ -165,15 +165,15 @@ class ChatTemplate:
             start, end = (_length(text, mark) for text in (prompt, told))
             if not (whole.startswith(told) and told.startswith(prompt)) or start >= end:
                 raise ConversationError(
-                    f"the model's chat template writes message {answer + 1} or those before it in another way when "
-                    "more follow, so where this answer stands can't be told."
+                    f"the model's chat template renders message {answer + 1} or those before it differently when "
+                    "more messages follow, so the place of this answer is unknown."
                 )
             spans.append((start, end))
         return pieces, spans
 
 
 def special_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token` and so on, as templates call them. `config`: of `tokenizer_config.json`."""
+    """`bos_token` and so on, named as in templates. `config`: content of `tokenizer_config.json`."""
     texts: dict[str, str] = {}
     for name in _NAMED:
         token = config.get(f"{name}_token")
@@ -186,10 +186,10 @@ def special_texts(config: Mapping[str, Any]) -> dict[str, str]:
 def chat_templates(
     config: Mapping[str, Any], texts: Mapping[str, str], variables: Mapping[str, str], **options: Any
 ) -> tuple[ChatTemplate, ChatTemplate]:
-    """A model's templates for conversations without and with tools; `PLAIN` where it has none.
+    """A model's templates for conversations without and with tools; `PLAIN` if it has none.
 
-    `config`: of `tokenizer_config.json`. `texts`: templates that lie in files of their own, `default` and `tool_use`;
-    they are newer than what the configuration holds. `options`: as for `ChatTemplate`. Raises `ModelError`.
+    `config`: content of `tokenizer_config.json`. `texts`: templates from separate files, `default` and `tool_use`; they
+    take precedence over the configuration. `options`: as for `ChatTemplate`. Raises `ModelError`.
     """
     sources: dict[str, str] = {}
     told = config.get("chat_template")
@@ -212,8 +212,8 @@ def _any_of(marks: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _parted(text: str, mark: re.Pattern[str] | None) -> list[tuple[str, bool]]:
-    """(text, trusted). A template may cut a text between the signs; one that stands alone says nothing but still parts
-    the text."""
+    """Split into (text, trusted). A template may cut a text between two signs; a single sign carries no meaning but
+    still splits the text."""
     if mark is None:
         return [(text, True)] if text else []
     parts = re.split(f"{_OPEN}({mark.pattern}){_CLOSE}|[{_OPEN}{_CLOSE}]", text)
@@ -221,14 +221,14 @@ def _parted(text: str, mark: re.Pattern[str] | None) -> list[tuple[str, bool]]:
 
 
 def _length(text: str, mark: re.Pattern[str] | None) -> int:
-    """Without signs."""
+    """Number of characters without signs."""
     return sum(len(part) for part, _ in _parted(text, mark))
 
 
 def _signed_spans(
     signed: str, mark: re.Pattern[str] | None, speakers: Sequence[int], answers: Collection[int]
 ) -> list[tuple[int, int]]:
-    """Of the answers wanted, in a text with signs around all of them."""
+    """Spans of the wanted answers in a text with signs around all answers."""
     spans: list[tuple[int, int]] = []
     written = 0
     for part in re.split(f"({_ANSWER}[^{_ANSWERED}]*{_ANSWERED})", signed):
@@ -239,8 +239,8 @@ def _signed_spans(
     if set(answers) != set(speakers):
         if len(spans) != len(speakers):
             raise ConversationError(
-                f"the model's chat template marks {len(spans)} answers of {len(speakers)}, so which of them are to be "
-                "left out can't be told."
+                f"the model's chat template marks {len(spans)} of {len(speakers)} answers, so it is unknown which of "
+                "them to leave out."
             )
         spans = [span for span, number in zip(spans, speakers, strict=True) if number in answers]
     return [span for span in spans if span[0] < span[1]]
@@ -273,7 +273,7 @@ def _environment(now: Callable[[], datetime], generation: type[_Generation]) -> 
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks what to train on, says nothing here."""
+    """`{% generation %}`, which marks text to train on, renders its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
 
@@ -289,17 +289,17 @@ class _Generation(Extension):
 
 
 class _SignedGeneration(_Generation):
-    """`{% generation %}` with signs around what is to be trained on."""
+    """`{% generation %}` with signs around the text to train on."""
 
     def _through(self, caller: Macro) -> str:
         return f"{_ANSWER}{caller()}{_ANSWERED}"
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Without names that begin with an underscore: they lead to what Python keeps inside."""
+    """A Jinja namespace without names that begin with an underscore, which would give access to Python internals."""
 
     def __init__(*args: Any, **named: Any) -> None:
-        # Without a parameter of its own: `namespace(self=...)` must work.
+        # No named `self` parameter, because `namespace(self=...)` must work.
         this, values = args[0], dict(*args[1:], **named)
         for name in values:
             _refuse_inner(name)
@@ -326,12 +326,12 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own escapes what means something in HTML.
+    # Jinja's own filter would escape HTML characters.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _plain_data(value: Any) -> Any:
-    """JSON's types alone: an object's methods are nothing for a template."""
+    """Reduce a value to JSON's types, so that a template can't reach an object's methods."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -346,7 +346,7 @@ def _plain_data(value: Any) -> Any:
 def _marked(value: Any, mark: re.Pattern[str] | None) -> Any:
     match value:
         case str():
-            # Signs that are there already would let a user forge one.
+            # Remove signs in the user's text, which could forge a marked token.
             clean = _SIGNS.sub("", value)
             return clean if mark is None else mark.sub(f"{_OPEN}\\g<0>{_CLOSE}", clean)
         case dict():
@@ -358,7 +358,7 @@ def _marked(value: Any, mark: re.Pattern[str] | None) -> Any:
 
 
 def _with_reasoning(message: Any) -> dict[str, Any]:
-    """Templates read a message's reasoning under different names."""
+    """Give a message's reasoning all names under which templates read it."""
     if not isinstance(message, dict):
         raise ConversationError(f"a message is an object with `role` and `content`, got {type(message).__name__}.")
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
@@ -368,7 +368,7 @@ def _with_reasoning(message: Any) -> dict[str, Any]:
 
 
 def _text_of(content: Any) -> str:
-    """Of a message's content, which may come in parts."""
+    """Text of a message's content, which may come in parts."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return "" if content is None else str(content)

@@ -1,8 +1,7 @@
-"""Records of arrays from Parquet or JSONL columns, for models that read no text. Decides dtypes and shapes, guesses no
-meaning.
+"""Records of arrays from Parquet or JSONL columns, for models that don't read text. Decides dtypes and shapes.
 
-Whole numbers become int64, other numbers float32, true/false bool; nested lists become dimensions, equal in all
-records. All records are held in memory as arrays. Neighbours: `text` reads the files, `order` says which records,
+Whole numbers become int64, other numbers float32, true/false bool; nested lists become dimensions, which must be equal
+in all records. All records are kept in memory as arrays. Neighbours: `text` reads the files, `order` selects records,
 `source` has the interface.
 """
 
@@ -29,10 +28,10 @@ _Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 class TensorSource:
-    """Microbatches of the columns a recipe names, under the model inputs it names them for."""
+    """Microbatches of the columns named in a recipe, under the model inputs that they are named for."""
 
     def __init__(self, recipe: Recipe, data: TensorData) -> None:
-        """Reads everything. Raises `DataError` naming file, line or row, and column."""
+        """Read all data. Raises `DataError` with file, line or row, and column."""
         self._seed = recipe.job.seed
         self._train, self._evaluation = _read(data, Split(data.evaluation_fraction, self._seed))
         self._samples, self._evaluation_samples = _length(self._train), _length(self._evaluation)
@@ -52,7 +51,7 @@ class TensorSource:
             available = self._evaluation_samples // train.microbatch_size
             if available == 0:
                 raise DataError(
-                    f"the evaluation part has {self._evaluation_samples} records, a microbatch takes "
+                    f"the evaluation part has {self._evaluation_samples} records, fewer than a microbatch of "
                     f"{train.microbatch_size}.",
                     hint="Raise evaluation_fraction, or give more data.",
                 )
@@ -76,7 +75,7 @@ class TensorSource:
         return self._evaluation_batches
 
     def dealt(self, deal: Deal) -> TensorSource:
-        """The same data as one of several replicas sees it: its steps are those that `deal` gives it."""
+        """The same data for one of several replicas: only the steps that `deal` assigns to it."""
         share = copy.copy(self)
         share._deal = deal
         return share
@@ -88,19 +87,13 @@ class TensorSource:
         size = self._order.microbatch_size
         return _take(self._evaluation, evaluation_samples(self._evaluation_samples, size, self._seed, index))
 
-    def cursor(self, step: int) -> int:
-        return self._order.cursor(self._deal.step(step))
-
-    def data_epoch(self, step: int) -> int:
-        return self._order.data_epoch(self._deal.step(step))
-
     def describe(self) -> str:
         inputs = ", ".join(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in self._train.items())
         return f"{self._samples} training records, {self._evaluation_samples} evaluation records of {inputs}"
 
 
 def _read(data: TensorData, split: Split) -> tuple[_Arrays, _Arrays]:
-    """(training, evaluation): model input -> array [records, ...]."""
+    """Return (training, evaluation), each model input -> array [records, ...]."""
     columns = tuple(data.columns.values())
     parts: tuple[dict[str, list[npt.NDArray[np.generic]]], ...] = tuple(
         {name: [] for name in data.columns} for _ in range(2)
@@ -133,7 +126,7 @@ def _records(source: FileData | HubData, columns: tuple[str, ...]) -> Iterator[t
 
 
 def _array(value: object, where: str) -> npt.NDArray[np.generic]:
-    """A number, true/false or a nested list of them."""
+    """Convert a number, true/false, or a nested list of them."""
     try:
         array = np.asarray(value)
     except ValueError:
@@ -152,7 +145,8 @@ def _array(value: object, where: str) -> npt.NDArray[np.generic]:
 def _stacked(
     arrays: list[npt.NDArray[np.generic]], name: str, parts: tuple[dict[str, list[npt.NDArray[np.generic]]], ...]
 ) -> npt.NDArray[np.generic]:
-    """One array; whole numbers among fractions (JSON writes 1.0 as 1) become float32 in both parts."""
+    """Stack into one array. If whole numbers occur among fractions (JSON writes 1.0 as 1), both parts become
+    float32."""
     kinds = {array.dtype for part in parts for array in part[name]}
     if len(kinds) > 1:
         if np.dtype(bool) in kinds:

@@ -1,8 +1,9 @@
-"""Documents from text, JSONL and Parquet files and Hugging Face data sets, as a stream of pieces. Decides what a
-document is and how a broken file is reported; tokenises nothing, keeps nothing in memory but the piece at hand.
+"""Reads documents from text, JSONL and Parquet files and Hugging Face data sets as a stream of pieces. Decides what a
+document is and how a broken file is reported.
 
-A text file is one document, given in pieces of about 64 kB cut at line ends so that its size does not matter; a JSONL
-line or a Parquet row is one document and one piece. Neighbours: `tokens` packs the pieces, `files` finds the files.
+A text file is one document, read in pieces of about 64 kB cut at line ends, so that its size does not matter. A JSONL
+line or a Parquet row is one document and one piece. Only one piece is in memory at a time. Neighbours: `tokens`
+tokenises the pieces, `files` finds the files.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from fusionai.corpus.tables import FileData, HubData
 from fusionai.primitives.errors import DataError
 
 PIECE_BYTES: Final = 65_536
+"""Size of a piece of a text file, in bytes, to the next line end (chosen)."""
 MAX_LINE_BYTES: Final = 64 * 2**20
-"""Of one JSONL record; a longer line is not JSONL."""
+"""Largest JSONL record in bytes (chosen); a longer line suggests that the file is not JSONL."""
 _PARQUET_ROWS: Final = 1024
 _BOM: Final = "\ufeff"
 _OBJECT: Final = msgspec.json.Decoder(dict[str, object])
@@ -34,14 +36,14 @@ _OBJECT: Final = msgspec.json.Decoder(dict[str, object])
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text of a document; `ends_document` on its last piece."""
+    """A part of a document's text; `ends_document` is set on its last piece."""
 
     text: str
     ends_document: bool
 
 
 def pieces_of_files(files: tuple[SourceFile, ...], field: str) -> Iterator[Piece]:
-    """All documents of the files in order. Raises `DataError` naming file, line and column."""
+    """All documents of the files in order. Raises `DataError` with file, line and column."""
     for file in files:
         match file.kind:
             case "text":
@@ -63,7 +65,7 @@ def pieces_of_dataset(data: HubData, field: str) -> Iterator[Piece]:
 def records_of_files(
     files: tuple[SourceFile, ...], columns: tuple[str, ...]
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    """(where it stands, record) of every JSONL line and Parquet row. Raises `DataError`."""
+    """(place, record) for every JSONL line and Parquet row. Raises `DataError`."""
     for file in files:
         match file.kind:
             case "text":
@@ -97,7 +99,7 @@ def open_dataset(data: HubData) -> Any:
 
 
 def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """(line number from 1, object) of every line that is not blank. Raises `DataError` at the first that is none."""
+    """(line number from 1, object) for every line that is not blank. Raises `DataError` at the first invalid line."""
     for number, record in jsonl_rows(path):
         if isinstance(record, RowError):
             raise DataError(f"{path}, line {number}: {record}")
@@ -105,8 +107,8 @@ def jsonl_records(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
 
 def jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, object] | RowError]]:
-    """(line number from 1, object or why it is none) of every line that is not blank. No more than `MAX_LINE_BYTES` of
-    a line are held."""
+    """(line number from 1, object or why the line is invalid) for every line that is not blank. Keeps at most
+    `MAX_LINE_BYTES` of a line in memory."""
     with _reading(path) as handle:
         number = 0
         while line := handle.readline(MAX_LINE_BYTES + 1):
@@ -114,7 +116,7 @@ def jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, object] | RowError]]
             if len(line) > MAX_LINE_BYTES:
                 while line and not line.endswith(b"\n"):
                     line = handle.readline(PIECE_BYTES)
-                yield number, RowError(f"longer than {MAX_LINE_BYTES} bytes; this is no JSONL file.")
+                yield number, RowError(f"longer than {MAX_LINE_BYTES} bytes; is this a JSONL file?")
                 continue
             body = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if body.strip():
@@ -133,8 +135,8 @@ def _object_in(line: bytes) -> dict[str, object] | RowError:
 
 
 def rows_of(data: FileData | HubData, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, object] | RowError]]:
-    """(where it stands, row or why it is none) of every JSONL line, Parquet row and record of a data set. `columns`:
-    those wanted of a Parquet file that has them. Raises `DataError` for what can't be read at all."""
+    """(place, row or why it is invalid) for every JSONL line, Parquet row and record of a data set. `columns`: those to
+    read from Parquet files that have them. Raises `DataError` for a source that can't be read at all."""
     match data:
         case HubData():
             for number, record in enumerate(open_dataset(data)):
@@ -152,7 +154,7 @@ def rows_of(data: FileData | HubData, columns: tuple[str, ...]) -> Iterator[tupl
 def parquet_records(
     path: Path, columns: tuple[str, ...], *, all_needed: bool = True
 ) -> Iterator[tuple[int, dict[str, object]]]:
-    """(row number from 0, the asked columns) of every row. Not `all_needed`: those of them that are there."""
+    """(row number from 0, the requested columns) for every row. If not `all_needed`, missing columns are left out."""
     try:
         with pq.ParquetFile(path) as file:
             known = file.schema_arrow.names
@@ -182,7 +184,7 @@ def _text_of(record: Mapping[str, object], field: str, where: str) -> str:
 
 
 def _text_pieces(path: Path) -> Iterator[Piece]:
-    """Line by line into pieces; the last one, possibly empty, ends the document. An empty file has none."""
+    """Group lines into pieces; the last piece, possibly empty, ends the document. An empty file has no pieces."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     held: list[str] = []
     held_bytes, line_number, column, first = 0, 1, 1, True

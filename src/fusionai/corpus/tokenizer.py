@@ -1,8 +1,8 @@
-"""Text to token numbers and back: a byte-level BPE trained here, or the tokenizer of a model. Decides special tokens
-and the files a tokenizer consists of; packs nothing.
+"""Text to token ids and back: a byte-level BPE trained here, or a model's own tokenizer. Decides special tokens and
+which files make up a tokenizer.
 
-Uses the `tokenizers` library alone, no model framework. Files are in Hugging Face layout: `AutoTokenizer` loads them.
-Neighbours: `tokens` encodes with it, checkpoints carry its files.
+Uses the `tokenizers` library alone, no model framework. The files are in Hugging Face layout, so `AutoTokenizer` can
+load them. Neighbours: `tokens` encodes with it, checkpoints contain its files.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _FILES: Final = (
     "chat_template.jinja",
 )
 _PAD_TO_NOTHING: Final = 10**30
-"""What transformers writes as `model_max_length` for a tokenizer without a limit."""
+"""The `model_max_length` that transformers writes for a tokenizer without a limit."""
 
 
 class Tokenizer:
-    """Encodes text as text: a special token's name in the data never becomes that token."""
+    """Encodes text as plain text: a special token's name in the data never becomes that token."""
 
     def __init__(self, files: dict[str, bytes], where: str) -> None:
-        """`files`: name -> content, with `tokenizer.json` and `tokenizer_config.json` among them. Raises `DataError`
-        when they don't hold or name no token that ends a document."""
+        """`files`: name -> content, with `tokenizer.json` and `tokenizer_config.json` among them. Raises `DataError` if
+        they can't be read."""
         try:
             self._engine = Engine.from_str(files["tokenizer.json"].decode())
             config = json.loads(files.get("tokenizer_config.json", b"{}"))
@@ -64,7 +64,7 @@ class Tokenizer:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Name -> content of everything to put beside a model."""
+        """Name -> content of all files that belong next to a model."""
         return dict(self._files)
 
     @property
@@ -75,41 +75,41 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> int:
-        """One more than the largest token number: what a model's `vocab_size` must at least be."""
+        """The largest token id plus 1, the least `vocab_size` that a model needs."""
         return max(self._engine.get_vocab(with_added_tokens=True).values()) + 1
 
     @property
     def end_id(self) -> int:
-        """The token that ends a document. Raises `DataError` where there is none."""
+        """The token that ends a document. Raises `DataError` if there is none."""
         if self._end_id is None:
             raise DataError(f"{self._where}: no end-of-text token.", hint="Set eos_token in tokenizer_config.json.")
         return self._end_id
 
     @property
     def mask_id(self) -> int:
-        """The token that hides another. Raises `DataError` where there is none."""
+        """The mask token. Raises `DataError` if there is none."""
         if self._mask_id is None:
             raise DataError(f"{self._where}: no mask token.", hint="Masked language models need a mask_token.")
         return self._mask_id
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers, no special tokens added."""
+        """Token ids, without added special tokens."""
         return self._engine.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode`, on all cores."""
+        """Like `encode` for several texts, on all cores."""
         return [encoding.ids for encoding in self._engine.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens, special ones left out."""
+        """Text of tokens, without special tokens."""
         return self._engine.decode(list(tokens), skip_special_tokens=True)
 
     def spell(self, tokens: Iterable[int]) -> str:
-        """As `decode`, with the names of special tokens."""
+        """Text of tokens, with the names of special tokens."""
         return self._engine.decode(list(tokens), skip_special_tokens=False)
 
     def save(self, directory: Path) -> None:
-        """Write its files. Raises `StorageError`."""
+        """Write the tokenizer's files to a directory. Raises `StorageError`."""
         for name, content in self._files.items():
             write_atomic(directory / name, content)
 
@@ -123,9 +123,9 @@ class Tokenizer:
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int, *, masked: bool = False) -> Tokenizer:
-    """Byte-level BPE (the same texts give the same tokenizer): any text round-trips, nothing is unknown.
+    """Train a byte-level BPE: every text round-trips and nothing is unknown. The same texts give the same tokenizer.
 
-    `vocabulary` is the most entries it may have; a small corpus gives fewer. `masked` adds a mask token.
+    `vocabulary`: the most entries it may have; a small corpus gives fewer. `masked` adds a mask token.
     """
     special = [END_OF_TEXT, MASK] if masked else [END_OF_TEXT]
     engine = Engine(models.BPE())
@@ -156,7 +156,7 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int, *, masked: bool = Fal
 
 
 def load_tokenizer(source: LocalTokenizer | HubTokenizer) -> Tokenizer:
-    """Raises `DataError` saying what is missing."""
+    """Load a tokenizer from a directory or the hub. Raises `DataError` with what is missing."""
     match source:
         case LocalTokenizer(path=path):
             return _load_directory(Path(path))
@@ -178,12 +178,12 @@ def _load_directory(directory: Path) -> Tokenizer:
 
 def _download(hub: str) -> dict[str, bytes]:
     try:
-        # All at once: asking for one file after the other takes half a minute to find that there is no network.
+        # In one request: without a network, one request per file would take half a minute to fail.
         directory = Path(snapshot_download(hub, allow_patterns=list(_FILES)))
         files = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
     except LocalEntryNotFoundError as problem:
         raise DataError(
-            f"tokenizer of {hub}: it is not in the local cache and the hub can't be reached.",
+            f"tokenizer of {hub}: not in the local cache, and the hub can't be reached.",
             hint="Check the network, or give a local directory with path.",
         ) from problem
     # The hub client raises HTTP, validation and OS errors, none with a common base.

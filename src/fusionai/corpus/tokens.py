@@ -1,12 +1,12 @@
-"""The token file: documents, tokenised, one after the other, in two memory-mapped parts. Decides the cache's key and
-layout; knows no batch.
+"""The token file: all documents, tokenised, one after the other, in two memory-mapped parts. Decides its cache key and
+layout.
 
     tokens/tokenizer-<key>/   the trained tokenizer
     tokens/<key>/             train.bin, evaluation.bin (little-endian uint32), manifest.json
 
-A key covers the content of the data and every setting that changes the tokens, so a stale file is never read. Each
-document ends with the end-of-text token in every part that holds some of it. Neighbours: `text` gives pieces,
-`tokenizer` encodes, `source` cuts rows.
+A key covers the data's content and every setting that changes the tokens, so a stale file is never read. Each document
+ends with the end-of-text token, in each part that has some of it. Neighbours: `text` reads pieces, `tokenizer` encodes,
+`source` cuts rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fusionai.primitives.errors import DataError, StorageError
 from fusionai.storage.atomic import storage_errors, whole_directory, write_atomic
 
 Progress = Callable[[str, int], None]
-"""Called with (what is done: `tokenizer` or `tokens`, pieces so far)."""
+"""Called with (current work: `tokenizer` or `tokens`, number of pieces so far)."""
 
 _LAYOUT: Final = 1
 _KEY_CHARACTERS: Final = 16
@@ -41,7 +41,7 @@ _PARTS: Final = ("train", "evaluation")
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a token file holds. `fingerprint`: SHA-256 over both parts."""
+    """Content of a token file. `fingerprint`: SHA-256 over both parts."""
 
     layout: int
     documents: int
@@ -52,7 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """Both parts as read-only arrays on the disk, their manifest, and the tokenizer that made them."""
+    """Both parts as read-only memory-mapped arrays, their manifest, and the tokenizer that made them."""
 
     train: npt.NDArray[np.uint32]
     evaluation: npt.NDArray[np.uint32]
@@ -61,9 +61,9 @@ class TokenFile:
 
 
 def open_tokens(data: TextData, directory: Path, seed: int, progress: Progress | None = None) -> TokenFile:
-    """Find or make the token file of `data` in the cache at `directory`.
+    """Find the token file of `data` in the cache at `directory`, or make it.
 
-    Raises `DataError` for data that can't be read or holds nothing, `StorageError` for the cache.
+    Raises `DataError` if the data is empty or can't be read, `StorageError` if the cache fails.
     """
     pieces, content = _opened(data)
     split = Split(data.evaluation_fraction, seed)
@@ -89,7 +89,7 @@ def open_tokens(data: TextData, directory: Path, seed: int, progress: Progress |
 
 
 def _opened(data: TextData) -> tuple[Callable[[], Iterator[Piece]], str]:
-    """(a fresh stream of pieces whenever called, the content's fingerprint)."""
+    """Return (function that opens a new stream of pieces, fingerprint of the content)."""
     source = data.source
     match source:
         case FileData():
@@ -112,14 +112,14 @@ def _trained(
     split: Split,
     progress: Progress | None,
 ) -> Tokenizer:
-    """The cached tokenizer, trained now if there is none, on nothing but the training part."""
+    """The cached tokenizer; if there is none, train it on the training part alone."""
     if not (place / "tokenizer.json").is_file():
         texts = (
             piece.text
             for index, piece in enumerate(_counted(pieces(), "tokenizer", progress))
             if not split.is_evaluation(index)
         )
-        # Saved in sorted order: tokenizer.json, whose presence says that all is there, must come last.
+        # Saved in this order because tokenizer.json, which marks the directory as complete, must come last.
         trained = train_tokenizer(texts, vocabulary, masked=data.mask_fraction is not None)
         for name, content in sorted(trained.files.items(), reverse=True):
             write_atomic(place / name, content)
@@ -127,7 +127,7 @@ def _trained(
 
 
 def _write(place: Path, pieces: Iterator[Piece], tokenizer: Tokenizer, split: Split, progress: Progress | None) -> None:
-    """All pieces into `place`, which appears whole or not at all."""
+    """Write all pieces into `place`, which appears as a whole or not at all."""
     with whole_directory(place) as partial:
         with storage_errors(partial), _Writer(partial, tokenizer, split) as writer:
             for batch in _batches(_counted(pieces, "tokens", progress)):
@@ -137,7 +137,7 @@ def _write(place: Path, pieces: Iterator[Piece], tokenizer: Tokenizer, split: Sp
 
 
 class _Writer:
-    """Appends encoded pieces to the part the split gives them to."""
+    """Appends encoded pieces to the part that the split assigns."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer, split: Split) -> None:
         self._tokenizer = tokenizer
@@ -172,7 +172,7 @@ class _Writer:
                         self._unended[other] = False
 
     def close(self) -> Manifest:
-        """Make it durable and say what is there."""
+        """Flush to disk and return the manifest."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
@@ -191,7 +191,7 @@ class _Writer:
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Enough text to keep all cores busy, never more than fits easily."""
+    """Batches large enough to keep all cores busy, small enough for memory."""
     batch: list[Piece] = []
     characters = 0
     for piece in pieces:
@@ -218,17 +218,19 @@ def _read_manifest(place: Path) -> Manifest:
     try:
         return msgspec.json.decode(content, type=Manifest)
     except msgspec.DecodeError as problem:
-        raise StorageError(f"{path} is damaged: {problem}.", hint=f"Delete {place}; it is made anew.") from None
+        raise StorageError(
+            f"{path} is damaged: {problem}.", hint=f"Delete {place}; the next run makes it again."
+        ) from None
 
 
 def _mapped(path: Path, tokens: int) -> npt.NDArray[np.uint32]:
-    """The array in the file, whose size must be what the manifest says."""
+    """The array in the file. Raises `StorageError` if its size is not what the manifest says."""
     with storage_errors(path, "read"):
         size = path.stat().st_size
     if size != tokens * 4:
         raise StorageError(
             f"{path} is damaged: expected {tokens * 4} bytes, got {size}.",
-            hint=f"Delete {path.parent}; it is made anew.",
+            hint=f"Delete {path.parent}; the next run makes it again.",
         )
     if tokens == 0:
         return np.zeros(0, dtype="<u4")
@@ -236,11 +238,11 @@ def _mapped(path: Path, tokens: int) -> npt.NDArray[np.uint32]:
 
 
 def require_rows(rows: int, needed: int, part: str, tokens: int, length: int) -> None:
-    """Raise `DataError` when a part is too small to take `needed` rows of `length` tokens from."""
+    """Raise `DataError` if a part has fewer than `needed` rows of `length` tokens."""
     if rows < needed:
         raise DataError(
-            f"the {part} part has {tokens} tokens, that is {rows} rows of {length}; at least {needed} are needed.",
+            f"the {part} part has {tokens} tokens, enough for {rows} rows of {length}; at least {needed} are needed.",
             hint="Give more data, or lower sequence_length."
             if part == "training"
-            else "Raise evaluation_fraction, or give more documents (each goes to one part; a text file is one).",
+            else "Raise evaluation_fraction, or give more documents (a text file counts as one).",
         )

@@ -1,5 +1,5 @@
-"""What a person sees of a job: the live view on a terminal, and the report as one self-contained HTML page.
+"""Views of a job for people: live views on a terminal, and reports as self-contained HTML pages.
 
-Reads figures and draws; decides nothing and asks no network. Never touches `broker`, `peer` or `coordination`.
-Neighbours: `cli` and `client` give it figures; `telemetry` and `training` make them.
+Reads figures and draws them, without network access. Never imports `broker`, `peer` or `coordination`. Neighbours:
+`cli` and `client` pass in the figures; `telemetry` and `training` produce them.
 """

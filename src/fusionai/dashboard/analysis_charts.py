@@ -1,4 +1,4 @@
-"""Pictures of the comparison of two fleets. Decides their look only. Neighbours: `svg`, `analysis_page`."""
+"""Charts of the comparison of two fleets. Neighbours: `svg`, `analysis_page`."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ TRAINING_SHOWN: Final = (TEXTBOOK, "overlap", "overlap, 8-bit", "overlap, 8-bit,
 
 
 def training_chart(comparison: Comparison, latency_ms: int = 50) -> str:
-    """Ratio over bandwidth, a panel per model that fits, a line per set of levers."""
+    """Ratio over bandwidth, with a panel per model that fits and a line per set of levers."""
     models = [s.name for s in TRAINED if comparison.cell("train", s.name, TEXTBOOK, 100, latency_ms).ratio is not None]
     return _over_bandwidth(comparison, "train", models, TRAINING_SHOWN, latency_ms, "training")
 
 
 def forward_chart(comparison: Comparison, latency_ms: int = 50) -> str:
-    """The same for forward passes over whole sequences."""
+    """Like `training_chart`, for forward passes over whole sequences."""
     models = [shape.name for shape in FORWARDED]
     return _over_bandwidth(comparison, "forward", models, tuple(FORWARD_LEVERS), latency_ms, "forward")
 
 
 def decoding_chart(comparison: Comparison) -> str:
-    """Ratio over latency, a panel per model, a line per set of levers at 100 Mbit/s."""
+    """Ratio over latency at 100 Mbit/s, with a panel per model and a line per set of levers."""
     with chart_style():
         figure, panels = _panels([shape.name for shape in DECODED], columns=len(DECODED))
         for name, axes in panels.items():
@@ -80,7 +80,7 @@ def decoding_chart(comparison: Comparison) -> str:
 
 
 def lever_chart(comparison: Comparison) -> str:
-    """Bars at 100 Mbit/s and 50 ms: what each lever adds in training, and weights of 4 bits in decoding."""
+    """Bars at 100 Mbit/s and 50 ms: what each lever adds in training, and what 4-bit weights add in decoding."""
     shown: list[tuple[str, Task, tuple[str, ...], tuple[str, ...]]] = [
         ("training", "train", tuple(s.name for s in TRAINED), TRAINING_SHOWN),
         ("decoding", "decode", tuple(s.name for s in DECODED), (HALF, INT4, INT4_INT8)),
@@ -105,7 +105,7 @@ def lever_chart(comparison: Comparison) -> str:
             axes.set_title(title, loc="left", fontsize=11)
             _thresholds(axes)
             axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=2)
-            # Room for the legend above the highest bar and the upper threshold.
+            # Leaves room for the legend above the highest bar and the upper threshold.
             axes.set_ylim(0, 1.4 * max(axes.get_ylim()[1] / 1.05, 0.95))
         return inline_svg(figure, "levers")
 

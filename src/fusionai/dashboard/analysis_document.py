@@ -1,8 +1,8 @@
-"""The comparison of two fleets as Markdown: findings, tables and assumptions. Decides the order of things; no pictures.
+"""The comparison of two fleets as Markdown: findings, tables and assumptions, without pictures.
 
-Only what a reader needs to judge the claim: the page and the CSV file have every cell with its stages.
+Has what a reader needs to judge the claim; the HTML page and the CSV file have every cell with its stages.
 
-Neighbours: `analysis_tables` has the words; the generated document and `analysis_page` are written from the same.
+Neighbours: `analysis_tables` has the texts; the generated document and `analysis_page` use the same ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def overall(comparison: Comparison) -> str:
 
 
 def document(comparisons: Sequence[Comparison]) -> str:
-    """Markdown: findings, tables and assumptions; no pictures."""
+    """Findings, tables and assumptions as Markdown."""
     first = comparisons[0]
     lines = [f"## {title(first)}", "", overall(first), ""]
     lines += [f"- {sentence}" for sentence in tables.findings(first)]
@@ -50,7 +50,7 @@ def document(comparisons: Sequence[Comparison]) -> str:
     ]
     for table in shown:
         lines += _markdown(table)
-    lines += ["### What was measured", "", *tables.measured(first)]
+    lines += ["### Measurements", "", *tables.measured(first)]
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,6 @@
-"""The comparison of two fleets as one HTML page that needs nothing else. Decides the order of things.
+"""The comparison of two fleets as one self-contained HTML page.
 
-Neighbours: `analysis_tables` has the words, `analysis_charts` the pictures, `analysis_document` the same in Markdown;
+Neighbours: `analysis_tables` has the texts, `analysis_charts` the pictures, `analysis_document` the same in Markdown;
 `cli.analyze` calls.
 """
 
@@ -18,7 +18,7 @@ from fusionai.scheduling.analysis_cases import Comparison, verdict
 
 
 def render_analysis(comparisons: Sequence[Comparison]) -> str:
-    """The page for the first of `comparisons`; the others (the same fleet, other references) are set beside it."""
+    """The page for the first comparison; the others (same fleet, other references) appear beside it in one table."""
     first = comparisons[0]
     environment = Environment(
         loader=PackageLoader("fusionai.dashboard", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True

@@ -1,6 +1,6 @@
-"""The comparison of two fleets as tables of words and figures. Decides what is shown and how it is said.
+"""Tables and sentences of the comparison of two fleets. Decides which figures are shown and how they are worded.
 
-Page, terminal and document are written from the same tables, so that they can't differ. Neighbours:
+Page, terminal and document are written from the same tables, so that they agree. Neighbours:
 `scheduling.analysis_cases` computes; `analysis_page`, `analysis_document` and `cli.analyze` lay out.
 """
 
@@ -42,8 +42,9 @@ Mark = Literal["", "good", "fair", "bad"]
 
 MARKS: Final[dict[Verdict, Mark]] = {"holds": "good", "within 2x": "fair", "fails": "bad", "does not fit": "bad"}
 CROWDED: Final = "*"
+"""Mark of a cell whose activations in flight don't fit into memory beside the state."""
 PLACES: Final = ((10, 100), (100, 50), (1_000, 20), (10_000, 1))
-"""Networks the tables of levers are for, as (Mbit/s, ms)."""
+"""Networks in the tables of levers, as (Mbit/s, ms)."""
 GRIDS: Final[tuple[tuple[Task, str], ...]] = (
     ("train", TEXTBOOK),
     ("train", BEST),
@@ -61,7 +62,7 @@ _TOLD: Final[tuple[tuple[Task, str, str], ...]] = (
     ("decode", HALF, INT4),
     ("forward", HALF, INT4),
 )
-"""For each kind of work a plain set of levers and the best."""
+"""For each kind of work, a plain set of levers and the best one."""
 _COSTED: Final[tuple[tuple[Task, str], ...]] = tuple((task, best) for task, _, best in _TOLD)
 _LEVERS: Final[dict[Task, tuple[str, ...]]] = {
     "train": tuple(TRAINING_LEVERS),
@@ -76,7 +77,7 @@ _MODELS: Final[dict[Task, tuple[str, ...]]] = {
 
 
 class Entry(NamedTuple):
-    """One field of a table; `mark` colours what the text says anyway."""
+    """A cell of a table; `mark` is the colour for what the text already says."""
 
     text: str
     mark: Mark = ""
@@ -84,7 +85,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """`right`: columns of numbers."""
+    """`right`: right-aligned columns, which have numbers."""
 
     title: str
     headers: tuple[str, ...]
@@ -94,7 +95,7 @@ class Table:
 
 
 def peaks(comparison: Comparison) -> Table:
-    """The two fleets on paper."""
+    """The two fleets by their data sheets."""
     rows = [
         (
             Entry(f"{peak.what}, {peak.unit}"),
@@ -115,7 +116,8 @@ def peaks(comparison: Comparison) -> Table:
 
 
 def levers(comparison: Comparison, task: Task, *, layouts: bool = True) -> list[Table]:
-    """A table per model: what each lever comes to on a few networks. `layouts`: with the stages and what limits."""
+    """One table per model: the ratio with each lever on a few networks. `layouts`: add the stages and the limiting
+    factor."""
     tables: list[Table] = []
     for model in _MODELS[task]:
         rows = [
@@ -138,7 +140,7 @@ def levers(comparison: Comparison, task: Task, *, layouts: bool = True) -> list[
 
 
 def grid(comparison: Comparison, task: Task, model: str, name: str) -> Table:
-    """Every bandwidth and latency for one model and one set of levers."""
+    """All bandwidths and latencies for one model and one set of levers."""
     rows = [
         (
             Entry(bandwidth(mbit)),
@@ -181,7 +183,7 @@ def counts(comparison: Comparison) -> Table:
 
 
 def costs(comparison: Comparison) -> Table:
-    """Energy and money per million tokens where the fleet does best on home links."""
+    """Energy and money per million tokens, with the fleet's best levers on home links."""
     rows: list[tuple[Entry, ...]] = []
     for task, name in _COSTED:
         for model in _MODELS[task]:
@@ -223,7 +225,7 @@ def costs(comparison: Comparison) -> Table:
 
 
 def against(comparisons: Sequence[Comparison]) -> Table:
-    """The main figures against each reference, side by side."""
+    """The main figures for each reference, side by side."""
     rows = [
         (
             Entry(f"{TASKS[task].split(',')[0]}: {model}, {name}"),
@@ -245,29 +247,29 @@ def against(comparisons: Sequence[Comparison]) -> Table:
 
 
 def assumptions(known: Assumptions) -> Table:
-    """Every number that is no data sheet's."""
+    """All numbers that are not from a data sheet."""
     said = {
-        "training_part": "part of its fp16 peak the fleet reaches in training (MFU)",
+        "training_part": "fraction of its fp16 peak that the fleet reaches in training (MFU)",
         "reference_training_part": "the same for the machines in one box",
-        "forward_part": "part of its peak the fleet reaches in forward passes over whole sequences",
+        "forward_part": "fraction of its peak that the fleet reaches in forward passes over whole sequences",
         "reference_forward_part": "the same for the machines in one box",
-        "decode_part": "part of its peak either side reaches in batched decoding",
-        "bandwidth_part": "part of its memory bandwidth either side reaches",
-        "memory_part": "part of its memory either side can fill",
-        "overhead_s": "seconds of a decoding pass on a stage besides reading and computing",
-        "context_tokens": "tokens cached per session in decoding",
+        "decode_part": "fraction of its peak that either side reaches in batched decoding",
+        "bandwidth_part": "fraction of its memory bandwidth that either side reaches",
+        "memory_part": "fraction of its memory that either side can use",
+        "overhead_s": "overhead of a decoding pass on a stage, in seconds, besides reading weights and computing",
+        "context_tokens": "tokens per session in the KV cache in decoding",
         "state_bytes_per_parameter": "bytes per trained parameter: half-precision weight and gradient, Adam in fp32",
         "gradient_bytes_per_parameter": "bytes per parameter that replicas exchange, before compression",
         "electricity_usd_per_kwh": "USD per kWh",
-        "years": "years a machine's price is spread over",
+        "years": "years over which a machine's price is spread",
     }
     rows = [(Entry(said[f.name]), Entry(f"{getattr(known, f.name):g}")) for f in fields(known)]
     return Table(title="Assumptions", headers=("what", "value"), rows=tuple(rows), right=(1,), notes=tuple(LIMITS))
 
 
 def sensitivity(comparison: Comparison) -> Table:
-    """What each number is worth: the ratio with it a fifth lower and a fifth higher. Rows in which nothing moves are
-    left out."""
+    """Sensitivity to each assumption: the ratio with the number a fifth lower and a fifth higher. Rows in which no
+    ratio changes are left out."""
     found = swings(comparison.fleet, comparison.reference, comparison.assumptions)
     cells = list(dict.fromkeys(swing.cell for swing in found))
     plain = {swing.cell: swing.plain for swing in found}
@@ -281,15 +283,17 @@ def sensitivity(comparison: Comparison) -> Table:
         if set(texts) != {"-"}:
             rows.append((Entry(what), *(Entry(text) for text in texts)))
     return Table(
-        title="What each number is worth, 100 Mbit/s and 50 ms",
+        title="Sensitivity to each assumption, 100 Mbit/s and 50 ms",
         headers=("a fifth lower to a fifth higher", *cells),
         rows=tuple(rows),
-        notes=("A dash: the ratio does not depend on it. For a ratio that falls with a number the second is smaller.",),
+        notes=(
+            "A dash: the ratio does not depend on it. If it falls as the number rises, the second value is smaller.",
+        ),
     )
 
 
 def effects() -> Table:
-    """What levers that change what is computed did to the loss, measured."""
+    """Measured effect on the loss of levers that change the computation."""
     rows = [
         (
             Entry(effect.lever),
@@ -302,38 +306,38 @@ def effects() -> Table:
         for effect in EFFECTS
     ]
     return Table(
-        title="What the levers cost in loss",
-        headers=("lever", "bytes of half precision's", "held-out loss, by seed", "mean", "measured with", "by"),
+        title="Effect of the levers on the loss",
+        headers=("lever", "bytes, of half precision", "held-out loss, by seed", "mean", "measured with", "by"),
         rows=tuple(rows),
         right=(1, 3),
         notes=(
-            "Small models, briefly trained: the noise between two runs is about as large as what is seen of "
-            "boundaries; what is seen of local updates, whose bytes are those of an exchange, is more. Nothing here "
-            "says what the same levers cost a model a thousand times larger.",
+            "Measured on small models with short training. The effect of compressed boundaries is about as large as "
+            "the noise between two runs; the effect of local updates, whose bytes are per exchange, is larger. The "
+            "effect on a model a thousand times larger was not measured.",
         ),
     )
 
 
 LIMITS: Final = (
     "Precision: fp16 or bf16 arithmetic with fp32 accumulation on both sides; dense peaks.",
-    "Arithmetic of a token's forward pass: two operations per parameter, and four per layer, number of its width and "
-    "token it attends to (half of the sequence where attention is causal). Norms and activations are left out.",
-    "Boundary tensors are half precision; 8-bit and 2-bit have the bytes of this software's codecs, both ways, scales "
-    "included, and coding is taken to cost no time. 64x compression of activations is a result from the literature, "
-    "for models built for it; this software has nothing like it.",
-    "Local updates: replicas exchange in 2 bits, once in 50 steps and early on more often (56 times in 1,500 steps), "
-    "beside computing. What large numbers of replicas cost in convergence is not in these figures.",
-    "Access links carry the same both ways and no other traffic; no jitter, no loss, no machine that leaves.",
-    "Activations are recomputed (a third more arithmetic). Links are hidden by microbatches in flight, twice a round "
-    f"trip's worth. {CROWDED} marks where what they keep does not fit beside the state: slower than said.",
-    "Decoding: both sides keep as many sessions as memory holds. The box runs replicas on groups of 1, 2, 4 ... "
-    "machines, the smallest that half-precision weights fill to at most two thirds; its links cost nothing.",
-    "4-bit weights are compared with half precision in the box unless the row says both sides.",
+    "Arithmetic of a token's forward pass: two operations per parameter, plus four per layer, unit of its width and "
+    "attended token (half of the sequence if attention is causal). Norms and activation functions are not counted.",
+    "Boundary tensors are half precision; 8-bit and 2-bit have the sizes of this software's codecs in both directions, "
+    "including scales, and coding is assumed to take no time. 64x compression of activations is from the literature, "
+    "for models designed for it; this software has no such codec.",
+    "Local updates: replicas exchange in 2 bits, once in 50 steps and more often early on (56 times in 1,500 steps), "
+    "overlapped with compute. The slower convergence with many replicas is not in these figures.",
+    "Access links are symmetric and carry no other traffic; there is no jitter, no loss, and no machine leaves.",
+    "Activations are recomputed (a third more arithmetic). Microbatches in flight, for twice a round trip's time, hide "
+    f"the links. {CROWDED} marks cells where their activations don't fit into memory; the true ratio is lower.",
+    "Decoding: both sides run as many sessions as fit into memory. The box runs replicas on groups of 1, 2, 4 ... "
+    "machines, the smallest group whose memory half-precision weights fill to at most two thirds; its links are free.",
+    "4-bit weights are compared with half precision in the box, unless the row says both sides.",
 )
 
 
 def shapes() -> Table:
-    """The models by their numbers."""
+    """Sizes of the models."""
     rows = [
         (
             Entry(shape.name),
@@ -356,7 +360,7 @@ def shapes() -> Table:
             "width",
             "tokens per sequence",
             "tokens per step",
-            "cache per token, kB",
+            "KV cache per token, kB",
             "trained",
         ),
         rows=tuple(rows),
@@ -365,7 +369,7 @@ def shapes() -> Table:
 
 
 def sources(comparison: Comparison, *others: Fleet) -> Table:
-    """Where the devices' figures come from."""
+    """Sources of the devices' figures."""
     kinds = {"vendor": "published", "measured": "measured", "memory": "general knowledge"}
     rows: list[tuple[Entry, ...]] = []
     for fleet in dict.fromkeys((comparison.fleet, comparison.reference, *others)):
@@ -380,7 +384,7 @@ def sources(comparison: Comparison, *others: Fleet) -> Table:
                 )
             )
     return Table(
-        title="Where the figures come from",
+        title="Sources of the figures",
         headers=("device", "figure", "value", "kind", "source"),
         rows=tuple(rows),
         right=(2,),
@@ -388,7 +392,7 @@ def sources(comparison: Comparison, *others: Fleet) -> Table:
 
 
 def measured(comparison: Comparison) -> list[str]:
-    """What of the two fleets was measured, in sentences."""
+    """Sentences on what was measured on the two fleets."""
     found = [
         f"{fleet.device.name}: {name}, {value:.4g} ({source})"
         for fleet in (comparison.fleet, comparison.reference)
@@ -396,13 +400,13 @@ def measured(comparison: Comparison) -> list[str]:
         if kind == "measured"
     ]
     return found or [
-        "Nothing. Every speed in this comparison is a data sheet's figure times an assumed part of it. A catalogue "
-        'entry of kind "measured" takes the place of the data sheet\'s.'
+        "Nothing. Every speed in this comparison is a data sheet's figure times an assumed fraction. A catalogue "
+        'entry of kind "measured" replaces the data sheet\'s.'
     ]
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """The comparison in a few sentences, each following from its cells."""
+    """The comparison in a few sentences, each derived from its cells."""
     peak = comparison.peaks[0].ratio
     said = [
         f"On paper, {comparison.fleet.name} have {peak:.2f} of the dense fp16 peak of {comparison.reference.name}: "

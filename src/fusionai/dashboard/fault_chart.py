@@ -1,6 +1,6 @@
-"""The time line of a run with faults: the loss over time, and below it who held which stage when, who was away.
+"""Timeline of a run with faults: the loss over time, and below it which peer held which stage when, or was away.
 
-Decides its look only. Neighbours: `svg`, `report`; the numbers are those of the report's table of faults.
+Neighbours: `svg`, `report`; the numbers are those in the report's table of faults.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROW_IN: Final = 0.36
 _BAR: Final = 0.58
 _GUARD: Final = 0.14
 _LEAST_LABELLED_PART: Final = 0.03
-"""Part of the time axis a bar must span to carry its stage's number."""
+"""Fraction of the time axis that a bar must span to show its stage's number."""
 BROKER: Final = ""
 
 
@@ -33,9 +33,9 @@ def fault_chart(
     tenures: Sequence[Tenure],
     name: Callable[[str], str],
 ) -> str | None:
-    """SVG; `commits` are (seconds, step from 1), `losses` by step. None where there is nothing to draw.
+    """Return an SVG; `commits` are (seconds, step from 1), `losses` by step. None if there is nothing to draw.
 
-    Red bands last from a fault's first sign to the next commit; a cross ends what a peer held.
+    Red bands last from a fault's first sign to the next commit; a cross marks where a peer was lost.
     """
     if not commits or not faults:
         return None
@@ -64,7 +64,7 @@ def fault_chart(
 
 
 def _rows(tenures: Sequence[Tenure], faults: Sequence[Fault]) -> list[str]:
-    """The broker first, then peers by the first stage they ever held, then those that only guarded."""
+    """The broker first, then peers by the first stage they held, then peers that only guarded."""
     first: dict[str, tuple[int, float]] = {}
     for tenure in tenures:
         stage = tenure.stage if tenure.part == "stage" and tenure.stage is not None else 1 << 20

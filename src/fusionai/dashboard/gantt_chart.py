@@ -1,4 +1,4 @@
-"""One step of the pipeline as a Gantt chart. Decides its look only. Neighbours: `svg`, `report`."""
+"""One step of the pipeline as a Gantt chart. Neighbours: `svg`, `report`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLOURS: Final = {"forward": FORWARD, "backward": BACKWARD, "weights": WEIGHTS,
 _LABELS: Final = {
     "forward": "forward",
     "backward": "backward",
-    "weights": "weight gradients, put off",
+    "weights": "deferred weight gradients",
     "apply": "optimizer",
     "send": "sending",
 }
@@ -23,15 +23,15 @@ _BAR_HEIGHT: Final = 0.56
 _SEND_HEIGHT: Final = 0.13
 _CHART_WIDTH_IN: Final = 9.2
 _LEAST_PART: Final = 0.002
-"""Shorter work is drawn this part of the time axis wide, so that it can be seen at all."""
+"""Least width of a bar as a fraction of the time axis, so that short work stays visible."""
 _LEAST_LABELLED_PART: Final = 0.011
-"""Part of the time axis a bar must span to carry its microbatch's number."""
+"""Fraction of the time axis that a bar must span to show its microbatch's number."""
 
 
 def gantt_chart(spans: Mapping[int, Sequence[Span]], labels: Mapping[int, str]) -> str | None:
-    """SVG; a row per stage, time in milliseconds from the first span. None if nothing was timed.
+    """Return an SVG with a row per stage and time in milliseconds from the first span; None if nothing was timed.
 
-    Computing fills the row, sending runs as a thin bar below it, because the two overlap. Waiting is left blank.
+    Compute bars fill the row; sending is a thin bar below, because the two overlap. Waiting is blank.
     """
     shown = {stage: [span for span in row if span.kind in _COLOURS] for stage, row in sorted(spans.items())}
     flat = [span for row in shown.values() for span in row]

@@ -1,6 +1,6 @@
-"""A layout with many holders per block as a picture: each peer's interval, what passes each block. Decides its look.
+"""Picture of a layout with many holders per block: each peer's interval of blocks, and the throughput at each block.
 
-Neighbours: `plan_chart` draws the plan of one chain and has the colours' definitions; `cli.plan` writes the file.
+Neighbours: `plan_chart` draws the plan of one chain and defines the colours; `cli.plan` writes the file.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fusionai.primitives.units import format_speed
 from fusionai.scheduling.many_holders import ManyHolders
 
 _MOST_LINES: Final = 1500
-"""Of more peers every second, third... is drawn."""
+"""Upper limit of drawn peers; if there are more, only every second, third... one is drawn."""
 
 
 def holders_picture(found: ManyHolders) -> str:
-    """An SVG file: peers by first block, one line each; beside the blocks, microbatches a second that pass them."""
+    """Return an SVG file: peers by first block, one line each; below, the microbatches per second at each block."""
     holdings = found.layout.holdings
     each = -(-len(holdings) // _MOST_LINES)
     drawn = holdings[::each]
@@ -52,7 +52,7 @@ def holders_picture(found: ManyHolders) -> str:
             fontsize=12,
         )
         figure.supxlabel(
-            "Not what a job runs: the live runtime runs one chain today. Without the exchange of gradients.",
+            "A projection: jobs run one chain today. Without the time to exchange gradients.",
             x=0.01,
             ha="left",
             fontsize=9.5,

@@ -1,7 +1,6 @@
-"""Several serving lines as a picture: what each passes, how many sessions it has, on how many machines. Decides its
-look.
+"""Picture of several serving pipelines: the throughput, sessions and machines of each.
 
-Neighbours: `plan_chart` draws the plan of one line and has the colours' definitions; `holders_chart` does the like for
+Neighbours: `plan_chart` draws the plan of one pipeline and defines the colours; `holders_chart` does the same for
 training; `cli.plan` writes the file.
 """
 
@@ -19,13 +18,13 @@ from fusionai.primitives.units import format_speed
 from fusionai.scheduling.many_lines import ManyLines
 
 _MOST_LINES: Final = 400
-"""Of more lines every second, third... is drawn."""
+"""Upper limit of drawn pipelines; if there are more, only every second, third... one is drawn."""
 _GAP: Final = 0.12
-"""Between two stages, of a block."""
+"""Gap between two stages, in blocks."""
 
 
 def lines_picture(found: ManyLines) -> str:
-    """An SVG file: lines from above, their stages over the model's blocks, and what each passes."""
+    """Return an SVG file: pipelines from top to bottom, their stages over the model's blocks, and their throughput."""
     each = -(-len(found.lines) // _MOST_LINES)
     drawn = found.lines[::each]
     first = min(line.stages[0].blocks[0] for line in drawn)
@@ -49,7 +48,7 @@ def lines_picture(found: ManyLines) -> str:
         speeds = np.array([line.tokens_per_s for line in drawn])
         passing.barh(np.arange(len(drawn)), speeds, color=APPLY, height=0.8)
         passing.axvline(found.chain_tokens_per_s, color=FAULT, linewidth=1)
-        passing.set_xlabel("tokens/s, filled; the mark: the plan's line")
+        passing.set_xlabel("tokens/s at full load; red: the plan's line")
         figure.suptitle(
             f"{format_speed(found.tokens_per_s)} tokens/s for {found.sessions:,} sessions on "
             f"{len(found.lines):,} lines, {found.over_one_chain:.3g} x one line",
@@ -58,6 +57,6 @@ def lines_picture(found: ManyLines) -> str:
             fontsize=12,
         )
         figure.supxlabel(
-            "Not what a job runs: a serving job runs one line today.", x=0.01, ha="left", fontsize=9.5, color=MUTED
+            "A projection: a serving job runs one line today.", x=0.01, ha="left", fontsize=9.5, color=MUTED
         )
         return standing_alone(inline_svg(figure, "lines"))

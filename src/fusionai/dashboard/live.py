@@ -1,7 +1,8 @@
-"""Training on the terminal as it runs: stages, progress, loss. Decides the picture; measures nothing, never waits.
+"""Live view of training on the terminal: stages, progress, loss. Never blocks the job.
 
-On a terminal the view redraws itself a few times a second, however fast the steps come; elsewhere (a pipe, a log file)
-each step is one plain line. Both say the same. Neighbours: whoever drives a job calls `step` after each commit.
+On a terminal the view redraws itself a few times per second, however fast the steps are; elsewhere (a pipe, a log file)
+each step is one plain line with the same content. Neighbours: the process that drives a job calls `step` after each
+commit.
 """
 
 from __future__ import annotations
@@ -35,30 +36,31 @@ class StepUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """One committed step."""
 
     step: int
-    """Steps committed so far: 1 after the first."""
+    """Number of steps committed so far: 1 after the first."""
     loss: float
     reference_loss: float | None = None
-    """Loss of the same step in one process, where that is run beside it."""
+    """Loss of the same step in one process, if a reference runs beside the job."""
     tokens_per_s: float
     learning_rate: float
     grad_norm: float
     step_s: float
     stage_busy: tuple[float, ...] = ()
-    """Part of the step each stage computed, 0 to 1, in order of the plan's stages; empty if unknown."""
+    """Fraction of the step in which each stage computed, in order of the plan's stages; empty if unknown."""
 
 
 class FaultLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A fault in the view's time line."""
+    """A fault in the view's timeline."""
 
     text: str
     over: bool
-    """The job is past it."""
+    """True once the job has recovered."""
 
 
 class TrainingView:
-    """`step` after every step, `note` for an event, `close` at the end; also a context manager.
+    """Call `step` after every step, `note` for an event, `close` at the end; also a context manager.
 
-    `pool`: profiles of the peers, for their names, devices and shares. `console`: where to write (standard output).
+    `pool`: profiles of the peers, for their names, devices and shares. `console`: where to write (default: standard
+    output).
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class TrainingView:
         self._losses.append(update.loss)
         if update.reference_loss is not None and update.loss != update.reference_loss:
             difference = abs(update.loss - update.reference_loss)
-            # A difference that is no number is worse than any number.
+            # NaN counts as the worst difference.
             if not difference <= self._worst[0]:
                 self._worst = (difference, update.step)
         self._step_s = [*self._step_s[1 - _RECENT_STEPS :], update.step_s]
@@ -116,20 +118,20 @@ class TrainingView:
             self._line(self._step_line(update))
 
     def replayed(self, step: int) -> None:
-        """A committed step was computed again, with the same result: `step` as in `StepUpdate`."""
+        """A committed step was recomputed with the same result: `step` as in `StepUpdate`."""
         self._replaying = step
         if self._live is None:
-            self._line(f"step {step}/{self._total_steps}  computed again from its record")
+            self._line(f"step {step}/{self._total_steps}  recomputed from the journal")
 
     def plan_changed(self, plan: Plan, reason: str = "") -> None:
         """Show another plan from now on; `reason` in a few words."""
         self._plan = plan
         why = f" ({reason})" if reason else ""
         if self._live is None:
-            self._line(f"another plan{why}: {self._pool_line()}")
+            self._line(f"new plan{why}: {self._pool_line()}")
 
     def faults(self, lines: Sequence[FaultLine], said: Sequence[str]) -> None:
-        """The time line of faults, oldest first, as a whole; `said`: what is new in it, for a log."""
+        """Replace the timeline of faults, oldest first; `said`: new lines for a log."""
         self._faults = tuple(lines)
         if self._live is None:
             for text in said:
@@ -143,7 +145,7 @@ class TrainingView:
             self._notes = [*self._notes[1 - _NOTES_SHOWN :], text]
 
     def close(self) -> None:
-        """Draw the last state and leave the terminal as it was. Twice is harmless."""
+        """Draw the last state and restore the terminal. May be called twice."""
         if self._live is not None:
             self._live.stop()
 
@@ -157,7 +159,7 @@ class TrainingView:
         parts.append(f"{update.tokens_per_s:,.0f} tokens/s")
         parts.append(f"lr {update.learning_rate:.3g}")
         parts.append(f"grad norm {update.grad_norm:.4g}")
-        parts.append(f"{format_seconds(update.step_s)} a step")
+        parts.append(f"{format_seconds(update.step_s)} per step")
         parts.append(f"ETA {self._eta()}")
         return "  ".join(parts)
 
@@ -177,7 +179,7 @@ class TrainingView:
         )
 
     def _stage_cells(self, stage: StagePlacement) -> tuple[str, str, str, str, str]:
-        """Peer, blocks, device, share, memory."""
+        """Return peer, blocks, device, share, memory."""
         profile = self._pool.get(stage.peer)
         first, end = stage.blocks
         replica = f"replica {stage.replica}, " if self._plan.replicas > 1 else ""
@@ -213,7 +215,7 @@ class TrainingView:
         table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
         wide = self._console.width >= _WIDE_CELLS
         for heading in ("stage", "peer", "holds", "device", "share", *(("memory",) if wide else ()), "busy"):
-            # On a narrow terminal names wrap; numbers stay whole.
+            # On a narrow terminal names wrap, numbers do not.
             named = heading in ("peer", "holds", "device")
             table.add_column(heading, justify="right" if heading in ("share", "memory") else "left", no_wrap=not named)
         busy = () if self._last is None else self._last.stage_busy
@@ -229,7 +231,7 @@ class TrainingView:
             return Text("-", style="dim")
         filled = round(min(max(part, 0.0), 1.0) * _BUSY_BAR_CELLS)
         full, empty = ("#", ".") if self._ascii else ("█", "░")
-        # The loss alone is little work: idle there is nothing to mend.
+        # A stage that only computes the loss has little work, so low use of it is not marked as a problem.
         style = "cyan" if not working else "green" if part >= 0.7 else "yellow" if part >= 0.4 else "red"
         bar = Text(full * filled, style=style)
         return bar.append(empty * (_BUSY_BAR_CELLS - filled), style="dim").append(f" {part:4.0%}", style="default")
@@ -244,7 +246,7 @@ class TrainingView:
         bar = ProgressBar(total=max(1, self._total_steps), completed=done)
         speed = "starting" if last is None else f"{last.tokens_per_s:,.0f} tokens/s  ETA {self._eta()}"
         if self._replaying is not None:
-            speed = f"computing step {self._replaying} again"
+            speed = f"recomputing step {self._replaying}"
         row.add_row(f"step [bold]{done}[/]/{self._total_steps}", bar, speed)
         return Group("", row)
 
@@ -268,5 +270,5 @@ class TrainingView:
 
 
 def _agreement(loss: float, reference: float) -> str:
-    """Bit equality is the claim, so anything else is shown as a number."""
+    """Since bit equality is the claim, any difference is shown as a number."""
     return "equal bit for bit" if loss == reference else f"differs by {abs(loss - reference):.3g}"

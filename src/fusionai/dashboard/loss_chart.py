@@ -1,4 +1,4 @@
-"""The loss curve, with the reference run's and their difference. Decides its look only. Neighbours: `svg`, `report`."""
+"""The loss curve, with a reference run's and their difference. Neighbours: `svg`, `report`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def loss_chart(
     evaluations: Sequence[tuple[int, float]],
     faults: Sequence[int] = (),
 ) -> str:
-    """SVG. Two panels with a reference: both curves, and pool less reference on a scale of its own. `faults`: the step
-    of each, marked with its number."""
+    """Return an SVG. With a reference it has two panels: both curves, and pool minus reference on its own scale.
+    `faults`: the step of each fault, marked with its number."""
     with chart_style():
         figure = Figure(figsize=(9.2, 4.6 if reference is not None else 3.4), layout="constrained")
         if reference is None:
@@ -26,7 +26,7 @@ def loss_chart(
             top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         steps = range(1, len(losses) + 1)
         quiet(top)
-        # Dots carry a short run that a line alone would hide.
+        # A short run needs dots, because the thin line alone would be hard to see.
         dots = "o" if len(losses) <= 60 else None
         top.plot(steps, losses, color=FORWARD, linewidth=3.2, alpha=0.55, label="pool")
         if reference is not None:

@@ -1,6 +1,6 @@
-"""A plan as a picture: time per stage and link, memory used of what is lent, who stands by. Decides its look only.
+"""Picture of a plan: time per stage and link, memory used of what is lent, spares.
 
-The SVG stands alone: it brings its colours along, for light and dark. Neighbours: `svg` (colours by role),
+The SVG is self-contained: it includes its colours for light and dark themes. Neighbours: `svg` (colours by role),
 `scheduling.crossings` (the links); `cli.plan` writes the file.
 """
 
@@ -40,7 +40,7 @@ _COLOURS: Final = """<style>svg { --ink:#1b1f24; --muted:#59636e; --line:#d8dee4
 
 
 def plan_picture(plan: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]) -> str:
-    """An SVG file. Stages in pipeline order; the bar of what is slowest is red."""
+    """Return an SVG file. Stages are in pipeline order; the slowest stage's or link's bar is red."""
     stages = plan.stages[:_MOST_STAGES]
     links = [link for link in crossings if link.to_stage < len(stages)]
     with chart_style():
@@ -56,7 +56,7 @@ def plan_picture(plan: Plan, crossings: Sequence[Crossing], names: Mapping[str, 
 
 
 def standing_alone(svg: str) -> str:
-    """An inline figure as a file of its own, with its colours."""
+    """Turn an inline figure into a separate SVG file that includes its colours."""
     opening, rest = svg.replace(' aria-hidden="true"', ' role="img"', 1).split(">", 1)
     return f'<?xml version="1.0" encoding="utf-8"?>\n{opening}>{_COLOURS}{rest}\n'
 
@@ -71,7 +71,7 @@ def _times(axes: Axes, stages: Sequence[StagePlacement], links: Sequence[Crossin
         label = f"{format_seconds(link.transfer_s)} + {format_seconds(link.latency_s)} latency"
         _bar(axes, link.from_stage + 0.5, link.transfer_s, slowest_s, SEND, _LINK_HEIGHT, label)
     axes.set_xlim(0, slowest_s * 1.45 * 1e3)
-    axes.set_xlabel("milliseconds: computing (thick), sending on (thin)")
+    axes.set_xlabel("milliseconds: compute (thick), transfer to the next stage (thin)")
 
 
 def _bar(axes: Axes, row: float, seconds: float, slowest_s: float, colour: str, height: float, label: str) -> None:
@@ -98,7 +98,7 @@ def _memory(axes: Axes, stages: Sequence[StagePlacement]) -> None:
         text = f"{format_bytes(stage.memory_bytes)} of {format_bytes(stage.memory_limit_bytes)}"
         axes.text(2, row - 0.38, text, va="center", fontsize=8, color=MUTED)
     axes.set_xlim(0, 100)
-    axes.set_xlabel("memory, % of what is lent")
+    axes.set_xlabel("memory, % of what the machine lends")
     axes.tick_params(labelleft=False)
 
 
@@ -116,7 +116,7 @@ def _title(plan: Plan) -> str:
             f"{plan.tokens_per_s:.4g} tokens/s for one session, {plan.serving.tokens_per_s_together:.4g} for "
             f"{plan.serving.sessions} together"
         )
-    return f"{plan.tokens_per_s:.4g} tokens/s, a step in {format_seconds(plan.step_time_s)}"
+    return f"{plan.tokens_per_s:.4g} tokens/s, {format_seconds(plan.step_time_s)} per step"
 
 
 def _below(plan: Plan, shown: int, names: Mapping[str, str]) -> list[str]:
@@ -128,6 +128,6 @@ def _below(plan: Plan, shown: int, names: Mapping[str, str]) -> list[str]:
     if plan.spares:
         more = len(plan.spares) - 6
         spares = ", ".join(names.get(peer, peer) for peer in plan.spares[:6])
-        lines.append(f"Standing by: {spares}{f' and {more} more' if more > 0 else ''}.")
+        lines.append(f"Spares: {spares}{f' and {more} more' if more > 0 else ''}.")
     lines += [warning for warning in plan.warnings[:1] if len(warning) < 140]
     return lines

@@ -1,7 +1,8 @@
-"""Several replicas on the terminal as they train: a line each, the rounds they agree in, the mean of their losses.
+"""Live view of training with several replicas: a line per replica, the last exchange, the mean loss. Never blocks the
+job.
 
-Decides the picture; measures nothing, never waits. On a terminal it redraws itself, elsewhere everything is a plain
-line. Neighbours: `dashboard.live` shows one pipeline; `cli.train_replicas` feeds this.
+On a terminal it redraws itself, elsewhere everything is a plain line. Neighbours: `dashboard.live` shows one pipeline;
+`cli.train_replicas` feeds this view.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _CURVE_CELLS: Final = 60
 
 @dataclass(slots=True)
 class _Row:
-    """One replica. `step`: of the job's steps."""
+    """One replica. `step`: number of the job's steps that are done."""
 
     machines: str = ""
     step: int = 0
@@ -64,13 +65,13 @@ class ReplicasView:
             self._live.stop()
 
     def machines(self, number: int, names: str) -> None:
-        """Who runs a replica, in a few words."""
+        """Show which machines run a replica, in a few words."""
         row = self._row(number)
-        row.machines, row.state = names, "beginning"
+        row.machines, row.state = names, "starting"
         self._line(f"replica {number}: {names}")
 
     def step(self, number: int, step: int, *, loss: float, tokens_per_s: float, step_s: float) -> None:
-        """A committed step: `step` of the job's steps are over for this replica."""
+        """Show a committed step: the replica has done `step` of the job's steps."""
         row = self._row(number)
         row.step, row.loss, row.tokens_per_s, row.step_s, row.state = step, loss, tokens_per_s, step_s, "training"
         self._losses.append(loss)
@@ -80,11 +81,11 @@ class ReplicasView:
         )
 
     def state(self, number: int, text: str) -> None:
-        """What a replica does when it does not train."""
+        """Show what a replica does while it does not train."""
         self._row(number).state = text
 
     def exchanged(self, text: str) -> None:
-        """A round is over."""
+        """Show the end of a round."""
         self._round = text
         self._line(text)
 
@@ -102,7 +103,7 @@ class ReplicasView:
 
     def _render(self) -> RenderableType:
         table = Table(box=None, padding=(0, 2, 0, 0), expand=False)
-        for heading in ("replica", "machines", "", "step", "loss", "tokens/s", "a step", ""):
+        for heading in ("replica", "machines", "", "step", "loss", "tokens/s", "per step", ""):
             table.add_column(heading, overflow="fold")
         for number, row in sorted(self._rows.items()):
             table.add_row(
@@ -118,7 +119,7 @@ class ReplicasView:
         together = sum(row.tokens_per_s for row in self._rows.values() if row.state == "training")
         ascii_only = not (self.console.encoding or "").lower().startswith("utf")
         curve = sparkline(self._losses, _CURVE_CELLS, ascii_only=ascii_only)
-        lines = [f"together {together:,.0f} tokens/s   loss {curve}", f"last exchange: {self._round}"]
+        lines = [f"total {together:,.0f} tokens/s   loss {curve}", f"last exchange: {self._round}"]
         return Panel(
             Group(table, *(escape(line) for line in lines), *(escape(note) for note in self._notes)), title=self.title
         )

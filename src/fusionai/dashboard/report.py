@@ -1,7 +1,7 @@
-"""A job's report: one HTML file that needs nothing else. Decides what is said; `report.html.jinja` how it looks.
+"""A job's report as one self-contained HTML file. Decides its content; `report.html.jinja` decides the layout.
 
-Never links to anything outside the file, so that it can be mailed or archived. Neighbours: `report_data` (what goes
-in), `loss_chart`, `gantt_chart` and `fault_chart` (pictures).
+The file links to nothing outside itself, so that it can be mailed or archived. Neighbours: `report_data` (input),
+`loss_chart`, `gantt_chart` and `fault_chart` (pictures).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TEMPLATE: Final = "report.html.jinja"
 
 
 def render_report(data: ReportData) -> str:
-    """The page as text."""
+    """Return the page as text."""
     names = _Names(data)
     environment = Environment(
         loader=PackageLoader("fusionai.dashboard", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -59,7 +59,7 @@ def render_report(data: ReportData) -> str:
 
 
 def write_report(data: ReportData, path: Path) -> None:
-    """Write the page whole or not at all. Raises `StorageError` naming the file."""
+    """Write the page as a whole or not at all. Raises `StorageError` with the file's name."""
     text = render_report(data)
     partial = path.with_name(path.name + ".partial")
     try:
@@ -70,13 +70,13 @@ def write_report(data: ReportData, path: Path) -> None:
         with suppress(OSError):
             partial.unlink()
         raise StorageError(
-            f"the report could not be written to {path}: {error.strerror}.", hint="Choose another place for it."
+            f"the report could not be written to {path}: {error.strerror}.", hint="Choose another path for the report."
         ) from error
 
 
 def max_abs_difference(data: ReportData) -> float | None:
-    """Largest difference between the pool's loss and the reference's; None without one; infinity if they don't
-    cover the same steps or either is not a number where the other is."""
+    """Largest difference between the pool's loss and the reference's. None without a reference; infinity if they have
+    different steps, or if a loss is not finite."""
     reference = data.losses_reference
     if reference is None:
         return None
@@ -96,7 +96,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """A line of the closing table."""
+    """A row of the result table."""
 
     name: str
     value: str
@@ -113,9 +113,9 @@ def _verdict(data: ReportData) -> Verdict:
     if difference > 0:
         return Verdict(False, f"The pool's loss differs from one process by up to {difference:.3g} within {steps}.")
     if data.lost_steps:
-        return Verdict(False, f"{steps} equal bit for bit, but {data.lost_steps} committed ones were lost on the way.")
+        return Verdict(False, f"{steps} equal bit for bit, but {data.lost_steps} committed steps were lost.")
     if data.checkpoint_loss_diff or data.generation_equal is False:
-        return Verdict(False, f"{steps} equal bit for bit, but the exported model behaves differently; see below.")
+        return Verdict(False, f"{steps} equal bit for bit, but the exported model gives different results; see below.")
     through = f", through {len(data.faults)} {'fault' if len(data.faults) == 1 else 'faults'}" if data.faults else ""
     return Verdict(True, f"{steps}: the pool's loss equals one process bit for bit{through}.")
 
@@ -171,16 +171,16 @@ def _facts(data: ReportData) -> list[Fact]:
 
 
 def _faults(data: ReportData) -> str:
-    """How many, and how long the job stood still."""
+    """Number of faults, and how long they interrupted training."""
     waits = [fault.recovery_s for fault in data.faults if fault.recovery_s is not None and fault.peer]
     if not waits:
-        return f"{len(data.faults)}; the job never stood still"
-    longest = f", {format_seconds(max(waits))} at the longest" if len(waits) > 1 else ""
-    return f"{len(data.faults)}; the job stood still for {format_seconds(sum(waits))} in all{longest}"
+        return f"{len(data.faults)}; training never paused"
+    longest = f", at most {format_seconds(max(waits))} at a time" if len(waits) > 1 else ""
+    return f"{len(data.faults)}; training paused for {format_seconds(sum(waits))} in total{longest}"
 
 
 class _Names:
-    """Peer id -> the name to show, unambiguous even where two peers have the same name."""
+    """Peer id -> displayed name, unambiguous even if two peers have the same name."""
 
     def __init__(self, data: ReportData) -> None:
         counts: dict[str, int] = {}
@@ -197,7 +197,7 @@ class _Names:
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A row of the pool's table."""
+    """A row of the pool table."""
 
     profile: PeerProfile
     part: str

@@ -1,4 +1,4 @@
-"""A series as one line of text. Decides which character stands for which value; knows nothing of training."""
+"""A series of numbers as one line of text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _MISSING: Final = "x"
 
 
 def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """At most `width` characters, oldest left, each the mean of its share of `values`; `x` where that is not finite."""
+    """Return at most `width` characters, oldest left, each the mean of an equal share of `values`; `x` if that is not
+    finite."""
     if not values or width < 1:
         return ""
     levels = _ASCII if ascii_only else _BLOCKS
@@ -20,7 +21,7 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
     means = [_mean(values[i * len(values) // columns : (i + 1) * len(values) // columns]) for i in range(columns)]
     finite = [m for m in means if isfinite(m)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    # A constant series is a low line, not a full one.
+    # A constant series becomes a low line.
     scale = (len(levels) - 1) / (high - low) if high > low else 0.0
     return "".join(levels[round((m - low) * scale)] if isfinite(m) else _MISSING for m in means)
 

@@ -1,8 +1,7 @@
-"""Figures as inline SVG that follows the page's theme. Decides colours by role; draws no data.
+"""Figures as inline SVG that follows the page's light or dark theme. Decides which role has which colour.
 
-Charts are drawn in stand-in colours which become CSS variables, so that one SVG suits a light and a dark page. Text
-stays text. Neighbours: `loss_chart`, `gantt_chart` and `fault_chart` draw, `report` places the
-result.
+Charts are drawn in placeholder colours, which are replaced by CSS variables, so that one SVG suits both themes. Text
+stays text. Neighbours: the chart modules draw, `report` and `analysis_page` place the result.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _VARIABLES: Final = {
 
 @contextmanager
 def chart_style() -> Iterator[None]:
-    """The settings figures are drawn and written under."""
+    """matplotlib's settings for drawing and writing figures."""
     with rc_context(
         {
             "svg.fonttype": "none",
@@ -60,7 +59,7 @@ def chart_style() -> Iterator[None]:
 
 
 def quiet(axes: Axes) -> None:
-    """Only what helps to read: a light grid, no box."""
+    """Reduce the axes to a light grid without a box."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -71,7 +70,7 @@ def quiet(axes: Axes) -> None:
 
 
 def badges(axes: Axes, places: Sequence[float], nearest: float) -> None:
-    """Number the faults at these places, from 1, on the upper edge, each with a line down through the axes. Those
+    """Number the faults at these places from 1, at the upper edge, each with a line down through the axes. Faults
     closer together than `nearest` share a badge."""
     groups: list[tuple[float, list[int]]] = []
     for number, x in sorted(enumerate(places, start=1), key=lambda one: one[1]):
@@ -103,10 +102,10 @@ def inline_svg(figure: Figure, name: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # The page sizes it; the element's own size in points would win otherwise.
+    # Remove the element's own size in points, which would override the page's.
     opening, rest = text.split(">", 1)
     opening = re.sub(r'\s(?:width|height)="[^"]*"', "", opening)
-    # The page's caption describes the figure; its inner text would be read out digit by digit.
+    # Hidden from screen readers, which would read it digit by digit; the page's caption describes the figure.
     text = f'{opening} aria-hidden="true">{rest}'
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", text)

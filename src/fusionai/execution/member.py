@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
 
 from fusionai.coordination.silence import PING_S
 from fusionai.execution import envelopes
+from fusionai.execution.driven_part import DrivenPart, LinkLostSink
 from fusionai.execution.host import Host
 from fusionai.execution.keeper import Keeper
 from fusionai.execution.links import Links, dials
 from fusionai.execution.outbox import Outbox
-from fusionai.execution.part import Task
-from fusionai.execution.placement import Placement
 from fusionai.execution.referee import Referee
 from fusionai.execution.retained import Sent
-from fusionai.execution.roster import Roster
 from fusionai.execution.runtime import StageRuntime
 from fusionai.execution.stages import HELD_WITHOUT_LIMIT_BYTES, Stages
 from fusionai.primitives.errors import (
@@ -34,7 +30,6 @@ from fusionai.primitives.errors import (
     FusionError,
     GraphError,
     TransportError,
-    TrustError,
 )
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -45,13 +40,9 @@ from fusionai.wire.messages import Fence
 log = logging.getLogger(__name__)
 
 OutputSink = Callable[[wire.Output, dict[str, HostTensor]], None]
-LinkLostSink = Callable[[PeerId, str], None]
-
-MAX_UNREAD: Final = 1024
-"""Messages to a driver that does not read them."""
 
 
-class JobMember:
+class JobMember(DrivenPart):
     """`owner` is the driver's peer id, `opened` the fence it opened the job with. `on_output` and `on_link_lost` only
     where the driver lives: job outputs and news of lost links end there, others send theirs on the network."""
 
@@ -65,23 +56,8 @@ class JobMember:
         on_output: OutputSink | None = None,
         on_link_lost: LinkLostSink | None = None,
     ) -> None:
-        self.task: Task = "train"
-        self.job = job
-        self.owner = owner
-        self.fence = opened
-        """The highest fence heard of from the driver; nothing below it is let in."""
-        self.stale_dropped = 0
-        """Messages dropped because their fence was not the stage's own (normal after a change of plan)."""
-        self._host = host
+        super().__init__("train", host, job, owner, opened, on_link_lost)
         self._on_output = on_output
-        self._on_link_lost = on_link_lost
-        self._placement = Placement(job=job, me=host.peer, owner=owner, fence=opened)
-        self._roster = Roster(job, owner, host.peer)
-        self._enlisted = False
-        """Whether `_placement` came with an `Enlist`."""
-        self._failed: dict[int, Fence] = {}
-        self._links_told: set[tuple[Fence, PeerId]] = set()
-        self._tasks: set[asyncio.Task[object]] = set()
         self._stages = Stages(host, job, self)
         self._attaching = asyncio.Lock()
         self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
@@ -98,9 +74,7 @@ class JobMember:
         """Of the present round; those that are over too."""
         self._referees: dict[int, Referee] = {}
         """Stage that is run again here -> who does it."""
-        self._driver: Outbox | None = None
         self._state_channel: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
-        self._closed = False
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -111,47 +85,7 @@ class JobMember:
         """Whole ones kept here."""
         return self._keeper.store.held
 
-    @property
-    def driven(self) -> bool:
-        """Whether a driver's connection is being served."""
-        return self._driver is not None
-
     # ------------------------------------------------------------------------------------------ reading channels
-
-    async def serve_control(self, channel: Channel) -> bool:
-        """Obey the driver until it detaches, breaks the protocol or the connection ends. A connection served before is
-        shown out: the driver has come anew.
-
-        True if the job is over for this member; False if it waits for its driver to come back."""
-        driver = Outbox(channel, self._driver_lost)
-        former, self._driver = self._driver, driver
-        if former is not None:
-            former.abandon()
-            self._start(former.channel.close())
-        with self._served():
-            try:
-                while True:
-                    envelope = await channel.receive()
-                    if isinstance(envelope.message, wire.Detach):
-                        if envelope.message.fence >= self.fence:
-                            await self._detach()
-                            return True
-                        self.stale_dropped += 1
-                    else:
-                        self._obey(envelope, driver)
-                    if driver.waiting > MAX_UNREAD:
-                        raise ExecutionError(f"the driver of {self.job} does not read its control connection.")
-            except ChannelClosed:
-                log.info("the connection to the driver of %s ended", self.job)
-            except FusionError as error:
-                log.warning("the driver of %s broke the protocol: %s", self.job, error)
-                self._report(error)
-                return self._driver is driver
-            finally:
-                if self._driver is driver:
-                    self._driver = None
-                await driver.close()
-        return False
 
     def _obey(self, envelope: Envelope, driver: Outbox) -> None:
         """One message of the driver's. Takes no time: what does goes on beside the connection."""
@@ -226,23 +160,6 @@ class JobMember:
         with self._served():
             await self._keeper.serve(peer, channel)
 
-    @contextmanager
-    def _served(self) -> Iterator[None]:
-        """The task at work in here ends with this member."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            yield
-        finally:
-            self._tasks.discard(task)
-
-    def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def _from_link(self, peer: PeerId, envelope: Envelope) -> None:
         message = envelope.message
         sender = envelopes.sender(message)
@@ -282,28 +199,8 @@ class JobMember:
     def enlist(self, enlist: wire.Enlist) -> wire.Enlisted | wire.Refused:
         """A round begins: adopt its fence and places. Stages that live elsewhere now are forgotten unless they are
         guarded here, snapshots stay."""
-        if enlist.job != self.job:
-            return wire.Refused(code="unknown_job", reason=f"this connection is for job {self.job}.")
-        known = self._placement.fence
-        if enlist.fence < self.fence or (self._enlisted and enlist.fence <= known):
-            self.stale_dropped += 1
-            return wire.Refused(code="stale_fence", reason=f"{self.job} is at {self.fence}")
-        try:
-            self._roster.adopt(enlist)
-        except TrustError as error:
-            return wire.Refused(code="bad_placement", reason=str(error))
-        self._placement = Placement(
-            job=self.job,
-            me=self._host.peer,
-            owner=self.owner,
-            fence=enlist.fence,
-            neighbours={neighbour.stage: neighbour for neighbour in enlist.neighbours},
-            guards=frozenset(enlist.guards),
-            ticket=enlist.ticket,
-            signed=enlist.placement,
-            named=self._roster.named,
-        )
-        self.fence = enlist.fence
+        if (refused := self._adopt(enlist)) is not None:
+            return refused
         for check in self._checks:
             check.cancel()
         self._checks.clear()
@@ -323,17 +220,6 @@ class JobMember:
             for neighbour in enlist.neighbours:
                 self._dial(neighbour)
         return wire.Enlisted(fence=enlist.fence, fingerprint=self._host.fingerprint, snapshots=self._keeper.store.held)
-
-    def admit(self, opened: Fence) -> bool:
-        """Whether a driver that opens the job with this fence may take over; older ones may not from then on."""
-        if opened < self.fence:
-            return False
-        self.fence = opened
-        return True
-
-    def check(self, peer: PeerId, opening: wire.OpenJob) -> None:
-        """Raises `TrustError` for a peer that the owner's signed placement does not name."""
-        self._roster.check(peer, opening)
 
     async def _attach(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> None:
         """Loads if need be, one stage after the other; later rounds may come meanwhile."""
@@ -425,10 +311,6 @@ class JobMember:
             self._links.post(peer, message, tensors)
         except TransportError as error:
             self._link_lost(peer, str(error))
-
-    def to_driver(self, message: wire.Message) -> None:
-        if self._driver is not None:
-            self._driver.post(message)
 
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None:
         if self._on_output is not None:
@@ -588,21 +470,6 @@ class JobMember:
 
     # -------------------------------------------------------------------------------------------------- the ends
 
-    def _driver_lost(self, reason: str) -> None:
-        log.info("nothing more reaches the driver of %s: %s", self.job, reason)
-
-    def _link_lost(self, peer: PeerId, reason: str) -> None:
-        """Told once per round and peer; no stage fails for it."""
-        fence = self._placement.fence
-        if self._closed or peer not in self._placement.peers or (fence, peer) in self._links_told:
-            return
-        self._links_told = {told for told in self._links_told if told[0] == fence} | {(fence, peer)}
-        log.info("link to peer %s lost: %s", short(peer), reason)
-        if self._on_link_lost is not None:
-            self._on_link_lost(peer, reason)
-        else:
-            self.to_driver(wire.LinkLost(fence=fence, peer=peer, reason=reason[:4000]))
-
     def _refuse(self, attach: wire.Attach, code: wire.RefusalCode, reason: str) -> None:
         self.to_driver(wire.StageFailed(fence=attach.fence, stage=attach.stage, code=code, reason=reason[:4000]))
 
@@ -626,12 +493,6 @@ class JobMember:
         for failed in [runtime] if runtime is not None else self._stages.all:
             self.failed(failed.stage, failed.fence, "bad_message", str(error))
 
-    def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None:
-        """Tell the driver, once per stage and fence: the first failure ends the attempt."""
-        if self._failed.get(stage) != fence:
-            self._failed[stage] = fence
-            self.to_driver(wire.StageFailed(fence=fence, stage=stage, code=code, reason=reason[:4000]))
-
     async def _detach(self) -> None:
         self._keeper.store.clear()
         await self._stages.keep_only(frozenset())
@@ -642,11 +503,7 @@ class JobMember:
         await self._detach()
         await self._links.close()
         await self._keeper.close()
-        tasks = self._tasks - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._end_tasks()
         await self._detach()  # what an attach under way had loaded meanwhile
 
 

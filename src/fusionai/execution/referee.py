@@ -66,7 +66,6 @@ class Referee:
         self._marks: dict[tuple[int, int], list[wire.Mark]] = {}
         """(whose, step) -> as it should have made them."""
         self._norms: list[wire.StepNorms] = []
-        self._busy_s = 0.0
         self._failure = ""
 
     def take(self, message: Sent, tensors: Entries) -> None:
@@ -93,12 +92,12 @@ class Referee:
             raise ExecutionError(f"the snapshot of step {told.first} does not fit stage {told.stage}.")
         begin_apart = 0.0
         if told.first == 0:
-            begin_apart = await self._timed(lambda: self._from_rules(begin))
+            begin_apart = await self._computed(lambda: self._from_rules(begin))
         for chunk in chunks(begin.items()):
-            await self._timed(lambda chunk=chunk: self._program.import_state(chunk))
+            await self._computed(lambda chunk=chunk: self._program.import_state(chunk))
         for record in told.records:
             await self._step(record)
-        state_apart = await self._timed(lambda: _apart(self._program.export_state(("model", "optimizer")), end))
+        state_apart = await self._computed(lambda: _apart(self._program.export_state(("model", "optimizer")), end))
         return wire.Rechecked(
             fence=told.fence,
             stage=told.stage,
@@ -108,7 +107,6 @@ class Referee:
             norms=tuple(self._norms),
             state_apart=state_apart,
             begin_apart=begin_apart,
-            busy_s=self._busy_s,
         )
 
     def _from_rules(self, begin: Entries) -> float:
@@ -125,9 +123,9 @@ class Referee:
             await self._all_of(step, microbatch)
             await self._microbatch(Call("train", step, microbatch, self._boundary.replica))
         await self._until(self._shared_of(step))
-        norms = await self._timed(lambda: self._summed(step))
+        norms = await self._computed(lambda: self._summed(step))
         self._norms.append(wire.StepNorms(step, norms))
-        await self._timed(lambda: self._program.apply(scale=record.scale, learning_rate=record.learning_rate))
+        await self._computed(lambda: self._program.apply(scale=record.scale, learning_rate=record.learning_rate))
 
     async def _microbatch(self, call: Call) -> None:
         inputs = self._held.take_inputs("train", call.step, call.microbatch)
@@ -152,7 +150,7 @@ class Referee:
                         seen = passed.mark_at(other, call.microbatch, carried, their, forward=forward)
                         self._marks.setdefault((other, call.step), []).append(seen)
 
-        await self._timed(work)
+        await self._computed(work)
 
     def _summed(self, step: int) -> dict[str, float]:
         """Norms of the step's gradients, shared ones as their home summed them."""
@@ -185,9 +183,8 @@ class Referee:
             await self._happened.wait()
         self._arrived -= owed
 
-    async def _timed(self, work: Callable[[], T]) -> T:
-        result, timed = await self._compute.run(work)
-        self._busy_s += timed.busy_s
+    async def _computed(self, work: Callable[[], T]) -> T:
+        result, _ = await self._compute.run(work)
         return result
 
 

@@ -150,11 +150,6 @@ class StageRuntime:
         # Both refer to this runtime: a circle that would keep the stage's whole state until somebody collects it.
         del self._bench, self._copies
 
-    @property
-    def dropped(self) -> int:
-        """Tensors under the stage's own fence that belong to no work still to be done."""
-        return self._machine.dropped
-
     def accepts(self, fence: Fence) -> bool:
         return not self._closed and self._machine.accepts(fence)
 
@@ -281,7 +276,6 @@ class StageRuntime:
                         step=step,
                         norms=self._bench.norms,
                         spans=tuple(self._bench.spans),
-                        peak_memory_bytes=self.resident_bytes,
                         marks=self._bench.take_marks(step),
                     )
                 )

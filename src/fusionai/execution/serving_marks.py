@@ -43,8 +43,6 @@ Marks = npt.NDArray[np.float32]
 """[rows, SIZE]."""
 Rows = npt.NDArray[np.float32]
 """[rows, numbers of a row]."""
-ROW_BYTES: Final = 2 * 4 * SIZE
-"""Of a position in a book: got and gave."""
 TOGETHER: Final = 128
 """Rows that wait, at most; they are held whole."""
 

@@ -14,30 +14,25 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from fusionai.coordination.silence import PING_S
 from fusionai.execution.allocator import return_code_pages, return_freed_memory
+from fusionai.execution.driven_part import DrivenPart, LinkLostSink
 from fusionai.execution.host import Host
 from fusionai.execution.links import Links, dials
 from fusionai.execution.outbox import Outbox
-from fusionai.execution.part import Task
-from fusionai.execution.placement import Placement
-from fusionai.execution.roster import Roster
 from fusionai.execution.serving_loading import identity_of, prepare_stage
 from fusionai.execution.serving_referee import TextReferee
 from fusionai.execution.serving_stage import ServingStage
 from fusionai.execution.serving_weights import StageWeights
 from fusionai.execution.state import headers
 from fusionai.primitives.errors import (
-    ChannelClosed,
     ExecutionError,
     FusionError,
     GraphError,
     TransportError,
-    TrustError,
 )
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -51,17 +46,14 @@ log = logging.getLogger(__name__)
 ResultSink = Callable[[wire.PassResult, Mapping[str, HostTensor]], None]
 Testimony = wire.ToldMarks | wire.ShownRows | wire.ReadText
 TestimonySink = Callable[[PeerId, Testimony, Mapping[str, HostTensor]], None]
-LinkLostSink = Callable[[PeerId, str], None]
 
-MAX_UNREAD: Final = 1024
-"""Messages to a driver that does not read them."""
 LOADING_S: Final = 0.5
 """Between two words of how far the weights are."""
 WORKING_BEATS: Final = 4
 """So many pings' intervals lie between two words of what stages compute."""
 
 
-class ServingMember:
+class ServingMember(DrivenPart):
     """`owner` is the driver's peer id, `opened` the fence it opened the job with. `on_result`, `on_testimony` and
     `on_link_lost` only where the driver lives: results of passes, what checks need and news of lost links end there,
     others send theirs on the network."""
@@ -78,98 +70,34 @@ class ServingMember:
         on_testimony: TestimonySink | None = None,
         on_link_lost: LinkLostSink | None = None,
     ) -> None:
-        self.task: Task = "serve"
-        self.job = job
-        self.owner = owner
-        self.fence = opened
-        """The highest fence heard of from the driver; nothing below it is let in."""
-        self.stale_dropped = 0
-        """Messages dropped because they were of another round (normal after a change of plan)."""
+        super().__init__("serve", host, job, owner, opened, on_link_lost)
         self.snapshots: tuple[wire.SnapshotAt, ...] = ()
         """Of a kind that only training keeps."""
-        self._host = host
         self._weights = weights
         self._on_result = on_result
         self._on_testimony = on_testimony
-        self._on_link_lost = on_link_lost
-        self._placement = Placement(job=job, me=host.peer, owner=owner, fence=opened, task=self.task)
-        self._roster = Roster(job, owner, host.peer)
-        self._enlisted = False
-        """Whether `_placement` came with an `Enlist`."""
         self._stages: dict[int, ServingStage] = {}
         self._referees: dict[int, TextReferee] = {}
         """By the number of the check."""
         self._loading = asyncio.Lock()
         self._loads: dict[int, wire.Loading] = {}
         """Of stages that are being loaded, how far they are: told again while that takes."""
-        self._failed: dict[int, Fence] = {}
-        self._links_told: set[tuple[Fence, PeerId]] = set()
         self._visitors: set[PeerId] = set()
         """Linked without a stage: guards."""
         self._guests: dict[Channel, PeerId] = {}
         """Members that ask for weights."""
-        self._tasks: set[asyncio.Task[object]] = set()
         self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
-        self._driver: Outbox | None = None
-        self._closed = False
 
     @property
     def stages(self) -> tuple[int, ...]:
         return tuple(sorted(self._stages))
 
     @property
-    def driven(self) -> bool:
-        """Whether a driver's connection is being served."""
-        return self._driver is not None
-
-    @property
     def present(self) -> Fence:
         """Of the round that was begun last."""
         return self._placement.fence
 
-    def admit(self, opened: Fence) -> bool:
-        """Whether a driver that opens the job with this fence may take over; older ones may not from then on."""
-        if opened < self.fence:
-            return False
-        self.fence = opened
-        return True
-
     # ------------------------------------------------------------------------------------------ reading channels
-
-    async def serve_control(self, channel: Channel) -> bool:
-        """Obey the driver until it detaches, breaks the protocol or the connection ends. A connection served before is
-        shown out: the driver has come anew.
-
-        True if the job is over for this member; False if it waits for its driver to come back."""
-        driver = Outbox(channel, self._driver_lost)
-        former, self._driver = self._driver, driver
-        if former is not None:
-            former.abandon()
-            self._start(former.channel.close())
-        with self._served():
-            try:
-                while True:
-                    envelope = await channel.receive()
-                    if isinstance(envelope.message, wire.Detach):
-                        if envelope.message.fence >= self.fence:
-                            self._keep_only(frozenset())
-                            return True
-                        self.stale_dropped += 1
-                    else:
-                        self._obey(envelope, driver)
-                    if driver.waiting > MAX_UNREAD:
-                        raise ExecutionError(f"the driver of {self.job} does not read its control connection.")
-            except ChannelClosed:
-                log.info("the connection to the driver of %s ended", self.job)
-            except FusionError as error:
-                log.warning("the driver of %s broke the protocol: %s", self.job, error)
-                self._report(error)
-                return self._driver is driver
-            finally:
-                if self._driver is driver:
-                    self._driver = None
-                await driver.close()
-        return False
 
     def _obey(self, envelope: Envelope, driver: Outbox) -> None:
         """One message of the driver's. Takes no time: what does goes on beside the connection."""
@@ -207,10 +135,6 @@ class ServingMember:
             self._visitors.add(peer)
         with self._served():
             await self._links.serve(peer, channel)
-
-    def check(self, peer: PeerId, opening: wire.OpenJob) -> None:
-        """Raises `TrustError` for a peer that the owner's signed placement does not name."""
-        self._roster.check(peer, opening)
 
     def _see_off(self) -> None:
         """Whom the placement of the round names no more; the driver's machine has asked its visitors in itself."""
@@ -277,29 +201,8 @@ class ServingMember:
 
     def enlist(self, enlist: wire.Enlist) -> wire.Enlisted | wire.Refused:
         """A round begins: adopt its fence and places; stages that are neither run nor guarded here are forgotten."""
-        if enlist.job != self.job:
-            return wire.Refused(code="unknown_job", reason=f"this connection is for job {self.job}.")
-        known = self._placement.fence
-        if enlist.fence < self.fence or (self._enlisted and enlist.fence <= known):
-            self.stale_dropped += 1
-            return wire.Refused(code="stale_fence", reason=f"{self.job} is at {self.fence}")
-        try:
-            self._roster.adopt(enlist)
-        except TrustError as error:
-            return wire.Refused(code="bad_placement", reason=str(error))
-        self._placement = Placement(
-            job=self.job,
-            me=self._host.peer,
-            owner=self.owner,
-            fence=enlist.fence,
-            neighbours={neighbour.stage: neighbour for neighbour in enlist.neighbours},
-            guards=frozenset(enlist.guards),
-            ticket=enlist.ticket,
-            signed=enlist.placement,
-            named=self._roster.named,
-            task=self.task,
-        )
-        self.fence = enlist.fence
+        if (refused := self._adopt(enlist)) is not None:
+            return refused
         for referee in self._referees.values():
             self._start(referee.end())
         self._referees.clear()
@@ -473,6 +376,9 @@ class ServingMember:
             return False
         return True
 
+    async def _detach(self) -> None:
+        self._keep_only(frozenset())
+
     def _keep_only(self, stages: frozenset[int]) -> None:
         gone = [stage for stage in self._stages if stage not in stages]
         for stage in gone:
@@ -597,16 +503,6 @@ class ServingMember:
         except TransportError as error:
             self._link_lost(peer, str(error))
 
-    def to_driver(self, message: wire.Message) -> None:
-        if self._driver is not None:
-            self._driver.post(message)
-
-    def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None:
-        """Tell the driver, once per stage and fence."""
-        if self._failed.get(stage) != fence:
-            self._failed[stage] = fence
-            self.to_driver(wire.StageFailed(fence=fence, stage=stage, code=code, reason=reason[:4000]))
-
     def _report(self, error: FusionError) -> None:
         """A message for no stage in particular fails all that are here."""
         for stage in self.stages:
@@ -614,47 +510,16 @@ class ServingMember:
 
     # -------------------------------------------------------------------------------------------------- the ends
 
-    def _driver_lost(self, reason: str) -> None:
-        log.info("nothing more reaches the driver of %s: %s", self.job, reason)
-
     def _link_lost(self, peer: PeerId, reason: str) -> None:
-        """Told once per round and peer; no stage fails for it."""
-        fence = self._placement.fence
+        """That of a guard, which has no part in passes, is nobody's loss."""
         self._visitors.discard(peer)
-        missed = self._exchanges and peer in self._placement.peers
-        if self._closed or not missed or (fence, peer) in self._links_told:
-            return
-        self._links_told = {told for told in self._links_told if told[0] == fence} | {(fence, peer)}
-        log.info("link to peer %s lost: %s", short(peer), reason)
-        if self._on_link_lost is not None:
-            self._on_link_lost(peer, reason)
-        else:
-            self.to_driver(wire.LinkLost(fence=fence, peer=peer, reason=reason[:4000]))
-
-    @contextmanager
-    def _served(self) -> Iterator[None]:
-        """The task at work in here ends with this member."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            yield
-        finally:
-            self._tasks.discard(task)
-
-    def _start(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        if self._exchanges:
+            super()._link_lost(peer, reason)
 
     async def close(self) -> None:
         """End everything that works for this member. Harmless when done before."""
         self._closed = True
         await self._links.close()
-        tasks = self._tasks - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._end_tasks()
         self._weights.close()
         self._keep_only(frozenset())

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP interface over a serving engine, and its one page. Plans and places nothing.
+"""The OpenAI-compatible HTTP interface of a serving engine, and its web page.
 
 Neighbours: `serving` generates the tokens, `client` starts both.
 """

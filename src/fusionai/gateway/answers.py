@@ -1,7 +1,7 @@
-"""Bodies of answers, field by field, as OpenAI's clients read them.
+"""Answer bodies as structs, in the form that OpenAI's clients read.
 
-`fusion` is this gateway's own: which machines answered and how long each took. Neighbours: `chat`, `completions` and
-`embeddings` fill them in, `openapi` describes them.
+`fusion` is this gateway's own field: which machines computed the answer and how long each took. Neighbours: `chat`,
+`completions` and `embeddings` fill the structs, `openapi` describes them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ FinishWord = Literal["stop", "length", "tool_calls"]
 
 
 class CachedDetail(Struct, frozen=True):
-    """Of the prompt's tokens, how many were in a cache."""
+    """Number of the prompt's tokens that were in the prefix cache."""
 
     cached_tokens: int = 0
 
 
 class Usage(Struct, frozen=True):
-    """Tokens of one request; a prompt counts once, however many answers it gets."""
+    """Token counts of a request; a prompt counts once, even if it gets several answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -29,7 +29,7 @@ class Usage(Struct, frozen=True):
 
 
 class HopMean(Struct, frozen=True):
-    """One machine's part in this answer: means over the `tokens` it worked on, and the last of them. Seconds."""
+    """One machine's part in the answer: means over its `tokens`, and the values of the last one. In seconds."""
 
     stage: int
     peer: str
@@ -43,7 +43,7 @@ class HopMean(Struct, frozen=True):
 
 
 class Wait(Struct, frozen=True):
-    """The stream stood still: since when (seconds after the request), how it was called, why."""
+    """A pause of the stream: its start in seconds after the request, its state, its reason."""
 
     at_s: float
     state: str
@@ -51,19 +51,19 @@ class Wait(Struct, frozen=True):
 
 
 class RouteReport(Struct, frozen=True):
-    """How this answer came about. `route`: names of the machines in order of the stages, the last that held each."""
+    """How the answer was computed. `route`: names of the machines that held the stages last, in order of the stages."""
 
     route: list[str]
     hops: list[HopMean]
     first_token_s: float | None
     total_s: float
     tokens_per_s: float | None
-    """Of one answer, between its first and last token."""
+    """Mean rate of an answer, between its first and last token."""
     waits: list[Wait]
 
 
 class TopLogprob(Struct, frozen=True):
-    """A token that could have come."""
+    """One of the most likely tokens at a position."""
 
     token: str
     logprob: float
@@ -71,7 +71,7 @@ class TopLogprob(Struct, frozen=True):
 
 
 class TokenLogprobs(Struct, frozen=True):
-    """A token that came."""
+    """A token of the answer."""
 
     token: str
     logprob: float
@@ -80,7 +80,7 @@ class TokenLogprobs(Struct, frozen=True):
 
 
 class ChatLogprobs(Struct, frozen=True):
-    """Natural logarithms, before sampling changed anything."""
+    """Natural logarithms, from the distribution before sampling options are applied."""
 
     content: list[TokenLogprobs]
     refusal: None = None
@@ -94,7 +94,7 @@ class FunctionCall(Struct, frozen=True):
 
 
 class ToolCallAnswer(Struct, frozen=True):
-    """A call the model wants made."""
+    """A tool call that the model asks for."""
 
     id: str
     function: FunctionCall
@@ -102,14 +102,14 @@ class ToolCallAnswer(Struct, frozen=True):
 
 
 class FunctionDelta(Struct, frozen=True):
-    """`arguments`: what follows those of the chunks before. `name`: in a call's first chunk."""
+    """`arguments`: text to append to the arguments in earlier chunks. `name`: only in a call's first chunk."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class ToolCallDelta(Struct, frozen=True):
-    """The same within a stream, where a call comes piece by piece; `id` and `type` in its first chunk."""
+    """A part of a tool call in a stream. `id` and `type` are only in the call's first chunk."""
 
     index: int
     function: FunctionDelta
@@ -118,7 +118,7 @@ class ToolCallDelta(Struct, frozen=True):
 
 
 class AnswerMessage(Struct, frozen=True):
-    """What the model said."""
+    """The model's message."""
 
     content: str | None
     tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
@@ -149,7 +149,7 @@ class ChatCompletion(Struct, frozen=True):
 
 
 class MessageDelta(Struct, frozen=True):
-    """What comes next."""
+    """New content of the message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -157,7 +157,7 @@ class MessageDelta(Struct, frozen=True):
 
 
 class ChatChunkChoice(Struct, frozen=True):
-    """Part of one answer."""
+    """A part of one answer."""
 
     index: int
     delta: MessageDelta
@@ -166,7 +166,7 @@ class ChatChunkChoice(Struct, frozen=True):
 
 
 class ChatChunk(Struct, frozen=True):
-    """Part of a stream."""
+    """An event of a stream."""
 
     id: str
     created: int
@@ -179,7 +179,7 @@ class ChatChunk(Struct, frozen=True):
 
 
 class TextLogprobs(Struct, frozen=True):
-    """Lists of one length, an entry for each token."""
+    """Lists of equal length with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -188,7 +188,7 @@ class TextLogprobs(Struct, frozen=True):
 
 
 class TextChoice(Struct, frozen=True):
-    """One text, or part of it in a stream."""
+    """One text, or a part of it in a stream."""
 
     index: int
     text: str
@@ -197,7 +197,7 @@ class TextChoice(Struct, frozen=True):
 
 
 class Completion(Struct, frozen=True):
-    """Answer to `POST /v1/completions`, whole or a part of a stream."""
+    """Answer to `POST /v1/completions`, whole or an event of a stream."""
 
     id: str
     created: int
@@ -210,7 +210,7 @@ class Completion(Struct, frozen=True):
 
 
 class Embedding(Struct, frozen=True):
-    """One vector; as base64 it is little-endian float32."""
+    """One vector; in base64 it is little-endian float32."""
 
     index: int
     embedding: list[float] | str
@@ -218,7 +218,7 @@ class Embedding(Struct, frozen=True):
 
 
 class EmbeddingUsage(Struct, frozen=True):
-    """Tokens of all inputs."""
+    """Token count over all inputs."""
 
     prompt_tokens: int
     total_tokens: int
@@ -234,8 +234,8 @@ class EmbeddingList(Struct, frozen=True):
 
 
 class ModelCard(Struct, frozen=True):
-    """A model one may ask. `max_model_len`: longest prompt plus answer, in tokens. `parent`: of an adapter, the model
-    it is beside."""
+    """A model that can be used. `max_model_len`: upper limit of prompt plus answer, in tokens. `parent`: an adapter's
+    base model."""
 
     id: str
     created: int

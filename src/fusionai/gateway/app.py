@@ -1,6 +1,7 @@
-"""The gateway as an ASGI application: which path leads where, and that every failure has the same form.
+"""The gateway as an ASGI application: its routes, and one form for all errors.
 
-Neighbours: `desk` is what the endpoints share, `guards` stands before them, `server` listens.
+Neighbours: `desk` has what the endpoints share, `guards` checks requests before they reach an endpoint, `server`
+listens.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _PAGE_HEADERS: Final = {
 
 
 class Gateway:
-    """The application. `config` and `metrics` are for the server that runs it."""
+    """The ASGI application. `config` and `metrics` are for the server that runs it."""
 
     def __init__(self, config: GatewayConfig, engine: Engine, text: ModelText, clock: Clock) -> None:
         self.config = config
@@ -68,17 +69,12 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._guards(scope, receive, send)
 
-    @property
-    def open_streams(self) -> int:
-        """Answers that are being streamed."""
-        return len(self._desk.streams)
-
     def end_streams(self) -> None:
-        """Each says that the gateway stops, and closes."""
+        """Send the error "The gateway stops." on every stream and close it."""
         self._desk.streams.end(ApiError(503, "The gateway stops.", code="shutting_down"))
 
     def close(self) -> None:
-        """After the last request."""
+        """Release resources after the last request."""
         self._desk.close()
 
     async def _own_mistake(self, request: Request, problem: Exception) -> Response:
@@ -88,7 +84,7 @@ class Gateway:
 
 
 def make_app(config: GatewayConfig, engine: Engine, text: ModelText, clock: Clock | None = None) -> Gateway:
-    """The gateway over an engine. Listening is `server.serve`'s part."""
+    """Create the gateway for an engine; `server.serve` listens for it."""
     return Gateway(config, engine, text, clock or SystemClock())
 
 
@@ -182,11 +178,11 @@ async def _http_error(request: Request, problem: Exception) -> Response:
     path = request.url.path[:200]
     match problem.status_code:
         case 404:
-            told = ApiError(404, f"There is no `{path}` here; see `/openapi.json`.", code="not_found")
+            told = ApiError(404, f"There is no path `{path}`; see `/openapi.json` for all paths.", code="not_found")
         case 405:
             headers = dict(problem.headers or {})
             taken = headers.get("Allow", "other methods")
-            message = f"`{path}` takes {taken}, not {request.method}."
+            message = f"`{path}` accepts {taken}, not {request.method}."
             told = ApiError(405, message, code="method_not_allowed", headers=headers)
         case status:
             told = ApiError(status, problem.detail, code="http_error")

@@ -1,7 +1,7 @@
-"""From the fields of a request to what the engine is asked for. Decides what a field left out means.
+"""Converts a request's fields into the engine's parameters. Decides the defaults of fields that are left out.
 
-What a request does not say about sampling, the model's makers may have (`generation_config.json`); after them OpenAI's
-defaults hold. Neighbours: `chat` and `completions`.
+Sampling options that a request leaves out come from the model's `generation_config.json`, otherwise from OpenAI's
+defaults. Neighbours: `chat` and `completions`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 _ROUTE_HEADER: Final = "x-fusion-route"
 _LARGE_CHARACTERS: Final = 4096
+"""Texts from this length on are processed in a thread (chosen)."""
 _SHOWN: Final = 8
 _SEEDS: Final = 2**63
 
 
 def check_ready(engine: Engine) -> None:
-    """Raises `ApiError` 503 before the engine was ever ready and after its end. While it recovers, requests wait."""
+    """Raise `ApiError` 503 if the engine has not been ready yet or has stopped. While it recovers, requests wait
+    instead."""
     status = engine.status
     if status.state in ("starting", "stopped"):
         detail = f": {status.detail}" if status.detail else ""
@@ -37,8 +39,8 @@ def check_ready(engine: Engine) -> None:
 
 
 def adapter_of(name: str, config: GatewayConfig) -> str | None:
-    """Which adapter a request's `model` means; None: the model itself. Raises `ApiError` 404 for a model that is not
-    served here."""
+    """The adapter that a request's `model` names; None for the base model. Raises `ApiError` 404 for a model that is
+    not served here."""
     known = (config.model, *config.aliases, *config.adapters)
     if name not in known:
         near = nearest(name, known) or f" Served here: `{'`, `'.join((config.model, *config.adapters)[:_SHOWN])}`."
@@ -47,24 +49,25 @@ def adapter_of(name: str, config: GatewayConfig) -> str | None:
 
 
 def wants_route(request: Request, asked: bool | None) -> bool:
-    """Whether the answer is to tell its route."""
+    """Return whether the answer is asked to include its route."""
     if asked is not None:
         return asked
     told = request.headers.get(_ROUTE_HEADER, "0").strip().lower()
     if told not in ("0", "1", "true", "false"):
-        raise invalid(f"The header `{_ROUTE_HEADER}` is 0 or 1, got {told[:20]!r}.", _ROUTE_HEADER)
+        raise invalid(f"The header `{_ROUTE_HEADER}` must be 0 or 1, got {told[:20]!r}.", _ROUTE_HEADER)
     return told in ("1", "true")
 
 
 def stream_wanted(settings: Settings) -> bool:
-    """Raises `ApiError` for options of a stream without one."""
+    """Return whether the answer is streamed. Raises `ApiError` for stream options without a stream."""
     if settings.stream_options is not None and not settings.stream:
         raise invalid("`stream_options` needs `stream: true`.", "stream_options")
     return bool(settings.stream)
 
 
 def sampling_of(settings: Settings, advised: Sampling, vocabulary: int) -> Sampling:
-    """With a seed of its own if none is given: answers then differ from request to request."""
+    """Sampling options. If the request has no seed, a random one is used, so that repeated requests give other
+    answers."""
     bias = tuple((_token(name, vocabulary), value) for name, value in (settings.logit_bias or {}).items())
     top_k = advised.top_k if settings.top_k is None else max(settings.top_k, 0)
     return Sampling(
@@ -81,7 +84,7 @@ def sampling_of(settings: Settings, advised: Sampling, vocabulary: int) -> Sampl
 
 
 def stop_tokens_of(settings: Settings, own: frozenset[int], vocabulary: int) -> frozenset[int]:
-    """The model's, unless they are to be ignored, and the request's."""
+    """The request's stop tokens, and the model's unless `ignore_eos` is set."""
     asked = frozenset(settings.stop_token_ids or ())
     outside = sorted(token for token in asked if token >= vocabulary)
     if outside:
@@ -90,7 +93,7 @@ def stop_tokens_of(settings: Settings, own: frozenset[int], vocabulary: int) -> 
 
 
 def stops_of(settings: Settings) -> tuple[str, ...]:
-    """Stop strings; an empty one would end everything at once."""
+    """The request's stop strings. Raises `ApiError` for an empty one, which would end every answer at once."""
     stops = (settings.stop,) if isinstance(settings.stop, str) else tuple(settings.stop or ())
     if "" in stops:
         raise invalid("A stop string can't be empty.", "stop")
@@ -98,26 +101,26 @@ def stops_of(settings: Settings) -> tuple[str, ...]:
 
 
 def room_for(prompt: int, asked: int | None, default: int | None, engine: Engine, param: str) -> int:
-    """How many tokens may come. Raises `ApiError` where prompt and answer don't fit together."""
+    """Largest number of tokens of the answer. Raises `ApiError` if prompt and answer don't fit the context."""
     room = engine.context_tokens - prompt
     wanted = default if asked is None else asked
     if room < 1 or (asked is not None and asked > room):
         message = (
-            f"The model takes {engine.context_tokens} tokens in all; the prompt has {prompt}"
-            f"{'' if wanted is None else f', and {wanted} more are asked for'}."
+            f"The model's limit is {engine.context_tokens} tokens for prompt and answer; the prompt has {prompt}"
+            f"{'' if wanted is None else f', and the request asks for {wanted} more'}."
         )
         raise ApiError(400, message, code="context_length_exceeded", param=param)
     return room if wanted is None else min(wanted, room)
 
 
 def deadline_of(settings: Settings, config: GatewayConfig) -> float | None:
-    """The nearer one."""
+    """The earlier one of the request's deadline and the gateway's."""
     given = [limit for limit in (settings.timeout_s, config.limits.deadline_s) if limit is not None]
     return min(given, default=None)
 
 
 async def off_loop(size: int, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-    """Long texts are worked on in a thread: everybody's tokens pass through this one. Raises `ApiError`."""
+    """Call `work`, for long texts in a thread, because all streams share the event loop. Raises `ApiError`."""
     try:
         if size < _LARGE_CHARACTERS:
             return work(*args, **kwargs)
@@ -127,15 +130,15 @@ async def off_loop(size: int, work: Callable[P, Result], *args: P.args, **kwargs
 
 
 async def check_length(characters: Sequence[str], text: ModelText, engine: Engine, param: str) -> None:
-    """Before a prompt is read as a whole. Raises `ApiError` where it is far too long for the model."""
+    """Raise `ApiError` if a prompt is far too long for the model, before it is tokenized as a whole."""
     size = sum(map(len, characters))
     if await off_loop(size, lambda: text.tokenizer.is_beyond("".join(characters), engine.context_tokens)):
-        message = f"The model takes {engine.context_tokens} tokens in all; the prompt, {size} characters, has far more."
+        message = f"The model's limit is {engine.context_tokens} tokens; the prompt, {size} characters, has far more."
         raise ApiError(400, message, code="context_length_exceeded", param=param)
 
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, param: str) -> None:
-    """Raises `ApiError`."""
+    """Raise `ApiError` for a token outside the vocabulary."""
     if tokens and max(tokens) >= vocabulary:
         raise invalid(f"Token {max(tokens)} is outside the vocabulary of {vocabulary}.", param)
 
@@ -147,5 +150,5 @@ def _or(value: float | None, otherwise: float) -> float:
 def _token(name: str, vocabulary: int) -> int:
     token = int(name) if name.isascii() and name.isdecimal() and len(name) < 12 else vocabulary
     if token >= vocabulary:
-        raise invalid(f"Expected the number of a token below {vocabulary}, got {name[:40]!r}.", "logit_bias")
+        raise invalid(f"Expected a token id below {vocabulary}, got {name[:40]!r}.", "logit_bias")
     return token

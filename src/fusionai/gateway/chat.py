@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`. Decides how an answer looks; what it says comes from the engine.
+"""`POST /v1/chat/completions`: the form of the answer; its content comes from the engine.
 
 Neighbours: `requests.ChatRequest` comes in, `answers.ChatCompletion` or a stream of `answers.ChatChunk` goes out.
 """
@@ -55,7 +55,7 @@ from fusionai.serving.tools import CallPiece, Tool, calls_of
 
 
 class ChatEndpoint:
-    """The endpoint."""
+    """Handles one request per call."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -82,7 +82,7 @@ class ChatEndpoint:
         count = desk.check_count(body.n or 1, 1)
         tools = _tools(body)
         if tools and text.tool_form is None:
-            raise invalid("This model's chat template knows no tools.", "tools", "unsupported_parameter")
+            raise invalid("This model's chat template does not support tools.", "tools", "unsupported_parameter")
         form = self._form(body, tools)
         written = _written(body)
         await asking.check_length(written, text, desk.engine, "messages")
@@ -130,7 +130,7 @@ class ChatEndpoint:
         return choices
 
     def _form(self, body: ChatRequest, tools: list[Tool]) -> Form | None:
-        """What the answer must look like."""
+        """The constraint for the answer's form, None if there is none."""
         wanted: Form | None = None
         match body.response_format:
             case JsonObjectFormat():
@@ -143,8 +143,8 @@ class ChatEndpoint:
                 pass
         if wanted is not None and tools:
             raise invalid(
-                "An answer is either a tool call or of `response_format`: leave one out, or set `tool_choice` to "
-                '"none".',
+                "An answer can't be both a tool call and of `response_format`: leave one out, or set `tool_choice` "
+                'to "none".',
                 "response_format",
             )
         form = self._desk.text.tool_form
@@ -253,7 +253,7 @@ class ChatEndpoint:
 
 
 def _call_deltas(pieces: Sequence[CallPiece]) -> Iterator[ToolCallDelta]:
-    """One for each call that there is more of. What begins a call has its id and name, all else arguments alone."""
+    """Yield one delta per call. A call's first delta has its id and name, later ones only more arguments."""
     for index, of_call in itertools.groupby(pieces, lambda piece: piece.index):
         first, *others = of_call
         arguments = "".join((first.arguments, *(piece.arguments for piece in others)))
@@ -265,7 +265,7 @@ def _call_deltas(pieces: Sequence[CallPiece]) -> Iterator[ToolCallDelta]:
 
 
 def _tools(body: ChatRequest) -> list[Tool]:
-    """Those the model may call. Raises `ApiError` for a choice among none, and for two of one name."""
+    """Tools that the model may call. Raises `ApiError` for a choice without tools, and for two tools of one name."""
     given = [Tool(tool.function.name, tool.function.parameters) for tool in body.tools or ()]
     names = [tool.name for tool in given]
     twice = next((name for name in names if names.count(name) > 1), None)

@@ -1,6 +1,6 @@
-"""One answer out of one stream of tokens: text, tool calls, log-probabilities, why it ended. Decides nothing of form.
+"""Builds one answer from a stream of tokens: text, tool calls, log-probabilities, reason of its end.
 
-Neighbours: `generating` runs several at once, `chat` and `completions` write what comes out.
+Neighbours: `generating` runs several at the same time, `chat` and `completions` serialise the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusionai.serving.tools import CallPiece
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A token's log-probabilities, and the characters of the answer before it."""
+    """A token's log-probabilities, and the number of the answer's characters before it."""
 
     logprob: TokenLogprob
     offset: int
@@ -25,7 +25,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new in answer `index`."""
+    """New content of answer `index`."""
 
     index: int
     text: str = ""
@@ -35,14 +35,14 @@ class Delta:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing a client could see."""
+        """True if there is nothing to send to the client."""
         return not (self.text or self.calls or self.said or self.finish)
 
 
 @dataclass(slots=True)
 class Choice:
-    """`prompt`: which of the request's prompts; `keeps`: tokens given on (fewer than generated where none is wanted);
-    `one_call`: the first tool call ends it."""
+    """`prompt`: index among the request's prompts; `keeps`: number of tokens to pass on (fewer than generated if none
+    is wanted); `one_call`: the answer ends after the first tool call."""
 
     index: int
     prompt: int
@@ -55,7 +55,7 @@ class Choice:
     is_over: bool = False
 
     def token(self, emitted: Emitted) -> Delta:
-        """The next token."""
+        """Process the next token."""
         self.tokens += 1
         if self.keeps is not None and self.tokens > self.keeps:
             self.tokens = self.keeps
@@ -65,7 +65,7 @@ class Choice:
         return self._delta(piece, said, "stop" if piece.stop is not None else None)
 
     def end(self, reason: Literal["stop", "length"]) -> Delta:
-        """No token comes any more."""
+        """End the answer; returns text that was held back."""
         return self._delta(self.decoder.finish(), (), reason)
 
     def _delta(self, piece: Piece, said: tuple[Said, ...], finish: Literal["stop", "length"] | None) -> Delta:

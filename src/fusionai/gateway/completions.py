@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: texts to go on with. Decides how an answer looks; what it says comes from the engine.
+"""`POST /v1/completions`: continues texts. Decides the form of the answer; its content comes from the engine.
 
 Neighbours: `requests.CompletionRequest` comes in, `answers.Completion` goes out, whole or in parts.
 """
@@ -26,12 +26,12 @@ from fusionai.gateway.streaming import comment, event, while_connected
 from fusionai.serving.interface import Generation, Held, TokenLogprob
 
 _DEFAULT_TOKENS: Final = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Echo:
-    """A prompt given back: its text, and where each of its tokens begins in it."""
+    """A prompt to be included in the answer: its text, and where each of its tokens begins in it."""
 
     text: str
     tokens: tuple[int, ...]
@@ -39,7 +39,7 @@ class _Echo:
 
 
 class CompletionEndpoint:
-    """The endpoint."""
+    """Handles one request per call."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -156,7 +156,7 @@ class CompletionEndpoint:
         return self._lists([(one.logprob.token, one.logprob, before + one.offset) for one in said])
 
     def _of_prompt(self, echo: _Echo, told: Sequence[TokenLogprob]) -> TextLogprobs:
-        """Nothing is known of the first token: nothing comes before it."""
+        """Log-probabilities of the prompt; the first token has none, because nothing precedes it."""
         known = [*itertools.repeat(None, len(echo.tokens) - len(told)), *told]
         return self._lists(list(zip(echo.tokens, known, echo.offsets, strict=True)))
 

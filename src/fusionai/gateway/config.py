@@ -1,6 +1,6 @@
-"""What the gateway is told: names, limits, keys. Decides the defaults alone.
+"""The gateway's settings: names, limits, keys, with their defaults.
 
-Neighbours: everything in this package reads it; the command line fills it in.
+Neighbours: all modules of this package read them; the command line sets them.
 """
 
 from __future__ import annotations
@@ -12,41 +12,42 @@ from fusionai.gateway.keys import KeyRing
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client may take. All of them answer with a clear error, none with a dropped connection, save
-    `connections` doubled: beyond that connections are closed at once."""
+    """What one client may use. Exceeding a limit gives an error answer, never a dropped connection, with one exception:
+    beyond twice `connections`, a connection is closed at once."""
 
     body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0
-    """To send a whole body; a request's head has `head_timeout_s`."""
+    """Time to send a whole body; the head of a request has `head_timeout_s`."""
     head_timeout_s: float = 15.0
     connections: int = 1024
-    """Open at once. A request on one more is answered with 503."""
+    """Open connections; a request on any further one is answered with 503."""
     requests: int = 512
-    """Being answered at once. One more is answered with 429."""
+    """Requests being answered at the same time; any further one is answered with 429."""
     choices: int = 32
-    """Generations of one request: prompts times `n`."""
+    """Generations in one request: number of prompts times `n`."""
     inputs: int = 256
-    """Texts of one request for embeddings."""
+    """Texts in one request for embeddings."""
     unread_bytes: int = 64 * 2**10
-    """Events that may wait for a client that does not read; then its generation ends. The system's buffers come on top:
-    `socket_bytes` here, and what the client's own system accepts for it, 64 KB as a rule."""
+    """Bytes of events that may wait for a client that does not read; beyond it the generation ends. The operating
+    systems' buffers are additional: `socket_bytes` here, and the receive buffer of the client's system, usually 64
+    KB."""
     socket_bytes: int = 16 * 2**10
-    """Unsent bytes the system keeps for a connection. Small, because they hide a client that does not read: with 256 KB
-    of each, 16 such clients held all sessions of a slow model for some ten minutes."""
+    """Size of a connection's send buffer in the operating system. Small, because the buffer hides that a client does
+    not read: with 256 KB each, 16 such clients kept all sessions of a slow model for about ten minutes."""
     stalled_s: float = 20.0
-    """A client that takes nothing for this time while something waits for it is cut off."""
+    """A client that accepts no data for this time while data waits for it is disconnected."""
     keep_alive_s: float = 10.0
-    """Between comments on a stream on which nothing else comes."""
+    """Time between comments on a stream with no other events."""
     deadline_s: float | None = None
-    """For a whole generation, unless the request says less."""
+    """Deadline of a generation, unless the request sets an earlier one; None: no deadline."""
     drain_s: float = 5.0
-    """Streams may go on for so long once the gateway stops."""
+    """Time for which streams may continue after the gateway was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """`model`: the name clients use; `aliases`: others that mean the same; `adapters`: other names, each an adapter's
-    beside it. `keys`: None means that nobody has to show one, and then only this machine may ask."""
+    """`model`: the name that clients use; `aliases`: other names for it; `adapters`: names of its adapters, used like
+    model names. `keys` None: no API key is required, and only programs on this machine may send requests."""
 
     model: str
     aliases: tuple[str, ...] = ()
@@ -54,4 +55,4 @@ class GatewayConfig:
     keys: KeyRing | None = None
     limits: Limits = field(default_factory=Limits)
     created_s: int = 0
-    """When the model came, in seconds since 1970: `/v1/models` tells it."""
+    """Creation time of the model in seconds since 1970, as reported by `/v1/models`."""

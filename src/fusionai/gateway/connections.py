@@ -1,7 +1,7 @@
-"""One connection: what a client may do before its first request is whole. Decides when it is closed unheard.
+"""Limits on one connection before its first request is complete, so that idle connections are closed.
 
-uvicorn's timers begin with the first answer: a client that connects and says nothing, or a line a minute, would stay
-for ever. Neighbours: `server` hands it to uvicorn.
+uvicorn's timers only start after the first answer: without this, a client that connects and sends nothing, or one line
+a minute, would stay connected for ever. Neighbours: `server` passes this protocol to uvicorn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusionai.gateway.streaming import ABORT_EXTENSION
 
 
 def limited(limits: Limits) -> type[H11Protocol]:
-    """uvicorn's protocol, held to `limits`."""
+    """uvicorn's protocol class with `limits` enforced."""
 
     class LimitedConnection(H11Protocol):
         _head_timer: asyncio.TimerHandle | None = None
@@ -29,7 +29,7 @@ def limited(limits: Limits) -> type[H11Protocol]:
             if len(self.connections) > 2 * limits.connections:
                 transport.abort()
                 return
-            # What the system and the event loop keep for a client that does not read is bounded too.
+            # Bounds the data that the system and the event loop buffer for a client that does not read.
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.socket_bytes)
             transport.set_write_buffer_limits(high=limits.socket_bytes)
             self.app = _Marked(self.app, transport, is_surplus=len(self.connections) > limits.connections)
@@ -43,7 +43,7 @@ def limited(limits: Limits) -> type[H11Protocol]:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            # The next one's head: uvicorn's own timer ends with its first byte.
+            # A timer for the next request's head, because uvicorn's own timer ends with the first byte.
             self._await_head(self.timeout_keep_alive + limits.head_timeout_s)
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -67,7 +67,8 @@ def limited(limits: Limits) -> type[H11Protocol]:
 
 
 class _Marked:
-    """Tells the application how to close this connection at once, and whether it is one too many."""
+    """Gives the application a function to close the connection at once, and whether the connection exceeds the
+    limit."""
 
     def __init__(self, inner: ASGIApp, transport: asyncio.Transport, *, is_surplus: bool) -> None:
         self._inner = inner

@@ -1,6 +1,6 @@
-"""What all endpoints of one gateway share: the engine, the texts, and how answers are headed and sent.
+"""What all endpoints of a gateway share: the engine, the tokenizer and templates, headings of answers, sending.
 
-Decides nothing about a request. Neighbours: `chat`, `completions`, `embeddings` stand behind it, `app` makes it.
+Neighbours: `chat`, `completions` and `embeddings` use it, `app` creates it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SEEDS: Final = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What stands on every chunk of an answer, and what is to be told in it."""
+    """Fields that every chunk of an answer has, and which optional parts the answer contains."""
 
     answer_id: str
     created: int
@@ -47,7 +47,7 @@ class Heading:
 
 
 class Desk:
-    """One per gateway."""
+    """The endpoints' shared state; one per gateway."""
 
     def __init__(self, config: GatewayConfig, engine: Engine, text: ModelText, metrics: Metrics, clock: Clock) -> None:
         self.config = config
@@ -60,11 +60,11 @@ class Desk:
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """The model's own."""
+        """The model's own stop tokens."""
         return self.text.stop_tokens | self.engine.stop_tokens
 
     def heading(self, prefix: str, body: ChatRequest | CompletionRequest, *, with_route: bool) -> Heading:
-        """Of a new answer."""
+        """Heading of a new answer."""
         return Heading(
             answer_id=f"{prefix}-{secrets.token_hex(12)}",
             created=int(self.clock.wall_s()),
@@ -75,22 +75,23 @@ class Desk:
         )
 
     def check_count(self, n: int, prompts: int) -> int:
-        """Generations in all. Raises `ApiError` where they are too many for one request."""
+        """Total number of generations. Raises `ApiError` if one request must not have that many."""
         most = self.config.limits.choices
         if n * prompts > most:
-            raise invalid(f"{n * prompts} generations are asked for, at most {most} in one request.", "n")
+            raise invalid(f"The request asks for {n * prompts} generations; at most {most} are allowed.", "n")
         return n * prompts
 
     def seeded(self, sampling: Sampling, index: int) -> Sampling:
-        """The same request's answers differ, and each can be had again alone."""
+        """Sampling for answer `index`: each answer of a request has its own seed, so that it can be reproduced
+        alone."""
         return replace(sampling, seed=(sampling.seed + index) % _SEEDS)
 
     def scope(self, request: Request) -> str:
-        """Whose prefix cache."""
+        """Scope of the prefix cache for this request."""
         return request.state.holder.scope
 
     async def constraint(self, form: Form) -> Constraint:
-        """Raises `ApiError`."""
+        """Compile a constraint. Raises `ApiError`."""
         try:
             if self._compiler is None:
                 self._compiler = ConstraintCompiler(
@@ -101,20 +102,20 @@ class Desk:
             raise of_failure(problem) from problem
 
     def checked(self, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-        """`work`, its refusal as an `ApiError`."""
+        """Call `work`; a failure becomes an `ApiError`."""
         try:
             return work(*args, **kwargs)
         except FusionError as problem:
             raise of_failure(problem) from problem
 
     async def start(self, choices: Sequence[Choice]) -> Generating:
-        """Submits all. Raises `ApiError`."""
+        """Submit all generations. Raises `ApiError`."""
         generating = Generating(self.engine, choices, self.metrics, self.clock.now_s)
         await generating.open()
         return generating
 
     def stream(self, generating: Generating, pieces: AsyncGenerator[bytes, None]) -> Response:
-        """An answer piece by piece."""
+        """A streamed answer."""
         return EventStream(
             pieces,
             self.config.limits,
@@ -125,14 +126,14 @@ class Desk:
         )
 
     def answer(self, body: msgspec.Struct) -> Response:
-        """A whole answer."""
+        """A complete answer."""
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     def report(self, generating: Generating) -> RouteReport:
-        """As of now."""
+        """The route up to now."""
         return generating.route.report(self.clock.now_s())
 
     def close(self) -> None:
-        """Let threads go."""
+        """Release the constraint compiler's thread."""
         if self._compiler is not None:
             self._compiler.close()

@@ -1,6 +1,6 @@
-"""`POST /v1/embeddings`. Decides how vectors are written.
+"""`POST /v1/embeddings`: vectors of texts. Decides their encoding.
 
-Neighbours: the engine computes them, `prompts` reads what they are of.
+Neighbours: the engine computes the vectors, `prompts` reads the inputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fusionai.primitives.errors import FusionError
 
 
 class EmbeddingEndpoint:
-    """The endpoint."""
+    """Handles one request per call."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -36,7 +36,7 @@ class EmbeddingEndpoint:
         adapter = asking.adapter_of(body.model, desk.config)
         most = desk.config.limits.inputs
         if isinstance(body.input, list) and not isinstance(body.input[0], int) and len(body.input) > most:
-            raise invalid(f"{len(body.input)} inputs, at most {most} in one request.", "input")
+            raise invalid(f"The request has {len(body.input)} inputs; at most {most} are allowed.", "input")
         answer = await while_connected(request, self._answer(body, desk.scope(request), adapter))
         return desk.answer(answer)
 
@@ -45,7 +45,7 @@ class EmbeddingEndpoint:
         prompts = await prompts_of(body.input, desk.text, desk.engine, "input")
         for prompt in prompts:
             if len(prompt) > desk.engine.context_tokens:
-                message = f"The model takes {desk.engine.context_tokens} tokens; an input has {len(prompt)}."
+                message = f"The model's limit is {desk.engine.context_tokens} tokens; one input has {len(prompt)}."
                 raise invalid(message, "input", "context_length_exceeded")
         try:
             vectors = await desk.engine.embed(prompts, scope, adapter)
@@ -62,7 +62,8 @@ class EmbeddingEndpoint:
 
 
 def _shortened(vector: list[float], dimensions: int) -> list[float]:
-    """The first so many, of length 1 again, as OpenAI does. Raises `ApiError` where there are not so many."""
+    """The first `dimensions` entries, scaled to length 1 again, as OpenAI does. Raises `ApiError` if the vector is
+    shorter."""
     if dimensions > len(vector):
         raise invalid(f"The model's vectors have {len(vector)} dimensions, not {dimensions}.", "dimensions")
     cut = vector[:dimensions]

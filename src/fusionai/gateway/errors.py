@@ -1,7 +1,7 @@
-"""Errors as OpenAI's clients expect them: `{"error": {message, type, param, code}}` and a status. Decides which failure
-is which status.
+"""Errors in the form that OpenAI's clients expect: `{"error": {message, type, param, code}}` with a status. Decides
+which failure gives which status.
 
-Neighbours: every endpoint raises `ApiError`; `app` turns it and everything else into an answer.
+Neighbours: every endpoint raises `ApiError`; `app` turns it and any other exception into an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusionai.serving.interface import EngineBusy, PromptTooLong
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """What went wrong, for people (`message`) and programs."""
+    """The failure, for people (`message`) and for programs (`type`, `param`, `code`)."""
 
     message: str
     type: str
@@ -27,13 +27,13 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
-    """Every answer that is no success."""
+    """Body of every unsuccessful answer."""
 
     error: ErrorBody
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error to be sent as the answer."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ _TYPES = {
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """The request's own mistake."""
+    """Error 400 for an invalid request."""
     return ApiError(400, message, code=code, param=param)
 
 
 def of_failure(problem: FusionError) -> ApiError:
-    """What the engine or the texts refused."""
+    """The error for a failure of the engine, a tokenizer or a template."""
     match problem:
         case EngineBusy():
             return ApiError(429, str(problem), code="engine_busy", retry_after_s=problem.retry_after_s)
@@ -82,16 +82,16 @@ def of_failure(problem: FusionError) -> ApiError:
 
 
 def error_bytes(problem: ApiError) -> bytes:
-    """JSON."""
+    """The error's body as JSON."""
     return msgspec.json.encode(ErrorAnswer(problem.body))
 
 
 def error_response(problem: ApiError) -> Response:
-    """The whole answer."""
+    """The complete answer for an error."""
     return Response(error_bytes(problem), problem.status, problem.headers, "application/json")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean ...?` where something is near."""
+    """` Did you mean ...?` if a known name is similar, else empty."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean `{near[0]}`?" if near else ""

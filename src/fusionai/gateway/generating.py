@@ -1,8 +1,8 @@
-"""All answers of one request, generated side by side. Decides nothing but when the request is over: with its last
-answer, its first failure, or when it is left.
+"""All answers of one request, generated at the same time. The request is over after its last answer, at its first
+failure, or when the client disconnects.
 
-Leaving it cancels every generation. Neighbours: `choice` reads each stream, `chat` and `completions` say what is
-wanted.
+Closing it cancels every generation. Neighbours: `choice` reads each stream, `chat` and `completions` serialise the
+result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _QUEUED_EVENTS = 64
 
 @dataclass(frozen=True, slots=True)
 class PromptSaid:
-    """A prompt was read; for answer `index` what is known of it."""
+    """A prompt was read; for answer `index`."""
 
     index: int
     read: PromptRead
@@ -34,7 +34,7 @@ Happening = Delta | Held | PromptSaid
 
 
 class Generating:
-    """`open` it, read `happenings` to the end, `close` it in any case."""
+    """Use as: `open`, read `happenings` to the end, and always `close`."""
 
     def __init__(self, engine: Engine, choices: Sequence[Choice], metrics: Metrics, now_s: Callable[[], float]) -> None:
         self._engine = engine
@@ -48,7 +48,7 @@ class Generating:
         self.route = RouteLog(now_s())
 
     async def open(self) -> None:
-        """Submits everything; raises `ApiError` where the engine refuses, with nothing left running."""
+        """Submit all generations. If the engine refuses one, stop all and raise `ApiError`."""
         try:
             for choice in self._choices:
                 self._streams.append(self._engine.submit(choice.generation))
@@ -61,14 +61,14 @@ class Generating:
         ]
 
     async def close(self) -> None:
-        """Cancels what still runs. May be called twice."""
+        """Cancel what still runs. May be called twice."""
         for reader in self._readers:
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
         await asyncio.gather(*(stream.aclose() for stream in self._streams), return_exceptions=True)
 
     async def happenings(self) -> AsyncIterator[Happening]:
-        """Everything that happens, until all answers are over. Raises `ApiError` where one of them fails."""
+        """Yield all events until every answer is complete. Raises `ApiError` if one of them fails."""
         unfinished = len(self._choices)
         while unfinished:
             happening = await self._queue.get()
@@ -81,7 +81,7 @@ class Generating:
 
     @property
     def usage(self) -> Usage:
-        """So far."""
+        """Token counts up to now."""
         prompts = {choice.prompt: choice for choice in reversed(self._choices)}
         prompt_tokens = sum(len(choice.generation.prompt) for choice in prompts.values())
         reads = [self._reads.get(choice.index) for choice in prompts.values()]
@@ -97,12 +97,12 @@ class Generating:
             await self._queue.put(problem)
         except FusionError as problem:
             await self._queue.put(of_failure(problem))
-        # Whatever else breaks must reach the client, or it would wait for ever.
+        # Any other failure must reach the client too, which would otherwise wait for ever.
         except Exception as problem:  # noqa: BLE001
             self._metrics.broken(problem)
             await self._queue.put(ApiError(500, "The gateway failed; its log says why.", code="internal_error"))
         finally:
-            # After a stop string the engine would go on.
+            # The engine does not know of stop strings and would continue after one.
             await stream.aclose()
 
     async def _follow(self, choice: Choice, stream: TokenStream) -> None:
@@ -129,7 +129,7 @@ class Generating:
                     return
                 case Finished():
                     raise _failed(event)
-        raise ApiError(503, "The engine ended this generation without a word.", code="generation_failed")
+        raise ApiError(503, "The engine ended this generation without giving a reason.", code="generation_failed")
 
     async def _give(self, delta: Delta) -> None:
         if not delta.is_empty:

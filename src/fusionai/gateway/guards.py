@@ -1,8 +1,8 @@
-"""What every request passes before its endpoint, and every answer after it: a number, the key, how many there are.
+"""Checks on every request before its endpoint: request id, API key, number of requests; also counts answers.
 
-Decides who may ask and who comes too many. Without keys only this machine's own programs may ask, and no web page but
-the gateway's own: a page from elsewhere could otherwise use the pool through its reader's browser. Neighbours: `app`
-wraps itself in it, `keys` knows the holders.
+Decides who is admitted and how many at once. Without keys, only programs on this machine and the gateway's own page may
+send requests; otherwise a foreign web page could use the pool through its reader's browser. Neighbours: `app` puts it
+before its routes, `keys` has the key holders.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _NOBODY: Final = KeyHolder("", "")
 _CLOSING: Final = {"Connection": "close"}
 SURPLUS_EXTENSION: Final = "fusionai.surplus"
-"""In a request's scope: its connection came when there were enough. Those that were there before go on."""
+"""In a request's scope: the connection exceeds the limit of connections. Older connections are unaffected."""
 
 
 class Guards:
-    """ASGI in, ASGI out."""
+    """ASGI middleware."""
 
     def __init__(self, inner: ASGIApp, config: GatewayConfig, metrics: Metrics) -> None:
         self._inner = inner
@@ -77,12 +77,12 @@ class Guards:
     def _admitted(self, scope: Scope, headers: Headers, path: str, counted: bool) -> KeyHolder:
         limits = self._config.limits
         if scope.get("extensions", {}).get(SURPLUS_EXTENSION, False):
-            message = f"{limits.connections} connections are open already; this is one too many."
+            message = f"{limits.connections} connections are open, which is the limit."
             raise ApiError(503, message, code="too_many_connections", retry_after_s=2.0, headers=_CLOSING)
         self._refuse_foreign_pages(headers)
         holder = self._holder(headers) if path.startswith(_GUARDED) else _NOBODY
         if counted and self._active > limits.requests:
-            message = f"{limits.requests} requests are being answered; no more at once."
+            message = f"{limits.requests} requests are being answered, which is the limit."
             raise ApiError(429, message, code="too_many_requests", retry_after_s=1.0, headers=_CLOSING)
         return holder
 
@@ -94,9 +94,9 @@ class Guards:
         holder = ring.holder(key.strip()) if scheme.lower() == "bearer" else None
         if holder is None:
             message = (
-                "This is not a key of this gateway."
+                "The API key is not valid for this gateway."
                 if scheme
-                else "Expected the header `Authorization: Bearer KEY` with a key of this gateway."
+                else "Expected the header `Authorization: Bearer KEY` with an API key of this gateway."
             )
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return holder
@@ -106,13 +106,11 @@ class Guards:
             return
         host = headers.get("host", "")
         if _host_name(host) not in _LOCAL_NAMES:
-            message = (
-                f"Without API keys only this machine is served, as localhost or 127.0.0.1; got the host {host[:80]!r}."
-            )
+            message = f"Without API keys the gateway only serves localhost and 127.0.0.1, got the host {host[:80]!r}."
             raise ApiError(403, message, code="foreign_host")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
-            message = "Without API keys, pages from elsewhere are not served."
+            message = "Without API keys, the gateway only serves its own web page, not pages of other origins."
             raise ApiError(403, message, code="foreign_origin")
 
 

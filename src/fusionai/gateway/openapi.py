@@ -1,6 +1,6 @@
-"""The description of the interface (OpenAPI 3.1), derived from the forms of requests and answers. Decides nothing.
+"""The OpenAPI 3.1 description of the HTTP interface, derived from the structs of requests and answers.
 
-Neighbours: `requests`, `answers`; `app` serves it at `/openapi.json`.
+Neighbours: `requests` and `answers` have the structs; `app` serves the description at `/openapi.json`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _FORMS: Final = (
     ErrorAnswer,
 )
 _ERRORS: Final = {
-    "400": "The request's own mistake; `param` names the field.",
-    "401": "No good API key.",
-    "403": "Without API keys only this machine is served.",
+    "400": "The request is invalid; `param` names the field.",
+    "401": "The API key is missing or invalid.",
+    "403": "Without API keys, the gateway only serves this machine.",
     "404": "No such model.",
-    "408": "The body came too slowly.",
+    "408": "The body arrived too slowly.",
     "413": "The body is too large.",
-    "415": "The body is no JSON by its header.",
-    "429": "Too much at once; `Retry-After` says when to come again.",
-    "500": "The gateway's own mistake.",
-    "503": "Not ready, or the pool failed; `Retry-After` says when to come again.",
+    "415": "The `Content-Type` is not `application/json`.",
+    "429": "Too many requests; `Retry-After` says when to try again.",
+    "500": "Internal error of the gateway.",
+    "503": "Not ready, or the pool failed; `Retry-After` says when to try again.",
     "504": "The generation took too long.",
 }
 _GET_ERRORS: Final = ("401", "403", "429", "500", "503")
 
 
 def description(version: str, *, has_keys: bool) -> dict[str, Any]:
-    """The document."""
+    """Return the OpenAPI document."""
     _, schemas = msgspec.json.schema_components(_FORMS, ref_template=_REFERENCE)
     components: dict[str, Any] = {"schemas": schemas}
     document: dict[str, Any] = {
@@ -55,13 +55,15 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
             "description": "OpenAI-compatible inference over a pool of peers.",
         },
         "paths": {
-            "/v1/chat/completions": {"post": _post("chat", "Go on with a conversation.", ChatRequest, ChatCompletion)},
-            "/v1/completions": {"post": _post("completions", "Go on with a text.", CompletionRequest, Completion)},
-            "/v1/embeddings": {"post": _post("embeddings", "Texts as vectors.", EmbeddingRequest, EmbeddingList)},
+            "/v1/chat/completions": {"post": _post("chat", "Continue a conversation.", ChatRequest, ChatCompletion)},
+            "/v1/completions": {"post": _post("completions", "Continue a text.", CompletionRequest, Completion)},
+            "/v1/embeddings": {
+                "post": _post("embeddings", "Compute vectors of texts.", EmbeddingRequest, EmbeddingList)
+            },
             "/v1/models": {"get": _get("models", "Models served here.", ModelList)},
             "/v1/models/{model}": {
                 "get": {
-                    **_get("model", "One of them.", ModelCard, (*_GET_ERRORS, "404")),
+                    **_get("model", "One of the models.", ModelCard, (*_GET_ERRORS, "404")),
                     "parameters": [
                         {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
                     ],
@@ -69,8 +71,8 @@ def description(version: str, *, has_keys: bool) -> dict[str, Any]:
             },
             "/fusion/status": {"get": _get("status", "The pool's state.", StatusReport)},
             "/health": {"get": _plain("health", "The process is up.", {"200"})},
-            "/ready": {"get": _plain("ready", "A probe token has crossed all stages.", {"200", "503"})},
-            "/metrics": {"get": _plain("metrics", "Numbers for Prometheus.", {"200", "401"}, "text/plain")},
+            "/ready": {"get": _plain("ready", "A probe has crossed all stages.", {"200", "503"})},
+            "/metrics": {"get": _plain("metrics", "Metrics for Prometheus.", {"200", "401"}, "text/plain")},
         },
         "components": components,
     }

@@ -1,4 +1,4 @@
-"""What may stand for a prompt (a text, several, the tokens of one, or of several) as tokens. Decides what is a mixture.
+"""Reads the forms of a prompt (a text, several texts, tokens of one, tokens of several) as lists of tokens.
 
 Neighbours: `completions` and `embeddings`.
 """
@@ -16,7 +16,7 @@ from fusionai.serving.model_text import ModelText
 async def prompts_of(
     given: str | list[str | int | list[int]], text: ModelText, engine: Engine, param: str
 ) -> list[tuple[int, ...]]:
-    """One or more, none of them empty. Raises `ApiError`."""
+    """Return one or more prompts as tokens, none of them empty. Raises `ApiError`."""
     if isinstance(given, str):
         prompts = await _texts([given], text, engine, param)
     elif all(isinstance(part, str) for part in given):
@@ -26,10 +26,12 @@ async def prompts_of(
     elif all(isinstance(part, list) for part in given):
         prompts = [tuple(part) for part in given if isinstance(part, list)]
     else:
-        raise invalid(f"`{param}` holds texts, tokens or lists of tokens, not a mixture.", param, "invalid_type")
+        raise invalid(
+            f"`{param}` must be a text, texts, tokens or lists of tokens, not a mixture.", param, "invalid_type"
+        )
     for prompt in prompts:
         if not prompt:
-            raise invalid(f"`{param}` is empty: there is nothing to go on with.", param)
+            raise invalid(f"`{param}` is empty: expected at least one token.", param)
         check_tokens(prompt, engine.vocabulary, param)
     return prompts
 

@@ -1,6 +1,6 @@
-"""From bytes of a body to a request. Decides what is refused before it costs anything, and says where the mistake is.
+"""Decodes a request's body. Refuses what is too large or invalid before it costs work, and names the wrong field.
 
-Neighbours: `requests` has the forms, endpoints call `read`.
+Neighbours: `requests` has the structs, endpoints call `read`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ Form = TypeVar("Form", bound=msgspec.Struct)
 _WHERE: Final = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 _HEARD_OUT: Final = 4
+"""A body up to this many times the limit is read to its end, without keeping it, before it is refused."""
 _MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*)`")
 
 
 async def read(request: Request, form: type[Form], limits: Limits) -> Form:
-    """The request's body as `form`. Raises `ApiError`."""
+    """Decode the request's body as `form`. Raises `ApiError`."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "Expected the header `Content-Type: application/json`.", code="unsupported_media_type")
@@ -32,7 +33,7 @@ async def read(request: Request, form: type[Form], limits: Limits) -> Form:
 
 
 def decode(body: bytes, form: type[Form]) -> Form:
-    """Raises `ApiError` naming the field."""
+    """Decode a body as `form`. Raises `ApiError` with the wrong field."""
     known = [field.encode_name for field in msgspec.structs.fields(form)]
     try:
         given = msgspec.json.decode(body)
@@ -42,7 +43,7 @@ def decode(body: bytes, form: type[Form]) -> Form:
     except msgspec.ValidationError as problem:
         raise _explained(str(problem), known) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise invalid(f"The body is no JSON: {problem}", code="invalid_json") from None
+        raise invalid(f"The body is not valid JSON: {problem}", code="invalid_json") from None
     except RecursionError:
         raise invalid("The body is nested too deeply.", code="invalid_json") from None
 
@@ -59,7 +60,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
                 size += len(piece)
                 if size <= limits.body_bytes:
                     body += piece
-                # Most clients read no answer before they have sent everything: what is too much is heard out, unkept.
+                # Most clients read no answer before they have sent the whole body, so the rest is read and dropped.
                 elif size > _HEARD_OUT * limits.body_bytes:
                     raise _too_large(limits)
                 else:
@@ -67,12 +68,12 @@ async def _body(request: Request, limits: Limits) -> bytes:
     except TimeoutError:
         raise ApiError(
             408,
-            f"The body did not come within {limits.body_timeout_s:g} s.",
+            f"The body did not arrive within {limits.body_timeout_s:g} s.",
             code="request_timeout",
             headers={"Connection": "close"},
         ) from None
     except ClientDisconnect:
-        raise ApiError(400, "The connection closed within the body.", code="incomplete_body") from None
+        raise ApiError(400, "The connection closed before the body was complete.", code="incomplete_body") from None
     if size > limits.body_bytes:
         raise _too_large(limits)
     return bytes(body)
@@ -84,7 +85,7 @@ def _too_large(limits: Limits) -> ApiError:
 
 
 def _wanted(given: dict[str, Any], known: list[str]) -> dict[str, Any]:
-    """Without what asks for nothing. Raises for what asks for something that is not done."""
+    """Remove fields that ask for nothing. Raises `ApiError` for a field that asks for something unsupported."""
     wanted = dict(given)
     for name in given:
         if name in known:
@@ -94,7 +95,7 @@ def _wanted(given: dict[str, Any], known: list[str]) -> dict[str, Any]:
         elif name in NEUTRAL:
             if given[name] not in NEUTRAL[name]:
                 advice = f" {ADVICE[name]}" if name in ADVICE else ""
-                raise invalid(f"`{name}` is not supported here.{advice}", name, "unsupported_parameter")
+                raise invalid(f"`{name}` is not supported by this gateway.{advice}", name, "unsupported_parameter")
             del wanted[name]
     return wanted
 

@@ -1,8 +1,8 @@
-"""Bodies of requests, field by field. Decides which fields there are and what each may hold.
+"""Request bodies as structs: which fields exist and what each may contain.
 
-What OpenAI's API knows and this gateway does not do is refused by name, as is every unknown name: no setting is ignored
-silently. The few that ask for nothing are taken (`HARMLESS`). Neighbours: `reading` decodes them, `openapi` describes
-them.
+A field of OpenAI's API that this gateway does not support is refused by name, like every unknown name: no setting is
+ignored silently. Fields that have no effect are accepted (`HARMLESS`). Neighbours: `reading` decodes the structs,
+`openapi` describes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HARMLESS: Final = frozenset(
         "prompt_cache_retention",
     }
 )
-"""Labels for OpenAI's own bookkeeping: they change no answer there either."""
+"""Labels for OpenAI's own bookkeeping, which don't change any answer there either."""
 
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "service_tier": ("auto", "default", None),
@@ -38,33 +38,32 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "verbosity": (None,),
     "moderation": (None,),
 }
-"""Known to OpenAI's API, not done here: taken only with a value that asks for what is done anyway."""
+"""Fields of OpenAI's API that are unsupported here; accepted only with a value that asks for the default behaviour."""
 
 ADVICE: Final = {
     "functions": "Use `tools`.",
     "function_call": "Use `tool_choice`.",
-    "suffix": "Models here write on from a prompt only.",
-    "best_of": "Use `n` and choose yourself.",
-    "modalities": "Only text comes out.",
-    "audio": "Only text comes out.",
+    "suffix": "Models here can only continue a prompt.",
+    "best_of": "Use `n` and choose the best answer yourself.",
+    "modalities": "Answers are text only.",
+    "audio": "Answers are text only.",
 }
 
 Unit = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-Count = Annotated[int, Meta(ge=1, le=2**31)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31)]
 Word = Annotated[str, Meta(max_length=1024)]
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """`include_usage`: one more chunk before the end, with what was used."""
+    """`include_usage`: send one more chunk before the end, with token counts."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """What chat and completions share. null means: as if it were not there."""
+    """Fields that chat and completions share. null means the same as leaving the field out."""
 
     model: Annotated[str, Meta(max_length=512)]
     stream: bool | None = None
@@ -76,7 +75,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Unit | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
-    """-1 or 0: all."""
+    """-1 or 0: no limit."""
     min_p: Unit | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Penalty | None = None
@@ -85,19 +84,19 @@ class Settings(Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
     ignore_eos: bool | None = None
     timeout_s: Annotated[float, Meta(gt=0.0, le=86400.0)] | None = None
-    """The generation ends after so many seconds, with an error."""
+    """The generation ends with an error after this many seconds."""
     fusion_route: bool | None = None
-    """Tell which machines answered and how long each took."""
+    """Report which machines computed the answer and how long each took."""
 
 
 class TextPart(Struct, frozen=True, tag_field="type", tag="text"):
-    """Text within a message."""
+    """Text in a message."""
 
     text: str
 
 
 class RefusalPart(Struct, frozen=True, tag_field="type", tag="refusal"):
-    """A refusal within an earlier answer."""
+    """A refusal in an earlier answer."""
 
     refusal: str
 
@@ -113,7 +112,7 @@ class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MadeToolCall(Struct, frozen=True, forbid_unknown_fields=True):
-    """A call that an earlier answer made."""
+    """A tool call in an earlier answer."""
 
     id: str
     function: CalledFunction
@@ -121,28 +120,28 @@ class MadeToolCall(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SystemMessage(Struct, frozen=True, tag_field="role", tag="system", forbid_unknown_fields=True):
-    """How to behave."""
+    """Instructions for the model."""
 
     content: Content
     name: str | UnsetType = UNSET
 
 
 class DeveloperMessage(Struct, frozen=True, tag_field="role", tag="developer", forbid_unknown_fields=True):
-    """The newer name of a system message; templates know only the old one."""
+    """OpenAI's newer name of a system message; rendered as one, because templates only know the older name."""
 
     content: Content
     name: str | UnsetType = UNSET
 
 
 class UserMessage(Struct, frozen=True, tag_field="role", tag="user", forbid_unknown_fields=True):
-    """What somebody says."""
+    """A message from the user."""
 
     content: Content
     name: str | UnsetType = UNSET
 
 
 class AssistantMessage(Struct, frozen=True, tag_field="role", tag="assistant", forbid_unknown_fields=True):
-    """An earlier answer, with what clients keep of it."""
+    """An earlier answer, with the fields that clients keep of it."""
 
     content: Content = None
     name: str | UnsetType | None = UNSET
@@ -155,7 +154,7 @@ class AssistantMessage(Struct, frozen=True, tag_field="role", tag="assistant", f
 
 
 class ToolMessage(Struct, frozen=True, tag_field="role", tag="tool", forbid_unknown_fields=True):
-    """What a tool gave."""
+    """The result of a tool call."""
 
     content: Content
     tool_call_id: str
@@ -166,7 +165,7 @@ Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | To
 
 
 class Function(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool: `parameters` is a JSON schema."""
+    """A tool. `parameters` is a JSON schema."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
     description: str | None = None
@@ -175,31 +174,31 @@ class Function(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tool(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool the model may call."""
+    """A tool that the model may call."""
 
     function: Function
     type: Literal["function"] = "function"
 
 
 class FunctionName(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which tool."""
+    """The name of a tool."""
 
     name: str
 
 
 class NamedChoice(Struct, frozen=True, forbid_unknown_fields=True):
-    """This tool has to be called."""
+    """The model must call this tool."""
 
     function: FunctionName
     type: Literal["function"] = "function"
 
 
 class TextFormat(Struct, frozen=True, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """Anything."""
+    """Any text."""
 
 
 class JsonObjectFormat(Struct, frozen=True, tag_field="type", tag="json_object", forbid_unknown_fields=True):
-    """Some JSON object."""
+    """Any JSON object."""
 
 
 class NamedSchema(Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,7 +211,7 @@ class NamedSchema(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JsonSchemaFormat(Struct, frozen=True, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
-    """JSON by a schema. It always holds, strict or not."""
+    """JSON that is valid under a schema. Always enforced, with or without `strict`."""
 
     json_schema: NamedSchema
 
@@ -232,7 +231,7 @@ class ChatRequest(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class CompletionRequest(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/completions`. `prompt`: a text, several, the tokens of one, or of several."""
+    """`POST /v1/completions`. `prompt`: a text, several texts, the tokens of one, or of several."""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     echo: bool | None = None
@@ -249,7 +248,7 @@ class EmbeddingRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """As templates read it."""
+    """The message in the form that templates read."""
     told = msgspec.to_builtins(message)
     if told["role"] == "developer":
         told["role"] = "system"

@@ -1,6 +1,6 @@
-"""Which machines answered, and how long each took: from the hops of every token to one report.
+"""Which machines computed an answer and how long each took, summed up from the hops of every token.
 
-Neighbours: `generating` feeds it, `answers.RouteReport` is what comes out.
+Neighbours: `generating` records hops, `answers.RouteReport` is the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Sum:
 
 
 class RouteLog:
-    """Of one request; all its answers together. `now_s` is monotonic throughout."""
+    """Hops of one request, over all its answers. `now_s` is monotonic time."""
 
     def __init__(self, now_s: float) -> None:
         self._began_s = now_s
@@ -33,7 +33,7 @@ class RouteLog:
         self._waits: list[Wait] = []
 
     def token(self, choice: int, hops: Iterable[HopTiming], now_s: float) -> None:
-        """A token came."""
+        """Record a token."""
         if self._first_s is None:
             self._first_s = now_s
         first, _, count = self._spans.get(choice, (now_s, now_s, 0))
@@ -51,11 +51,11 @@ class RouteLog:
                 known.last = hop
 
     def held(self, held: Held, now_s: float) -> None:
-        """The stream stands still, or goes on."""
+        """Record that the stream pauses or continues."""
         self._waits.append(Wait(now_s - self._began_s, held.state, held.detail))
 
     def report(self, now_s: float) -> RouteReport:
-        """As of now."""
+        """The report up to now."""
         rates = [(count - 1) / (last - first) for first, last, count in self._spans.values() if last > first]
         return RouteReport(
             route=[self._holders[stage] for stage in sorted(self._holders)],

@@ -1,7 +1,7 @@
-"""Listens, on the event loop it is called on. Decides nothing about requests: that an open door needs a key, and how
-streams end when it closes.
+"""Runs the HTTP server on the calling event loop. Decides that an address reachable from other machines requires API
+keys, and how streams end when the server stops.
 
-Neighbours: `app` is what it serves; the command line calls `serve` beside the engine.
+Neighbours: `app` is the application; the command line calls `serve` beside the engine.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from fusionai.primitives.errors import FusionError, UsageError
 
 _BACKLOG: Final = 1024
 _LAST_WORDS_S: Final = 1.0
+"""Time for the last events of streams after `Limits.drain_s`, in seconds (chosen)."""
 _RESERVED_FILES: Final = 256
-"""For everything but clients: weights, connections to peers, logs."""
+"""Open files reserved for everything but clients, such as weights, connections to peers and logs (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """For HTTPS: PEM files."""
+    """PEM files for HTTPS."""
 
     chain: Path
     key: Path
@@ -45,8 +46,9 @@ async def serve(
     on_listening: Callable[[str], None] | None = None,
     certificate: Certificate | None = None,
 ) -> None:
-    """Serves until `stop` is set or it is cancelled; then streams may go on for `Limits.drain_s`. `port` 0: any that is
-    free; `on_listening` is told the URL. Raises `UsageError` where it can't listen, or must not without keys."""
+    """Serve until `stop` is set or the task is cancelled; streams may then continue for `Limits.drain_s`. `port` 0: any
+    free port; `on_listening` is called with the URL. Raises `UsageError` if it can't listen on the address, or if the
+    address is reachable from other machines and there are no API keys."""
     listener = _listen(host, port, has_keys=app.config.keys is not None)
     with contextlib.closing(listener):
         limits = app.config.limits
@@ -55,7 +57,7 @@ async def serve(
             raise UsageError(
                 f"{limits.connections} connections need {limits.connections + _RESERVED_FILES} open files; the system "
                 f"allows this process {open_files}.",
-                hint="Raise it (`ulimit -n`) or allow fewer connections.",
+                hint="Raise the limit (`ulimit -n`) or allow fewer connections.",
             )
         server = _Server(
             uvicorn.Config(
@@ -86,11 +88,11 @@ async def serve(
             halt.cancel()
             await asyncio.shield(_close(app, server, running))
         if not halt.done() and not halt.cancelled():
-            raise FusionError("the gateway's server ended by itself.")
+            raise FusionError("the gateway's HTTP server stopped unexpectedly.")
 
 
 class _Server(uvicorn.Server):
-    """Signals are the program's to handle."""
+    """uvicorn without signal handlers, because the program handles signals itself."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -122,7 +124,7 @@ def _listen(host: str, port: int, *, has_keys: bool) -> socket.socket:
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
-        # On Windows it would let two programs have the port.
+        # Not on Windows, where this option would let two programs share the port.
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -144,7 +146,7 @@ def _url(listener: socket.socket, host: str, *, is_https: bool) -> str:
 
 
 def _allow_files(wanted: int) -> int | None:
-    """Open files this process may have now, raised as far as needed; None: the system counts otherwise."""
+    """Raise the limit of open files as far as needed and return it; None if the system has no such limit."""
     try:
         import resource
     except ImportError:

@@ -1,6 +1,6 @@
-"""How it goes: `/fusion/status` once, `/fusion/status/events` as it changes. Decides how often somebody hears of it.
+"""The engine's status: `/fusion/status` once, `/fusion/status/events` as a stream of changes.
 
-Neighbours: the engine knows; the page shows it.
+Neighbours: the engine provides the status; the page shows it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from fusionai.gateway.streaming import EventStream, event
 from fusionai.serving.interface import EngineStatus
 
 _LOOK_S: Final = 0.5
+"""Period at which the status is compared with the last one sent, in seconds (chosen)."""
 
 
 class StatusReport(msgspec.Struct, frozen=True):
-    """`at_s`: seconds since 1970."""
+    """Status of the engine. `at_s`: seconds since 1970."""
 
     model: str
     context_tokens: int
@@ -41,7 +42,7 @@ class StatusEndpoint:
 
 
 class StatusEventsEndpoint:
-    """`GET /fusion/status/events`: a report at once, and again whenever something changed."""
+    """`GET /fusion/status/events`: a report at once, and again after each change."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
@@ -51,7 +52,7 @@ class StatusEventsEndpoint:
         limits = self._desk.config.limits
 
         async def nothing() -> None:
-            """No generation hangs on it."""
+            """There is no generation to cancel."""
 
         return EventStream(
             self._changes(), limits, self._desk.streams, on_slow=_ignore, on_gone=_ignore, on_end=nothing
@@ -68,9 +69,9 @@ class StatusEventsEndpoint:
 
 
 def report(desk: Desk) -> StatusReport:
-    """As of now."""
+    """The status now."""
     return StatusReport(desk.config.model, desk.engine.context_tokens, desk.clock.wall_s(), desk.engine.status)
 
 
 def _ignore() -> None:
-    """A page that went away is nothing to count."""
+    """Disconnected status pages are not counted."""

@@ -1,8 +1,8 @@
-"""Answers that come piece by piece (server-sent events), and answers worth nothing once the client is gone.
+"""Streamed answers (server-sent events), and cancellation of work whose client has disconnected.
 
-Decides how much waits for a client that does not read: past the limit its stream ends, with a note, and what it asked
-for is cancelled. Nothing else waits for it meanwhile. Neighbours: `chat`, `completions` and `status` produce
-the pieces.
+Decides how much data waits for a client that does not read: past the limit its stream ends with an error event, and its
+request is cancelled, so that nothing else has to wait. Neighbours: `chat`, `completions` and `status` produce the
+events.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from fusionai.gateway.errors import ApiError, error_bytes
 
 Answer = TypeVar("Answer")
 ABORT_EXTENSION: Final = "fusionai.abort"
-"""In a request's scope: closes the connection at once, whatever is still unsent."""
+"""In a request's scope: a function that closes the connection at once, without sending what is still unsent."""
 _KEEP_ALIVE: Final = b": still here\n\n"
 _HEADERS: Final = {"Cache-Control": "no-cache, no-transform", "X-Accel-Buffering": "no"}
 
 
 def event(value: object) -> bytes:
-    """A piece of a stream."""
+    """Encode an event of a stream."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def comment(text: str) -> bytes:
-    """A piece that clients skip."""
+    """Encode a comment, which clients skip."""
     return b": " + " ".join(text.split()).encode(errors="replace") + b"\n\n"
 
 
 class ClientGone(Exception):
-    """Nobody is there to answer."""
+    """The client has disconnected."""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
-    """The result of `work`; cancels it and raises `ClientGone` once the client has left."""
+    """Return the result of `work`. If the client disconnects first, cancel the work and raise `ClientGone`."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_left(request.receive))
     try:
@@ -62,7 +62,7 @@ async def _left(receive: Receive) -> None:
 
 
 class Streams:
-    """All streams of a gateway, so that they can be ended together."""
+    """All open streams of a gateway, so that they can be ended together."""
 
     def __init__(self) -> None:
         self._open: set[_Outbox] = set()
@@ -71,7 +71,7 @@ class Streams:
         return len(self._open)
 
     def end(self, why: ApiError) -> None:
-        """Each says why and closes."""
+        """Send the error on every stream and close it."""
         for outbox in tuple(self._open):
             outbox.fail(why)
 
@@ -83,7 +83,7 @@ class Streams:
 
 
 class EventStream(Response):
-    """`pieces` are sent as they come; `ApiError` from there becomes the last event."""
+    """Sends `pieces` as they come; an `ApiError` raised by them becomes the last event."""
 
     media_type = "text/event-stream"
 
@@ -97,8 +97,8 @@ class EventStream(Response):
         on_gone: Callable[[], None],
         on_end: Callable[[], Awaitable[None]],
     ) -> None:
-        """`on_end` is called once, however it ends, even if no piece was ever asked for: as soon as no more pieces are
-        wanted, which may be long before a client that does not read is cut off."""
+        """`on_end` is called once, however the stream ends, even if no piece was requested: as soon as no more pieces
+        are wanted, which can be long before a client that does not read is disconnected."""
         super().__init__(headers=_HEADERS, media_type=self.media_type)
         del self.headers["content-length"]
         self._pieces = pieces
@@ -154,7 +154,7 @@ class EventStream(Response):
         except ApiError as problem:
             outbox.fail(problem)
         except Exception:
-            # The client must not take the rest for a whole answer.
+            # An error event, so that the client does not take the partial answer for a complete one.
             outbox.fail(ApiError(500, "The gateway failed; its log says why.", code="internal_error"))
             raise
         finally:
@@ -163,7 +163,7 @@ class EventStream(Response):
 
 
 class _Outbox:
-    """What is written and not yet taken by the connection."""
+    """Pieces that the connection has not taken yet."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -176,12 +176,12 @@ class _Outbox:
         self.is_overfull = False
 
     def put(self, piece: bytes) -> bool:
-        """Whether it may go on."""
+        """Add a piece; return whether more may follow."""
         if self.is_left or self.is_failed:
             return False
         if self._bytes + len(piece) > self._limit_bytes and self._pieces:
             self.is_overfull = True
-            message = f"The client did not read: more than {self._limit_bytes} bytes waited for it."
+            message = f"The client read too slowly: more than {self._limit_bytes} bytes waited for it."
             self.fail(ApiError(408, message, code="slow_reader"))
             return False
         self._append(piece)
@@ -192,18 +192,18 @@ class _Outbox:
         self._news.set()
 
     def fail(self, problem: ApiError) -> None:
-        """The last piece says what happened."""
+        """Append the error as the last event."""
         if not (self.is_failed or self.is_complete):
             self.is_failed = True
             self._append(b"data: " + error_bytes(problem) + b"\n\n")
 
     def leave(self) -> None:
-        """The client is gone."""
+        """Note that the client has disconnected."""
         self.is_left = True
         self._news.set()
 
     async def take(self, patience_s: float) -> bytes | None:
-        """All that waits, or a sign of life; None: nothing comes any more."""
+        """Return all waiting pieces, or a keep-alive comment after `patience_s`; None at the end of the stream."""
         if not (self._pieces or self.is_complete or self.is_failed or self.is_left):
             try:
                 async with asyncio.timeout(patience_s):

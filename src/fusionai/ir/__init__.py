@@ -1,5 +1,5 @@
 """The operator graph: grammar, operators, validation, cutting, cost, blocks, initial values. Pure.
 
-No framework, clock, file or network. Whatever is received becomes a graph here, by `ir.validate`, or is refused.
-Neighbours: `capture` makes graphs, `backends` run them, `scheduling` prices are taken from `ir.cost`.
+Uses no framework, clock, file or network. Received data becomes a graph only through `ir.validate`, which refuses
+anything illegal. `capture` makes graphs, `backends` run them, `scheduling` takes their costs from `ir.cost`.
 """

@@ -1,15 +1,17 @@
-"""Blocks: the repeated layers of a model, found in the module paths. Decides `Node.block`; cuts and prices nothing.
+"""Finds blocks, the repeated layers of a model, from module paths. Decides `Node.block`.
 
-0 is what comes before the first layer, 1..L are the layers, L+1 what comes after, L+2 the loss. A layer is named by its
-path up to the first number (`model.layers.7`, `transformer.h.3`, `layer1.0`); a model without any such path is grouped
-by the children of its root, and one without paths where a single value crosses. If one block then holds most nodes
-(a small numbered head beside named modules; a whole encoder as one member of a Sequential), that block alone is split:
-by the next number, by the children of its modules, or where a single value crosses. A part a model does not have takes
-no number, so the first block is 0 and the loss, if there is one, is the last. Numbers never fall along a data
-dependency (cheap nodes apart, which every stage repeats), so that any range of blocks is a legal stage.
+Block 0 is everything before the first layer, 1..L are the layers, L+1 comes after them, L+2 is the loss. A layer is
+named by its path up to the first number (`model.layers.7`, `transformer.h.3`, `layer1.0`). A model without such paths
+is grouped by the children of its root, and one without paths is split where a single value crosses.
 
-Neighbours: `capture` calls `assign_blocks`, `ir.partition` cuts between blocks, `block_hashes` tells equal layers apart
-from different ones, for costs and compiled code.
+If one block then holds most nodes (a small numbered head beside named modules; a whole encoder as one member of a
+Sequential), only that block is split: by the next number, by the children of its modules, or where a single value
+crosses. A part that a model lacks gets no number, so the first block is always 0 and the loss, if there is one, is the
+last. Numbers never decrease along a data dependency (except for cheap nodes, which every stage repeats), so that any
+range of blocks is a legal stage.
+
+`capture` calls `assign_blocks`, `ir.partition` cuts between blocks, `block_hashes` identifies equal layers for costs
+and compiled code.
 """
 
 from __future__ import annotations
@@ -28,25 +30,25 @@ from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 
 LABELS: Final = "labels"
-"""Whatever depends on this input belongs to the loss."""
+"""Input whose dependants belong to the loss."""
 LOGITS: Final = "logits"
-"""Whatever depends on this output belongs to the loss."""
+"""Output whose dependants belong to the loss."""
 
 _LAYER: Final = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 
 _MOST: Final = 2 / 3
-"""A block with a larger share of the nodes with arithmetic is split, if a split is found."""
+"""Share of the nodes with arithmetic above which a block is split, if a split is found."""
 _SMALL: Final = 8
-"""A block of so few nodes with arithmetic stays whole."""
+"""Number of nodes with arithmetic up to which a block is never split."""
 _BETTER: Final = 3 / 4
-"""A split is taken if the largest block then has at most this share of its nodes."""
+"""Largest share of the nodes that the largest block may keep for a split to be accepted."""
 
 _encode: Final = msgspec.json.Encoder(order="deterministic").encode
 
 
 def assign_blocks(graph: Graph) -> Graph:
-    """The same graph with every node's block number set from its path and its place in the data flow."""
+    """Return the same graph with every node's block number set from its path and its position in the data flow."""
     loss = _loss_nodes(graph)
     cheap = cheap_nodes(graph)
     body = [node for node in graph.nodes if node.id not in loss and node.id not in cheap]
@@ -68,7 +70,7 @@ def assign_blocks(graph: Graph) -> Graph:
 
 
 def _numbered(graph: Graph, loss: frozenset[int], cheap: frozenset[int], layer_of: dict[int, int]) -> dict[int, int]:
-    """Node id -> block, from the layers of some nodes and the data flow of all."""
+    """Return node id -> block, from the layers of some nodes and the data flow of all."""
     floor = _raised(graph, cheap, layer_of)
     last = max(layer_of.values(), default=0)
     feeding = _feeding_layers(graph, layer_of, cheap)
@@ -81,14 +83,14 @@ def _numbered(graph: Graph, loss: frozenset[int], cheap: frozenset[int], layer_o
         elif node.id in feeding:
             blocks[node.id] = floor[node.id]
         else:
-            # Also what the end alone needs of the beginning, such as the scale `1 + weight` of a last norm.
+            # Includes what only the end needs of the beginning, such as the scale `1 + weight` of a last norm.
             blocks[node.id] = last + 1
     blocks.update(_beside_their_module(graph, blocks, cheap))
     return _dense(blocks, {node.id for node in graph.nodes if node.id not in cheap})
 
 
 def _largest(blocks: dict[int, int], working: Sequence[Node]) -> list[Node]:
-    """The nodes with arithmetic of the block that has most of them."""
+    """Return the nodes with arithmetic of the block that has most of them."""
     members: dict[int, list[Node]] = {}
     for node in working:
         members.setdefault(blocks[node.id], []).append(node)
@@ -96,13 +98,13 @@ def _largest(blocks: dict[int, int], working: Sequence[Node]) -> list[Node]:
 
 
 def _computes(node: Node) -> bool:
-    # A draft may hold operators that are not known yet.
+    # An unfinished graph may hold operators that are not known yet.
     operator = OPERATORS.get(node.op)
     return operator is None or operator.flops != "none"
 
 
 def _parts(graph: Graph, block: Sequence[Node], layer_of: dict[int, int]) -> Iterator[dict[int, int]]:
-    """Ways to split a block, the best first: node id -> part, from 1. A layer is split by a further number alone."""
+    """Yield ways to split a block, best first: node id -> part, from 1. A layer is split only by a further number."""
     free = [node for node in block if node.id not in layer_of]
     if 2 * len(free) <= len(block):
         for count in range(2, 1 + max(len(_NUMBER.findall(node.path)) for node in block)):
@@ -113,7 +115,7 @@ def _parts(graph: Graph, block: Sequence[Node], layer_of: dict[int, int]) -> Ite
 
 
 def _renumbered(body: Sequence[Node], layer_of: dict[int, int], parts: dict[int, int]) -> dict[int, int]:
-    """The layers with `parts` beside them or in place of theirs, numbered from 1 in order of first appearance."""
+    """Combine the layers with `parts`, numbered from 1 in order of first appearance."""
     numbers: dict[tuple[int, int], int] = {}
     found: dict[int, int] = {}
     for node in body:
@@ -124,8 +126,10 @@ def _renumbered(body: Sequence[Node], layer_of: dict[int, int], parts: dict[int,
 
 
 def block_hashes(graph: Graph) -> tuple[str, ...]:
-    """One SHA-256 per block, equal for blocks that compute the same: names, node ids and layer numbers are masked,
-    cheap nodes (shared by all layers) left out. Index: block number."""
+    """Return one SHA-256 per block, equal for blocks that compute the same; index: block number.
+
+    Names, node ids and layer numbers are masked, and cheap nodes (shared by all layers) are left out.
+    """
     cheap = cheap_nodes(graph)
     count = 1 + max((node.block for node in graph.nodes), default=-1)
     members: list[list[Node]] = [[] for _ in range(count)]
@@ -136,7 +140,7 @@ def block_hashes(graph: Graph) -> tuple[str, ...]:
 
 
 def _layers(graph: Graph, body: Sequence[Node]) -> dict[int, int]:
-    """Node id -> number of its layer, from 1 in order of first appearance; nodes of no layer are absent."""
+    """Return node id -> number of its layer, from 1 in order of first appearance. Nodes of no layer are absent."""
     for key in (_numbered_layer, _child_of_root(body)):
         if found := _named(body, key):
             return found
@@ -159,13 +163,13 @@ def _numbered_layer(path: str) -> str | None:
 
 
 def _up_to_number(count: int, path: str) -> str | None:
-    """The path up to its number `count`, from 1."""
+    """Return the path up to its number `count`, counted from 1; None if it has fewer numbers."""
     ends = [match.end() for match in _NUMBER.finditer(path)]
     return path[: ends[count - 1]] if len(ends) >= count else None
 
 
 def _child_of_root(body: Iterable[Node]) -> Callable[[str], str | None]:
-    """Names modules by one component more than all paths have in common."""
+    """Return a function that names modules by one component more than all paths have in common."""
     paths = {tuple(node.path.split(".")) for node in body if node.path}
     shortest = min((len(path) for path in paths), default=0)
     common = 0
@@ -180,7 +184,7 @@ def _child_of_root(body: Iterable[Node]) -> Callable[[str], str | None]:
 
 
 def _narrow_layers(graph: Graph, body: Sequence[Node]) -> dict[int, int]:
-    """Without paths: a new layer starts after each place in the order that only one value crosses."""
+    """Layers of a model without paths: a new layer starts after each position that only one value crosses."""
     inside = {node.id for node in body}
     order = {node.id: place for place, node in enumerate(body)}
     last_read = {
@@ -195,14 +199,17 @@ def _narrow_layers(graph: Graph, body: Sequence[Node]) -> dict[int, int]:
         found[node.id] = layer
         live.update(value for value in node.outputs if last_read.get(value, -1) > place)
         live = {value for value in live if last_read[value] > place}
-        # Views and casts are free to stay with what they follow.
+        # Views and casts stay with the node they follow.
         if len(live) <= 1 and _computes(node):
             layer += 1
     return found
 
 
 def _raised(graph: Graph, cheap: frozenset[int], layer_of: dict[int, int]) -> dict[int, int]:
-    """Node id -> its layer, raised to the highest of what it reads. Readers of one written buffer go together."""
+    """Return node id -> its layer, raised to the highest layer of its inputs.
+
+    Readers of one written buffer stay together.
+    """
     maker = producers(graph)
     written = {value for value, spec in graph.params.items() if spec.key in set(graph.state_writes.values())}
     floor: dict[int, int] = {}
@@ -225,7 +232,7 @@ def _reader_layer(graph: Graph, buffer: str, layer_of: dict[int, int]) -> int:
 
 
 def _feeding_layers(graph: Graph, layer_of: dict[int, int], cheap: frozenset[int]) -> frozenset[int]:
-    """Nodes some layer still depends on: they stand before or between layers, not after them."""
+    """Nodes that some layer depends on: they belong before or between layers, not after them."""
     wanted: set[str] = set()
     found: set[int] = set()
     for node in reversed(graph.nodes):
@@ -238,7 +245,7 @@ def _feeding_layers(graph: Graph, layer_of: dict[int, int], cheap: frozenset[int
 
 
 def _beside_their_module(graph: Graph, blocks: dict[int, int], cheap: frozenset[int]) -> dict[int, int]:
-    """Nodes that only turn state into state (BatchNorm's step counter) stand where the rest of their module does."""
+    """Put nodes that only update state from state (BatchNorm's step counter) into the block of their module."""
     counting = {
         node.id
         for node in graph.nodes
@@ -256,7 +263,7 @@ def _loss_nodes(graph: Graph) -> frozenset[int]:
     """Nodes that depend on the labels, or on the logits without being needed for them."""
     logits = {graph.outputs[LOGITS]} if LOGITS in graph.outputs else set[str]()
     found = _dependants(graph, logits | ({LABELS} & set(graph.inputs)))
-    # A model that reads the labels in its layers (teacher forcing) is not all loss.
+    # In a model that reads the labels in its layers (teacher forcing), not everything that depends on them is loss.
     if any(node.id in found and _numbered_layer(node.path) is not None for node in graph.nodes):
         return _dependants(graph, logits)
     return found
@@ -273,7 +280,7 @@ def _dependants(graph: Graph, values: set[str]) -> frozenset[int]:
 
 
 def _dense(blocks: dict[int, int], working: set[int]) -> dict[int, int]:
-    """Close the gaps, so that every block has something to do: a model may have nothing before its first layer."""
+    """Renumber without gaps, so that every block has nodes: a model may have nothing before its first layer."""
     numbers = sorted({blocks[node_id] for node_id in working})
     return {node_id: min(bisect_left(numbers, block), max(0, len(numbers) - 1)) for node_id, block in blocks.items()}
 
@@ -314,5 +321,5 @@ def _renamed(arg: Arg, names: dict[str, str]) -> Arg:
 
 
 def _masked(path: str) -> str:
-    """Only the first number is the layer's; `experts.3` inside it stays."""
+    """Mask only the first number, which is the layer's; `experts.3` inside it stays."""
     return _NUMBER.sub("#", path, count=1)

@@ -1,12 +1,12 @@
-"""What a graph costs: floating-point operations and bytes per node and per block, from shapes alone.
+"""Cost of a graph: floating-point operations and bytes per node and per block, from shapes alone.
 
-Decides the counting rules; measures nothing. A multiply-add is two operations. Products, convolutions and attention
-are counted exactly, other operators roughly (one per element; five for softmax and normalisation), since those are
-limited by memory anyway: for that, the bytes they read and write are counted beside. Backward: a product costs its
-forward once per operand that needs a gradient, attention 2.5 times its forward (scores are computed again, as in
-FlashAttention, arXiv 2205.14135, section 3), the rest once.
+Decides the counting rules; measures nothing. A multiply-add counts as two operations. Products, convolutions and
+attention are counted exactly. Other operators are counted roughly (one per element; five for softmax and
+normalisation), because memory bandwidth limits them; the bytes they read and write are counted separately. Backward: a
+product costs its forward once per operand that needs a gradient, attention 2.5 times its forward (scores are
+recomputed, as in FlashAttention, arXiv 2205.14135, section 3), other operators once their forward.
 
-Neighbours: `ir.operators` names the rules, `scheduling` turns records into `BlockCost` and seconds.
+`ir.operators` names the rules, `scheduling` turns records into `BlockCost` and seconds.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 
 FLOPS_PER_ELEMENT: Final = 5
-"""Of softmax, normalisation and losses: subtract, square or exponential, sum, divide, scale."""
+"""Operations per element of softmax, normalisation and losses: subtract, square or exponential, sum, divide, scale."""
 ATTENTION_BACKWARD: Final = 2.5
+"""Operations of attention's backward pass relative to its forward pass."""
 
 
 class BlockCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One block for one microbatch. Fields and meaning as in `scheduling.types.BlockCost`."""
+    """Cost of one block for one microbatch. Fields and meaning as in `scheduling.types.BlockCost`."""
 
     block: int
     forward_flops: float
@@ -44,19 +45,21 @@ class BlockCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     gradient_bytes: int
     ops: tuple[str, ...]
     calls: int
-    """Operators that make tensors, views among them."""
+    """Number of operators that make tensors, including views."""
     moved_bytes: float
-    """Read and written by operators that are no views, forward and backward."""
+    """Bytes read and written by operators that are not views, forward and backward."""
 
 
 def block_costs(graph: Graph, symbols: Mapping[str, int], *, training: bool) -> tuple[BlockCostRecord, ...]:
-    """Cost of every block at these sizes; index: block number. Without `training`, backward, gradients and kept
-    activations are 0. Raises `GraphError` when a symbol has no value."""
+    """Return the cost of every block at these sizes; index: block number.
+
+    Without `training`, backward, gradients and kept activations are 0. Raises `GraphError` if a symbol has no value.
+    """
     return _Prices(graph, symbols, training=training).records()
 
 
 def forward_flops(node: Node, sizes: Mapping[str, tuple[int, ...]]) -> float:
-    """Floating-point operations of one node; `sizes`: value name -> its size, symbolic integers absent."""
+    """Return the floating-point operations of one node. `sizes`: value name -> its size, without symbolic integers."""
     results = sum(prod(sizes[value]) for value in node.outputs if value in sizes)
     match OPERATORS[node.op].flops:
         case "none":
@@ -78,7 +81,7 @@ def forward_flops(node: Node, sizes: Mapping[str, tuple[int, ...]]) -> float:
             (batch, heads, queries, width), (_, _, keys, out_width) = _operand(node, sizes, 0), _operand(node, sizes, 2)
             return 2.0 * batch * heads * queries * keys * (width + out_width)
         case "scan":
-            # Per element of the state: decay and add; with a state per pair of key and value also write and read.
+            # For each element of the state: decay and add. With a state per pair of key and value, also write and read.
             return 2.0 * results if node.op == "fusion.linear_scan" else 6.0 * results * _operand(node, sizes, 1)[-1]
 
 
@@ -126,7 +129,7 @@ class _Prices:
         )
 
     def _backward_flops(self, node: Node) -> float:
-        """Depends on what is upstream: nothing flows into operands that need no gradient."""
+        """Operations of the node's backward pass. Operands that need no gradient cost nothing."""
         if not any(value in self.needs_grad for value in node.outputs):
             return 0.0
         forward = forward_flops(node, self.sizes)
@@ -140,8 +143,10 @@ class _Prices:
                 return forward
 
     def _moved_bytes(self, node: Node) -> float:
-        """Operands and results once forward, and backward as many times as it computes. A lookup reads some rows of
-        its table; the gradient of that is as large as the table."""
+        """Bytes of operands and results, once forward, and for backward scaled by its operations.
+
+        A lookup reads some rows of its table, but the gradient of the table is as large as the table.
+        """
         if OPERATORS[node.op].view:
             return 0.0
         results = sum(self._bytes(value) for value in node.outputs)
@@ -153,7 +158,10 @@ class _Prices:
         return forward + touched * (self._backward_flops(node) / flops if flops > 0 else 1.0)
 
     def _kept_bytes(self, nodes: list[Node]) -> int:
-        """Distinct storage kept from forward to backward; views share theirs, parameters are there anyway."""
+        """Bytes of distinct storage kept from forward to backward.
+
+        Views share storage, and parameters are not counted.
+        """
         kept: set[str] = set()
         for node in nodes:
             if not any(value in self.needs_grad for value in node.outputs):
@@ -174,18 +182,21 @@ class _Prices:
         found = tuple(reads(node))
         if OPERATORS[node.op].flops not in ("matmul", "conv", "conv_transpose"):
             return found
-        # One factor is kept only if the gradient of the other is wanted.
+        # A factor is kept only if the gradient of the other one is needed.
         factors = _factors(node)
         wanted = [value in self.needs_grad for value in factors]
         return tuple(factors[1 - i] for i in range(len(factors)) if wanted[i])
 
     def _workspace_bytes(self, node: Node) -> int:
-        """Results of one node and their gradients, which live for a moment only."""
+        """Bytes of one node's results and their gradients, which exist only briefly."""
         results = sum(self._bytes(value) for value in node.outputs)
         return 2 * results if self.training else results
 
     def _crossing(self, count: int) -> tuple[list[int], list[int]]:
-        """Bytes over a cut after each block, forward and backward. Cheap values never cross: they are made again."""
+        """Bytes that cross a cut after each block, forward and backward.
+
+        Cheap values never cross, because they are recomputed.
+        """
         output_bytes, gradient_bytes = [0] * count, [0] * count
         for node in self.graph.nodes:
             if node.id in self.cheap:
@@ -198,7 +209,7 @@ class _Prices:
         return output_bytes, gradient_bytes
 
     def _storage(self) -> dict[str, str]:
-        """View -> the value whose memory it shows."""
+        """View -> the value whose memory it shares."""
         roots: dict[str, str] = {}
         for node in self.graph.nodes:
             if OPERATORS[node.op].view:
@@ -216,7 +227,7 @@ class _Prices:
 
 
 def _factors(node: Node) -> tuple[str, ...]:
-    """The two tensors of a product or convolution; the bias is not one of them."""
+    """Names of the two tensors of a product or convolution, without the bias."""
     first = 1 if node.op in ("aten.addmm.default", "aten.baddbmm.default") else 0
     return tuple(arg.name for arg in node.args[first : first + 2] if isinstance(arg, Ref))
 

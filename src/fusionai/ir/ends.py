@@ -1,12 +1,14 @@
-"""The ends of a model that a job may keep with its owner: how many blocks, and that nothing else betrays them.
+"""Finds which blocks stay with the job owner (embedding and head), and checks that peers get no job data.
 
-Decides the counts from the graph alone. At the front: what comes before the first layer, which reads the job's inputs
-(a model that has nothing before its layers keeps the first of them). At the back: the loss, and everything from where
-the logits are made; without logits by name, the block before the loss. What lies between must read no input of the job
-but where its texts begin and end (and, served, through which adapter they go), and make none of its outputs, so that
-neither token ids nor logits leave: checked on the cut itself.
+Decides the counts from the graph alone. At the front: everything before the first layer, which reads the job's inputs
+(or the first layer, if nothing comes before it). At the back: the loss and everything from the computation of the
+logits on; if no output is named logits, the block before the loss.
 
-Neighbours: `ir.blocks` numbers, `ir.partition` cuts, `scheduling.ends` plans with the counts.
+Neither token ids nor logits may leave the owner. So the blocks between may not read the job's inputs, except where
+texts begin and end (and, in serving, which adapter they use), and may not compute the job's outputs. This is checked on
+the actual cut.
+
+`ir.blocks` numbers blocks, `ir.partition` cuts, `scheduling.ends` plans with the counts.
 """
 
 from __future__ import annotations
@@ -21,15 +23,17 @@ from fusionai.ir.serving import FROM_SEGMENTS
 from fusionai.primitives.errors import GraphError
 
 TOLD: Final = FROM_SEGMENTS | {"position_ids", "attention_mask"}
-"""Inputs that layers may read: they tell where a text begins and ends and which adapter it goes through, not what it
-says."""
+"""Inputs that layers may read: they say where a text begins and ends and which adapter it uses, but not its content."""
 HIDDEN: Final = "hidden"
-"""Of a serving graph: what goes into the head, and crosses to the owner anyway."""
+"""Output of a serving graph that goes into the head. It is sent to the owner anyway."""
 
 
 def ends(graph: Graph, *, first_layers: int = 0, last_layers: int = 0, training: bool = True) -> tuple[int, int]:
-    """Blocks at the front and at the back that stay, so many layers among them. `training`: whether the graph has its
-    loss. Raises `GraphError` where too little is left between, or where that reads or makes what must not leave."""
+    """Return the number of blocks at the front and at the back that stay with the owner.
+
+    `first_layers` and `last_layers` are the layers among them. `training`: whether the graph has its loss. Raises
+    `GraphError` if no block is left between, or if the blocks between read or compute what must stay.
+    """
     count = 1 + max((node.block for node in graph.nodes), default=-1)
     first = 1 + first_layers
     last = count - _tail_start(graph, count, training) + last_layers
@@ -47,7 +51,7 @@ def _tail_start(graph: Graph, count: int, training: bool) -> int:
     maker = producers(graph)
     logits = graph.outputs.get(LOGITS)
     made = [] if logits is None or logits not in maker else [maker[logits].block]
-    # Logits may be made under another name, or handed to the loss as they are.
+    # Logits may be made under another name, or passed to the loss directly.
     return min([*made, count - 2 if training else count - 1])
 
 

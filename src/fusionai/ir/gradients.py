@@ -1,13 +1,15 @@
-"""The way of gradients through a cut graph, so that each sum has the bits of one process.
+"""Routes of gradients through a cut graph, chosen so that each sum has the same bits as in one process.
 
 Autograd in one process adds the contributions to a value's gradient one by one, in the reverse order of the value's
 uses. A stage continues the sum that later stages began: the last stage that uses a value sends its sum to the next
-lower one, which adds its own uses to it, and so on down to the stage that made the value (or is home to the parameter).
-That is the same order wherever no stage holds a use between two uses of another. Where uses interleave, the sum goes on
-as far as the order allows; every later contribution travels apart: its use reads an alias of the value, and the
-producer has an `aten.alias` node at that use's place in the order of execution, whose gradient is the contribution.
+lower one, which adds its own uses, down to the stage that made the value (or is home to the parameter). This is the
+same order unless a stage holds a use between two uses of another stage.
 
-Neighbours: `ir.partition` calls `route_gradients`; `execution.boundary` makes ports of the routes.
+Where uses interleave, the sum is passed on as far as the order allows, and every later contribution travels separately:
+its use reads an alias of the value, and the producer has an `aten.alias` node at that use's place in the order of
+execution, whose gradient is the contribution.
+
+`ir.partition` calls `gradient_uses` and `route_values`; `execution.boundary` makes ports of the routes.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ ALIAS: Final = "aten.alias.default"
 
 
 class GradientRoute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Stage `sender` sends its gradient of `value` (a boundary value, an alias of one, or a parameter's value) to stage
-    `receiver`, which made the value or continues its sum."""
+    """Stage `sender` sends its gradient of `value` to stage `receiver`, which made the value or continues its sum.
+
+    `value` is a boundary value, an alias of one, or a parameter's value.
+    """
 
     value: str
     sender: int
@@ -39,7 +43,7 @@ class GradientRoute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One operand of one node. `place`: of the node in the whole graph's order."""
+    """One operand of one node. `place` is the node's position in the whole graph."""
 
     stage: int
     place: int
@@ -48,19 +52,23 @@ class Use:
 
 @dataclass(slots=True)
 class Rewritten:
-    """How a stage's graph changes. `aliases`: input -> the value it repeats. `joins`: outputs that only take
-    gradients."""
+    """Changes to a stage's graph.
+
+    `aliases`: input -> the value it repeats. `joins`: outputs that only receive gradients.
+    """
 
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     operands: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
-    """Place of a node -> operand -> alias that it reads instead."""
+    """Place of a node -> operand -> the alias that it reads instead."""
     joins: dict[str, tuple[Use, str]] = field(default_factory=dict[str, tuple[Use, str]])
-    """Output -> (the use whose gradient it takes, the value it is an alias of)."""
+    """Output -> (the use whose gradient it receives, the value it is an alias of)."""
 
 
 def gradient_uses(graph: Graph, held: Sequence[Collection[int]], values: Collection[str]) -> dict[str, list[Use]]:
-    """Uses through which a gradient of these values flows, in the order in which autograd adds them. `held`: the ids of
-    the nodes of each stage."""
+    """Return the uses through which gradients of these values flow, in the order in which autograd adds them.
+
+    `held`: node ids of each stage.
+    """
     needs_grad = needing_gradient(graph)
     found: dict[str, list[Use]] = {}
     stages_of: dict[int, list[int]] = {}
@@ -79,8 +87,11 @@ def gradient_uses(graph: Graph, held: Sequence[Collection[int]], values: Collect
 
 @dataclass(frozen=True, slots=True)
 class SharedUses:
-    """A trainable parameter that several blocks read. `blocks`: of each use, in the order in which autograd adds them.
-    `interleaves`: the order goes back to a higher block, so that stages can't pass the sum on from last to first."""
+    """A trainable parameter that several blocks read.
+
+    `blocks`: block of each use, in the order in which autograd adds them. `interleaves`: the order returns to a higher
+    block, so that stages can't pass the sum on from last to first.
+    """
 
     key: str
     nbytes: int
@@ -92,7 +103,7 @@ class SharedUses:
 
 
 def shared_uses(graph: Graph) -> list[SharedUses]:
-    """Of the whole graph, by key."""
+    """Return the trainable parameters of the whole graph that several blocks read, sorted by key."""
     trained = {value: spec for value, spec in graph.params.items() if spec.trainable}
     uses = gradient_uses(graph, [{node.id for node in graph.nodes}], trained)
     found = [
@@ -107,9 +118,10 @@ def shared_uses(graph: Graph) -> list[SharedUses]:
 
 
 def in_stage_order(uses: Sequence[Use]) -> tuple[Sequence[Use], Sequence[Use]]:
-    """(uses whose sum stages can pass on from the last to the first, the others), in the order of autograd.
+    """Return (uses whose sum stages can pass on from last to first, other uses), in the order of autograd.
 
-    The first two contributions may change places: a sum of two does not depend on their order."""
+    The first two contributions may be swapped, because a sum of two does not depend on their order.
+    """
     ordered = list(uses)
     if len(ordered) > 1 and ordered[0].stage < ordered[1].stage:
         ordered[:2] = ordered[1], ordered[0]
@@ -120,7 +132,7 @@ def in_stage_order(uses: Sequence[Use]) -> tuple[Sequence[Use], Sequence[Use]]:
 
 
 def passed_on(value: str, uses: Iterable[Use], last: int) -> list[GradientRoute]:
-    """The sum of these uses from stage to stage, down to `last`."""
+    """Return the routes that pass the sum of these uses from stage to stage, down to `last`."""
     stages = sorted({use.stage for use in uses} | {last}, reverse=True)
     return [GradientRoute(value=value, sender=sender, receiver=receiver) for sender, receiver in pairwise(stages)]
 
@@ -128,8 +140,10 @@ def passed_on(value: str, uses: Iterable[Use], last: int) -> list[GradientRoute]
 def route_values(
     uses: Mapping[str, Sequence[Use]], producers: Mapping[str, int], taken: Collection[str]
 ) -> tuple[list[GradientRoute], dict[int, Rewritten]]:
-    """Routes of the gradients of values that cross a cut, and what they change in the stages' graphs. `producers`: the
-    stage that makes each; `taken`: names that aliases must not have."""
+    """Return the routes of gradients of boundary values, and the changes to the stages' graphs.
+
+    `producers`: the stage that makes each value. `taken`: names that aliases must not have.
+    """
     routes: list[GradientRoute] = []
     changes: dict[int, Rewritten] = {}
     for value, producer in producers.items():
@@ -140,7 +154,7 @@ def route_values(
         number = 0
         for use in apart:
             if use.stage == producer:
-                continue  # autograd there adds it in its place
+                continue  # autograd in that stage adds it in its place
             while (alias := f"{value}~{number}") in taken:
                 number += 1
             number += 1
@@ -153,11 +167,11 @@ def route_values(
 
 
 def rewritten(whole: Graph, part: Graph, change: Rewritten) -> Graph:
-    """The stage's graph with its aliases. New nodes have ids above all of the whole graph's."""
+    """Return the stage's graph with its aliases. New node ids are above all ids of the whole graph."""
     place_of = {node.id: place for place, node in enumerate(whole.nodes)}
     block_of = {value: node.block for node in part.nodes for value in node.outputs}
     next_id = 1 + max(place_of)
-    # Of one node's operands the first is added first: its alias must be the last to run.
+    # Autograd adds the first of a node's operands first, so its alias must run last.
     waiting = sorted(change.joins.items(), key=lambda item: (item[1][0].place, -item[1][0].operand))
     nodes: list[Node] = []
     for node in part.nodes:
@@ -182,7 +196,7 @@ def _alias(name: str, joined: tuple[Use, str], node_id: int, block_of: Mapping[s
 
 
 def _reading(node: Node, instead: Mapping[int, str]) -> Node:
-    """`node` with some of its operands, numbered as `ir.graph.reads` gives them, replaced."""
+    """Return `node` with some operands replaced, numbered in the order of `ir.graph.reads`."""
     if not instead:
         return node
     count = -1

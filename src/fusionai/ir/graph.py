@@ -1,7 +1,7 @@
-"""Questions about a graph: who makes a value, who reads it, what an output needs. Decides nothing, changes nothing.
+"""Queries on a graph: which node makes a value, which nodes read it, what an output needs. Graphs are never changed.
 
-`prune` gives the part of a graph some outputs need. Neighbours: `ir.partition`, `ir.cost`, `ir.blocks` and
-backends ask.
+`prune` returns the part of a graph that some outputs need. `ir.partition`, `ir.cost`, `ir.blocks` and backends use
+this.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ SYMINT = "symint"
 
 
 def prune(graph: Graph, outputs: Collection[str], *, state_writes: bool = False) -> Graph:
-    """The sub-graph that the outputs with these meanings need (and, if asked, the state writes).
+    """Return the sub-graph that the outputs with these meanings need (and the state writes, if `state_writes`).
 
     Inputs, parameters, values and nodes that nothing wanted depends on are left out; order and ids stay. Raises
-    `GraphError` on an unknown meaning.
+    `GraphError` for an unknown meaning.
     """
     unknown = sorted(set(outputs) - set(graph.outputs))
     if unknown:
@@ -41,7 +41,7 @@ def restrict(
     outputs: Mapping[str, str],
     state_writes: Mapping[str, str],
 ) -> Graph:
-    """A graph of these nodes, with only the inputs, parameters and value specs they use."""
+    """Return a graph of these nodes, with only the inputs, parameters and value specs they use."""
     kept = tuple(nodes)
     read = {value for node in kept for value in reads(node)}
     written_keys = set(state_writes.values())
@@ -64,22 +64,8 @@ def restrict(
     )
 
 
-def with_symbols(graph: Graph, largest: Mapping[str, int]) -> Graph:
-    """The same graph with the largest sizes lowered, e.g. to a job's microbatch. Raises `GraphError` on an unknown
-    symbol or a size outside the present range."""
-    symbols = dict(graph.symbols)
-    for name, size in largest.items():
-        if name not in symbols:
-            raise GraphError(f"graph {graph.name!r} has no symbol {name!r}; it has {', '.join(symbols) or 'none'}.")
-        smallest, limit = symbols[name]
-        if not smallest <= size <= limit:
-            raise GraphError(f"symbol {name!r} takes sizes from {smallest} to {limit}, got {size}.")
-        symbols[name] = (smallest, size)
-    return msgspec.structs.replace(graph, symbols=symbols)
-
-
 def reads(node: Node) -> Iterator[str]:
-    """Names of the values a node reads, in argument order, with repetitions."""
+    """Names of the values that a node reads, in argument order, with repetitions."""
     for arg in node.args:
         yield from references(arg)
     for arg in node.kwargs.values():
@@ -96,12 +82,12 @@ def references(arg: Arg) -> Iterator[str]:
 
 
 def producers(graph: Graph) -> dict[str, Node]:
-    """Value name -> the node that makes it; inputs and parameters are absent."""
+    """Value name -> the node that makes it, without inputs and parameters."""
     return {value: node for node in graph.nodes for value in node.outputs}
 
 
 def consumers(graph: Graph) -> dict[str, tuple[Node, ...]]:
-    """Value name -> the nodes that read it, in order, each once. Values nobody reads are absent."""
+    """Value name -> the nodes that read it, in order, each once. Values without readers are absent."""
     found: dict[str, list[Node]] = {}
     for node in graph.nodes:
         for value in dict.fromkeys(reads(node)):
@@ -109,23 +95,8 @@ def consumers(graph: Graph) -> dict[str, tuple[Node, ...]]:
     return {value: tuple(nodes) for value, nodes in found.items()}
 
 
-def last_uses(graph: Graph) -> dict[int, tuple[str, ...]]:
-    """Node id -> node results and inputs that nobody reads after this node and no output or state write needs, so that
-    an executor can drop them there. Parameters never die."""
-    kept = set(graph.outputs.values()) | set(graph.state_writes) | set(graph.params)
-    last: dict[str, int] = {}
-    for node in graph.nodes:
-        for value in (*node.outputs, *reads(node)):
-            last[value] = node.id
-    dead: dict[int, list[str]] = {}
-    for value, node_id in last.items():
-        if value not in kept:
-            dead.setdefault(node_id, []).append(value)
-    return {node_id: tuple(values) for node_id, values in dead.items()}
-
-
 def needed_nodes(graph: Graph, values: Iterable[str]) -> tuple[Node, ...]:
-    """The nodes these values depend on, in graph order."""
+    """The nodes that these values depend on, in graph order."""
     wanted = set(values)
     kept: list[Node] = []
     for node in reversed(graph.nodes):
@@ -140,8 +111,10 @@ def is_float(graph: Graph, value: str) -> bool:
 
 
 def needing_gradient(graph: Graph, grad_inputs: Collection[str] = ()) -> frozenset[str]:
-    """Values a gradient flows through: trainable parameters, `grad_inputs`, and float results of differentiable
-    operators on such values."""
+    """Values through which a gradient flows.
+
+    These are trainable parameters, `grad_inputs`, and float results of differentiable operators on such values.
+    """
     found = {value for value, spec in graph.params.items() if spec.trainable} | set(grad_inputs)
     for node in graph.nodes:
         if OPERATORS[node.op].differentiable and any(value in found for value in reads(node)):
@@ -150,11 +123,11 @@ def needing_gradient(graph: Graph, grad_inputs: Collection[str] = ()) -> frozens
 
 
 def cheap_nodes(graph: Graph) -> frozenset[int]:
-    """Ids of nodes that depend on no parameter, no float input, no written buffer and no node that does: positions,
-    masks, rotary tables, sizes. Every stage may compute them for itself.
+    """Ids of nodes that every stage may compute for itself: positions, masks, rotary tables, sizes.
 
-    The size of an activation is a number all stages can know, so `sym_size` of one is cheap as well. `fusion.dropout`
-    on cheap values is not, nor are random numbers: they belong to one stage.
+    These nodes depend on no parameter, no float input, no written buffer and no node that does. The size of an
+    activation is known to all stages, so `sym_size` is cheap as well. `fusion.dropout` on cheap values is not cheap,
+    nor are random numbers: they belong to one stage.
     """
     written = set(graph.state_writes.values())
     heavy = {value for value, spec in graph.params.items() if spec.kind == "parameter" or spec.key in written}
@@ -165,7 +138,7 @@ def cheap_nodes(graph: Graph) -> frozenset[int]:
         category = None if operator is None else operator.category
         if category == "size":
             cheap.add(node.id)
-        # What a draft holds besides known operators may draw random numbers.
+        # Unknown operators in an unfinished graph may draw random numbers.
         elif category in ("dropout", None) or any(value in heavy for value in reads(node)):
             heavy.update(node.outputs)
         else:

@@ -1,8 +1,8 @@
-"""How large a result may become: an upper bound on its elements from the operands and arguments alone.
+"""Upper bounds on the number of elements of a result, from operands and arguments alone.
 
-Decides nothing about limits; never trusts the shape a graph declares for a result. Bounds hold at the symbols' largest
-sizes and are coarse on purpose (a strided convolution is bounded as if its stride were 1). Neighbours: `ir.validate`
-compares them with its limits, `ir.operators` names the rule of each operator.
+The shape that a graph declares for a result is never trusted. Bounds hold at the symbols' largest sizes and are
+deliberately coarse (a strided convolution is bounded as if its stride were 1). `ir.validate` compares them with its
+limits, `ir.operators` names the rule of each operator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Sizes = tuple[int, ...]
 
 
 class Operands:
-    """What is known about the values a node reads: largest sizes of tensors, ranges of symbolic integers."""
+    """What is known about the values that a node reads: largest sizes of tensors, ranges of symbolic integers."""
 
     def __init__(self, node: Node, tensors: Mapping[str, Sizes], integers: Mapping[str, tuple[int, int]]) -> None:
         self.node = node
@@ -27,7 +27,7 @@ class Operands:
         self._integers = integers
 
     def argument(self, position: int, name: str) -> Arg:
-        """By position, else by name, else None."""
+        """Return an argument by position, else by name, else None."""
         if position < len(self.node.args):
             return self.node.args[position]
         return self.node.kwargs.get(name)
@@ -39,7 +39,7 @@ class Operands:
         raise self.error(f"a tensor as argument {name!r}")
 
     def tensors(self) -> list[Sizes]:
-        """Every tensor among the arguments, lists included."""
+        """Largest sizes of all tensors among the arguments, including those in lists."""
         return self.tensors_of(*self.node.args, *self.node.kwargs.values())
 
     def tensors_of(self, *args: Arg) -> list[Sizes]:
@@ -54,7 +54,7 @@ class Operands:
         return found
 
     def integers(self, position: int, name: str) -> list[tuple[int, int]]:
-        """Ranges of a list of sizes (a single size counts as a list of one, None as an empty one)."""
+        """Ranges of a list of sizes. A single size counts as a list of one, None as an empty list."""
         arg = self.argument(position, name)
         if arg is None:
             return []
@@ -81,7 +81,10 @@ class Operands:
 
 
 def largest_elements(operands: Operands) -> int:
-    """The most elements any result of the node can have. Raises `GraphError` when the arguments do not say."""
+    """Return the largest number of elements that any result of the node can have.
+
+    Raises `GraphError` if the arguments do not determine it.
+    """
     node = operands.node
     match OPERATORS[node.op].growth:
         case "operand":
@@ -131,7 +134,7 @@ def largest_elements(operands: Operands) -> int:
 
 
 def _broadcast(shapes: Sequence[Sizes]) -> Sizes:
-    # A size of 0 in one operand does not bound the others: sizes here are upper bounds.
+    # Takes the maximum even if an operand has size 0, because all sizes here are upper bounds.
     backward = zip_longest(*(reversed(sizes) for sizes in shapes), fillvalue=1)
     return tuple(max(sizes) for sizes in backward)[::-1]
 
@@ -148,7 +151,10 @@ def _sizes(operands: Operands) -> int:
 
 
 def _windows(operands: Operands) -> int:
-    """Every element at most once for each place of the window; `col2im`: an image of the given size."""
+    """Bound for sliding windows: every element occurs at most once per position in the window.
+
+    `col2im`: an image of the given size.
+    """
     source = operands.tensor(0, "self")
     match operands.node.op:
         case "aten.unfold.default":
@@ -207,7 +213,7 @@ def _matmul(operands: Operands) -> int:
 
 
 def _trilinear(operands: Operands) -> int:
-    """Three operands with dimensions put between theirs, multiplied, summed over some."""
+    """Bound for `_trilinear`: three operands with inserted dimensions, multiplied and summed over some dimensions."""
     shapes: list[Sizes] = []
     for place in range(3):
         sizes = list(operands.tensor(place, f"i{place + 1}"))
@@ -274,14 +280,14 @@ def _lookup(operands: Operands) -> int:
         case "aten.gather.default":
             return prod(operands.tensor(2, "index"))
         case "aten.index_select.default":
-            # The selected dimension's size is at least 1 wherever an index is in range.
+            # The selected dimension's size is at least 1 if any index is in range.
             return prod(operands.tensor(0, "self")) * prod(operands.tensor(2, "index"))
         case _:
             return _index(operands)
 
 
 def _index(operands: Operands) -> int:
-    """`x[i, None, j]`: the indices broadcast, the dimensions without an index stay."""
+    """Bound for `x[i, None, j]`: the indices broadcast, and dimensions without an index stay."""
     source = operands.tensor(0, "self")
     indices = operands.argument(1, "indices")
     if not isinstance(indices, ListArg) or len(indices.items) > len(source):

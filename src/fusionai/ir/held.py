@@ -1,10 +1,10 @@
-"""What is trained stays with whoever has the first block: others are sent it, and send back its gradient.
+"""Keeps trainable parameters in block 0, so that only the stage with block 0 updates them.
 
-Decides the form: each trainable parameter that a later block reads is copied in block 0, and later blocks read the
-copy. A cut then routes the copies like any boundary value, once a microbatch, and their gradients back; so the stages
-of later blocks have nothing to update and keep nothing of an optimizer. Changes no number.
+Each trainable parameter that a later block reads is copied in block 0, and the later blocks read the copy. A cut then
+sends the copies like any boundary value, once per microbatch, and their gradients return. So the stages of later blocks
+update nothing and hold no optimizer state. The computed numbers stay the same.
 
-Neighbours: `ir.partition` cuts the result, `ir.ends` keeps block 0 with the job owner, `client.preparation` calls.
+`ir.partition` cuts the result, `ir.ends` keeps block 0 with the job owner, `client.preparation` calls this.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fusionai.ir.schema import Arg, Graph, ListArg, Node, Ref, ValueSpec
 from fusionai.primitives.tensors import tensor_bytes
 
 COPY: Final = "aten.clone.default"
-"""No view: what is sent must not change with the parameter while it is kept for a replay."""
+"""An operator that is not a view: a copy kept for a replay must not change with the parameter."""
 
 
 def held_in_front(graph: Graph) -> Graph:
-    """The same computation. Node ids stay; copies get ids behind them and stand first."""
+    """Return a graph of the same computation. Node ids stay; the copies have higher ids and come first."""
     learning = {value for value, spec in graph.params.items() if spec.trainable}
     readers: dict[str, Node] = {}
     for node in graph.nodes:
@@ -43,7 +43,10 @@ def held_in_front(graph: Graph) -> Graph:
 
 
 def sent_bytes(graph: Graph) -> int:
-    """Of a graph that `held_in_front` made, what goes out for each microbatch; as much comes back."""
+    """Return the bytes of the copies that a graph of `held_in_front` sends per microbatch.
+
+    The same amount returns as gradients.
+    """
     copied = [value for node in graph.nodes if node.op == COPY and node.block == 0 for value in reads(node)]
     specs = [graph.params[value] for value in copied if value in graph.params and graph.params[value].trainable]
     return sum(tensor_bytes(spec.dtype, spec.shape) for spec in specs if prod(spec.shape))

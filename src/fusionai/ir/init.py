@@ -1,12 +1,13 @@
-"""Initial values of a parameter from (seed, key). Decides every bit of them; depends on no framework and no order.
+"""Initial values of a parameter from (seed, key). Every bit is specified here, independent of framework and order.
 
-The program of a parameter (`ParamSpec.init`) runs over Philox4x64 words. The Philox key is the first 16 bytes of
-SHA-256 of `<seed>\\0<key>`; step i of the program starts at the counter whose last word is i. So any peer, in any
-order, makes the same bytes. Normal numbers come from the inverse distribution function (Wichura, Algorithm AS 241,
-routine PPND16) and not from numpy's own sampler, whose stream may change between releases.
+A parameter's program (`ParamSpec.init`) runs over Philox4x64 words. The Philox key is the first 16 bytes of SHA-256 of
+`<seed>\\0<key>`; after a step `shared`, the number of that step stands for the key. Step i of the program starts at the
+counter whose last word is i. So any peer computes the same bytes in any order. Normal numbers come from the inverse
+distribution function (Wichura, Algorithm AS 241, routine PPND16) and not from numpy's own sampler, whose stream may
+change between releases.
 
-Work goes in chunks, so the peak is one tensor and a few hundred kilobytes. Neighbours: `ir.schema.InitOp` says what the
-steps mean, `capture` records them, backends call `initialise`.
+Work is done in chunks, so the peak memory is one tensor and a few hundred kilobytes. `ir.schema.InitOp` defines the
+steps, `capture` records them, backends call `initialise`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES
 
 CHUNK: Final = 1 << 14
-"""Elements at a time: the float64 temporaries stay in a core's cache."""
+"""Elements per chunk, so that the float64 temporaries stay in a core's cache."""
 
 Floats = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint64]
@@ -33,23 +34,26 @@ Words = npt.NDArray[np.uint64]
 def initialise(
     key: str, shape: tuple[int, ...], dtype: str, init: Sequence[InitOp], seed: int
 ) -> npt.NDArray[np.generic]:
-    """A fresh array of `shape`: values computed in float32, then of numpy's `dtype`.
+    """Return a new array of `shape`: values computed in float32, then converted to numpy's `dtype`.
 
-    numpy has no bfloat16: there the array is the raw bits as uint16. Raises `GraphError` on a dtype or a step it does
-    not know.
+    numpy has no bfloat16: for that the array holds the raw bits as uint16. Raises `GraphError` for an unknown dtype or
+    step.
     """
     if dtype not in ITEMSIZE_BYTES:
         raise GraphError(f"parameter {key!r}: can't initialise dtype {dtype!r}.")
     values = np.zeros(shape, dtype=np.float32)
     flat = values.reshape(-1)
+    source = key
     for step, op in enumerate(init):
         match op.op, op.args:
             case "fill", (value,):
                 flat.fill(value)
+            case "shared", (number,):
+                source = f"\0{int(number)}"
             case "normal", (mean, std):
-                _draw(flat, key, seed, step, lambda words, m=mean, s=std: m + s * _normal(words))
+                _draw(flat, source, seed, step, lambda words, m=mean, s=std: m + s * _normal(words))
             case "uniform", (low, high):
-                _draw(flat, key, seed, step, lambda words, a=low, b=high: a + (b - a) * _uniform(words))
+                _draw(flat, source, seed, step, lambda words, a=low, b=high: a + (b - a) * _uniform(words))
             case "mul", (factor,):
                 np.multiply(flat, np.float32(factor), out=flat)
             case "add", (term,):
@@ -74,7 +78,7 @@ def _cast(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.generic
 
 
 def bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Round to nearest, ties to even; the upper 16 bits of what results. In place: `values` are nothing afterwards."""
+    """Round to nearest, ties to even, and return the upper 16 bits. Overwrites `values`."""
     bits = values.view(np.uint32)
     bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (bits >> np.uint32(16)).astype(np.uint16)
@@ -99,7 +103,7 @@ def _chunks(flat: npt.NDArray[np.float32], function: Callable[[Floats], Floats])
 
 
 def _uniform(words: Words) -> Floats:
-    """In (0, 1): the middle of one of 2**52 equal cells, so neither end is reached."""
+    """Numbers in (0, 1): midpoints of 2**52 equal cells, so that 0 and 1 are never reached."""
     return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 

@@ -1,4 +1,4 @@
-"""Caps on a graph. Decides numbers only; `ir.validate` enforces them."""
+"""Size limits of a graph. `ir.validate` enforces them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Caps on what a graph may ask for. A peer lowers the byte limits to what is lent to the job."""
+    """Limits on what a graph may request. A peer lowers the byte limits to what it lends to the job."""
 
     json_bytes: int = 16 * 2**20
     json_depth: int = 32
@@ -17,7 +17,7 @@ class Limits:
     params: int = 100_000
     blocks: int = 10_000
     interface: int = 4096
-    """Inputs, and outputs."""
+    """Limit on the number of inputs, and on the number of outputs."""
     symbols: int = 16
     symbol_size: int = 2**31
     rank: int = 16
@@ -29,11 +29,11 @@ class Limits:
     aliases: int = 64
     init_ops: int = 8
     value_bytes: int = 2**42
-    """Of any one value at the symbols' largest sizes."""
+    """Limit on any single value at the symbols' largest sizes."""
     parameter_bytes: int = 2**44
-    """Of all parameters and buffers together."""
+    """Limit on all parameters and buffers together."""
     constant_bytes: int = 2**32
-    """Of all constants together: their bytes travel with the graph."""
+    """Limit on all constants together, because their bytes travel with the graph."""
 
 
 DEFAULT_LIMITS: Final = Limits()

@@ -1,10 +1,10 @@
-"""The operator allow-list. Decides which operators a graph may hold, chosen by hand; runs and infers nothing.
+"""The operator allow-list. Decides which operators a graph may hold; runs and infers nothing.
 
 An operator enters the list only if it reads nothing but its operands (no file, no ambient random source, no
 environment), is functional, and its memory is bounded by a rule of `ir.growth`. To add one, add a line to `_table`.
 
-Neighbours: `ir.validate` refuses what is not here, `ir.cost` reads the FLOP and saving rules, backends say which of
-these they support, `capture` rewrites what it can into these.
+`ir.validate` refuses all other operators, `ir.cost` uses the FLOP and saving rules, backends declare which of these
+they support, `capture` rewrites other operators into these where it can.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ Category = Literal[
 FlopRule = Literal[
     "none", "element", "reduce", "softmax", "norm", "matmul", "conv", "conv_transpose", "attention", "scan",
 ]  # fmt: skip
-"""How `ir.cost` counts: nothing; one per result element; one per operand element; a few per operand element; two per
-multiply-add of a product, a convolution, a transposed convolution or attention; a few per element of the state that a
-scan carries from position to position."""
+"""How `ir.cost` counts operations.
+
+none: 0; element: one per result element; reduce: one per operand element; softmax, norm: a few per operand element;
+matmul, conv, conv_transpose, attention: two per multiply-add; scan: a few per element of the state that is carried from
+position to position.
+"""
 
 Growth = Literal[
     "operand",
@@ -45,8 +48,10 @@ Growth = Literal[
     "grid",
     "unpool",
 ]
-"""How large results may become, the rule `ir.growth` bounds memory by: at most the largest operand; the broadcast of
-the operands; a list of sizes among the arguments; ..."""
+"""The rule by which `ir.growth` bounds the size of results.
+
+For example: at most the largest operand; the broadcast of the operands; a list of sizes among the arguments.
+"""
 
 Saves = Literal["nothing", "operands", "result"]
 """What must be kept from forward to backward."""
@@ -54,11 +59,11 @@ Saves = Literal["nothing", "operands", "result"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """What the IR knows of one operator.
+    """Properties of one operator.
 
-    `results` is the number of results, None where the arguments decide (`split`). `view` means that the result shares
-    memory with its first operand, so it costs neither time nor memory. `differentiable` is False where no gradient
-    flows from result to operands whatever their dtype.
+    `results` is the number of results, None if the arguments determine it (`split`). `view` means that the result
+    shares memory with its first operand, so it costs neither time nor memory. `differentiable` is False if no gradient
+    flows from result to operands, whatever their dtype.
     """
 
     name: str
@@ -69,11 +74,6 @@ class Operator:
     results: int | None = 1
     view: bool = False
     differentiable: bool = True
-
-    @property
-    def may_grow(self) -> bool:
-        """Whether a result can take more memory than the largest operand."""
-        return self.growth != "operand"
 
 
 _FLOPS: Final[Mapping[Category, FlopRule]] = {
@@ -163,7 +163,7 @@ def _table() -> Iterator[Operator]:
     yield from _operators("size", "aten.sym_size.int")
     yield from _operators("size", "sym.add sym.sub sym.mul sym.floordiv sym.mod sym.neg sym.max sym.min")
 
-    # Views and other ways to see the same elements. `aten.view` is not here: capture writes reshape.
+    # Views and other ways to see the same elements. `aten.view` is absent, because capture writes reshape.
     yield from _operators("view", "aten.reshape.default aten.flatten.using_ints aten.unflatten.int")
     yield from _operators("view", "aten.transpose.int aten.permute.default aten.t.default aten.alias.default")
     yield from _operators("view", "aten.unsqueeze.default aten.squeeze.default aten.squeeze.dim aten.squeeze.dims")
@@ -327,7 +327,7 @@ def _table() -> Iterator[Operator]:
     yield from _operators("join", "aten.repeat.default", growth="repeat")
     yield from _operators("join", "aten.repeat_interleave.self_int", growth="repeat")
 
-    # Semantic operators, implemented by every backend itself.
+    # Semantic operators. Every backend has its own implementation.
     yield from _operators("attention", "fusion.attention")
     yield from _operators("matmul", "fusion.expert_linear")
     yield from _operators("scan", "fusion.linear_scan fusion.linear_attention")
@@ -340,7 +340,7 @@ WORDS: Final = frozenset(
     {"none", "tanh", "floor", "trunc", "same", "valid", "constant", "reflect", "replicate", "circular"}
     | {"sum", "mean", "prod", "amax", "amin"}
 )
-"""The strings an argument may be: rounding, approximation, padding modes, and ways to reduce."""
+"""The strings allowed as arguments: rounding, approximation and padding modes, and reductions."""
 
 OPERATORS: Final[Mapping[str, Operator]] = MappingProxyType({operator.name: operator for operator in _table()})
-"""Name -> operator, the whole vocabulary."""
+"""Operator by name: the complete allow-list."""

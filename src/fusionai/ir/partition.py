@@ -1,13 +1,14 @@
-"""Cutting a graph into stages. Decides which node, parameter and value goes where; places nothing on peers.
+"""Cuts a graph into stages. Decides which node, parameter and value belongs to which stage; places nothing on peers.
 
 Any assignment of nodes to stages works as long as data flows forward. Cheap nodes (`ir.graph.cheap_nodes`) are computed
-again in every stage that needs them, so at a layer boundary of a transformer exactly one tensor crosses. A value may
-skip stages: any later stage can consume it by name. A parameter read by several stages is held by each of them; the
-trainable ones are listed in `Partition.shared`, because their gradients must be summed over the holders. Gradients
-travel as `ir.gradients` routes them, so that sums have the bits of one process. What no route can give these bits is
-listed in `Partition.cut_dependent`.
+again in every stage that needs them, so that exactly one tensor crosses a layer boundary of a transformer. A value may
+skip stages: any later stage can use it by name. A parameter read by several stages is held by each of them; trainable
+ones are listed in `Partition.shared`, because their gradients must be summed over the holders.
 
-Neighbours: `ir.blocks` numbers the blocks, `scheduling` chooses the ranges, `execution` moves boundary values.
+Gradients travel as `ir.gradients` routes them, so that sums have the same bits as in one process. Parameters for which
+no route achieves this are listed in `Partition.cut_dependent`.
+
+`ir.blocks` numbers the blocks, `scheduling` chooses the ranges, `execution` moves boundary values.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 
 FEED: Final = -1
-"""The producer of job inputs."""
+"""The producer of a job's inputs."""
 
 SIZE_OF: Final = "aten.sym_size.int"
 PASSED_ON_BYTES: Final = 4 * 2**20
-"""Largest gradient of a shared parameter that travels with every microbatch: 1.7 s of a 20 Mbit/s line. A larger one
-crosses once per step."""
+"""Largest gradient of a shared parameter that travels with every microbatch: this takes 1.7 s on a 20 Mbit/s line.
+
+A larger gradient is sent once per step.
+"""
 
 
 class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A value on its way: from the stage that makes it (-1: the data feed) to every stage that reads it.
+    """A boundary value: the stage that produces it (-1: the data feed) and all stages that read it.
 
-    `needs_grad` says that a gradient flows back, as `Partition.gradients` has it.
+    `needs_grad`: whether a gradient flows back, on the routes in `Partition.gradients`.
     """
 
     value: str
@@ -55,9 +58,12 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class SharedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A trainable parameter held by several stages. `stages[0]` is its home: gradients are summed there, its norm is
-    counted there, its bytes are saved from there. `summed`: stages whose sums over the microbatches are added at home
-    once per step; the gradients of the others travel with each microbatch (`Partition.gradients`)."""
+    """A trainable parameter held by several stages.
+
+    `stages[0]` is its home: its gradients are summed, its norm is counted and its bytes are saved there. `summed`:
+    stages whose sums over the microbatches are added at home once per step; the gradients of the others travel with
+    each microbatch (`Partition.gradients`).
+    """
 
     key: str
     stages: tuple[int, ...]
@@ -65,8 +71,11 @@ class SharedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class StageGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One stage. `grad_inputs`: boundary inputs, aliases and parameters (by value name) whose gradient `backward` must
-    return. `aliases`: input -> the boundary value that it repeats. `joins`: outputs that only take gradients."""
+    """One stage.
+
+    `grad_inputs`: boundary inputs, aliases and parameters (by value name) whose gradient `backward` must return.
+    `aliases`: input -> the boundary value that it repeats. `joins`: outputs that only receive gradients.
+    """
 
     stage: int
     graph: Graph
@@ -76,14 +85,14 @@ class StageGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class CutDependent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A parameter whose gradient has other bits than in one process."""
+    """A parameter whose gradient has other bits than in one process, and the reason."""
 
     key: str
     reason: str
 
 
 class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Stages in order, the routes between them, the parameters several of them hold, the ways of gradients."""
+    """Stages in order, routes between them, parameters that several stages hold, and routes of gradients."""
 
     stages: tuple[StageGraph, ...]
     routes: tuple[Route, ...]
@@ -113,29 +122,20 @@ def cut_blocks(graph: Graph, ranges: Sequence[tuple[int, int]], hosts: Sequence[
 
 
 def cut(graph: Graph, assignment: Sequence[frozenset[int]], hosts: Sequence[str] = ()) -> Partition:
-    """Cut a validated graph; `assignment[i]` are the ids of the nodes of stage i, `hosts[i]` the machine that runs it
-    (empty: one each). Between stages of one machine gradients of shared parameters of any size travel with each
-    microbatch.
+    """Cut a validated graph.
 
-    Nodes nothing needs are dropped. Raises `GraphError` when a node has no stage or two, when data would flow backward,
-    when the nodes that read and write one buffer are separated, or when a stage has nothing to do.
+    `assignment[i]` holds the node ids of stage i, `hosts[i]` the machine that runs it (empty: one machine each).
+    Between stages of one machine, gradients of shared parameters travel with each microbatch whatever their size. Nodes
+    that no output needs are dropped. Raises `GraphError` if a node has no stage or two, if data would flow backward, if
+    the nodes that read and write one buffer are separated, or if a stage has nothing to do.
     """
     return _Cut(graph, _stage_of_node(graph, assignment), len(assignment), hosts).partition()
 
 
 def is_passed_on(graph: Graph, key: str) -> bool:
-    """Whether this parameter's gradient is small enough to travel with each microbatch between machines."""
+    """Return whether this parameter's gradient is small enough to travel between machines with each microbatch."""
     spec = next(spec for spec in graph.params.values() if spec.key == key)
     return prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype] <= PASSED_ON_BYTES
-
-
-def holders(partition: Partition) -> dict[str, tuple[int, ...]]:
-    """State key -> the stages that hold it, home first, buffers and frozen parameters included."""
-    found: dict[str, list[int]] = {}
-    for stage in partition.stages:
-        for spec in stage.graph.params.values():
-            found.setdefault(spec.key, []).append(stage.stage)
-    return {key: tuple(stages) for key, stages in found.items()}
 
 
 def _stage_of_node(graph: Graph, assignment: Sequence[frozenset[int]]) -> dict[int, int]:
@@ -155,7 +155,7 @@ def _stage_of_node(graph: Graph, assignment: Sequence[frozenset[int]]) -> dict[i
 
 
 class _Cut:
-    """Works from the last stage to the first: a stage must make what later stages and the job want of it."""
+    """Cuts from the last stage to the first, because a stage must produce what later stages and the job need."""
 
     def __init__(self, graph: Graph, stage_of: dict[int, int], count: int, hosts: Sequence[str]) -> None:
         self.graph = graph
@@ -238,7 +238,7 @@ class _Cut:
         return bool(at_one) or is_passed_on(self.graph, shared.key)
 
     def _stage(self, stage: int, demanded: dict[str, list[int]]) -> Graph:
-        """The stage's graph, given what later stages demand."""
+        """Return the stage's graph, given the values that later stages demand."""
         outputs = {value: value for value in self.graph.values if value in demanded and self.home.get(value) == stage}
         for meaning, value in self.graph.outputs.items():
             if self.home[value] != stage:
@@ -253,7 +253,7 @@ class _Cut:
         return restrict(self.graph, nodes, inputs=inputs, outputs=outputs, state_writes=writes)
 
     def _needed(self, stage: int, roots: list[str]) -> tuple[list[Node], list[str]]:
-        """Nodes of the stage (its own and cheap ones) that `roots` depend on, and the values it gets from outside."""
+        """Return the stage's nodes (its own and cheap ones) that `roots` depend on, and the values it receives."""
         as_they_are: set[int] = set()
         while True:
             kept, outside = self._sweep(stage, roots, as_they_are)
@@ -278,8 +278,11 @@ class _Cut:
         return ordered, [value for value in self.graph.values if value in outside]
 
     def _sweep(self, stage: int, roots: list[str], as_they_are: set[int]) -> tuple[dict[int, Node], set[str]]:
-        """Backward from the roots. A node that reads a tensor's size does not pull that tensor in, unless it is one of
-        `as_they_are`: the size can be read off another one."""
+        """Collect nodes backward from the roots.
+
+        A node that reads a tensor's size does not require that tensor unless it is in `as_they_are`: the size can be
+        read from another tensor.
+        """
         wanted = set(roots)
         kept: dict[int, Node] = {}
         for node in reversed(self.graph.nodes):
@@ -295,7 +298,9 @@ class _Cut:
         return node.id in self.cheap or self.stage_of[node.id] == stage
 
     def _size_source(self, node: Node, outside: set[str]) -> Node | None:
-        """`node` reading its size off a tensor the stage gets anyway, else off a job input; None where none has it."""
+        """Return `node` reading its size from a tensor the stage receives anyway, else from a job input; None if none
+        has it.
+        """
         tensor, dim = _sized(node)
         size = self.graph.values[tensor].shape[dim]
         candidates = [value for value in self.graph.values if value in outside]
@@ -342,7 +347,7 @@ def _sized(node: Node) -> tuple[str, int]:
 
 
 def _position(shape: tuple[Dim, ...], size: Dim) -> int | None:
-    """Where `shape` has this size. Expressions are compared as parsed, so spacing and brackets do not matter."""
+    """Position of this size in `shape`. Compares parsed expressions, so that spacing and brackets do not matter."""
     wanted = size if isinstance(size, int) else parse(size)
     for position, dim in enumerate(shape):
         if (dim if isinstance(dim, int) else parse(dim)) == wanted:

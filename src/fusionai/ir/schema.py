@@ -1,10 +1,10 @@
 """The IR: an operator DAG as plain data. Decides the closed grammar of a graph and its JSON; executes nothing.
 
-A `Graph` is op-level, framework-neutral and content-hashed. Nodes stand in topological order. Every value has one
-producer: an input, a parameter or a node. Nodes with several results list all of them in `outputs`, so a result can
-never be cut away from its producer. Ops are functional; `aten.view` never appears (`aten.reshape` does).
+A `Graph` is op-level, framework-neutral and content-hashed. Nodes are in topological order. Every value has one
+producer: an input, a parameter or a node. Nodes with several results list all of them in `outputs`, so that a cut can
+never separate a result from its producer. Operators are functional; `aten.view` never appears (`aten.reshape` does).
 
-Neighbours: `ir.validate` says whether a graph may be executed, `ir.partition` cuts it, `ir.cost` prices it, `capture`
+`ir.validate` checks whether a graph may be executed, `ir.partition` cuts it, `ir.cost` computes its cost, `capture`
 makes graphs, `backends` run them.
 """
 
@@ -19,7 +19,7 @@ IR_VERSION: Final = 2
 
 
 class Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="v"):
-    """A value by name."""
+    """A reference to a value by name."""
 
     name: str
 
@@ -31,17 +31,17 @@ class DTypeArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
 
 class DeviceArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="device"):
-    """The device of the stage, whatever it is where the stage runs."""
+    """The device on which the stage runs."""
 
 
 class MemoryFormatArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="memory_format"):
-    """A hint backends may ignore: `contiguous`, `channels_last` or `preserve`."""
+    """A hint that backends may ignore."""
 
     name: Literal["contiguous", "channels_last", "preserve"]
 
 
 class FloatArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t", tag="float"):
-    """A float that JSON can't spell."""
+    """A float that JSON can't represent."""
 
     name: Literal["inf", "-inf", "nan"]
 
@@ -62,7 +62,10 @@ Dim = int | str
 
 
 class ValueSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`dtype` is a name of `primitives.tensors`, or `symint` for a size computed in the graph (shape `()`)."""
+    """Shape and dtype of a value.
+
+    `dtype` is a name of `primitives.tensors`, or `symint` for a size computed in the graph (shape `()`).
+    """
 
     shape: tuple[Dim, ...]
     dtype: str
@@ -72,28 +75,29 @@ class InitOp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One step of a parameter's initialisation, applied in order to a tensor of the parameter's shape.
 
     `fill` (value), `normal` (mean, std), `uniform` (low, high) overwrite; `mul`, `add` (value), `erfinv` (),
-    `clamp` (low, high) transform; `fill_row` (row, value) overwrites one row of the first dimension.
+    `clamp` (low, high) transform; `fill_row` (row, value) overwrites one row of the first dimension. `shared` (number)
+    may come first: parameters of one shape with the same number draw the same values, as copies of one layer do.
     """
 
-    op: Literal["fill", "normal", "uniform", "mul", "add", "erfinv", "clamp", "fill_row"]
+    op: Literal["fill", "normal", "uniform", "mul", "add", "erfinv", "clamp", "fill_row", "shared"]
     args: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        # An int would be written as one and read as a float: the same graph with another hash.
+        # An int would be encoded as an int and decoded as a float: the same graph with another hash.
         msgspec.structs.force_setattr(self, "args", tuple(float(arg) for arg in self.args))
 
 
 Stored = Literal["", "bf16", "int8", "int4"]
-"""How a frozen weight is kept, see `ir.stored`; "": as it is."""
+"""How a frozen weight is stored, see `ir.stored`; "" means unchanged."""
 
 
 class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A parameter, buffer or constant the graph reads.
+    """A parameter, buffer or constant that the graph reads.
 
-    `key` is its canonical state-dict name, `aliases` the further names of the same tensor (ties). `init` is the
-    declarative initialisation from (seed, key); None means that the bytes come from the job owner. `trainable` is
-    False for buffers and constants. `order` is its place in `model.parameters()` (clipping sums norms in that order).
-    `stored`: how a weight that is not trained is kept; computed with in `dtype` all the same.
+    `key` is its canonical state-dict name, `aliases` other names of the same tensor (ties). `init` is the declarative
+    initialisation from (seed, key); None means that the bytes come from the job owner. `trainable` is False for buffers
+    and constants. `order` is its position in `model.parameters()` (clipping sums norms in that order). `stored`: how a
+    frozen weight is stored; computation uses `dtype` in any case.
     """
 
     key: str
@@ -110,8 +114,8 @@ class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One operator call. `id` is unique in the graph *and stable under cutting* (dropout keys depend on it).
 
-    `op` is a name of `ir.operators`. `path` is the module path it came from, `block` the number of the block it
-    belongs to: 0 before the first repeated layer, 1..L the layers, L+1 after them, L+2 the loss.
+    `op` is a name of `ir.operators`. `path` is the module path it came from, `block` the number of the block it belongs
+    to: 0 before the first repeated layer, 1..L the layers, L+1 after them, L+2 the loss.
     """
 
     id: int
@@ -124,11 +128,11 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An operator DAG, whole or a stage's part of it.
+    """An operator DAG, either complete or a stage's part of it.
 
     `symbols`: name -> (smallest, largest) size. `inputs`: value names fed from outside, e.g. `input_ids`,
-    `position_ids`, `labels`. `outputs`: meaning -> value name, e.g. `logits`, `loss`; in a stage's graph every
-    boundary value is listed under its own name. `values`: spec of every value. `params`: value name -> what it is.
+    `position_ids`, `labels`. `outputs`: meaning -> value name, e.g. `logits`, `loss`; in a stage's graph every boundary
+    value is listed under its own name. `values`: spec of every value. `params`: value name -> its parameter spec.
     `state_writes`: value name -> key of the buffer that takes this value after a training microbatch (BatchNorm).
     """
 
@@ -153,8 +157,10 @@ def encode(graph: Graph) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Graph:
-    """Parse JSON into the closed grammar. Raises `msgspec.ValidationError`/`DecodeError`; call through `ir.validate`
-    for anything received."""
+    """Parse JSON into the closed grammar.
+
+    Raises `msgspec.ValidationError` or `DecodeError`. Use `ir.validate` for received data.
+    """
     return _DECODER.decode(data)
 
 

@@ -1,7 +1,7 @@
 """Arguments of the `fusion.*` operators. Decides which named arguments they have and what each may be.
 
-ATen operators check their own arguments where they run; these are ours, so nothing else would. Neighbours:
-`ir.validate` calls `check_semantic`, `capture` makes such nodes, backends implement them.
+ATen operators check their own arguments when they run; semantic operators are checked here only. `ir.validate` calls
+`check_semantic`, `capture` makes such nodes, backends implement them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _SEMANTIC: Final[dict[str, tuple[int, dict[str, Option]]]] = {
     "fusion.in_training": (2, {}),
     "fusion.uniform": (1, {}),
 }
-"""Operator -> (tensors by position, kind of each named argument; `?` allows None)."""
+"""Operator -> (number of positional tensors, kind of each named argument; `?` allows None)."""
 
 
 def check_semantic(node: Node, tensors: Container[str]) -> None:
-    """Raise `GraphError` unless the node's arguments are what its operator takes; `tensors` are the known tensors."""
+    """Raise `GraphError` unless the operator accepts the node's arguments. `tensors` are the names of known tensors."""
     operands, options = _SEMANTIC[node.op]
     found = [arg for arg in node.args if isinstance(arg, Ref) and arg.name in tensors]
     if len(node.args) != operands or len(found) != operands:

@@ -1,8 +1,8 @@
-"""The graph that serves: logits and the hidden states before the head, without loss. Decides which graphs may.
+"""The graph for serving: logits and hidden states before the head, no loss. Decides which graphs can be served.
 
-Serving packs tokens of many sessions along the sequence and keeps keys and values of earlier ones, so nothing but
-attention may mix positions, and attention must be causal. What can't keep to that is refused with the reason. Places
-nothing and runs nothing. Neighbours: `capture` makes the graph, `ir.partition` cuts what comes out, backends serve it.
+Serving packs tokens of many sessions along the sequence and caches keys and values of earlier tokens. So only attention
+may mix positions, and attention must be causal. Graphs that violate this are refused with the reason. `capture` makes
+the graph, `ir.partition` cuts the result, backends serve it.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from fusionai.primitives.errors import GraphError
 LOGITS: Final = "logits"
 HIDDEN: Final = "hidden"
 BATCH: Final = "b"
-"""Where a graph has it, it is 1 in serving."""
+"""Symbol of the batch size, which is 1 in serving."""
 SEQUENCE: Final = "s"
 POSITIONS: Final = "position_ids"
 ADAPTERS: Final = "adapters"
-"""Input [1, s, all ranks] of a graph with adapters: 1 in the columns of a position's own, 0 in all others."""
+"""Input [1, s, all ranks] of a graph with adapters: 1 in the columns of the position's adapter, 0 elsewhere."""
 FROM_SEGMENTS: Final = frozenset({POSITIONS, ADAPTERS})
-"""Inputs that follow from a pass's segments: nobody sends them."""
+"""Inputs that are computed from a pass's segments and never sent."""
 
 _ATTENTION: Final = "fusion.attention"
 _PRODUCTS: Final = frozenset({"aten.linear.default", "aten.mm.default", "aten.matmul.default", "aten.addmm.default"})
 _IDENTITIES: Final = frozenset({"fusion.dropout", "aten.alias.default", "aten.detach.default", "aten.clone.default"})
-"""Operators that give back their first operand outside training."""
+"""Operators that return their first operand outside training."""
 _BY_MODE: Final = "fusion.in_training"
 RANDOM: Final = "fusion.uniform"
 _ALONG_ALL: Final = frozenset({"aten.sum.default", "aten.mean.default", "aten.max.default", "aten.min.default"})
 
 
 def serving_graph(graph: Graph) -> Graph:
-    """`graph` without loss, labels and dropout, with the outputs `logits` and `hidden` (what goes into the head's
-    product, [1, s, hidden size]). Node ids and blocks stay. Raises `GraphError` where there is no such head, and where
-    random numbers are drawn: a token would depend on what it was computed together with."""
+    """Return `graph` without loss, labels and dropout, with the outputs `logits` and `hidden`.
+
+    `hidden` is the operand of the head's product, [1, s, hidden size]. Node ids and blocks stay. Raises `GraphError` if
+    there is no such head, or if random numbers are drawn, because a token would then depend on the tokens computed
+    together with it.
+    """
     if LOGITS not in graph.outputs:
         raise GraphError(
             f"graph {graph.name!r} has no output 'logits', only {', '.join(graph.outputs) or 'none'}.",
@@ -58,18 +61,20 @@ def serving_graph(graph: Graph) -> Graph:
 
 
 def require_servable(graph: Graph, *, attention_nodes: int, attention_layers: int) -> None:
-    """Raise `GraphError`, with the reason, unless `graph` (as from `serving_graph`) can be served from caches.
+    """Raise `GraphError` with the reason unless `graph` (from `serving_graph`) can be served with KV caches.
 
-    The counts are those of the capture: an attention layer that is not the semantic operator would need the tokens of
-    the past and never see them."""
+    The counts come from the capture: an attention layer that is not the semantic operator would not see cached tokens.
+    """
     if attention_nodes != attention_layers or attention_layers == 0:
         raise GraphError(
-            f"{graph.name}: {attention_nodes} of {attention_layers} attention layers are the semantic operator; the "
-            "others would not see what a cache holds.",
+            f"{graph.name}: {attention_nodes} of {attention_layers} attention layers are the semantic operator "
+            "fusion.attention; the others can't read the KV cache.",
             hint="Serve a model whose attention goes through transformers' attention interface.",
         )
     if graph.state_writes:
-        raise GraphError(f"{graph.name} changes {min(graph.state_writes.values())!r} while it runs.")
+        raise GraphError(
+            f"{graph.name} can't be served: it changes the buffer {min(graph.state_writes.values())!r} while it runs."
+        )
     cheap = cheap_nodes(graph)
     for node in graph.nodes:
         reason = _obstacle(graph, node, cheap)
@@ -81,11 +86,12 @@ def require_servable(graph: Graph, *, attention_nodes: int, attention_layers: in
 
 
 def split_behind_attention(graph: Graph, wanted: Collection[str]) -> tuple[Graph, Graph] | None:
-    """What fills the caches, and what makes the outputs `wanted` of it row by row; None where nothing is gained.
+    """Split the graph into the part that fills the caches and the part that computes `wanted` from it, row by row.
 
-    The outputs of the first graph are inputs of the second under their own names, besides inputs of `graph`. Whoever
-    wants some rows takes those of every input of the second that has rows (`row_dimension`). Sizes are computed anew
-    in the second. Raises `KeyError` on an unknown output."""
+    Returns None if nothing is gained. The outputs of the first graph are inputs of the second under their own names,
+    besides inputs of `graph`. To compute some rows only, pass those rows of every input of the second graph that has
+    rows (`row_dimension`). Sizes are recomputed in the second graph. Raises `KeyError` for an unknown output.
+    """
     outputs = {meaning: graph.outputs[meaning] for meaning in wanted}
     made_by = producers(graph)
     needed = needed_nodes(graph, outputs.values())
@@ -117,13 +123,13 @@ def split_behind_attention(graph: Graph, wanted: Collection[str]) -> tuple[Graph
 
 
 def row_dimension(graph: Graph, value: str) -> int | None:
-    """Along which dimension of a value its rows are, None where it has none."""
+    """Return the dimension of a value along which its rows are; None if it has no rows."""
     shape = graph.values[value].shape
     return shape.index(SEQUENCE) if SEQUENCE in shape else None
 
 
 def _obstacle(graph: Graph, node: Node, cheap: frozenset[int]) -> str | None:
-    """Why packed sessions would not be computed apart, None where they are."""
+    """Return why this node would mix packed sessions; None if it does not."""
     if node.op == _ATTENTION:
         if node.kwargs.get("causal", False) is not True:
             return "sees later positions"
@@ -146,7 +152,7 @@ def _obstacle(graph: Graph, node: Node, cheap: frozenset[int]) -> str | None:
 
 
 def _along_sequence(graph: Graph, node: Node) -> bool:
-    """Whether a reduction goes over a dimension whose size depends on the sequence."""
+    """Return whether a reduction includes a dimension whose size depends on the sequence."""
     source = next(iter(reads(node)), None)
     if source is None:
         return False
@@ -163,7 +169,7 @@ def _along_sequence(graph: Graph, node: Node) -> bool:
 
 
 def _without_identities(graph: Graph) -> Graph:
-    """Readers of an identity read its operand; attention drops no weights."""
+    """Remove identity operators: their readers read the operand instead. Attention gets dropout 0."""
     origin: dict[str, str] = {}
     kept: list[Node] = []
     outputs = set(graph.outputs.values())
@@ -195,7 +201,9 @@ def _renamed(arg: Arg, origin: Mapping[str, str]) -> Arg:
 
 
 def _hidden(graph: Graph) -> str:
-    """Back from the logits to the last product with a parameter, then to its operand as it was before flattening."""
+    """Return the operand of the head: go back from the logits to the last product with a parameter, then to its operand
+    before flattening.
+    """
     made_by = producers(graph)
     node = made_by.get(graph.outputs[LOGITS])
     while node is not None and not _is_head(graph, node):

@@ -1,10 +1,11 @@
-"""What a graph costs when it generates: bytes kept and streamed per block, caches per token, boundary per position.
+"""Cost of a graph in generation: bytes kept and read per block, cache bytes per token, boundary bytes per position.
 
 Decides the counting rules; measures nothing. A decode pass reads every matrix once, however few positions it has, but
-only some rows of an embedding table. Matrices of products are counted in the wanted format, all else as it is. Layers
-with a window keep a ring of the window plus one pass per session, the others grow with their tokens.
+only some rows of an embedding table. Matrices of products are counted in the requested format, everything else in its
+own. Layers with an attention window keep a ring buffer of the window plus one pass per session; the caches of other
+layers grow with the tokens.
 
-Neighbours: `ir.cost` counts operations, `ir.serving` makes the graph, `scheduling` turns records into `BlockCost`.
+`ir.cost` counts operations, `ir.serving` makes the graph, `scheduling` turns records into `BlockCost`.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ CacheFormat = Literal["fp32", "bf16", "fp16"]
 
 FLOAT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2}
 INT8_SCALE_BYTES: Final = 4
-"""Of each row."""
+"""Bytes of the scale of each row."""
 INT4_SCALE_BYTES: Final = 4
-"""Scale and middle of each group."""
+"""Bytes of the scale and middle of each group."""
 INT4_GROUP: Final = 32
+"""Weights per group of the 4-bit format."""
 PRODUCTS: Final = frozenset({"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default"})
 EMBEDDING: Final = "aten.embedding.default"
 ATTENTION: Final = "fusion.attention"
 BESIDE: Final = 2
-"""What one operator reads and writes, times this, is what a pass takes with all that waits to be read later."""
+"""Factor from the largest result of one operator to the memory of a pass, including values that are read later."""
 LENGTH: Final = 256
-"""Of a text by which it is found out what grows with it."""
+"""Length of the text, in tokens, from which the costs that grow with length are determined."""
 
 
 class ServingCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One block. Fields and meaning as in `scheduling.types.BlockCost`, for one position of one pass."""
+    """Cost of one block. Fields and meaning as in `scheduling.types.BlockCost`, for one position of one pass."""
 
     block: int
     forward_flops: float
@@ -58,8 +60,11 @@ class ServingCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 def serving_costs(
     graph: Graph, *, weights: WeightFormat, cache: CacheFormat, pass_tokens: int, whole_tokens: int | None = None
 ) -> tuple[ServingCostRecord, ...]:
-    """Cost of every block of a validated serving graph; index: block number. `whole_tokens`: each position takes a text
-    of so many to be computed, and what goes into a block is kept of each, where a stage may begin."""
+    """Return the cost of every block of a validated serving graph; index: block number.
+
+    `whole_tokens`: number of positions that are recomputed for each new token (cacheless recompute); the block's inputs
+    are then kept for each of them, in case a stage begins there.
+    """
     symbols = dict.fromkeys(graph.symbols, 1)
     records = block_costs(graph, symbols, training=False)
     whole = None if whole_tokens is None else block_costs(graph, {**symbols, SEQUENCE: whole_tokens}, training=False)
@@ -103,13 +108,17 @@ def serving_costs(
 
 
 def _attended_flops(alone: float, long: float) -> float:
-    """Of one position for each that it looks at: what a text of `LENGTH` takes beyond its positions alone."""
+    """Return the operations per position and attended position: the extra cost of a text of `LENGTH` over single
+    positions.
+    """
     return max(0.0, long - LENGTH * alone) / (LENGTH * (LENGTH - 1))
 
 
 def balance_tokens(graph: Graph) -> float:
-    """How many positions attention must look at for one position to take twice the operations; infinity where nothing
-    grows with a text."""
+    """Return how many positions attention must read until one position takes twice the operations.
+
+    Infinity if no cost grows with the text.
+    """
     symbols = dict.fromkeys(graph.symbols, 1)
     if SEQUENCE not in symbols:
         return inf
@@ -124,7 +133,7 @@ def balance_tokens(graph: Graph) -> float:
 
 
 def matrix_bytes(rows: int, columns: int, weights: WeightFormat) -> int:
-    """A matrix [rows, columns] as a stage keeps it for products."""
+    """Size in bytes of a matrix [rows, columns] as a stage keeps it for products."""
     match weights:
         case "fp32" | "bf16" | "fp16":
             return rows * columns * FLOAT_BYTES[weights]
@@ -135,7 +144,10 @@ def matrix_bytes(rows: int, columns: int, weights: WeightFormat) -> int:
 
 
 def _weight_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> tuple[int, int]:
-    """(as kept, of them only looked up by rows). What products alone read is packed, anything else is kept plain."""
+    """Return (bytes kept, bytes of these that are only looked up by rows).
+
+    Matrices that only products read are packed, all others are kept as they are.
+    """
     packed: set[str] = set()
     tables: set[str] = set()
     plain: set[str] = set()
@@ -159,7 +171,7 @@ def _weight_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> tup
 
 
 def _unpacked_bytes(graph: Graph, nodes: list[Node]) -> int:
-    """Of the largest parameter, which lies here in float32 while it is packed."""
+    """Size of the largest parameter in float32, which is in memory while it is packed."""
     return max(
         (4 * prod(graph.params[value].shape) for node in nodes for value in reads(node) if value in graph.params),
         default=0,
@@ -172,7 +184,7 @@ def _plain_bytes(graph: Graph, value: str) -> int:
 
 
 def _cached_elements(graph: Graph, node: Node, symbols: Mapping[str, int]) -> int:
-    """Of keys and values [b, heads, s, d] together, for one position."""
+    """Number of elements of keys and values [b, heads, s, d] together, for one position."""
     elements = 0
     for arg in node.args[1:3]:
         if isinstance(arg, Ref):

@@ -4,8 +4,8 @@
     term       := factor (("*" | "//" | "%") factor)*
     factor     := "-" factor | number | symbol | ("min" | "max") "(" expression "," expression ")" | "(" expression ")"
 
-`//` and `%` round towards minus infinity, as in Python. Neighbours: `ir.validate` bounds sizes with `bounds`, `ir.cost`
-and backends compute them with `evaluate`.
+`//` and `%` round towards minus infinity, as in Python. `ir.validate` bounds sizes with `bounds`; `ir.cost` and
+backends compute them with `evaluate`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusionai.primitives.errors import GraphError
 MAX_LENGTH: Final = 256
 MAX_DEPTH: Final = 16
 MAX_NUMBER: Final = 2**48
-"""No literal and no intermediate result may be larger: a size beyond this is never real."""
+"""Upper limit on literals and intermediate results: no real size is larger."""
 
 _TOKEN: Final = re.compile(r"\s*(?:(\d{1,15})|([A-Za-z_][A-Za-z0-9_]{0,31})|(//|[-+*%(),]))")
 SYMBOL: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
@@ -51,7 +51,10 @@ Expression = Number | Symbol | Binary
 
 
 def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:
-    """The size `dim` has at these symbol values. Raises `GraphError` on a bad expression or an unknown symbol."""
+    """Return the size of `dim` at these symbol values.
+
+    Raises `GraphError` for a bad expression or an unknown symbol.
+    """
     if isinstance(dim, int):
         return dim
     lowest, _ = _interval(parse(dim), {name: (value, value) for name, value in symbols.items()}, dim)
@@ -59,8 +62,10 @@ def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:
 
 
 def bounds(dim: Dim, symbols: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    """(smallest, largest) size of `dim` over all symbol values in their ranges, by interval arithmetic: never too
-    tight, sometimes too wide (`s - s` is not known to be 0)."""
+    """Return (smallest, largest) size of `dim` over all symbol values in their ranges.
+
+    Uses interval arithmetic, so the bounds are never too tight but sometimes too wide (`s - s` is not known to be 0).
+    """
     if isinstance(dim, int):
         return dim, dim
     return _interval(parse(dim), symbols, dim)
@@ -85,14 +90,14 @@ def symbols_of(dim: Dim) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Expression:
-    """Parse an expression. Raises `GraphError` on anything outside the grammar, too long or too deep."""
+    """Parse an expression. Raises `GraphError` if it is outside the grammar, too long or too deep."""
     if len(text) > MAX_LENGTH:
         raise GraphError(f"dimension expression has {len(text)} characters, the limit is {MAX_LENGTH}.")
     return _Parser(text).parse()
 
 
 class _Parser:
-    """Recursive descent; depth is bounded by `MAX_DEPTH`."""
+    """Recursive descent parser; depth is bounded by `MAX_DEPTH`."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -177,7 +182,7 @@ def _tokens(text: str) -> tuple[str, ...]:
 
 
 def _interval(expression: Expression, symbols: Mapping[str, tuple[int, int]], text: str) -> tuple[int, int]:
-    # Depth: a chain `a+a+a...` leans left, at most MAX_LENGTH / 2 deep, far below the interpreter's limit.
+    # A chain `a+a+a...` leans left and is at most MAX_LENGTH / 2 deep, far below the interpreter's recursion limit.
     match expression:
         case Number(value):
             return value, value
@@ -192,7 +197,7 @@ def _interval(expression: Expression, symbols: Mapping[str, tuple[int, int]], te
 
 
 def combine(op: BinaryName, left: tuple[int, int], right: tuple[int, int], text: str) -> tuple[int, int]:
-    """Interval of `left op right`. Raises `GraphError` when a divisor may be zero or negative."""
+    """Interval of `left op right`. Raises `GraphError` if a divisor may be zero or negative."""
     match op:
         case "+":
             return left[0] + right[0], left[1] + right[1]

@@ -1,15 +1,15 @@
-"""Frozen weights kept smaller than they are computed with: which, how large, and their bytes. Decides nothing else.
+"""Storage formats of frozen weights that are smaller than the dtype used for computing: sizes, packing and unpacking.
 
-A weight that is not trained may be kept in bfloat16, in 8 bits (a scale per row) or in 4 bits (a scale and a middle per
-group of a row, the smallest and largest value of the group being representable but for rounding). Whoever computes with
-it makes float32 of it again, where it is used. What is kept, sent and put into snapshots is the packed bytes alone, so
-that nobody packs twice. QLoRA (T. Dettmers et al. 2023, arXiv 2305.14314) does so with a table of 16 normal quantiles;
-here levels are even, and a group has its own middle.
+A frozen weight may be stored in bfloat16, in 8 bits (a scale per row) or in 4 bits (a scale and a middle per group of a
+row, so that the group's smallest and largest value are representable up to rounding). Backends convert it to float32
+where it is used. Only the packed bytes are stored, sent and put into snapshots, so that a weight is packed once. QLoRA
+(T. Dettmers et al. 2023, arXiv 2305.14314) uses a table of 16 normal quantiles instead; here levels are evenly spaced
+and every group has its own middle.
 
-A row is everything along the last dimension. Bytes: 8 bits: the codes, row by row, then a bfloat16 scale per row; 4
-bits: two codes a byte, the first in the low half, then scale and middle, bfloat16, per group. bfloat16: the numbers'
-upper halves. Neighbours: `schema.ParamSpec.stored` names the form, backends make float32 of it in their own way,
-`pack_stored` is what they are held to.
+A row is everything along the last dimension. Layout in 8 bits: the codes, row by row, then a bfloat16 scale per row. In
+4 bits: two codes per byte, the first in the low half, then scale and middle in bfloat16 per group. In bfloat16: the
+upper halves of the numbers. `schema.ParamSpec.stored` names the format; `pack_stored` is the reference;
+backends unpack to float32 in their own way.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fusionai.ir.schema import Graph, ParamSpec, Stored
 from fusionai.primitives.errors import GraphError
 
 GROUPS: Final = (64, 32)
-"""Weights that share a scale, the first that divides a row."""
+"""Weights that share a scale: the first size that divides a row is used."""
 SMALLEST: Final = 4096
-"""Elements: what is smaller (norms, biases, short rows) is worth nothing and stays as it is."""
+"""Elements below which a tensor stays as it is: packing norms, biases and short rows saves too little."""
 _PAIR: Final = 4
 """Bytes of a group's scale and middle."""
 _TINY: Final = np.float32(2.0**-126)
@@ -39,7 +39,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def with_stored(graph: Graph, form: Stored, *, but: Collection[str] = ()) -> Graph:
-    """The same graph, every frozen float32 weight of it kept as `form` as far as it can be."""
+    """Return the graph with every frozen float32 weight stored as `form`, where possible, except the keys in `but`."""
     if form == "":
         return graph
     params = {
@@ -50,7 +50,7 @@ def with_stored(graph: Graph, form: Stored, *, but: Collection[str] = ()) -> Gra
 
 
 def form_of(spec: ParamSpec, wanted: Stored) -> Stored:
-    """What this parameter can be kept as; "" where it stays as it is."""
+    """Return the format in which this parameter can be stored; "" if it stays as it is."""
     frozen = spec.kind == "parameter" and not spec.trainable and spec.dtype == "float32"
     if wanted == "" or not frozen or len(spec.shape) < 2 or prod(spec.shape) < SMALLEST:
         return ""
@@ -58,12 +58,15 @@ def form_of(spec: ParamSpec, wanted: Stored) -> Stored:
 
 
 def group_of(shape: tuple[int, ...]) -> int | None:
-    """Weights per group of 4-bit numbers; None where a row can't be divided."""
+    """Return the weights per group of the 4-bit format; None if a row can't be divided into groups."""
     return next((group for group in GROUPS if shape[-1] % group == 0), None)
 
 
 def stored_bytes(shape: tuple[int, ...], form: Stored) -> int:
-    """Of a weight that is kept in a form ("" excluded). Raises `GraphError` for a shape that the form does not take."""
+    """Return the bytes of a weight stored in a format (not "").
+
+    Raises `GraphError` if the shape does not fit the format.
+    """
     count, rows = prod(shape), prod(shape[:-1])
     match form:
         case "bf16":
@@ -77,7 +80,7 @@ def stored_bytes(shape: tuple[int, ...], form: Stored) -> int:
 
 
 def pack_stored(values: npt.NDArray[Any], form: Stored) -> Bytes:
-    """float32 [..., columns] -> bytes, `stored_bytes` of them. Not finite numbers raise `GraphError`."""
+    """Pack float32 [..., columns] into `stored_bytes` bytes. Raises `GraphError` for numbers that are not finite."""
     weight = np.ascontiguousarray(values, np.float32)
     if not np.isfinite(weight).all():
         raise GraphError("a weight with numbers that are not finite can't be packed.")
@@ -95,29 +98,10 @@ def pack_stored(values: npt.NDArray[Any], form: Stored) -> Bytes:
             raise GraphError(f"a weight of shape {list(weight.shape)} can't be packed as {form or 'it is'!r}.")
 
 
-def unpack_stored(data: Bytes, shape: tuple[int, ...], form: Stored) -> Floats:
-    """What backends compute with, in their own way to the bit but for fused multiply-add."""
-    if data.size != (expected := stored_bytes(shape, form)):
-        raise GraphError(f"expected {expected} bytes of a weight of shape {list(shape)} as {form}, got {data.size}.")
-    count, rows = prod(shape), prod(shape[:-1])
-    match form:
-        case "int8":
-            scales = _floats(data[count:].view(np.uint16))
-            found = data[:count].view(np.int8).reshape(rows, -1).astype(np.float32) * scales[:, None]
-        case "int4":
-            group = group_of(shape)
-            assert group is not None, "or it had no size"
-            codes = data[: count // 2]
-            levels = np.stack([codes & 15, codes >> 4], axis=-1).reshape(-1, group).astype(np.float32)
-            pairs = _floats(data[count // 2 :].view(np.uint16)).reshape(-1, 2)
-            found = (levels - np.float32(8)) * pairs[:, :1] + pairs[:, 1:]
-        case _:
-            found = _floats(data.view(np.uint16))
-    return found.reshape(shape)
-
-
 def _pack_groups(rows: Floats, group: int) -> Bytes:
-    """A value is (level - 8) * scale + middle, level in 0..15; rounded against the scale and middle that are kept."""
+    """Pack in groups: a value is (level - 8) * scale + middle with level 0..15, rounded against the stored scale and
+    middle.
+    """
     grouped = rows.reshape(-1, group)
     low, high = grouped.min(axis=1), grouped.max(axis=1)
     scales = bfloat16_bits(np.maximum((high - low) / np.float32(15), _TINY))

@@ -1,10 +1,10 @@
-"""Whether a graph may be executed. Decides legality and caps; repairs nothing, executes nothing.
+"""Checks whether a graph may be executed. Decides legality and limits; repairs and executes nothing.
 
-Everything received goes through `parse`, everything made here through `validate`. A graph that passes has known
-operators only, arguments in the closed grammar, one producer per value, nodes in topological order, and no value that
-could exceed `Limits.value_bytes` at the symbols' largest sizes, whatever its declaration says.
+Received graphs go through `parse`, graphs made locally through `validate`. A graph that passes has only known
+operators, arguments in the closed grammar, one producer per value, nodes in topological order, and no value that could
+exceed `Limits.value_bytes` at the symbols' largest sizes, whatever its declaration says.
 
-Neighbours: `ir.operators` is the allow-list, `ir.growth` bounds results, `ir.shapes` bounds declared sizes.
+`ir.operators` is the allow-list, `ir.growth` bounds results, `ir.shapes` bounds declared sizes.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ _INIT_ARITY: Final = {
     "erfinv": 0,
     "clamp": 2,
     "fill_row": 2,
+    "shared": 1,
 }
 _INIT_STARTS: Final = frozenset({"fill", "normal", "uniform"})
 _MAX_INTEGER: Final = 2**63
@@ -72,7 +73,7 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def parse(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> Graph:
-    """Decode and validate JSON from anyone. Raises `GraphError` on anything but a legal graph within the limits."""
+    """Decode and validate untrusted JSON. Raises `GraphError` for anything but a legal graph within the limits."""
     size = len(data) if isinstance(data, bytes) else data.nbytes
     if size > limits.json_bytes:
         raise GraphError(f"graph of {size} bytes is above the limit of {limits.json_bytes}.")
@@ -87,11 +88,11 @@ def parse(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> Graph:
 
 
 def validate(graph: Graph, limits: Limits = DEFAULT_LIMITS) -> Graph:
-    """Return the graph as it came. Raises `GraphError`, naming the entity, when it is not legal."""
+    """Return the graph unchanged. Raises `GraphError`, naming the entity, if it is not legal."""
     try:
         _Check(graph, limits).run()
     except (RecursionError, OverflowError, UnicodeError) as error:
-        raise GraphError(f"graph is outside every limit: {error}.") from error
+        raise GraphError(f"graph exceeds the limits: {error}.") from error
     return graph
 
 
@@ -104,7 +105,7 @@ def _check_version(version: int) -> None:
 
 
 def _check_depth(data: bytes | memoryview, limits: Limits) -> None:
-    """Depth of brackets outside strings, before any decoder recurses into them."""
+    """Check the bracket depth outside strings before a decoder recurses into the data."""
     structure = np.frombuffer(_STRING.sub(b"", bytes(data)), dtype=np.uint8)
     opening = (structure == ord("[")) | (structure == ord("{"))
     closing = (structure == ord("]")) | (structure == ord("}"))
@@ -114,7 +115,7 @@ def _check_depth(data: bytes | memoryview, limits: Limits) -> None:
 
 
 class _Check:
-    """One pass over a graph; what is known about each value grows as its producer is met."""
+    """One pass over a graph, which records what is known about each value when it reaches the value's producer."""
 
     def __init__(self, graph: Graph, limits: Limits) -> None:
         self.graph = graph
@@ -216,7 +217,7 @@ class _Check:
             raise GraphError(f"parameter {spec.key[:64]!r} has {len(spec.aliases)} aliases.")
         for key in (spec.key, *spec.aliases):
             self._name(key, "parameter key")
-            # Keys become names of state entries and of files of a checkpoint.
+            # Keys become names of state entries and of files in checkpoints.
             if "/" in key or "\\" in key or ".." in key or key.startswith("."):
                 raise GraphError(f"parameter key {key!r} must not look like a path.")
         if spec.trainable and (spec.kind != "parameter" or spec.dtype not in FLOAT_DTYPES):
@@ -230,7 +231,8 @@ class _Check:
             self._init(spec, spec.init)
 
     def _init(self, spec: ParamSpec, steps: tuple[InitOp, ...]) -> None:
-        if not 1 <= len(steps) <= self.limits.init_ops or steps[0].op not in _INIT_STARTS:
+        begun = steps[1:] if steps and steps[0].op == "shared" else steps
+        if len(steps) > self.limits.init_ops or not begun or begun[0].op not in _INIT_STARTS:
             raise GraphError(
                 f"initialisation of {spec.key!r}: expected 1 to {self.limits.init_ops} steps starting with"
                 f" {', '.join(sorted(_INIT_STARTS))}."
@@ -246,6 +248,8 @@ class _Check:
                     raise GraphError(f"initialisation of {spec.key!r}: {step.op} from {low} to {high} is empty.")
                 case ("normal", (_, std)) if std < 0:
                     raise GraphError(f"initialisation of {spec.key!r}: negative standard deviation {std}.")
+                case ("shared", (number,)) if step is not steps[0] or number != int(number) or not 0 <= number < 2**53:
+                    raise GraphError(f"initialisation of {spec.key!r}: shared draws need a whole number, first of all.")
                 case ("fill_row", (row, _)) if not spec.shape or row != int(row) or not 0 <= row < spec.shape[0]:
                     raise GraphError(f"initialisation of {spec.key!r}: row {row} is not in shape {list(spec.shape)}.")
                 case _:
@@ -327,7 +331,7 @@ class _Check:
                     raise GraphError(f"node {node.id} ({node.op}): {arg} must be spelled as a float argument.")
             case str():
                 if arg not in WORDS:
-                    raise GraphError(f"node {node.id} ({node.op}): {arg[:32]!r} is no word an argument may be.")
+                    raise GraphError(f"node {node.id} ({node.op}): {arg[:32]!r} is not an allowed string argument.")
             case DTypeArg(name):
                 if name not in ITEMSIZE_BYTES:
                     raise GraphError(f"node {node.id} ({node.op}): unknown dtype {name[:32]!r}.")

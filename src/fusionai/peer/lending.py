@@ -1,8 +1,9 @@
 """Whether this machine is lent at the moment: the provider's schedule, and whether anybody works at it.
 
-Decides nothing by itself: `peer.schedule` and `peer.busy` do; this module looks at clock and processor every
-`LOOK_EVERY_S` and tells who waits. Neighbour: `peer.daemon` hands its work over when lending pauses and enters the pool
-again when it goes on.
+Looks at clock and processor every `LOOK_EVERY_S` and tells who waits. Decides when what other programs compute pauses
+lending and when lending goes on, with patience both ways: a game that starts is noticed within seconds, a machine
+between two compilations is not lent for a moment. Neighbours: `peer.schedule` has the provider's hours; `peer.daemon`
+hands its work over when lending pauses and enters the pool again when it goes on.
 """
 
 from __future__ import annotations
@@ -16,11 +17,36 @@ from typing import Final
 
 import psutil
 
-from fusionai.peer.busy import BusyWatch
 from fusionai.peer.schedule import Schedule
 from fusionai.primitives.clock import Clock
 
 LOOK_EVERY_S: Final = 2.0
+BUSY_SHARE: Final = 0.25
+"""Of the processor (all cores), or of the accelerator, used by other programs: the owner is at work."""
+QUIET_SHARE: Final = 0.10
+BUSY_AFTER_S: Final = 8.0
+QUIET_AFTER_S: Final = 120.0
+
+
+@dataclass(slots=True)
+class BusyWatch:
+    """`busy`: whether lending pauses."""
+
+    busy: bool = False
+    _since_s: float | None = None
+    """Since when what is measured speaks for a change without a break."""
+
+    def measured(self, others_share: float, now_s: float) -> bool:
+        """`others_share`: what other programs used since the last call, in [0, 1]. Gives `busy`."""
+        for_change = others_share < QUIET_SHARE if self.busy else others_share > BUSY_SHARE
+        if not for_change:
+            self._since_s = None
+            return self.busy
+        if self._since_s is None:
+            self._since_s = now_s
+        if now_s - self._since_s >= (QUIET_AFTER_S if self.busy else BUSY_AFTER_S):
+            self.busy, self._since_s = not self.busy, None
+        return self.busy
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""Words every package shares: ids, errors, units, clocks, host tensors, environment. Knows nothing above it."""
+"""Types that every package shares: ids, errors, units, clocks, host tensors, environment. Imports no other package."""

@@ -1,4 +1,4 @@
-"""Where time comes from. Decisions take `now_s` as an argument; only shells read a clock, through this interface."""
+"""Clocks. Decisions take `now_s` as an argument; only the outer layers read a clock, through this interface."""
 
 from __future__ import annotations
 
@@ -28,16 +28,19 @@ class PoolClock:
     """A machine's clock with the broker's time of day.
 
     Tickets are valid for minutes by the broker's clock, and a home machine's clock may be hours off. `now_s` is the
-    machine's own. `wall_s` is corrected by what the broker said last; until then it is the machine's own.
+    machine's own. `wall_s` is corrected by the broker's last report; until then it is the machine's own.
     """
 
     def __init__(self, own: Clock) -> None:
         self._own = own
         self.ahead_s = 0.0
-        """How far the machine's own clock is ahead of the broker's; negative if it is behind."""
+        """How far the machine's own clock is ahead of the broker's, in seconds; negative if it is behind."""
 
     def set_by(self, broker_wall_s: float) -> None:
-        """The broker's clock shows `broker_wall_s` now, give or take the answer's way; 0.0 says nothing."""
+        """Correct `wall_s`: the broker's clock shows `broker_wall_s` now, up to the answer's latency.
+
+        0.0 is ignored.
+        """
         if broker_wall_s > 0:
             self.ahead_s = self._own.wall_s() - broker_wall_s
 
@@ -46,22 +49,3 @@ class PoolClock:
 
     def wall_s(self) -> float:
         return self._own.wall_s() - self.ahead_s
-
-
-class VirtualClock:
-    """A clock that moves only when told to, for tests and the simulator."""
-
-    def __init__(self, start_s: float = 0.0, wall_offset_s: float = 1_700_000_000.0) -> None:
-        self._now_s = start_s
-        self._wall_offset_s = wall_offset_s
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    def wall_s(self) -> float:
-        return self._now_s + self._wall_offset_s
-
-    def advance(self, seconds: float) -> None:
-        if seconds < 0:
-            raise ValueError(f"a clock never goes back (asked for {seconds} s)")
-        self._now_s += seconds

@@ -1,12 +1,12 @@
-"""The one file that reads environment variables.
+"""The only module that reads environment variables.
 
 FUSION_HOME    this machine's key, pool membership, runs and captured graphs (default: the platform's data directory)
 FUSION_LOG     level of the process log: debug, info, warning, error (default warning)
-TMPDIR         where large temporary files go (default: /var/tmp where there is one, else the system's)
+TMPDIR         where large temporary files go (default: /var/tmp if it is writable, else the system's)
 
-Variables of libraries that lower what they compute with are part of a machine's fingerprint (`arithmetic_limits`).
-Others are set here: CUBLAS_WORKSPACE_CONFIG, without which matrix products on a GPU may differ from run
-to run, and XLA_FLAGS, by which JAX computes on one thread.
+Variables that make libraries compute with other kernels are part of a machine's fingerprint (`arithmetic_limits`).
+Others are set here: CUBLAS_WORKSPACE_CONFIG, without which matrix products on a GPU may differ from run to run, and
+XLA_FLAGS, which limits JAX to one thread.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ _LIMITS: Final = (
     *("NPY_DISABLE_CPU_FEATURES", "NPY_ENABLE_CPU_FEATURES", "NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"),
     *("GLIBC_TUNABLES", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
 )
-"""Variables by which libraries choose other kernels."""
+"""Variables that make libraries choose other kernels."""
 _XLA_LIMITS: Final = "--xla_cpu_"
 
 
 def fusion_home() -> Path:
-    """The directory of this machine's identity and state; not created here."""
+    """Directory of this machine's identity and state. It is not created here."""
     configured = os.environ.get("FUSION_HOME")
     return Path(configured).expanduser() if configured else Path(platformdirs.user_data_dir("fusionai"))
 
 
 def log_level() -> str:
-    """Level name for the process log."""
+    """Level name of the process log."""
     return os.environ.get("FUSION_LOG", "warning").upper()
 
 
 def scratch_directory() -> Path:
-    """For large temporary files: `TMPDIR` if it is set, else a place that is on a disk, as `/tmp` need not be."""
+    """Directory for large temporary files: `TMPDIR` if set, else /var/tmp, which is on a disk, while `/tmp` may be in
+    memory.
+    """
     lasting = Path("/var/tmp")
     if "TMPDIR" not in os.environ and os.access(lasting, os.W_OK):
         return lasting
@@ -48,13 +50,19 @@ def scratch_directory() -> Path:
 
 
 def fix_cublas_workspace() -> None:
-    """Give cuBLAS a workspace of fixed size, unless the user chose one. Only counts before the process uses CUDA."""
+    """Give cuBLAS a workspace of fixed size, unless the user chose one.
+
+    Takes effect only before the process uses CUDA.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def limit_xla_threads(threads: int | None) -> int:
-    """How many threads JAX may use from now on, on a CPU: one, or as many as there are cores for this process; it knows
-    nothing between. Only counts before the process uses JAX."""
+    """Limit JAX's CPU threads and return how many it may use: one, or as many as this process has cores.
+
+    JAX supports no other number, so for more than one thread the process is restricted to that many cores. Takes effect
+    only before the process uses JAX.
+    """
     if threads == 1:
         flags = os.environ.get("XLA_FLAGS", "")
         alone = "--xla_cpu_multi_thread_eigen=false"
@@ -69,9 +77,9 @@ def limit_xla_threads(threads: int | None) -> int:
 
 
 def arithmetic_limits() -> dict[str, str]:
-    """Variables that are set and make libraries compute with other instructions than the processor's."""
+    """Return the variables that are set and make libraries use other kernels than the processor's default."""
     limits = {name: os.environ[name] for name in _LIMITS if name in os.environ}
-    # What `limit_xla_threads` adds is known by the number of threads.
+    # What `limit_xla_threads` adds follows from the number of threads.
     flags = sorted(
         flag
         for flag in os.environ.get("XLA_FLAGS", "").split()
@@ -81,5 +89,5 @@ def arithmetic_limits() -> dict[str, str]:
 
 
 def inherited() -> dict[str, str]:
-    """A copy of the environment, for child processes this program starts."""
+    """Return a copy of the environment, for child processes that this program starts."""
     return dict(os.environ)

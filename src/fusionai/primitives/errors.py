@@ -10,7 +10,7 @@ FusionError                  exit 1, something failed
 ├── WireError                a frame or message that breaks the protocol
 ├── TransportError           a connection could not be made or was lost
 │   └── ChannelClosed        the other side closed, orderly or not
-├── TrustError               an identity, invitation, ticket or signature that does not hold
+├── TrustError               an identity, invitation, ticket or signature that is not valid
 ├── RefusedError             the other side answered with a refusal
 ├── ExecutionError           a backend could not run what it was given
 └── StorageError             disk full, torn file, wrong hash
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 
 class FusionError(Exception):
-    """Base. `message` says what was expected, what came and which entity; `hint` says what to do next."""
+    """Base class. `message` says what was expected, what came and for which entity; `hint` says what to do next."""
 
     exit_code = 1
 
@@ -36,13 +36,13 @@ class FusionError(Exception):
 
 
 class UsageError(FusionError):
-    """The user can mend this: exit 2."""
+    """A mistake that the user can correct: exit code 2."""
 
     exit_code = 2
 
 
 class RecipeError(UsageError):
-    """A recipe or configuration file that does not say what it should."""
+    """A recipe or configuration file with invalid content."""
 
 
 class ModelError(UsageError):
@@ -74,7 +74,7 @@ class ChannelClosed(TransportError):
 
 
 class TrustError(FusionError):
-    """An identity, invitation, ticket or signature that does not hold."""
+    """An identity, invitation, ticket or signature that is not valid."""
 
 
 class RefusedError(FusionError):
@@ -84,7 +84,7 @@ class RefusedError(FusionError):
         super().__init__(message, hint=hint)
         self.code = code
         if code == "bad_invitation":
-            self.exit_code = UsageError.exit_code  # an old or mistyped invitation is for its user to mend
+            self.exit_code = UsageError.exit_code  # the user can correct an old or mistyped invitation
 
 
 class ExecutionError(FusionError):

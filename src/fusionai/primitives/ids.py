@@ -1,4 +1,4 @@
-"""Names of entities as distinct types, so that a job id never lands where a peer id belongs."""
+"""Names of entities as distinct types, so that a type checker finds a job id used as a peer id."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ SHORT_PEER_ID_LENGTH = 8
 
 
 def short(peer: PeerId) -> str:
-    """The first eight characters, for people to read."""
+    """The first eight characters of a peer id, for display."""
     return peer[:SHORT_PEER_ID_LENGTH]

@@ -1,10 +1,9 @@
-"""How much of the processors a session of processes gets beside others. Decides nothing: a wish, granted if possible.
+"""CPU share of a session of processes relative to others. The operating system may ignore it.
 
-Linux groups processes by session (`setsid`) and shares the processors between groups ("autogroup", sched(7)); a group's
-weight may be lowered and raised again by its own user, which no `nice` allows. Elsewhere, and inside containers and
-services that have a group of their own, nothing changes.
-
-Neighbours: `client.local_pool` starts processes beside working ones.
+Linux groups processes by session (`setsid`) and shares the processors between groups ("autogroup", sched(7)). Users may
+lower and later raise the weight of their own groups, which `nice` does not allow. On other systems, and inside
+containers and services that have a group of their own, nothing changes. `client.local_pool` uses this for processes it
+starts beside working ones.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ from pathlib import Path
 
 ORDINARY = 0
 YIELDING = 10
-"""About a tenth of an ordinary group's share where both want all they can get; all of it where nobody else does."""
+"""About a tenth of an ordinary group's share if both are busy; all of the processor if no other group is."""
 
 
 def weigh_session(leader: int, niceness: int) -> bool:
-    """Give the session that process `leader` began this niceness, 0 to 19. False where the system has no such thing or
-    the process is gone."""
+    """Set the niceness, 0 to 19, of the session that process `leader` began.
+
+    Returns False if the system has no autogroups or the process is gone.
+    """
     try:
         Path(f"/proc/{leader}/autogroup").write_text(str(niceness))
     except OSError:

@@ -1,7 +1,7 @@
-"""A tensor as bytes on the host: dtype name, shape, little-endian C-contiguous memory. No framework.
+"""A tensor as bytes on the host: dtype name, shape, little-endian C-contiguous memory. Needs no framework.
 
-Decides which dtypes exist and how many bytes a shape takes. Never allocates from a size it has not been told to trust.
-Neighbours: `wire` puts these in frames, `backends` turn them into framework tensors without copying where they can.
+Decides which dtypes exist and how many bytes a shape takes; allocates nothing. `wire` puts these tensors into frames,
+`backends` convert them to framework tensors, without copying where possible.
 """
 
 from __future__ import annotations
@@ -22,23 +22,28 @@ ITEMSIZE_BYTES: Final[dict[str, int]] = {
     "uint8": 1,
     "bool": 1,
 }
-"""Every dtype that may cross the wire. bfloat16 travels as raw bits."""
+"""Every dtype that may cross the wire. bfloat16 is sent as raw bits."""
 
 FLOAT_DTYPES: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 MAX_RANK: Final = 16
 LARGEST_SPREAD: Final = 4
-"""Memory of a tensor with gaps between its rows (a part of a split) by that of a dense one. A sparser one is sent as if
-it were dense."""
+"""Largest memory of a tensor with gaps between its rows (a part of a split), relative to a dense one.
+
+A sparser tensor is sent as if it were dense.
+"""
 MAX_STRIDE: Final = 2**40
 MAX_OFFSET: Final = 64
-"""In elements: no alignment that matters is more."""
+"""Upper limit on the offset from an aligned address, in elements: no relevant alignment is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostTensor:
-    """`data` is a flat memoryview of `uint8`, C-contiguous, little-endian, exactly `nbytes` long. `layout`: how the
-    tensor lay in its backend's memory, as strides and the offset from an aligned address, in elements; empty: as in
-    `data`. A backend that calculates with other strides may round otherwise."""
+    """A tensor on the host.
+
+    `data` is a flat memoryview of `uint8`, C-contiguous, little-endian, exactly `nbytes` long. `layout` describes the
+    tensor in its backend's memory: strides, then the offset from an aligned address, in elements; empty if it is the
+    same as in `data`. It is kept because a backend may round differently with other strides.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +52,7 @@ class HostTensor:
 
     def __post_init__(self) -> None:
         if self.layout and not layout_fits(self.shape, self.layout):
-            raise ValueError(f"tensor {self.dtype}{list(self.shape)} can't lie in memory as {list(self.layout)}")
+            raise ValueError(f"tensor {self.dtype}{list(self.shape)} can't have the memory layout {list(self.layout)}")
         expected_bytes = tensor_bytes(self.dtype, self.shape)
         if self.data.nbytes != expected_bytes:
             raise ValueError(
@@ -60,7 +65,10 @@ class HostTensor:
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a dense tensor. Raises `ValueError` on an unknown dtype, a negative size or a rank above `MAX_RANK`."""
+    """Return the bytes of a dense tensor.
+
+    Raises `ValueError` for an unknown dtype, a negative size or a rank above `MAX_RANK`.
+    """
     itemsize = ITEMSIZE_BYTES.get(dtype)
     if itemsize is None:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(ITEMSIZE_BYTES)}")
@@ -72,8 +80,11 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def layout_fits(shape: tuple[int, ...], layout: tuple[int, ...]) -> bool:
-    """Whether elements of such a tensor lie apart from each other (but for expanded dimensions, of stride 0) and take
-    at most `LARGEST_SPREAD` times the memory of a dense one."""
+    """Return whether no two elements overlap (except in expanded dimensions of stride 0) and the memory is not too
+    large.
+
+    The limit is `LARGEST_SPREAD` times the memory of a dense tensor.
+    """
     if len(layout) != len(shape) + 1 or not all(0 <= number < MAX_STRIDE for number in layout):
         return False
     extent = 1
@@ -87,8 +98,8 @@ def layout_fits(shape: tuple[int, ...], layout: tuple[int, ...]) -> bool:
 def host_tensor(
     dtype: str, shape: tuple[int, ...], buffer: bytes | bytearray | memoryview, layout: tuple[int, ...] = ()
 ) -> HostTensor:
-    """Wrap a buffer (any contiguous layout of bytes) as a `HostTensor` without copying."""
+    """Wrap a contiguous buffer of bytes as a `HostTensor` without copying."""
     view = memoryview(buffer)
-    # A memoryview with a zero in its shape can't be cast; an empty tensor has no bytes to share anyway.
+    # A memoryview with a zero in its shape can't be cast, and an empty tensor has no bytes to share.
     flat = memoryview(b"") if view.nbytes == 0 else view.cast("B")
     return HostTensor(dtype, shape, flat, layout)

@@ -1,4 +1,4 @@
-"""Quantities as people write them: `8GB`, `20Mbit`, `50%`, `90s`. Decides the spelling; never guesses a unit."""
+"""Quantities in human notation: `8GB`, `20Mbit`, `50%`, `90s`. Decides the syntax; never guesses a unit."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _BYTES: Final = {
     "tib": 2**40,
 }
 _ROUNDS_UP: Final = 0.9995
-"""From here on three digits of a number show the next larger unit."""
+"""Fraction of a unit from which a number rounded to three digits is shown in that unit."""
 _BITS: Final = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _SECONDS: Final = {"s": 1.0, "ms": 1e-3, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_bytes(text: str) -> int:
-    """`8GB` -> 8_000_000_000, `512MiB` -> 536_870_912."""
+    """Parse a size: `8GB` -> 8_000_000_000, `512MiB` -> 536_870_912."""
     number, unit = _split(text, "a size such as 8GB or 512MiB")
     if unit.lower() not in _BYTES:
         raise UsageError(f"expected a size such as 8GB or 512MiB, got {text!r}.")
@@ -35,7 +35,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_bandwidth_bytes_per_s(text: str) -> float:
-    """`20Mbit` -> 2_500_000.0 bytes per second (an optional `/s` is accepted)."""
+    """Parse a bandwidth: `20Mbit` -> 2_500_000.0 bytes per second (an optional `/s` is accepted)."""
     number, unit = _split(text, "a bandwidth such as 20Mbit")
     plain = unit.lower().removesuffix("/s")
     if plain not in _BITS:
@@ -44,7 +44,7 @@ def parse_bandwidth_bytes_per_s(text: str) -> float:
 
 
 def parse_rate_limit_bytes_per_s(text: str) -> float:
-    """A bandwidth above 0."""
+    """Parse a bandwidth above 0."""
     rate = parse_bandwidth_bytes_per_s(text)
     if rate <= 0:
         raise UsageError(f"expected a limit above 0, got {text!r}; without a limit leave the flag out.")
@@ -52,7 +52,7 @@ def parse_rate_limit_bytes_per_s(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """`50%` or `0.5` -> 0.5. The result is in (0, 1]."""
+    """Parse a share: `50%` or `0.5` -> 0.5. The result is in (0, 1]."""
     number, unit = _split(text, "a share such as 50%")
     if unit not in ("", "%"):
         raise UsageError(f"expected a share such as 50%, got {text!r}.")
@@ -63,7 +63,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """`90s`, `5min`, `24h` -> seconds."""
+    """Parse a duration: `90s`, `5min`, `24h` -> seconds."""
     number, unit = _split(text, "a duration such as 90s or 24h")
     if unit.lower() not in _SECONDS:
         raise UsageError(f"expected a duration such as 90s, 5min or 24h, got {text!r}.")
@@ -71,12 +71,12 @@ def parse_seconds(text: str) -> float:
 
 
 def format_speed(per_s: float) -> str:
-    """`6,112`, `254.3`, `0.5`: how many in a second, four significant digits and never an exponent."""
+    """Format a rate per second with four significant digits and no exponent: `6,112`, `254.3`, `0.5`."""
     return f"{per_s:,.0f}" if per_s >= 999.95 else f"{per_s:.4g}"
 
 
 def format_bytes(count: float) -> str:
-    """Decimal units, three significant digits: `1.23 GB`."""
+    """Format a size in decimal units with three significant digits: `1.23 GB`."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(count) >= size * _ROUNDS_UP:
             return f"{count / size:.3g} {unit}"
@@ -84,7 +84,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """`134M`, `1.2B`, `950`."""
+    """Format a count with three significant digits: `134M`, `1.2B`, `950`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= size * _ROUNDS_UP:
             return f"{count / size:.3g}{unit}"
@@ -92,7 +92,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`340 us`, `12.3 ms`, `4.56 s`, `3 min 20 s`."""
+    """Format a duration: `340 us`, `12.3 ms`, `4.56 s`, `3 min 20 s`."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:

@@ -1,8 +1,8 @@
-"""A whole audit: every attack on every boundary of every defence, with the controls that say whether it counts.
+"""A complete audit: every attack on every boundary of every defence, with controls that decide whether it counts.
 
-The order: boundaries as peers see them, one pass over the vocabulary for all matchers, then what is attacked one by
-one. Decides which attacks run where and what they know; the attacks are beside it. Neighbours: `client.audit` prepares
-the model and the text, `findings` is what comes out.
+The order is: compute the boundaries as peers see them, run one pass over the vocabulary for all matchers, then run the
+attacks that work on one boundary at a time. Decides which attacks run where and what they know; the attacks are in
+their own modules. `client.audit` prepares the model and the text, `findings` has the results.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ from fusionai.privacy.white_box import Matcher, Part, matched, reconstructed
 Key = tuple[str, int, Attack]
 """Defence, depth, attack."""
 LORA_RANK: Final = 8
+"""Rank of the adapter whose update is attacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """Token numbers. `trial` [texts, tokens] begin with `template_tokens` known ones; `truth` has the rest. The
-    attacker has `auxiliary` text of its own and `known` text of the victim's, `held_out` gives losses; [rows, tokens]
-    each."""
+    """Token numbers for an audit.
+
+    `trial` [texts, tokens] begin with `template_tokens` known tokens; `truth` has the rest. The attacker has
+    `auxiliary`, text of its own, and `known`, some of the victim's text; losses are measured on `held_out`. Each is
+    [rows, tokens].
+    """
 
     trial: Tensor
     template_tokens: int
@@ -47,8 +51,11 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A way a job may send its boundaries: `model` computes them (another than the public one where it has a secret
-    prefix), `defence` changes them; they leave home at `first` and later."""
+    """A way in which a job may send its boundaries.
+
+    `model` computes them (not the public model if there is a secret prefix), `defence` changes them. They leave the
+    owner at depth `first` and later.
+    """
 
     defence: Defence
     model: AttackedModel
@@ -57,7 +64,7 @@ class Victim:
 
 @dataclass(frozen=True, slots=True)
 class UpdateCase:
-    """`texts` of `tokens` tokens, their gradient in `form`."""
+    """A gradient of `texts` texts of `tokens` tokens, sent in `form`."""
 
     texts: int
     tokens: int
@@ -67,7 +74,7 @@ class UpdateCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditPlan:
-    """What is run. `few`: texts that the slow attacks, one boundary at a time, are given."""
+    """What an audit runs. `few`: number of texts for the slow attacks, which run on one boundary at a time."""
 
     depths: tuple[int, ...]
     attacks: frozenset[AuditAttack]
@@ -80,7 +87,7 @@ class AuditPlan:
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """Progress: `done` of `total` of what goes on."""
+    """Progress of the current activity: `done` of `total`."""
 
     what: str
     done: int
@@ -89,7 +96,7 @@ class Doing:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What `run` gives back; `findings.Findings` without the run's circumstances."""
+    """Result of `run`: `findings.Findings` without the circumstances of the run."""
 
     boundaries: tuple[Boundary, ...]
     updates: tuple[Update, ...]
@@ -103,7 +110,10 @@ def run(
     plan: AuditPlan,
     on_doing: Callable[[Doing], None],
 ) -> Found:
-    """Attack every victim with the weights of `public`. The first victim is the clean one, which the controls read."""
+    """Attack every victim with the weights of `public`.
+
+    The first victim must be the clean one, which the controls use.
+    """
     seen = [_seen(public, victim, texts) for victim in victims]
     by_matching = _by_matching(public, seen, texts, plan, on_doing)
     cells = [(one, depth) for one in seen for depth in plan.depths if depth >= one.victim.first]
@@ -129,8 +139,11 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """[depth + 1, rows, tokens, width]: `trial`, `known` as peers see them; `own_...` as the attacker computes them;
-    `auxiliary` as it would see text of its own, if the victim used the public weights."""
+    """Boundaries [depth + 1, rows, tokens, width].
+
+    `trial` and `known` are as peers see them, `own_...` as the attacker computes them. `auxiliary`: the attacker's own
+    text as peers would see it if the victim used the public weights.
+    """
 
     victim: Victim
     trial: Tensor
@@ -159,7 +172,7 @@ def _by_matching(
     plan: AuditPlan,
     on_doing: Callable[[Doing], None],
 ) -> dict[Key, Recovery]:
-    """All attacks that share one pass over the vocabulary."""
+    """Run all attacks that share one pass over the vocabulary."""
     matchers: dict[Key, Matcher] = {}
     for one in seen:
         name, first = one.victim.defence.name, one.victim.first
@@ -205,7 +218,7 @@ def _by_matching(
 
 
 def _template_part(one: _Seen, texts: Texts, depth: int) -> Part:
-    # Not the first position: most models put there what has no place, many times as large as any token's.
+    # Without the first position, where most models put an attention sink many times larger than any token's row.
     known = slice(1, texts.template_tokens)
     own, seen = (boundary[depth][:, known].flatten(0, 1) for boundary in (one.own_trial, one.trial))
     return calibrated(depth, own, seen, one.trial[depth])
@@ -217,7 +230,7 @@ def _known_part(one: _Seen, depth: int) -> Part:
 
 
 def _one_by_one(public: AttackedModel, one: _Seen, texts: Texts, plan: AuditPlan, depth: int) -> Iterator[Recovery]:
-    """The attacks that are run for each boundary by itself."""
+    """Run the attacks that work on one boundary at a time."""
     begin, trial = texts.template_tokens, one.trial[depth]
     length = trial.shape[1] - begin
 
@@ -249,7 +262,7 @@ def _one_by_one(public: AttackedModel, one: _Seen, texts: Texts, plan: AuditPlan
             auxiliary_tokens=learned,
             forward_tokens=trained,
         )
-        if one.victim.model is not public:  # who knows text need not know the secret weights
+        if one.victim.model is not public:  # an attacker that knows text need not know the secret weights
             yield found(
                 "inverter, known text",
                 lambda: private(
@@ -261,7 +274,7 @@ def _one_by_one(public: AttackedModel, one: _Seen, texts: Texts, plan: AuditPlan
             )
     few, truth = trial[: plan.few], texts.truth.first(plan.few)
     known = texts.trial[: plan.few, :begin]
-    if "prefix" in plan.attacks and depth == max(plan.depths):  # as dear as all else together, and hardest there
+    if "prefix" in plan.attacks and depth == max(plan.depths):  # as expensive as all others; run at the hardest depth
         yield found(
             "recovered prefix",
             lambda: reconstructed(public, known, length, Matcher((Part(depth, few.float()),))),
@@ -296,7 +309,7 @@ def _update(public: AttackedModel, case: UpdateCase, texts: Texts) -> Update:
 
 
 def low_rank(rank: int, seed: int) -> Change:
-    """What an adapter of this rank sends of a gradient [1, outputs, inputs]: its rows mixed into `rank` ones."""
+    """Return what an adapter of this rank sends of a gradient [1, outputs, inputs]: its rows mixed into `rank` rows."""
     generator = torch.Generator().manual_seed(seed)
 
     def mixed(gradient: Tensor) -> Tensor:
@@ -306,8 +319,10 @@ def low_rank(rank: int, seed: int) -> Change:
 
 
 def _controls(clean: str, boundaries: Sequence[Boundary], updates: Sequence[Update]) -> Iterator[Control]:
-    """Each attack where it must succeed: on the clean boundary; the white-box one at all depths, those that learn or
-    fit at the shallowest, where they have least to do."""
+    """Yield each attack on a clean boundary, where it must succeed.
+
+    The white-box attack must succeed at all depths, attacks that learn or fit at the shallowest, which is the easiest.
+    """
     mine = sorted((one for one in boundaries if one.defence == clean), key=lambda one: one.depth)
     for one in mine:
         yield Control(name=f"white-box, {clean}, depth {one.depth}", got=one.white_box.top1)

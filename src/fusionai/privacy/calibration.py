@@ -1,8 +1,8 @@
-"""What a peer learns from text it knows (a chat template, a document): how what it sees differs from what it made.
+"""What a peer learns from text it knows (template, document): how its own boundaries differ from the seen ones.
 
-A linear correction of its own boundaries towards the seen ones, by ridge regression, and the covariance of the rest,
-for a Mahalanobis distance. The prior is no difference at all: where little is known, little is corrected. Decides the
-`Part` that the white-box attack compares. Neighbours: `white_box`, `audit`.
+The result is a linear correction of its own boundaries towards the seen ones, by ridge regression, and the covariance
+of the residual, for a Mahalanobis distance. The prior is "no difference": with little known text, little is corrected.
+It returns the `Part` that the white-box attack compares. See `white_box`, `audit`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from torch import Tensor
 from fusionai.privacy.white_box import Part
 
 _RIDGES: Final = (1e-4, 1e-2, 1.0, 1e2, 1e4, 1e8)
-"""Relative to the mean square of a boundary; the last all but forbids a correction."""
+"""Candidate ridges, relative to the mean square of a boundary. The largest practically disables the correction."""
 _HELD_OUT: Final = 5
-"""One in so many known rows chooses the ridge."""
+"""Every n-th known row is held out to choose the ridge."""
 _FLOOR: Final = 1e-8
-"""Of the covariance, relative to the boundary's: what is exact would have none."""
+"""Smallest variance, relative to the boundary's mean square: an exact correction would otherwise have covariance 0."""
 
 
 def calibrated(depth: int, own: Tensor, seen: Tensor, target: Tensor) -> Part:
-    """The part that compares `target` [texts, tokens, width], seen, with candidates, corrected and whitened.
+    """Return the part that compares the seen `target` [texts, tokens, width] with candidates, corrected and whitened.
 
-    `own`, `seen` [rows, width]: what the attacker computes of the known text, and what it saw of it."""
+    `own` and `seen` [rows, width]: the boundaries of the known text that the attacker computes, and those that it saw.
+    """
     x, y = own.double(), seen.double()
     mean_x, mean_y = x.mean(0), y.mean(0)
     x, y = x - mean_x, y - mean_y
@@ -35,7 +36,7 @@ def calibrated(depth: int, own: Tensor, seen: Tensor, target: Tensor) -> Part:
     floor = _FLOOR * float(x.square().mean()) + 1e-30
     covariance = residual.T @ residual / max(1, rows - 1)
     diagonal = torch.eye(width, dtype=x.dtype, device=x.device)
-    # Few rows say little of the covariance: pulled towards a sphere of the same size.
+    # Few rows estimate the covariance badly, so it is shrunk towards a sphere of the same size.
     trust = rows / (rows + width)
     size = float(covariance.diagonal().mean())
     covariance = trust * covariance + ((1 - trust) * size + floor) * diagonal
@@ -47,7 +48,9 @@ def calibrated(depth: int, own: Tensor, seen: Tensor, target: Tensor) -> Part:
 
 
 def _correction(x: Tensor, difference: Tensor) -> Tensor:
-    """[width, width]: `x @ correction` is about `difference`, as far as rows not used for it bear that out."""
+    """Return [width, width] such that `x @ correction` approximates `difference`, with the ridge that fits held-out
+    rows best.
+    """
     held = torch.arange(len(x), device=x.device) % _HELD_OUT == 0
     scale = float(x.square().mean()) * len(x)
 

@@ -1,7 +1,7 @@
-"""What is done to a boundary before a peer sees it: nothing, fewer bits, noise. Decides the tensor, not the figure.
+"""Changes to a boundary before a peer sees it: none, fewer bits, noise.
 
-The codecs that peers really use are handed in by the caller (they are above this layer). Neighbours: `subject` has the
-boundaries, `secret_prefix` the defence that changes the model instead, `audit` runs all of them.
+The caller passes in the codecs that peers use, because they belong to a higher layer. `subject` computes the
+boundaries, `secret_prefix` is the defence that changes the model instead, `audit` runs all of them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from torch import Tensor
 from fusionai.privacy.subject import Change
 
 Packed = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
-"""What comes back of a boundary [texts, tokens, width] once it was packed and unpacked."""
+"""Packs and unpacks a boundary [texts, tokens, width]; returns the result."""
 NOISES: Final = (0.3, 1.0, 3.0)
+"""Default sizes of the noise, relative to each row's RMS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defence:
-    """`change`: of a boundary, drawn anew at each call where it is random."""
+    """A named defence. If `change` is random, it draws new numbers at each call."""
 
     name: str
     change: Change
 
 
 def defences(packings: Mapping[str, Packed], noises: tuple[float, ...] = NOISES, seed: int = 0) -> tuple[Defence, ...]:
-    """Clean first, then bf16, the packings by name, and noise of these sizes, relative to each row's RMS."""
+    """Return the defences: clean, bf16, the packings by name, and noise of these sizes relative to each row's RMS."""
     return (
         Defence("clean", lambda boundary: boundary),
         Defence("bf16", lambda boundary: boundary.to(torch.bfloat16).to(boundary.dtype)),
@@ -41,7 +42,7 @@ def defences(packings: Mapping[str, Packed], noises: tuple[float, ...] = NOISES,
 
 
 def gaussian(size: float, seed: int) -> Change:
-    """Normal noise of `size` times each row's RMS."""
+    """Return a change that adds normal noise of `size` times each row's RMS."""
     generator = torch.Generator().manual_seed(seed)
 
     def noisy(boundary: Tensor) -> Tensor:

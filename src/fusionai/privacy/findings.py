@@ -1,8 +1,7 @@
-"""What an audit found, as data: figures per boundary, defence and attack. Decides which figures may stand alone: none
-but the white-box one. Loads no framework.
+"""Results of an audit, as data: figures per boundary, defence and attack. Loads no framework.
 
-A weak attack proves nothing: a learned probe may find a tenth where all is there to be found. So `Boundary` can't be
-made without its white-box recovery, and everything else stands beside that. Neighbours: the attacks make these,
+A weak attack proves nothing: a learned probe may find a tenth of what can be found. So a `Boundary` can't be
+constructed without its white-box recovery, and all other figures are shown beside that one. The attacks make these,
 `measured` reads the shipped ones, `cli.audit_view` prints them.
 """
 
@@ -26,21 +25,27 @@ Attack = Literal[
     "pooled",
     "gradients",
 ]
-"""White-box: every token of the vocabulary tried after the true text before it. Recovered prefix: the same after the
+"""Attacks.
+
+White-box: tries every token of the vocabulary after the true text before it. Recovered prefix: the same, after the
 tokens found so far. Template, known text: the same, with what the peer learned from a text it knows, by Mahalanobis
-distance and with the model's own expectation. Nearest: the embedding that is most alike. Ridge, inverter: learned, in
-closed form and by a small transformer. Optimisation: embeddings fitted by gradient descent. Pooled: as template, with
-the boundaries of all depths. Gradients: which tokens a weight's update was made of."""
+distance and with the model's own predictions. Nearest: the most similar embedding. Ridge, inverter: learned, in closed
+form and by a small transformer. Optimisation: embeddings fitted by gradient descent. Pooled: as template, with the
+boundaries of all depths. Gradients: which tokens produced a weight's update.
+"""
 AuditAttack = Literal["nearest", "inverter", "prefix", "calibrated", "optimisation", "pooled", "gradients"]
-"""What can be asked for; the white-box attack always runs."""
+"""Attacks that can be selected. The white-box attack always runs."""
 Share = Annotated[float, Meta(ge=0, le=1)]
 CONTROL: Final = 0.99
-"""A positive control must recover so much."""
+"""Smallest share that a positive control must recover."""
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """What an attack took. `forward_tokens`: tokens through the model, or a part of it, tried or differentiated;
-    `auxiliary_tokens`: text of the attacker's own, to learn from; `known_tokens`: of the victim's text, known."""
+    """Cost of an attack.
+
+    `forward_tokens`: tokens that passed through the model or a part of it, tried or differentiated. `auxiliary_tokens`:
+    tokens of the attacker's own training text. `known_tokens`: tokens of the victim's text that are known.
+    """
 
     forward_tokens: int
     seconds: float
@@ -49,8 +54,11 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """What one attack recovered. `low`, `high`: 95 % interval of `top1` (Wilson, over tokens). `secrets`: planted
-    strings, of which `secrets_found` came back exactly."""
+    """What one attack recovered.
+
+    `low`, `high`: 95 % confidence interval of `top1` (Wilson, over tokens). `secrets`: number of planted strings, of
+    which `secrets_found` were recovered exactly.
+    """
 
     attack: Attack
     tokens: int
@@ -64,8 +72,10 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer sees after `depth` blocks where `defence` is in force, and what it recovered. `loss`: of the model
-    on held-out text, in nats a token, with the boundary so."""
+    """What a peer sees after `depth` blocks under `defence`, and what it recovered.
+
+    `loss`: loss of the model on held-out text with this boundary, in nats per token.
+    """
 
     depth: int
     defence: str
@@ -75,7 +85,7 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.white_box.attack != "white-box" or any(one.attack == "white-box" for one in self.others):
-            raise ValueError("a boundary has one white-box recovery, and others beside it")
+            raise ValueError("expected one white-box recovery and other attacks beside it")
 
     @property
     def worst(self) -> Recovery:
@@ -84,8 +94,10 @@ class Boundary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """What was recovered of the texts that an update of a weight was made from. `width`: inputs of that weight; of
-    more tokens than that, its gradient does not say which they were."""
+    """What was recovered of the texts from which a weight's update was computed.
+
+    `width`: number of inputs of that weight. The gradient of more tokens than that does not determine them.
+    """
 
     texts: int
     tokens: int
@@ -95,7 +107,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True):
-    """An attack where it can't fail: if it does, the audit says nothing."""
+    """An attack in a setting where it must succeed. If it fails, the audit is void."""
 
     name: str
     got: Share
@@ -107,7 +119,7 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that was attacked. `loss`: on held-out text, nats a token."""
+    """The attacked model. `loss` is on held-out text, in nats per token."""
 
     name: str
     parameters: int
@@ -121,8 +133,11 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """The texts that were to be recovered: each begins with a known template of `template_tokens`, then come
-    `private_tokens`. `chance`: top-1 of always saying the commonest token."""
+    """The texts to recover.
+
+    Each begins with a known template of `template_tokens`, followed by `private_tokens`. `chance`: top-1 of always
+    guessing the most common token.
+    """
 
     texts: int
     template_tokens: int
@@ -131,7 +146,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole audit. `local_blocks`: so many of the first stayed at home where a secret prefix was audited."""
+    """A complete audit.
+
+    `local_blocks`: number of first blocks that stayed with the owner, if a secret prefix was audited.
+    """
 
     date: str
     command: str
@@ -147,19 +165,19 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def void(self) -> bool:
-        """A positive control failed, or there was none: no figure of this audit counts."""
+        """Whether a positive control failed or there was none: then no figure of this audit counts."""
         return not self.controls or not all(control.passed for control in self.controls)
 
     @property
     def defences(self) -> tuple[str, ...]:
-        """In the order of the audit."""
+        """Names of the defences in the order of the audit."""
         return tuple(dict.fromkeys(boundary.defence for boundary in self.boundaries))
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Ascending."""
+        """Audited depths, ascending."""
         return tuple(sorted({boundary.depth for boundary in self.boundaries}))
 
     def at(self, defence: str, depth: int) -> Boundary | None:
-        """None where nothing leaves the job owner, or was not audited."""
+        """The boundary of this defence and depth; None if nothing leaves the job owner there or it was not audited."""
         return next((one for one in self.boundaries if one.defence == defence and one.depth == depth), None)

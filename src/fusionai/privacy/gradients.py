@@ -1,11 +1,11 @@
-"""Inversion of updates (A-5): which texts a gradient was computed from, after DAGER (arXiv 2405.15586).
+"""Inversion of updates (A-5): from which texts a gradient was computed, following DAGER (arXiv 2405.15586).
 
-The gradient of a weight that reads rows x is a sum of outer products with these rows: with fewer tokens than inputs,
-its row space is spanned by them. Whether a token was there is then a question of geometry: of the first block's
-attention projections, for the tokens; of the second's, whose inputs depend on all that came before, for their order.
-Queries alone would not do: a text's first token has nothing to choose from, so its query has no gradient. Decides
-tokens; gives the attacker the number of texts and tokens, which sizes of tensors betray anyway. Neighbours: `subject`,
-`audit`.
+The gradient of a weight that reads rows x is a sum of outer products with these rows. With fewer tokens than inputs,
+the rows span its row space, so geometry tells whether a token was there: for the tokens, the first block's attention
+projections are tested; for their order, the second block's, whose inputs depend on all earlier tokens. Queries alone
+do not suffice: a text's first token attends only to itself, so its query has no gradient.
+
+The attacker is given the number of texts and tokens, which tensor sizes reveal anyway. See `subject`, `audit`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from fusionai.primitives.errors import ModelError
 from fusionai.privacy.subject import AttackedModel
 
 _SPANNED: Final = 1e-7
-"""Singular values below this share of the largest are rounding."""
+"""Share of the largest singular value below which a singular value is rounding error."""
 _CANDIDATES: Final = 3
-"""Times the tokens of the update: kept from the first block's test."""
+"""Candidates kept by the first block's test, as a multiple of the update's tokens."""
 _BEAMS: Final = 2
-"""Times the texts: kept from the second's."""
+"""Beams kept by the second block's test, as a multiple of the texts."""
 _AT_ONCE: Final = 4096
 _SAME: Final = 1e-6
+"""Relative squared distance below which two rows count as equal."""
 _AGAIN: Final = 0.01
-"""What repeating a row counts: more than rounding, less than a row that was not there."""
+"""Penalty for repeating a row: more than rounding error, less than that of a row that was not there."""
 _NAMES: Final = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "query_key_value", "Wqkv", "qkv_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Of what projects to queries, keys and values in the first and the second block, [outputs, inputs] each, or fewer
-    rows of such."""
+    """Gradients of the query, key and value projections of the first and second block.
+
+    Each is [outputs, inputs], or fewer rows in that form.
+    """
 
     first: Tensor
     second: Tensor
@@ -46,7 +49,10 @@ class Gradients:
 
 
 def gradients_of(attacked: AttackedModel, ids: Tensor) -> Gradients:
-    """What the language model's loss on `ids` [texts, tokens + 1] asks of the weights; the last is a label only."""
+    """Return the gradients of the language model's loss on `ids` [texts, tokens + 1].
+
+    The last token is a label only.
+    """
     weights = [[module.weight for module in _projections(attacked, block)] for block in (0, 1)]
     flat = [*weights[0], *weights[1]]
     with torch.enable_grad():
@@ -62,7 +68,7 @@ def gradients_of(attacked: AttackedModel, ids: Tensor) -> Gradients:
 
 
 def texts_of(attacked: AttackedModel, gradients: Gradients, texts: int, tokens: int) -> list[tuple[int, ...]]:
-    """`texts` guesses of `tokens` each, the likeliest first; in no order of the batch."""
+    """Return `texts` guesses of `tokens` each, most likely first. Their order is unrelated to the batch."""
     first, second = (_span(gradient, texts * tokens) for gradient in (gradients.first, gradients.second))
     vocabulary = torch.arange(attacked.vocabulary, device=attacked.device)
     away = torch.cat([_away(_inputs(attacked, part[:, None])[0][:, -1], first) for part in vocabulary.split(_AT_ONCE)])
@@ -78,10 +84,10 @@ def texts_of(attacked: AttackedModel, gradients: Gradients, texts: int, tokens: 
 
 
 def check_invertible(attacked: AttackedModel) -> None:
-    """Raises `ModelError` for a model that `gradients_of` can't read."""
+    """Raises `ModelError` for a model that `gradients_of` does not support."""
     if attacked.depth < 2:
         raise ModelError(
-            "gradients give texts away by two blocks' weights, and the model has one block.",
+            "gradient inversion needs the weights of two blocks, and the model has one block.",
             hint="Leave gradient inversion out: name other --attacks.",
         )
     for block in (0, 1):
@@ -89,7 +95,7 @@ def check_invertible(attacked: AttackedModel) -> None:
 
 
 def in_order(guesses: Sequence[Sequence[int]], truth: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Guesses put beside the texts they are most like, each once: a batch has no order to be recovered."""
+    """Assign each guess to the text it matches best, each once, because the order of a batch can't be recovered."""
     left = [tuple(guess) for guess in guesses]
     pairs = [
         (sum(one == other for one, other in zip(guess, text, strict=False)), number, place)
@@ -107,22 +113,27 @@ def in_order(guesses: Sequence[Sequence[int]], truth: Sequence[Sequence[int]]) -
 
 
 def _misfit(rows: Tensor, span: Tensor) -> Tensor:
-    """[texts]: how far the last of `rows` [texts, tokens, inputs] is from the span. A text's first token said again and
-    again attends to nothing but itself: it makes one and the same row, and is there without having been said."""
+    """Return the distance of the last of `rows` [texts, tokens, inputs] from the span, [texts].
+
+    A text's first token attends only to itself when repeated, so every repetition gives the same row; repetitions get a
+    penalty.
+    """
     last, before = rows[:, -1], rows[:, :-1]
     apart = (before - last[:, None]).square().sum(-1) / last.square().sum(-1, keepdim=True)
     return _away(last, span) + _AGAIN * (apart < _SAME).any(-1)
 
 
 def _span(gradient: Tensor, tokens: int) -> Tensor:
-    """[rank, inputs], orthonormal: what the rows behind the gradient span; no more of it than there were tokens."""
+    """Return an orthonormal basis [rank, inputs] of the span of the rows behind the gradient, at
+    most `tokens` of them.
+    """
     _, sizes, rows = torch.linalg.svd(gradient.double(), full_matrices=False)
     rank = int((sizes > _SPANNED * sizes[0]).sum())
     return rows[: min(rank, tokens)]
 
 
 def _away(rows: Tensor, span: Tensor) -> Tensor:
-    """[rows]: how far each of `rows` [rows, inputs] is from the span, relative to its size."""
+    """Return the distance of each of `rows` [rows, inputs] from the span, relative to the row's size."""
     rows = rows.double()
     inside = (rows @ span.T).square().sum(-1)
     size = rows.square().sum(-1)
@@ -131,7 +142,7 @@ def _away(rows: Tensor, span: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _inputs(attacked: AttackedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """[texts, tokens, inputs] of the projections of both blocks."""
+    """Return the inputs of both blocks' projections, [texts, tokens, inputs] each."""
     seen: list[Tensor] = []
     hooks = [
         _projections(attacked, block)[0].register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
@@ -146,7 +157,7 @@ def _inputs(attacked: AttackedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _projections(attacked: AttackedModel, block: int) -> list[nn.Linear]:
-    """Those that read the same rows."""
+    """Return the block's projections to queries, keys and values, which read the same rows."""
     found = [
         module
         for name, module in attacked.blocks[block].named_modules()
@@ -154,7 +165,7 @@ def _projections(attacked: AttackedModel, block: int) -> list[nn.Linear]:
     ]
     if not found:
         raise ModelError(
-            f"{type(attacked.model).__name__}: block {block} has no projection to queries that is a linear layer.",
+            f"{type(attacked.model).__name__}: block {block} has no linear layer that projects to queries.",
             hint="Leave gradient inversion out: name other --attacks.",
         )
     return found

@@ -1,8 +1,8 @@
-"""Learned inverters (A-2): trained by the attacker on text of its own to read tokens off boundaries.
+"""Learned inverters (A-2), which the attacker trains on its own text to read tokens from boundaries.
 
-`ridge` maps a boundary to the token's embedding in closed form; `train_inverter` is a small causal transformer. What
-they miss says nothing about what is there: their figures stand beside the white-box one or nowhere. Also the simplest
-attack, `nearest` (A-1): the embedding most alike. Neighbours: `subject`, `audit`.
+`ridge` maps a boundary to the token's embedding in closed form; `train_inverter` trains a small causal transformer.
+What they miss may still be recoverable, so their figures are shown only beside the white-box one. Also contains the
+simplest attack, `nearest` (A-1): the most similar embedding. See `subject`, `audit`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 HEADS: Final = 4
 ROWS: Final = 16
-"""Texts in a training batch of the small transformer."""
+"""Texts per training batch of the small transformer."""
 _RIDGE: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InverterBudget:
-    """Of the small transformer: steps of 16 texts."""
+    """Shape of the small transformer and its training: steps of 16 texts."""
 
     steps: int = 60
     width: int = 96
@@ -31,13 +31,15 @@ class InverterBudget:
 
 
 def nearest(boundary: Tensor, embedding: Tensor) -> Tensor:
-    """[texts, tokens]: the token whose embedding [vocabulary, width] has the smallest angle to each row."""
+    """Return the token whose embedding [vocabulary, width] has the smallest angle to each row, [texts, tokens]."""
     rows = nn.functional.normalize(boundary.float(), dim=-1)
     return (rows @ nn.functional.normalize(embedding.float(), dim=-1).T).argmax(-1)
 
 
 def ridge(seen: Tensor, tokens: Tensor, embedding: Tensor) -> Callable[[Tensor], Tensor]:
-    """From boundaries [texts, tokens, width] of known `tokens` [texts, tokens]: a map to tokens."""
+    """Fit on boundaries [texts, tokens, width] of known `tokens` [texts, tokens]; return a map from boundaries to
+    tokens.
+    """
     x = seen.flatten(0, 1).double()
     mean, spread = x.mean(0), x.std(0) + 1e-9
     x = (x - mean) / spread
@@ -72,7 +74,9 @@ class _Inverter(nn.Module):
 def train_inverter(
     seen: Tensor, tokens: Tensor, vocabulary: int, budget: InverterBudget, seed: int
 ) -> Callable[[Tensor], Tensor]:
-    """From boundaries [texts, tokens, width] of known `tokens` [texts, tokens]: a map to tokens."""
+    """Train on boundaries [texts, tokens, width] of known `tokens` [texts, tokens]; return a map from boundaries to
+    tokens.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inverter = _Inverter(seen.shape[-1], vocabulary, budget).to(seen.device)

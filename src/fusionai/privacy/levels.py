@@ -1,7 +1,7 @@
-"""Adversaries and what each privacy level holds against them, as data. Decides the words; the figures are measured.
+"""Adversaries, and what each privacy level promises against them, as data. Loads no framework.
 
-Loads no framework. Neighbours: `primitives.privacy` names the levels and what stays with the job owner, `measured` has
-what was recovered, `docs/threat_model.md` says it at length.
+`primitives.privacy` names the levels and what stays with the job owner, `measured` has what attacks recovered,
+`docs/threat_model.md` explains the levels in detail.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from fusionai.primitives.privacy import PrivacyLevel
 
 Adversary = Literal["A0", "A1", "A2", "A3", "A4", "A5"]
 ADVERSARIES: Final[dict[Adversary, str]] = {
-    "A0": "somebody on the network, who reads, delays and changes what passes",
-    "A1": "a curious peer, who computes as agreed, and keeps and reads all that it is given",
-    "A2": "several peers who pool what they are given",
-    "A3": "a peer who computes something else, and reads as A1 does",
-    "A4": "a curious broker, who reads all that it has",
-    "A5": "a broker who lies: about who is there, and who is a member",
+    "A0": "an attacker on the network, who reads, delays and changes traffic",
+    "A1": "a curious peer, which computes as agreed, and keeps and reads all that it receives",
+    "A2": "several peers that pool what they receive",
+    "A3": "a malicious peer, which computes something else, and reads as A1 does",
+    "A4": "a curious broker, which reads all that it has",
+    "A5": "a malicious broker, which lies about which peers are present and which are members",
 }
 Stand = Literal["promises nothing", "holds", "reads tokens", "reconstructs", "only those trusted"]
-"""Against one adversary. Reads tokens: they are sent to it. Reconstructs: what is sent to it can be inverted, how far
-is measured. Only those trusted: as reconstructs, by peers whose keys the job owner's trusted keys have signed."""
+"""What a level promises against one adversary.
+
+"reads tokens": the adversary receives token ids. "reconstructs": what it receives can be inverted to the extent that
+was measured. "only those trusted": as "reconstructs", but limited to peers whose keys are signed by keys that the job
+owner trusts.
+"""
 
 _PEERS: Final[tuple[Adversary, ...]] = ("A1", "A2", "A3")
 
@@ -37,5 +41,5 @@ STANDS: Final[dict[PrivacyLevel, dict[Adversary, Stand]]] = {
     "split-k": _stands("holds", "reconstructs", "holds", "reconstructs"),
     "trusted": _stands("holds", "only those trusted", "holds", "holds"),
 }
-"""A broker that lies can bring in a peer of its own, unless peers must be signed for: then it is as such a peer."""
+"""A malicious broker can add a peer of its own, and then has what that peer has, unless peers must be endorsed."""
 assert set(get_args(Adversary)) == set(ADVERSARIES)

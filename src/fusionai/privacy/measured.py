@@ -1,7 +1,7 @@
-"""What was measured on a small real model and ships with the product: the figures that `fusion privacy` and
-`fusion serve` print. Decides which figure tells a level: what the strongest attack recovered of what peers see at it.
+"""The audit that ships with the product, measured on a small real model. `fusion privacy` and `fusion serve` print it.
 
-Loads no framework. Neighbours: `findings` has the type, `fusion audit` makes the file anew (see `docs/privacy.md`).
+Decides which figure represents a level: the most that any attack recovered from what peers see at that level. Loads no
+framework. `findings` has the types, `fusion audit` creates the file (see `docs/privacy.md`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from fusionai.privacy.findings import Boundary, Findings
 
 _SHIPPED: Final = "data/audit.json"
 SENT: Final = ("clean", "int8", "int4")
-"""How boundaries leave a job owner: as they are, or as links pack them."""
+"""How boundaries leave a job owner: unchanged, or packed by links."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Of the boundaries that peers see at a level: where the strongest attack recovered most, and where least."""
+    """The boundaries that peers see at a level where the best attack recovered most and least."""
 
     most: Boundary
     least: Boundary
 
     @property
     def spelled(self) -> str:
-        """One share, or from one to another."""
+        """The recovered share, or the range of shares."""
         low, high = f"{self.least.worst.top1:.0%}", f"{self.most.worst.top1:.0%}"
         return high if low == high else f"{low} to {high}"
 
 
 @cache
 def shipped() -> Findings:
-    """The audit that came with this version. Raises `StorageError` for a damaged installation."""
+    """Return the audit shipped with this version. Raises `StorageError` for a damaged installation."""
     try:
         return read((resources.files("fusionai.privacy") / _SHIPPED).read_bytes())
     except (OSError, msgspec.MsgspecError) as problem:
@@ -48,22 +48,25 @@ def shipped() -> Findings:
 
 
 def read(text: bytes) -> Findings:
-    """What `fusion audit --json` wrote. Raises `msgspec.MsgspecError`."""
+    """Decode the output of `fusion audit --json`. Raises `msgspec.MsgspecError`."""
     written: dict[str, Any] = msgspec.json.decode(text)
     return msgspec.convert({name: value for name, value in written.items() if name != "schema"}, Findings)
 
 
 def told(level: PrivacyLevel, findings: Findings, packed: str = "clean") -> Told:
-    """`packed`: how boundaries travel, one of `SENT`. At `split-k` not the first depths are seen, else all are."""
+    """Return the extreme boundaries at a level.
+
+    `packed`: how boundaries are sent, one of `SENT`. At `split-k` the first depths are not seen.
+    """
     first = findings.local_blocks if level == "split-k" else 0
     seen = [one for one in findings.boundaries if one.defence == packed and one.depth >= first]
     return Told(max(seen, key=lambda one: one.worst.top1), min(seen, key=lambda one: one.worst.top1))
 
 
 def sentence(level: PrivacyLevel) -> str:
-    """For whoever is about to send text to peers at `level`; the figure is the shipped audit's."""
+    """Return a warning for a user about to send text to peers at `level`, with the figure of the shipped audit."""
     if level in ("open", "encrypted"):
-        return "peers can read your text: one of them is given its token ids"
+        return "peers can read your text: one of them receives its token ids"
     found = told(level, shipped())
     whom = "trusted peers" if level == "trusted" else "peers"
     return (

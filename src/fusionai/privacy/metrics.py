@@ -1,6 +1,6 @@
-"""What counts as recovered: tokens in place, the longest common subsequence, planted strings. Pure.
+"""Metrics of recovery: correct tokens by position, longest common subsequence, planted strings. Pure.
 
-Neighbours: every attack's guess passes through `recovery`; `findings` has the figures' type.
+Every attack's guess is scored by `recovery`; `findings` has the result types.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Z_95: Final = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What was to be recovered: `texts` of token numbers; per text the planted string, "" where there is none."""
+    """The texts to recover, as token numbers. `secrets`: the planted string of each text, "" if it has none."""
 
     texts: tuple[tuple[int, ...], ...]
     secrets: tuple[str, ...]
     decode: Callable[[Sequence[int]], str]
 
     def first(self, count: int) -> Truth:
-        """Of the first `count` texts."""
+        """Return the truth of the first `count` texts."""
         return Truth(self.texts[:count], self.secrets[:count], self.decode)
 
 
 def recovery(attack: Attack, guesses: Sequence[Sequence[int]], truth: Truth, budget: Budget) -> Recovery:
-    """`guesses`: one per text, in order; a guess may be shorter or longer than its text."""
+    """Score the guesses of an attack: one per text, in order. A guess may be shorter or longer than its text."""
     pairs = list(zip(guesses, truth.texts, strict=True))
     right = sum(one == other for guess, text in pairs for one, other in zip(guess, text, strict=False))
     total = sum(len(text) for text in truth.texts)
@@ -50,14 +50,14 @@ def recovery(attack: Attack, guesses: Sequence[Sequence[int]], truth: Truth, bud
 
 
 def chance(known: Sequence[int], truth: Truth) -> float:
-    """Top-1 of whoever always says the commonest token of `known` text."""
+    """Return the top-1 accuracy of always guessing the most common token of the `known` text."""
     commonest = Counter(known).most_common(1)[0][0]
     tokens = [token for text in truth.texts for token in text]
     return tokens.count(commonest) / len(tokens)
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927): holds at 0 and 1, too."""
+    """95 % confidence interval of a proportion (Wilson 1927), also valid at 0 and 1."""
     if not total:
         return 0.0, 1.0
     share, square = right / total, Z_95 * Z_95

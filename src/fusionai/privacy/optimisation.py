@@ -1,9 +1,9 @@
-"""Inversion by optimisation (A-4): input embeddings are fitted until the model makes the seen boundary of them; each is
-then the token it lies nearest to. Needs no pass over the vocabulary; decides nothing but tokens.
+"""Inversion by optimisation (A-4): fits input embeddings until the model reproduces the seen boundary.
 
-The idea of prompt inversion (arXiv 2503.09022) and its kin: continuous relaxation, then projection, here once in the
-middle and once at the end, as a fit from real tokens' embeddings goes on better than one from between them. Neighbours:
-`subject` differentiates, `audit` says what was seen.
+Each fitted embedding is then replaced by the nearest token. No pass over the vocabulary is needed. This follows prompt
+inversion (arXiv 2503.09022) and similar work: continuous relaxation, then projection. Here the projection happens once
+in the middle and once at the end, because a fit that starts from real tokens' embeddings makes better progress than one
+that starts between them. `subject` differentiates, `audit` provides the boundary.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from fusionai.privacy.subject import AttackedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitBudget:
-    """`steps` of Adam for all texts together, in two halves."""
+    """Budget of a fit: `steps` of Adam for all texts together, in two halves."""
 
     steps: int = 120
     learning_rate: float = 0.1
-    """Relative to the embeddings' RMS."""
+    """Learning rate relative to the embeddings' RMS."""
 
 
 def fitted(attacked: AttackedModel, seen: Tensor, known: Tensor, depth: int, budget: FitBudget) -> Tensor:
-    """[texts, tokens - known]: of the boundary `seen` [texts, tokens, width] at `depth`; `known` [texts, tokens] are
-    at the beginning."""
+    """Return the recovered tokens, [texts, tokens - known].
+
+    `seen` [texts, tokens, width] is the boundary at `depth`; `known` [texts, tokens] are the first tokens of the texts.
+    """
     table = attacked.embedding.detach().float()
     fixed = table[known]
     rest = seen.shape[1] - known.shape[1]
@@ -42,7 +44,7 @@ def fitted(attacked: AttackedModel, seen: Tensor, known: Tensor, depth: int, bud
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for _ in range(steps):
             made = attacked.boundary_of(torch.cat([fixed, free], dim=1), depth)
-            # Relative to each row's size: an attention sink's row would rule all others.
+            # Relative to each row's size, because the row of an attention sink would dominate all others.
             loss = ((made.float() - seen.float()).square() / size).mean()
             optimizer.zero_grad()
             (gradient,) = torch.autograd.grad(loss, [free])

@@ -1,6 +1,6 @@
-"""Where the attacks run, and what they run on: device, tokens as tensors, a model from its directory.
+"""Where the attacks run and on what: device, token tensors, a model loaded from its directory.
 
-Decides that nothing is unpickled: weights are read from safetensors alone. Neighbours: `client.audit` composes.
+Weights are read from safetensors only, so nothing is unpickled. `client.audit` uses this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusionai.privacy.subject import AttackedModel
 
 
 def chosen_device(asked: str) -> str:
-    """`auto`: the GPU where there is one."""
+    """Return the device to use; `auto` is the GPU if there is one."""
     if asked != "auto":
         return asked
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,12 +31,12 @@ def as_tokens(tokens: Sequence[int] | Sequence[Sequence[int]], device: str) -> T
 
 
 def as_rows(tokens: Sequence[int], width: int, device: str) -> Tensor:
-    """[rows, width]; what fills no row is left out."""
+    """Return the tokens as [rows, width], without an incomplete last row."""
     return as_tokens(tokens[: len(tokens) // width * width], device).reshape(-1, width)
 
 
 def load_attacked(directory: Path, device: str) -> AttackedModel:
-    """A model in Hugging Face layout, in fp32. Raises `ModelError`."""
+    """Load a model in Hugging Face layout in fp32. Raises `ModelError`."""
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(

@@ -1,8 +1,8 @@
-"""A secret client-side prefix: the first blocks retrained at home, so that peers' public weights no longer fit.
+"""A secret client-side prefix: the job owner retrains the first blocks, so that public weights do not match them.
 
-Decides how far the copy goes from the public model: `distance` 0 is an ordinary fine-tune, 1 begins the blocks from
-nothing (fresh weights of the same spread). The other blocks stay the public ones, for peers run them. Whether that
-hides anything is for the attacks to say. Neighbours: `subject`, `audit`.
+`distance` sets how far the copy is from the public model: 0 is an ordinary fine-tune, 1 starts the blocks from new
+random weights of the same spread. The other blocks keep the public weights, because peers run them. The attacks measure
+whether this hides anything. See `subject`, `audit`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def secret_prefix(
     seed: int,
     on_step: Callable[[int], None],
 ) -> AttackedModel:
-    """A copy of `public` whose first `blocks` blocks were moved and trained for `steps` of `batches` [rows, tokens]."""
+    """Return a copy of `public` whose first `blocks` blocks were moved and trained for `steps` of `batches` [rows,
+    tokens].
+    """
     secret = AttackedModel(copy.deepcopy(public.model))
     generator = torch.Generator().manual_seed(seed)
     trained: list[nn.Parameter] = []

@@ -1,7 +1,8 @@
-"""A small real language model, trained in the run, so that an audit needs no download and nobody's private model.
+"""A small real language model, trained during the audit, so that an audit needs no download and no private model.
 
-Decides its shape and its schedule. Attacks on it say what any public model of the kind would leak: recovery does not
-need a good model, only a known one. What a defence costs in loss does. Neighbours: `client.audit` brings the text.
+Decides its shape and training schedule. Attacks on it measure what any public model of this kind would leak: recovery
+needs a known model, not a good one. Only the loss that a defence costs needs a good one. `client.audit` provides the
+text.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fusionai.privacy.subject import AttackedModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallModel:
-    """A Llama-type model and how long it is trained: `steps` of `rows` texts of `tokens` tokens."""
+    """Shape of a Llama-type model and its training: `steps` of `rows` texts of `tokens` tokens."""
 
     layers: int = 4
     width: int = 96
@@ -38,7 +39,7 @@ class SmallModel:
 def train_small_model(
     shape: SmallModel, vocabulary: int, batches: Iterator[Tensor], device: str, on_step: Callable[[int, float], None]
 ) -> AttackedModel:
-    """`batches` [rows, tokens] without end; `on_step` hears the step and its loss."""
+    """Train the model. `batches` yields [rows, tokens] without end; `on_step` is called with the step and its loss."""
     sizes: dict[str, Any] = {
         "vocab_size": vocabulary,
         "hidden_size": shape.width,
@@ -72,7 +73,7 @@ def train_small_model(
 
 
 def batches_of(stream: Tensor, rows: int, tokens: int, seed: int) -> Iterator[Tensor]:
-    """[rows, tokens] from anywhere in `stream`, without end."""
+    """Yield batches [rows, tokens] from random places in `stream`, without end."""
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(tokens, device=stream.device)
     while True:

@@ -1,8 +1,8 @@
-"""A causal language model as its attacker has it: boundaries of texts, of tokens tried after a text, of embeddings.
+"""A causal language model as the attacker sees it: boundaries of texts, of candidate tokens and of embeddings.
 
-Decides what a boundary is: after `depth` blocks, 0 being what goes into the first block, the last what comes out of the
-last block, before the final norm. Works on any decoder of `transformers` whose blocks are one list. Changes no weight.
-Neighbours: all attacks run on this; `defences` says what becomes of a boundary on its way.
+A boundary at `depth` is the tensor after that many blocks: 0 is the input of the first block, the last is the output of
+the last block, before the final norm. Works for any decoder of `transformers` whose blocks are one list. Weights are
+never changed. All attacks use this; `defences` changes boundaries before they are sent.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from transformers.modeling_utils import PreTrainedModel
 from fusionai.primitives.errors import ModelError
 
 Change = Callable[[Tensor], Tensor]
-"""What becomes of a boundary [texts, tokens, width] on its way: same shape."""
+"""Change of a boundary [texts, tokens, width] before it is sent. Keeps the shape."""
 AT_ONCE: Final = 128
-"""Candidates of each text that pass the model together."""
+"""Candidates per text in one forward pass."""
 
 
 class _Reached(Exception):
-    """The boundary asked for is there; the rest of the model need not run."""
+    """Raised when the requested boundary has been computed, to skip the rest of the model."""
 
 
 class AttackedModel:
-    """`model` in evaluation mode on its device. Raises `ModelError` for one whose blocks are not one list."""
+    """Wraps `model` in evaluation mode on its device. Raises `ModelError` if its blocks are not one list."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -54,48 +54,54 @@ class AttackedModel:
 
     @property
     def longest_tokens(self) -> int:
-        """So long may a text be that each token sees all before it: positions, or a window of attention."""
+        """Longest text in which each token sees all tokens before it, limited by positions or an attention window."""
         config = self.model.config
         limits = (getattr(config, name, None) for name in ("max_position_embeddings", "sliding_window"))
         return min((limit for limit in limits if isinstance(limit, int)), default=2**31)
 
     @torch.no_grad()
     def boundaries(self, ids: Tensor) -> Tensor:
-        """[depth + 1, texts, tokens, width] of `ids` [texts, tokens]."""
+        """Return all boundaries of `ids` [texts, tokens], shape [depth + 1, texts, tokens, width]."""
         with self.recorded() as seen:
             self.base(input_ids=ids, use_cache=False)
         return torch.stack(seen)
 
     def boundary_of(self, embeddings: Tensor, depth: int) -> Tensor:
-        """[texts, tokens, width] at `depth`, differentiable, of input embeddings of that shape."""
+        """Return the boundary at `depth` of input embeddings, both [texts, tokens, width]. Differentiable."""
         with self.recorded(upto=depth) as seen, contextlib.suppress(_Reached):
             self.base(inputs_embeds=embeddings, use_cache=False)
         return seen[depth]
 
     def run_to(self, ids: Tensor, depth: int) -> Tensor:
-        """[texts, tokens, width] at `depth` of `ids` [texts, tokens]; the blocks behind it don't run."""
+        """Return the boundary at `depth` of `ids` [texts, tokens], shape [texts, tokens, width], without running later
+        blocks.
+        """
         with self.recorded(upto=depth) as seen, contextlib.suppress(_Reached):
             self.base(input_ids=ids, use_cache=False)
         return seen[depth]
 
     @torch.no_grad()
     def loss(self, ids: Tensor, depth: int = 0, change: Change | None = None) -> float:
-        """Mean nats a token on `ids` [texts, tokens], what passes `depth` being changed."""
+        """Return the mean loss on `ids` [texts, tokens] in nats per token, with the boundary at `depth` changed by
+        `change`.
+        """
         with self._changed(depth, change):
             logits = self.model(input_ids=ids, use_cache=False).logits
         return float(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()))
 
     @torch.no_grad()
     def expectations(self, ids: Tensor) -> Tensor:
-        """[texts, tokens, vocabulary]: log-probability of each token at each place, before it is seen; even at the
-        first, of which the model says nothing."""
+        """Return the log-probability of each token at each position before it is seen, [texts, tokens, vocabulary].
+
+        Uniform at the first position, for which the model predicts nothing.
+        """
         logits = self.model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
         even = torch.full_like(logits[:, :1], -float(torch.tensor(logits.shape[-1]).log()))
         return torch.cat([even, logits[:, :-1]], dim=1)
 
     @contextmanager
     def recorded(self, upto: int | None = None) -> Generator[list[Tensor]]:
-        """A list that takes each boundary as the model runs, and ends the run at `upto`."""
+        """Yield a list that collects each boundary as the model runs. The run ends after boundary `upto`."""
         seen: list[Tensor] = []
 
         def first(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -143,7 +149,7 @@ class AttackedModel:
 
 
 class Prefixes:
-    """Texts as far as the attacker has them, in its own key-value cache."""
+    """The part of the texts that the attacker already has, in a key-value cache."""
 
     def __init__(self, attacked: AttackedModel) -> None:
         self._attacked = attacked
@@ -152,9 +158,12 @@ class Prefixes:
 
     @torch.no_grad()
     def tried(self, candidates: Tensor) -> Tensor:
-        """[depth + 1, texts, candidates, width]: each candidate, [texts, candidates], as the next token of its text.
+        """Return the boundaries of each candidate as the next token of its text.
 
-        They pass as one text, in which each sees what came before and itself: copies of the cache would cost more."""
+        `candidates` is [texts, candidates], the result [depth + 1, texts, candidates, width]. The candidates are
+        processed as one text in which each sees the prefix and itself, because copies of the cache would use more
+        memory.
+        """
         texts, count = candidates.shape
         sees = torch.ones(count, self._tokens + count, dtype=torch.bool, device=candidates.device)
         sees[:, self._tokens :] = torch.eye(count, dtype=torch.bool, device=candidates.device)
@@ -172,14 +181,14 @@ class Prefixes:
 
     @torch.no_grad()
     def advance(self, ids: Tensor) -> None:
-        """Append `ids` [texts, tokens]."""
+        """Append `ids` [texts, tokens] to the texts."""
         if ids.shape[1]:
             self._attacked.base(input_ids=ids, past_key_values=self._cache, use_cache=True)
             self._tokens += ids.shape[1]
 
 
 def chunks(vocabulary: int) -> Sequence[range]:
-    """The vocabulary in parts that pass at once."""
+    """Split the vocabulary into parts of at most `AT_ONCE` tokens."""
     return [range(start, min(start + AT_ONCE, vocabulary)) for start in range(0, vocabulary, AT_ONCE)]
 
 

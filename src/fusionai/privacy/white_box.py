@@ -1,9 +1,9 @@
-"""The white-box attack (A-3): every token of the vocabulary tried, the one kept that is most like what was seen.
+"""The white-box attack (A-3): tries every token of the vocabulary and keeps the one closest to what was seen.
 
-A decoder's boundary after some text is a function of that text that hardly ever has one value twice (SipIt, arXiv
-2510.15511), and all weights but secret ones are public. One pass over the vocabulary serves any number of matchers, as
-they only differ in what they compare. Decides by distance; what the distance is made of comes from `calibration`.
-Neighbours: `subject` runs candidates, `audit` says what was seen.
+A decoder's boundary after a text is a function of that text that is almost always injective (SipIt, arXiv 2510.15511),
+and all weights except secret ones are public. One pass over the vocabulary serves any number of matchers, because they
+differ only in what they compare. `calibration` defines the distance, `subject` runs the candidates, `audit` provides
+the boundaries.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is compared at one depth: `target` [texts, tokens, k] with a candidate's boundary times `projection`
-    [k, width], None: as it is."""
+    """Comparison at one depth.
+
+    `target` [texts, tokens, k] is compared with a candidate's boundary times `projection` [k, width]; with None, with
+    the boundary itself.
+    """
 
     depth: int
     target: Tensor
@@ -32,8 +35,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    """A candidate's badness: squared distances, summed over parts; with `expected`, half of them less the
-    log-probability the model gives the candidate, which is the likeliest token where parts are whitened."""
+    """Scores candidates: the sum of squared distances over all parts, lower is better.
+
+    With `expected`, the score is half of that sum minus the log-probability that the model gives the candidate. For
+    whitened parts its minimum is the most likely token.
+    """
 
     parts: tuple[Part, ...]
     expected: bool = False
@@ -46,9 +52,10 @@ def matched(
     matchers: Mapping[Name, Matcher],
     on_token: Callable[[int], None],
 ) -> dict[Name, Tensor]:
-    """Name of matcher -> tokens [texts, tokens - begin], each found given the true tokens before it.
+    """Return name of matcher -> tokens [texts, tokens - begin], each found given the true tokens before it.
 
-    `ids` [texts, tokens]; the first `begin` of each text are known."""
+    `ids` is [texts, tokens]; the first `begin` tokens of each text are known.
+    """
     texts, tokens = ids.shape
     prefixes = Prefixes(attacked)
     prefixes.advance(ids[:, :begin])
@@ -64,8 +71,10 @@ def matched(
 
 
 def reconstructed(attacked: AttackedModel, known: Tensor, length: int, matcher: Matcher) -> Tensor:
-    """[texts, length]: tokens found one after the other, each given those found before it; `known` [texts, tokens]
-    are at the beginning. One mistake spoils what comes after it, in part."""
+    """Return tokens [texts, length] found one after another, each given those found before it.
+
+    `known` [texts, tokens] are the first tokens. A mistake partly spoils the tokens after it.
+    """
     texts, begin = known.shape
     prefixes = Prefixes(attacked)
     prefixes.advance(known)
@@ -85,7 +94,7 @@ def _best(
     texts: int,
     expected: Tensor | None,
 ) -> dict[Name, Tensor]:
-    """Name -> [texts]: the best of the vocabulary for each matcher."""
+    """Return name of matcher -> the best token of the vocabulary for each text, [texts]."""
     least = {name: torch.full((texts,), torch.inf, device=attacked.device) for name in matchers}
     best = {name: torch.zeros(texts, dtype=torch.long, device=attacked.device) for name in matchers}
     for chunk in chunks(attacked.vocabulary):
@@ -103,7 +112,7 @@ def _best(
 
 
 def _badness(boundaries: Tensor, parts: Sequence[Part], place: int) -> Tensor:
-    """[texts, candidates]."""
+    """Sum of squared distances, [texts, candidates]."""
     total = torch.zeros(boundaries.shape[1:3], device=boundaries.device)
     for part in parts:
         tried = boundaries[part.depth].float()

@@ -10,8 +10,7 @@ noise that dies down (`coverage_kernels`). `coverage_bound` says how far from th
 Deterministic: effort is counted, random numbers come from a seed.
 
 Not counted: gradients that holders of a block exchange, hops between holders beyond their access links, caches.
-Neighbours: `planner` makes plans of one replica, `many_holders` holds this against them; `replanning` keeps a layout
-good while peers come and go.
+Neighbours: `planner` makes plans of one replica, `many_holders` holds this against them.
 """
 
 from __future__ import annotations

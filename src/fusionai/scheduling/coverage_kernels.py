@@ -5,7 +5,7 @@ the rates of its holders, a plan's throughput the least cover of any block. Even
 sum over blocks of exp(-sharpness * cover): for one peer, all others as they lie, the best of all its intervals is found
 at once with prefix sums (`best_interval`). Random numbers come from a seed that is an argument.
 
-Neighbours: `coverage` and `replanning` (fill `Swarm`, read the result), `coverage_bound`, `compiled`.
+Neighbours: `coverage` (fills `Swarm`, reads the result), `coverage_bound`, `compiled`.
 """
 
 from __future__ import annotations
@@ -236,106 +236,6 @@ def shake(
         layout.rate[peer] = 0.0 if idle else rate(swarm, peer, best_start[peer], best_end[peer])
     recount(layout)
     return layout.cover.min(), done
-
-
-def mend(
-    swarm: Swarm,
-    layout: Layout,
-    present: Integers,
-    home: Integers,
-    sharpness: float,
-    price: float,
-    limit: int,
-    rounds: int,
-    crew: int,
-    seed: int,
-) -> int:
-    """Lay up to `crew` of the `present` peers again, `rounds` times; keep what lowers potential and price together, so
-    that layouts stay put unless moving brings something.
-
-    `home` [N, 2]: blocks each peer has loaded; those outside count as moved, at `price` each (in the potential's
-    logarithm), at most `limit` in all. `sharpness` is per unit of the least cover. Returns the blocks moved.
-    """
-    length = swarm.work.shape[0] - 1
-    count = present.shape[0]
-    sums = np.zeros(length + 1, dtype=np.float64)
-    chosen = np.zeros(crew, dtype=np.int64)
-    old_start = np.zeros(crew, dtype=np.int64)
-    old_end = np.zeros(crew, dtype=np.int64)
-    state = seed % (_MODULUS - 1) + 1
-    moved = 0
-    level = max(layout.cover.min(), layout.cover.mean() * 0.25, 1e-300)
-    for _ in range(rounds):
-        sharp = sharpness / level
-        least = layout.cover.min()
-        prefix(layout.cover, sharp, least, sums)
-        before = np.log(sums[length]) - sharp * least + price * moved
-        state = state * _FACTOR % _MODULUS
-        size = 1 + state % crew
-        taken = 0
-        spent = moved
-        for _ in range(3 * size):
-            if taken == size:
-                break
-            state = state * _FACTOR % _MODULUS
-            peer = int(present[state % count])
-            known = False
-            for other in range(taken):
-                if chosen[other] == peer:
-                    known = True
-            if known:
-                continue
-            chosen[taken] = peer
-            old_start[taken] = layout.start[peer]
-            old_end[taken] = layout.end[peer]
-            spent -= outside(home, peer, old_start[taken], old_end[taken])
-            take(layout, peer)
-            taken += 1
-        for place in range(taken):
-            peer = int(chosen[place])
-            prefix(layout.cover, sharp, layout.cover.min(), sums)
-            start, end = worth(swarm, sums, peer, sharp, home, price * float(sums[length]), limit - spent)
-            give(swarm, layout, peer, start, end)
-            spent += outside(home, peer, start, end)
-        least = layout.cover.min()
-        prefix(layout.cover, sharp, least, sums)
-        if spent > limit or np.log(sums[length]) - sharp * least + price * spent >= before - 1e-9:
-            for place in range(taken):
-                take(layout, int(chosen[place]))
-            for place in range(taken):
-                give(swarm, layout, int(chosen[place]), int(old_start[place]), int(old_end[place]))
-        else:
-            moved = spent
-            level = max(level, least)
-    return moved
-
-
-def worth(
-    swarm: Swarm, sums: Floats, peer: int, sharpness: float, home: Integers, price: float, limit: int
-) -> tuple[int, int]:
-    """The interval that lowers the potential most for its price, with at most `limit` blocks outside `home`."""
-    best = 0.0
-    best_start = 0
-    best_end = 0
-    for start in range(swarm.work.shape[0] - 1):
-        for end in range(start + 1, swarm.reach[peer, start] + 1):
-            here = sums[end] - sums[start]
-            if here <= best:
-                continue
-            new = outside(home, peer, start, end)
-            if new > limit or here - price * new <= best:
-                continue
-            gain = here * (1.0 - np.exp(-sharpness * rate(swarm, peer, start, end))) - price * new
-            if gain > best:
-                best = gain
-                best_start = start
-                best_end = end
-    return best_start, best_end
-
-
-def outside(home: Integers, peer: int, start: int, end: int) -> int:
-    """Blocks of [start, end) that `peer` has not loaded."""
-    return max(0, end - start - max(0, min(end, home[peer, 1]) - max(start, home[peer, 0])))
 
 
 def ceiling(swarm: Swarm, weights: Floats, cap: float, reached: Integers) -> float:

@@ -94,11 +94,11 @@ def otherwise(
 ) -> Otherwise | Nothing:
     """What there is where `stand_in` waits. `candidates`: all that may be used, those that run stages among them."""
     there = [peer for peer in candidates if peer.peer not in lost]
-    alike = _recut(plan, problem, _alike(plan, there))
+    alike = recut(plan, problem, _alike(plan, there))
     if takeover in ("exact", "refuse"):
         bits = isinstance(alike, Nothing) or alike.exact
         return alike if bits else Nothing("another cut over those that remain gives other bits")
-    cut = _faster(alike, _recut(plan, problem, there)) if len(_alike(plan, there)) < len(there) else alike
+    cut = _faster(alike, recut(plan, problem, there)) if len(_alike(plan, there)) < len(there) else alike
     kept = replaced(plan, msgspec.structs.replace(problem, takeover="tolerant"), lost, candidates)
     if isinstance(kept, Waiting):
         return cut
@@ -163,14 +163,11 @@ def recorded(before: Plan, after: Plan, problem: Problem, step: int, tolerance: 
     return msgspec.structs.replace(after, tolerant_takeovers=listed)
 
 
-def recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Otherwise | None:
-    """The best plan over `candidates`, however many stages it has; None where they can't hold the model."""
-    found = _recut(plan, problem, candidates)
-    return found if isinstance(found, Otherwise) else None
+def recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Otherwise | Nothing:
+    """Return the best plan over `candidates`, with any number of stages, or why they can't hold the model.
 
-
-def _recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Otherwise | Nothing:
-    """What the recipe said of stages, spares and single machines was said of a pool that is no more."""
+    The recipe's stages, spares, required and pinned machines are dropped: they were chosen for a pool that has changed.
+    """
     if not candidates:
         return Nothing("none of those that remain computes the same bits")
     known = told(problem, candidates)
@@ -191,7 +188,7 @@ def _recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> O
         incumbent=None,
     )
     try:
-        found = _served(plan, posed) if plan.task == "serve" else _trained(posed)
+        found = served_with(plan, posed) if plan.task == "serve" else _trained(posed)
     except PlanError as error:
         return Nothing(f"those that remain can't hold the model: {error.message.rstrip('.')}")
     if found is None:
@@ -212,8 +209,8 @@ def _trained(posed: Problem) -> Plan:
     return planned_replicas(with_replicas(posed, 1))
 
 
-def _served(plan: Plan, posed: Problem) -> Plan | None:
-    """With the sizes that the running job has: sessions count on its pages. None: there is no room for them."""
+def served_with(plan: Plan, posed: Problem) -> Plan | None:
+    """Another plan with the sizes of the running job: sessions count on its pages. None: there is no room for them."""
     sizes, needs = plan.serving, posed.serving
     assert sizes is not None, "a serving plan has its sizes"
     assert needs is not None, "a serving problem has its needs"

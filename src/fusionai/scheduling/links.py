@@ -28,11 +28,6 @@ class Hop:
 _SAME_MACHINE = Hop(bandwidth_bytes_per_s=inf, latency_s=0.0, shared=False)
 
 
-def hops(peers: Sequence[PeerProfile], exceptions: Mapping[str, Link]) -> list[list[Hop]]:
-    """`hops(...)[i][j]`: from `peers[i]` to `peers[j]`."""
-    return [[hop(sender, receiver, exceptions) for receiver in peers] for sender in peers]
-
-
 def hop(sender: PeerProfile, receiver: PeerProfile, exceptions: Mapping[str, Link]) -> Hop:
     """From `sender` to `receiver`."""
     if sender.peer == receiver.peer:

@@ -5,7 +5,7 @@ next peer, the round trip of a microbatch below it (its memory for microbatches 
 
     step = (M - 1) * period + transit + commit + update (+ sync, 0 for one replica)
     transit  = sum of compute over stages + sum over hops of (activation + gradient transfer + both latencies)
-    commit   = from the first stage to the job owner and back: the word that the step is complete (see `commit`)
+    commit   = from the first stage to the job owner and back: the word that the step is complete (see `prediction`)
     period   = max over stages of compute, uplink and downlink occupancy, exceptional links' transfer, credit
     credit_k = round trip of stage k / microbatches its memory holds, where that is fewer than M (Little's law)
     update   = the longest that a stage reads and writes files after a step, where levers put something into them
@@ -227,11 +227,6 @@ class Pipeline:
     @property
     def pins(self) -> Pins:
         return self._pins
-
-    @property
-    def pinned(self) -> bool:
-        """Whether any block must lie with a certain peer."""
-        return bool(self._pins.peers)
 
     def allowed(self, peer: int, start: int, end: int) -> bool:
         """Whether no pin is in the way."""

@@ -4,6 +4,11 @@ The formulas of `pipeline`, for a placement that is given instead of grown: stag
 and a peer may hold several of them (then it works and sends for all). Replicas run beside each other, so a period takes
 one microbatch through each; what they have in common (the job owner's process and line) works for all of them.
 
+A step is official when every stage has told the job owner that its gradients are summed, and a stage begins with the
+next step when it has been told so. The first stage of a chain is the last to be done and the first to begin again: it
+waits for one way to the owner and one way back (docs/recovery.md). The others hear of it before their next microbatch
+comes.
+
 Neighbours: `takeover` and `straggling` compare placements with this; `pipeline` explains the terms.
 """
 
@@ -15,7 +20,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fusionai.primitives.units import format_seconds
-from fusionai.scheduling.commit import commit_s
 from fusionai.scheduling.reduction import reduction_s
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import StagePlacement
@@ -77,3 +81,20 @@ def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
     if summing_s > step_s / 2:
         return Prediction(step_s, f"summing gradients ({format_seconds(summing_s)} per step)", summing_s, word_s)
     return Prediction(step_s, f"{cause} ({format_seconds(period_s)} per microbatch)", summing_s, word_s)
+
+
+def commit_s(stages: Sequence[StagePlacement], costs: StageCosts) -> float:
+    """Of a step over `stages`, of the replica that waits longest. 0 where the job owner is not known, or has the first
+    stage itself."""
+    owner = costs.problem.owner
+    if owner is None:
+        return 0.0
+    return max(
+        costs.hop(first.peer, owner.peer).latency_s + costs.hop(owner.peer, first.peer).latency_s
+        for first in first_stages(stages)
+    )
+
+
+def first_stages(stages: Sequence[StagePlacement]) -> list[StagePlacement]:
+    """Of every replica the first."""
+    return [stage for index, stage in enumerate(stages) if not index or stages[index - 1].replica != stage.replica]

@@ -48,10 +48,6 @@ class SnapshotInterval(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     reason: str
     replay_s: float = 0.0
     """Predicted compute of the longest replay, 2K - 1 steps."""
-    traffic_bytes_per_step: float = 0.0
-    """All snapshots together, spread over K steps."""
-    retained_bytes: float = 0.0
-    """The most any peer keeps for its neighbours' replay."""
 
 
 def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
@@ -83,19 +79,11 @@ def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
         why = f"so that a replay takes at most {format_seconds(REPLAY_S)}"
     replay_s = (2 * every - 1) * compute_s
     steps = "step" if every == 1 else f"{every} steps"
-    traffic = sum(costs.snapshot_bytes(stage) for stage, _ in pairs) / every
     return SnapshotInterval(
         every=every,
         reason=f"a snapshot every {steps}: {why}; a lost peer's stand-in replays at most {format_seconds(replay_s)}.",
         replay_s=replay_s,
-        traffic_bytes_per_step=traffic,
-        retained_bytes=max(retained_bytes(plan, costs, stage, every) for stage in plan.stages),
     )
-
-
-def retained_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement, every: int) -> float:
-    """What `stage` keeps for its neighbours' replay: all it sent in the last 2K + 1 steps."""
-    return (2 * every + 1) * _sent_bytes(plan, costs, stage)
 
 
 def _sent_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement) -> float:

@@ -69,8 +69,3 @@ def stretches(swarm: Swarm) -> Integers:
     """[N, L]: blocks from each one on that a peer can hold."""
     starts: Integers = np.arange(swarm.reach.shape[1], dtype=np.int64)
     return swarm.reach - starts
-
-
-def chosen(swarm: Swarm, rows: Integers) -> Swarm:
-    """The same blocks, these peers."""
-    return swarm._replace(speed=swarm.speed[rows], up=swarm.up[rows], down=swarm.down[rows], reach=swarm.reach[rows])

@@ -1,4 +1,5 @@
-"""A serving job's driver: the shell around `coordination.serving`, with sampling and text. Performs, never decides.
+"""The driver of a serving job: the I/O around the state machine `coordination.serving`, plus sampling and text.
 
-Neighbours: `client` starts it, `execution` runs the stages it drives, `gateway` offers it to the world.
+The state machine makes the decisions. Neighbours: `client` starts the driver, `execution` runs the stages that it
+drives, `gateway` offers it over HTTP.
 """

@@ -1,12 +1,14 @@
-"""The driver's part in spot checks: asks those who saw a text, has it read again, brings the words together.
+"""The driver's part in spot checks: requests marks from stages, has a referee recompute a text, compares the results.
 
-Of each text under way: the stage and whoever got its rows tell their marks, the stage before shows what it sent to the
-referee, the referee tells the marks that follow from it. The owner's machine is the referee of what a guard took
-exception to, with weights from its own files; the words about it stay those that were told first. Whatever can't be
-had, or takes too long, ends a check without an outcome. Decides no guilt and no limits.
+A mark is a short keyed summary of a row of activations. For each checked text, the stage reports marks of its inputs
+and outputs, the receiver of its outputs reports marks of what it got, the stage before sends the referee its outputs,
+and the referee reports the marks that follow from them. If a guard as referee finds a difference, the owner's machine
+recomputes the text with weights from its own files; the stages' first marks are kept for that. If anything is missing
+or late, the check ends without an outcome. Guilt is decided by `coordination.verification`, tolerances by
+`serving.inspection`.
 
-Neighbours: `coordination.serving` commands checks and takes opinions, `serving.inspection` makes them;
-`execution.serving_member` testifies; `serving.driver` has one.
+Neighbours: `coordination.serving` commands checks and receives opinions, `execution.serving_member` delivers the
+members' reports, `serving.driver` owns the `Checking`.
 """
 
 from __future__ import annotations
@@ -43,16 +45,18 @@ from fusionai.wire.messages import Fence, Segment
 log = logging.getLogger(__name__)
 
 CHECK_S: Final = 60.0
+"""Base timeout of a check without any message, in seconds (chosen)."""
 CHECK_TOKEN_S: Final = 0.05
-"""Without a word of anybody for so long, and so much more for each token, a check has no outcome."""
+"""Timeout added to `CHECK_S` for each token of the text, in seconds (chosen)."""
 FEED: Final = -1
+"""Stage number of the token feed, which is the owner's process."""
 LoadOf = Callable[[int, wire.ServeOptions], tuple[wire.Load, HostTensor]]
-"""Stage, options -> what its holder would be told to load, and the graph."""
+"""(stage, options) -> the load message that a holder of the stage would get, and the stage's graph."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Open:
-    """One check under way. `fence`: of the round. `keys`: the stage's, and that of whoever got its rows."""
+    """A check in progress. `fence`: the round's. `keys`: mark keys of the stage and of the receiver of its outputs."""
 
     number: int
     check: Check
@@ -71,7 +75,7 @@ class _Open:
     again: dict[str, Marks] = field(default_factory=dict[str, Marks])
     moved: float = 1.0
     referee: TextReferee | None = None
-    """Here."""
+    """Set if this machine is the referee."""
 
     @property
     def length(self) -> int:
@@ -79,7 +83,7 @@ class _Open:
 
 
 class Checking:
-    """`begin` what the machine commands; `on_opinion` hears of each check once, unless its round ends before."""
+    """Performs the machine's `BeginCheck` commands. Calls `on_opinion` once per check, unless the round ends first."""
 
     def __init__(
         self,
@@ -99,10 +103,10 @@ class Checking:
         self._start = start
         self._open: dict[int, _Open] = {}
         self._told: dict[tuple[int, int], dict[str, Marks]] = {}
-        """(stage, first task) -> what was said of what the owner's machine now reads."""
+        """(stage, first task) -> marks that stages reported for a text which the owner's machine now recomputes."""
 
     def secret_of(self, stage: int, peer: str) -> bytes:
-        """What `peer` makes its marks from while it runs `stage`; empty where nothing is checked."""
+        """Key from which `peer` makes its marks while it runs `stage`; empty if nothing is checked."""
         if not self._job.secret:
             return b""
         content = f"{stage}:{peer}".encode()
@@ -118,6 +122,7 @@ class Checking:
         whole: Cut,
         load_of: LoadOf,
     ) -> None:
+        """Start a check: request marks from the stages, and a recomputation from the referee."""
         check, text = command.check, command.text
         stage, part = check.stage, whole.stages[check.stage]
         holders = ((stage, check.peer), (stage + 1, places[stage + 1]))
@@ -138,7 +143,7 @@ class Checking:
             heard_s=self._host.clock.now_s(),
         )
         if found.length > wire.MAX_TEXT:
-            self._give_up(found, f"{found.length} positions are more than are read again")
+            self._give_up(found, f"the text has {found.length} positions, more than a referee recomputes")
             return
         told = self._told.pop((stage, check.first), None)
         if told is not None:
@@ -166,7 +171,7 @@ class Checking:
             self._tell(PeerId(check.referee), order)
 
     def drop(self) -> None:
-        """The round is over."""
+        """Abandon all checks, because the round is over."""
         for one in self._open.values():
             if one.referee is not None:
                 self._start(one.referee.end())
@@ -174,19 +179,19 @@ class Checking:
         self._told.clear()
 
     def passes(self, now_s: float) -> None:
-        """Time passes."""
+        """End checks whose timeout has passed."""
         for one in list(self._open.values()):
             patience_s = CHECK_S + CHECK_TOKEN_S * one.length
             if now_s - one.heard_s > patience_s:
                 if len(one.again) == 3 and one.said.keys() == {"seen"}:
                     self._is_silent(one)
                 else:
-                    self._give_up(one, f"there was no word for {patience_s:.0f} s")
+                    self._give_up(one, f"no message for {patience_s:.0f} s")
 
-    # ------------------------------------------------------------------------------------------------- what arrives
+    # ----------------------------------------------------------------------------------------------------- messages
 
     def ready(self, peer: PeerId, message: wire.Reading) -> None:
-        """The referee waits for what the stage got."""
+        """The referee is ready for the stage's inputs."""
         found = self._open.get(message.number)
         if found is not None and found.check.referee == peer:
             self._have_shown(found)
@@ -202,7 +207,7 @@ class Checking:
             self._give_up(found, message.reason)
 
     def _is_silent(self, found: _Open) -> None:
-        """Whoever is checked says nothing of what it did: that must not be a way out."""
+        """Conclude with empty marks: a stage that reports nothing must not escape its check that way."""
         nothing = np.full((found.length - found.origin, SIZE), np.nan, np.float32)
         found.said |= {"got": nothing, "gave": nothing}
         self._conclude(found)
@@ -232,7 +237,7 @@ class Checking:
                 return
             found.said |= {"got": got, "gave": gave}
         elif got is None:
-            self._give_up(found, f"stage {stage} told no marks")
+            self._give_up(found, f"stage {stage} sent no usable marks")
         else:
             found.said["seen"] = got
         self._conclude(found)
@@ -242,7 +247,7 @@ class Checking:
         for name in ("got", "gave", "seen"):
             marks = marks_of(tensors.get(name), found.length)
             if marks is None:
-                self._give_up(found, "the referee told no marks")
+                self._give_up(found, "the referee sent no usable marks")
                 return
             found.again[name] = marks[found.origin :]
         self._conclude(found)
@@ -276,10 +281,10 @@ class Checking:
             self._told[check.stage, check.first] = found.said
         self._on_opinion(found.fence, check, result)
 
-    # -------------------------------------------------------------------------------------------------- what is shown
+    # ---------------------------------------------------------------------------------------- inputs for the referee
 
     def _have_shown(self, found: _Open) -> None:
-        """All that the stage got, to the referee: by whoever runs the stage before, by the driver before the first."""
+        """Have the stage's inputs sent to the referee by the stage before, or by the driver for the first stage."""
         stage = found.check.stage
         if stage:
             order = wire.ShowRows(
@@ -311,7 +316,7 @@ class Checking:
     # ------------------------------------------------------------------------------------------- the owner as referee
 
     async def _read_here(self, found: _Open, order: wire.ReadAgain, load_of: LoadOf) -> None:
-        """With the stage's weights, loaded for this; gone with the check."""
+        """Recompute the text here with the stage's weights, which are loaded for this check only."""
         options = self._job.options
         pages = -(-order.length // options.page_tokens)
         small = msgspec.structs.replace(options, pages=pages, sessions=1, retain=False)
@@ -329,7 +334,7 @@ class Checking:
                     lambda spec=spec: program.import_weights([(spec.key, self._job.weights.read(spec))])
                 )
             found.referee = stage.referee(order)
-        except Exception as error:  # noqa: BLE001 - whatever this machine lacks, it serves on
+        except Exception as error:  # noqa: BLE001 - if this machine can't check, the job continues
             self._fails_here(found, error)
             return
         self._have_shown(found)
@@ -348,5 +353,5 @@ class Checking:
 
     def _fails_here(self, found: _Open, error: Exception) -> None:
         if not isinstance(error, FusionError):
-            log.error("stage %d could not be read again", found.check.stage, exc_info=error)
-        self._give_up(found, str(error) or f"there is no room here ({type(error).__name__})")
+            log.error("stage %d could not be recomputed", found.check.stage, exc_info=error)
+        self._give_up(found, str(error) or f"the owner's machine can't recompute the stage ({type(error).__name__})")

@@ -1,8 +1,9 @@
-"""Answers that must have a form: JSON of a schema, any JSON object, a regular expression, a tool call. Decides which
-tokens may come next.
+"""Constrained answers: JSON by a schema, any JSON object, a regular expression, or a tool call. Decides which tokens
+may come next.
 
-The grammars are `llguidance`'s. A schema comes from a stranger: its size, its depth and the work it may cost are
-bounded, and it is compiled in a thread. Neighbours: `sampling` takes the mask, `tool_grammar` writes those of calls.
+The grammars are compiled by `llguidance`. Because a schema comes from an untrusted client, its size, depth and cost are
+limited, and it is compiled on a thread. Neighbours: `sampling` uses the mask, `tool_grammar` writes grammars of tool
+calls.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from fusionai.serving.text import Tokenizer
 
 _ASCII: Final = bytes(range(0x20, 0x7F))
 _KEPT: Final = 64
+"""Number of compiled constraints kept (chosen)."""
 WHITESPACE: Final = r"[\x20\n]{0,16}"
-"""Between the parts of JSON: a model indents as it likes, but does not go on with blanks for ever."""
+"""Whitespace between the parts of JSON: a model may indent, but can't emit blanks endlessly."""
 
 
 class ConstraintError(UsageError):
-    """A form that can't be used: broken, too large, or with features that are not known."""
+    """A constraint that can't be used: invalid, too large, or with unsupported features."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonSchema:
-    """JSON that fits a schema. `text`: the schema as JSON."""
+    """JSON that is valid under a schema. `text`: the schema as JSON."""
 
     text: str
 
@@ -50,7 +52,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Lark, as llguidance reads it. Written by this program, never by a client."""
+    """A grammar in llguidance's Lark dialect. Written by this program, never by a client."""
 
     text: str
 
@@ -60,7 +62,7 @@ Form = JsonSchema | JsonObject | Pattern | Grammar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstraintLimits:
-    """What a form may cost."""
+    """Upper limits for the cost of a constraint (chosen); fuel and items are llguidance's units of work."""
 
     form_characters: int = 65_536
     depth: int = 32
@@ -73,7 +75,7 @@ class ConstraintLimits:
 
 
 class ConstraintCompiler:
-    """One per model. Compiled forms are kept, the last ones used."""
+    """One per model. Keeps the most recently used compiled constraints."""
 
     def __init__(
         self,
@@ -83,27 +85,27 @@ class ConstraintCompiler:
         stop_tokens: frozenset[int],
         limits: ConstraintLimits | None = None,
     ) -> None:
-        """`vocabulary`: width of the model's logits. Raises `ModelError` where the tokenizer can't spell JSON."""
+        """`vocabulary`: width of the model's logits. Raises `ModelError` if the tokenizer can't spell JSON."""
         self._limits = limits or ConstraintLimits()
         self._engine = _engine(tokenizer, max(vocabulary, tokenizer.vocabulary), sorted(stop_tokens))
         self._stop_tokens = stop_tokens
         self._compiled: OrderedDict[Form, llguidance.LLMatcher] = OrderedDict()
-        # One at a time: what a stranger sends takes at most one core.
+        # One thread, so that clients' schemas use at most one core.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraint")
 
     async def compile(self, form: Form) -> MatcherConstraint:
-        """Off the event loop. Raises `ConstraintError` saying what is wrong with the form."""
+        """Compile on a thread. Raises `ConstraintError` with what is wrong with the constraint."""
         work = asyncio.get_running_loop().run_in_executor(self._thread, self.compile_now, form)
         try:
             return await asyncio.wait_for(asyncio.shield(work), self._limits.compile_s)
         except TimeoutError as problem:
             work.add_done_callback(_seen)
             raise ConstraintError(
-                f"the wanted form was not compiled within {self._limits.compile_s:g} s.", hint="Send a simpler one."
+                f"the constraint was not compiled within {self._limits.compile_s:g} s.", hint="Send a simpler one."
             ) from problem
 
     def compile_now(self, form: Form) -> MatcherConstraint:
-        """As `compile`, here. Raises `ConstraintError`."""
+        """Like `compile`, on the calling thread. Raises `ConstraintError`."""
         known = self._compiled.get(form)
         if known is None:
             known = self._compile(form)
@@ -115,7 +117,7 @@ class ConstraintCompiler:
         return MatcherConstraint(known.deep_copy(), self._stop_tokens)
 
     def close(self) -> None:
-        """Let the thread go."""
+        """Release the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, form: Form) -> llguidance.LLMatcher:
@@ -130,12 +132,12 @@ class ConstraintCompiler:
         )
         matcher = llguidance.LLMatcher(self._engine, self._grammar(form), log_level=0, limits=parser)
         if matcher.is_error():
-            raise ConstraintError(f"the wanted form can't be used: {_first_line(matcher.get_error())}")
-        # The first mask tells whether anything fits at all.
+            raise ConstraintError(f"the constraint can't be used: {_first_line(matcher.get_error())}")
+        # The first mask shows whether any text fits the constraint.
         probe = matcher.deep_copy()
         probe.compute_bitmask()
         if probe.is_error() or (probe.is_stopped() and not probe.is_accepting()):
-            raise ConstraintError("the wanted form can't be used: no text has it, or it is too costly to check.")
+            raise ConstraintError("the constraint can't be used: no text fits it, or it is too costly to check.")
         return matcher
 
     def _grammar(self, form: Form) -> str:
@@ -158,20 +160,20 @@ class ConstraintCompiler:
         except (ValueError, RecursionError) as problem:
             raise ConstraintError(f"the schema is not JSON: {problem}") from problem
         if not isinstance(schema, dict | bool):
-            raise ConstraintError(f"a schema is an object, got {type(schema).__name__}.")
+            raise ConstraintError(f"expected the schema to be a JSON object, got {type(schema).__name__}.")
         if is_deeper(schema, self._limits.depth):
             raise ConstraintError(f"the schema is nested deeper than {self._limits.depth} levels.")
         if schema is False:
-            raise ConstraintError("the wanted form can't be used: nothing fits the schema `false`.")
+            raise ConstraintError("the constraint can't be used: no JSON value is valid under the schema `false`.")
         if schema is True:
             schema = {}
-        # It would change how the schema is compiled: that is not the client's to say.
+        # Removed because it would let a client change how the schema is compiled.
         return {name: value for name, value in schema.items() if name != "x-guidance"}
 
     def _check_size(self, text: str) -> None:
         if len(text) > self._limits.form_characters:
             raise ConstraintError(
-                f"the wanted form has {len(text)} characters, at most {self._limits.form_characters} are taken."
+                f"the constraint has {len(text)} characters; at most {self._limits.form_characters} are accepted."
             )
 
 
@@ -182,17 +184,17 @@ def _of_schema(schema: dict[str, Any]) -> str:
 
 
 class MatcherConstraint:
-    """An `interface.Constraint`. Stop tokens are allowed exactly where the text may end."""
+    """Implements `interface.Constraint`. Stop tokens are allowed exactly where the text may end."""
 
     def __init__(self, matcher: llguidance.LLMatcher, stop_tokens: frozenset[int]) -> None:
         self._matcher = matcher
         self._stop_tokens = stop_tokens
 
     def allowed(self) -> memoryview:
-        """See `Constraint`. Raises `ExecutionError` where going on has become too costly."""
+        """See `Constraint`. Raises `ExecutionError` if matching has become too costly."""
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise ExecutionError(f"the wanted form can't be kept up: {_first_line(self._matcher.get_error())}")
+            raise ExecutionError(f"the constraint failed during the answer: {_first_line(self._matcher.get_error())}")
         return memoryview(mask)
 
     def accept(self, token: int) -> None:
@@ -200,7 +202,7 @@ class MatcherConstraint:
         if token in self._stop_tokens and self._matcher.is_accepting():
             return
         if self._matcher.try_consume_tokens([token]) != 1 or self._matcher.is_error():
-            raise ExecutionError(f"token {token} is not allowed by the wanted form.")
+            raise ExecutionError(f"token {token} is not allowed by the constraint.")
 
     @property
     def finished(self) -> bool:
@@ -210,18 +212,20 @@ class MatcherConstraint:
 
 def _engine(tokenizer: Tokenizer, vocabulary: int, stop_tokens: list[int]) -> llguidance.LLTokenizer:
     if not stop_tokens:
-        raise ModelError("an answer of a wanted form needs a stop token, and the model has none.")
+        raise ModelError("a constrained answer needs a stop token, and the model has none.")
     spelling = _Spelling(tokenizer, vocabulary, stop_tokens[0])
     missing = bytes(byte for byte in _ASCII if bytes([byte]) not in spelling.of)
     if missing:
-        raise ModelError(f"answers of a wanted form: the tokenizer can't spell {missing.decode()[:20]!r}.")
+        raise ModelError(f"constrained answers: the tokenizer can't spell {missing.decode()[:20]!r}.")
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(spelling), n_vocab=vocabulary, eos_token=stop_tokens)
 
 
 class _Spelling:
-    """What llguidance's `TokenizerWrapper` wants of a tokenizer.
+    """The tokenizer interface that llguidance's `TokenizerWrapper` needs.
 
-    Its own reading of `tokenizer.json` takes a special token's name in a schema for that token, and then refuses it."""
+    llguidance's own reader of `tokenizer.json` takes a special token's name in a schema for that token, and then
+    refuses it.
+    """
 
     bos_token_id = None
 
@@ -237,7 +241,8 @@ class _Spelling:
         self._longest = max(map(len, self.of), default=1)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """The model's own way to write a text that has to come; where that is not the text, the longest token first."""
+        """Tokenize text that the grammar forces, as the model would; if that does not give back the text, take the
+        longest matching token at each place."""
         whole = text if isinstance(text, bytes) else text.encode()
         tokens = self._tokenizer.encode_inside(whole.decode(), trusted=False)
         return tokens if b"".join(self.tokens[token] for token in tokens) == whole else self._longest_first(whole)
@@ -249,14 +254,14 @@ class _Spelling:
             ends = range(min(at + self._longest, len(text)), at, -1)
             end = next((end for end in ends if text[at:end] in self.of), None)
             if end is None:
-                break  # no token spells it: the mask can't offer it either
+                break  # no token spells the rest, so that the mask can't offer it either
             tokens.append(self.of[text[at:end]])
             at = end
         return tokens
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Whether JSON data has more levels than that."""
+    """Return whether JSON data has more than `depth` levels."""
     level = [value]
     for _ in range(depth):
         level = [inner for outer in level for inner in _inside(outer)]

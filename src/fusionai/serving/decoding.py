@@ -1,7 +1,7 @@
-"""Tokens that come one by one to text that comes in pieces. Decides what may be given out: never half a character, or
-what a later token changes, or what may be the start of a stop string.
+"""Incremental detokenization: tokens come one by one, text goes out in pieces.
 
-The pieces together are what decoding all tokens at once gives. Neighbours: `text` has the tokenizer, `stops` finds stop
+A piece never contains half a character, text that a later token may change, or the possible start of a stop string. All
+pieces together equal the decoding of all tokens at once. Neighbours: `text` has the tokenizer, `stops` finds stop
 strings, the gateway sends the pieces.
 """
 
@@ -17,12 +17,14 @@ from fusionai.serving.text import Tokenizer
 
 _HALF: Final = "\ufffd"
 _CONTEXT_TOKENS: Final = 16
+"""Number of the prompt's last tokens with which the answer's first token is decoded (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one token adds. `text` may be empty, or hold what waited. `offset`: characters of the answer before this
-    token. `stop`: the stop string that was found; nothing comes after it, and it is not in `text`."""
+    """The text that one token adds. `text` may be empty, or include text held back before. `offset`: number of the
+    answer's characters before this token. `stop`: the stop string that was found; it is not in `text`, and nothing
+    follows it."""
 
     text: str
     offset: int
@@ -30,7 +32,7 @@ class Piece:
 
 
 class Decoder:
-    """One per answer. `after`: the prompt, where the answer continues its text: a space between them is then kept.
+    """One per answer. `after`: the prompt, if the answer continues its text: a space between the two is then kept.
     `shown`: special tokens whose names belong to the text, such as those around a tool call."""
 
     def __init__(
@@ -48,16 +50,16 @@ class Decoder:
         self._stops = StopScanner(stops)
         self._characters = 0
         self.stop: str | None = None
-        """The stop string that ended it."""
+        """The stop string that ended the answer."""
 
     def add(self, token: int) -> Piece:
-        """The next token. After `stop` or `finish` nothing may be added."""
+        """Decode the next token. Must not be called after a stop string was found or after `finish`."""
         offset = self._characters
         fresh = self._letters.add(token) if self._speaks(token) else ""
         return self._through(fresh, offset)
 
     def finish(self) -> Piece:
-        """No token comes any more: what waited for one."""
+        """End the answer; returns the text that was held back."""
         offset = self._characters
         piece = self._through(self._letters.finish(), offset)
         return piece if piece.stop is not None else Piece(piece.text + self._stops.rest(), offset)
@@ -74,14 +76,14 @@ class Decoder:
 
 class _Letters(Protocol):
     def add(self, token: int) -> str:
-        """What is certain now."""
+        """Return the text that is certain after this token."""
         ...
 
     def finish(self) -> str: ...
 
 
 class _Bytes:
-    """Byte-level tokenizers: a token is bytes, whatever stands beside it."""
+    """For byte-level tokenizers: a token's bytes do not depend on its neighbours."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -95,10 +97,11 @@ class _Bytes:
 
 
 class _Window:
-    """All others: what a token adds is what it adds to the text of those just before it. How a token reads depends on
-    whether it is the first, so there is always one before it, save the first.
+    """For all other tokenizers: a token's text is what it adds to the text of the tokens just before it. The first
+    token of a text may decode differently, so every token but the first is decoded with one before it.
 
-    A run of byte tokens waits for its end: if it is no text as a whole, each of them reads as U+FFFD.
+    A run of byte tokens is held back until its end: if the run as a whole is not valid UTF-8, each token reads as
+    U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:

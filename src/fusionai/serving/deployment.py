@@ -1,7 +1,8 @@
-"""What follows from a serving plan's block ranges and is kept while they stay: graphs, boundaries, weights by stage.
+"""What follows from a serving plan's block ranges, kept as long as they don't change: graphs, boundaries and weights of
+each stage.
 
-Decides nothing. Neighbours: `execution.deployment` is the plan made real, `serving.driver` runs it,
-`coordination.serving_roles` is the machine's view of one.
+Neighbours: `execution.deployment` is a plan with tickets and addresses, `serving.driver` runs it,
+`coordination.serving_roles` is the state machine's view of a plan.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from fusionai.serving.job import ServingJob
 from fusionai.wire.messages import WeightSpec
 
 CHOICES: Final = frozenset({"aten.topk.default", "aten.sort.default"})
-"""Where rounding can change more than the last bits."""
+"""Operators after which a rounding difference can change more than the last bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutStage:
-    """One stage of a cut. `encoded`: its graph as it travels, named by `graph_hash`. `select`: no stage after it has
-    attention or needs to know whose rows they are, so only wanted rows go on."""
+    """One stage of a cut. `encoded`: its graph as sent over the wire, with hash `graph_hash`. `select`: no later stage
+    has attention or needs to know which session a row belongs to, so only wanted rows are sent on."""
 
     encoded: HostTensor
     graph_hash: str
@@ -41,12 +42,12 @@ class CutStage:
     select: bool
     weights: tuple[WeightSpec, ...]
     chooses: bool
-    """Whether numbers decide what is computed, as those of a router which expert computes a row."""
+    """True if values decide what is computed, as a router's values decide which expert computes a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`name` differs where stages would."""
+    """A model divided into stages. `name` is a hash of the stages' graphs."""
 
     name: str
     ranges: tuple[tuple[int, int], ...]
@@ -54,14 +55,15 @@ class Cut:
 
     @property
     def checkable(self) -> frozenset[int]:
-        """Where what goes in is retained by the stage before (or is the driver's), and what comes out goes to another
-        stage: after a selection of rows nothing is retained, and of what the last one gives only the driver knows."""
+        """Stages that can be spot-checked: their inputs are retained by the stage before (or come from the driver), and
+        their outputs go to another stage. After a selection of rows nothing is retained, and only the driver gets the
+        last stage's outputs."""
         return frozenset(
             number for number in range(len(self.stages) - 1) if number == 0 or not self.stages[number - 1].select
         )
 
     def roles(self, plan: Plan, owner: PeerId) -> ServingRoles:
-        """The machine's view of `plan`, whose block ranges are this cut's."""
+        """The state machine's view of `plan`, whose block ranges are this cut's."""
         return ServingRoles(
             version=plan.version,
             owner=owner,
@@ -79,12 +81,14 @@ def ranges_of(plan: Plan) -> tuple[tuple[int, int], ...]:
 
 
 def cut(job: ServingJob, plan: Plan) -> Cut:
-    """Raises `GraphError` or `PlanError` where the plan's ranges are no cut of what is served."""
+    """Cut the job's graph by the plan's ranges. Raises `GraphError` or `PlanError` if they are no valid cut of it."""
     ranges = ranges_of(plan)
     partition = cut_blocks(serving_graph(job.graph), ranges)
     boundaries = serving_boundaries(partition)
     if not {LOGITS, HIDDEN} <= {*boundaries[-1].outputs} or any(boundary.outputs for boundary in boundaries[:-1]):
-        raise PlanError("the logits and what they are computed from must be of the last stage.")
+        raise PlanError(
+            "the logits and the hidden states that they are computed from must be outputs of the last stage."
+        )
     specs = {spec.key: spec for spec in job.weights.specs}
     caching = [keeps_positions(stage.graph, job.options) for stage in partition.stages]
     placed = [
@@ -96,7 +100,9 @@ def cut(job: ServingJob, plan: Plan) -> Cut:
         encoded = schema.encode(stage.graph)
         keys = sorted({spec.key for spec in stage.graph.params.values()})
         if lacking := [key for key in keys if key not in specs]:
-            raise PlanError(f"the list of weights lacks {len(lacking)} of stage {stage.stage}, first {lacking[0]}.")
+            raise PlanError(
+                f"the list of weights lacks {len(lacking)} entries of stage {stage.stage}, first {lacking[0]}."
+            )
         stages.append(
             CutStage(
                 encoded=host_tensor("uint8", (len(encoded),), encoded),

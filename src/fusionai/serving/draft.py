@@ -1,10 +1,11 @@
-"""A small model of the owner's guesses how generations go on. Decides which ones it follows, and what it guesses.
+"""A small draft model, run by the owner, that guesses how generations continue (speculative decoding).
 
-It is served like any model, whole and in this process, from a paged cache of its own. It draws as the generation does,
-by the same number at the same position, so that two models that agree on the odds agree on the token. What it guessed
-and what came are compared, and only what differs is computed again.
+It is served like any model, but as a whole, in this process, with its own paged KV cache. It draws each token with the
+same random number as the generation does at that position, so that two models with the same probabilities choose the
+same token. After each pass only guesses that turned out wrong are recomputed. Decides which generations it follows, and
+which tokens it guesses.
 
-Neighbours: `proposing.Proposer` is what it implements, `speculating` asks, `backends.serving` computes.
+Neighbours: it implements `proposing.Proposer`, `speculating` asks for guesses, `backends.serving` computes.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A model that is loaded. `graph` was the part that serves, whole. `vocabulary`: tokens that it and the model it
-    guesses for both know; `context_tokens`: its longest text."""
+    """A loaded draft model; its graph is whole and without loss. `vocabulary`: tokens that both it and the served model
+    know; `context_tokens`: its longest text."""
 
     program: ServingProgram
     options: ServeOptions
@@ -54,7 +55,8 @@ def load_draft(
     vocabulary: int,
     context_tokens: int,
 ) -> Draft:
-    """Blocking; call it where the draft will run. Raises `ExecutionError`, `StorageError`."""
+    """Load a draft model. Blocks; call it on the thread where the draft will run. Raises `ExecutionError`,
+    `StorageError`."""
     program = backend.serve(graph, options=options)
     program.import_weights((spec.key, weights.read(spec)) for spec in weights.specs)
     program.allocate()
@@ -62,14 +64,14 @@ def load_draft(
 
 
 class DraftProposer:
-    """Implements `Proposer`. `compute`: where `draft` was loaded; nothing of it is touched elsewhere."""
+    """Implements `Proposer`. `compute`: the thread where `draft` was loaded; only that thread uses the draft."""
 
     def __init__(self, draft: Draft, compute: ComputeThread) -> None:
         self._compute = compute
         self._texts = _Texts(draft)
 
     def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """See `Proposer`. The prompt is read while the pool reads it."""
+        """See `Proposer`. The draft reads the prompt while the pool reads it."""
         self._later(lambda: self._texts.begin(session, prompt, sampling))
 
     def extend(self, session: int, tokens: Sequence[int]) -> None:
@@ -77,7 +79,7 @@ class DraftProposer:
         self._later(lambda: self._texts.extend(session, tokens))
 
     def propose(self, wanted: Mapping[int, int]) -> asyncio.Future[Guesses]:
-        """See `Proposer`. Fails where the model can't be computed."""
+        """See `Proposer`. The future fails if the model can't be computed."""
         making = self._compute.run(lambda: self._texts.guesses(wanted))
 
         async def made() -> Guesses:
@@ -91,7 +93,7 @@ class DraftProposer:
         self._later(lambda: self._texts.end(session))
 
     def close(self) -> None:
-        """See `Proposer`. The compute thread is its owner's to close."""
+        """See `Proposer`. The compute thread stays open; its owner closes it."""
         self._later(self._texts.close)
 
     def _later(self, work: Callable[[], None]) -> None:
@@ -105,7 +107,7 @@ def _tell(done: asyncio.Future[tuple[None, Timed]]) -> None:
 
 @dataclass(slots=True)
 class _Text:
-    """`tokens`: prompt and answer. `ahead`: guesses that are in the cache behind them."""
+    """`tokens`: prompt and answer. `ahead`: guesses that are in the KV cache after them."""
 
     tokens: list[int]
     prompt_tokens: int
@@ -113,13 +115,13 @@ class _Text:
     computed: int = 0
     ahead: tuple[int, ...] = ()
     told: int = 0
-    """Pages that the program knows of."""
+    """Number of pages that the program knows of."""
     is_open: bool = False
-    """Whether it has pages."""
+    """True if the text has pages."""
 
 
 class _Texts:
-    """In the compute thread."""
+    """The texts of all followed sessions. Runs on the compute thread."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
@@ -127,10 +129,10 @@ class _Texts:
         self._texts: dict[int, _Text] = {}
 
     def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        # Penalties count tokens, which would have to be taken back with each guess that fails.
+        # Without penalties: they count tokens, and the counts would have to be undone for each wrong guess.
         plain = replace(sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
         self._texts[session] = _Text(list(prompt), len(prompt), plain)
-        with suppress(FusionError):  # whoever asks for guesses will hear of it
+        with suppress(FusionError):  # the next request for guesses reports it
             self._read([session] if self._find_room(session, 0) else [])
 
     def extend(self, session: int, tokens: Sequence[int]) -> None:
@@ -150,7 +152,7 @@ class _Texts:
         made: dict[int, list[int]] = {session: [] for session in left}
         for session in left:
             text = self._texts[session]
-            # What follows the last token is to be seen.
+            # The last token is computed again, because its logits are needed.
             text.computed = min(text.computed, len(text.tokens) - 1)
             text.ahead = ()
         rows = self._read(list(left))
@@ -183,7 +185,7 @@ class _Texts:
             self.end(session)
 
     def _find_room(self, session: int, count: int) -> bool:
-        """For a text and so many guesses."""
+        """Reserve pages for a text and `count` guesses; return whether that was possible."""
         text, draft = self._texts.get(session), self._draft
         if text is None:
             return False
@@ -200,7 +202,8 @@ class _Texts:
         return self._pages.extend(session, positions)
 
     def _read(self, sessions: Sequence[int]) -> dict[int, np.ndarray]:
-        """Compute what is not computed of these; gives for each what follows its last token."""
+        """Compute the positions of these texts that are not computed. Return the logits after each text's last
+        token."""
         rows: dict[int, np.ndarray] = {}
         waiting = [session for session in sessions if self._texts[session].computed < len(self._texts[session].tokens)]
         while waiting:
@@ -233,7 +236,8 @@ class _Texts:
     def _run(
         self, segments: Sequence[Segment], tokens: Sequence[int], wanted: Sequence[int], sessions: Sequence[int]
     ) -> dict[int, np.ndarray]:
-        """What comes after the positions `wanted` of the pack, which are of these sessions."""
+        """Run one pass. Return the logits after the packed positions `wanted`, which belong to `sessions` in this
+        order."""
         ids = host_tensor("int64", (1, len(tokens)), np.array(tokens, np.int64).data)
         made = self._draft.program.run(segments, {"input_ids": ids}, wanted=[LOGITS], rows=wanted)[LOGITS]
         rows = np.frombuffer(made.data, np.float32).reshape(made.shape[1:])[:, : self._draft.vocabulary]

@@ -1,10 +1,10 @@
-"""The driver of a serving job: performs what `coordination.serving` commands, tells it what happens, moves passes.
+"""The driver of a serving job: performs the commands of `coordination.serving`, feeds it events, sends passes.
 
-An event is handled when it comes, in one turn of the event loop; nothing of it waits. Decides nothing itself.
+Each event is handled in one turn of the event loop, without awaiting. The state machine makes the decisions.
 
-Neighbours: `execution.connections` reaches the members, `serving.inbox` turns messages into events; `serving.checking`
-has texts read again; `serving.engine` has the generations and samples; `execution` runs the stages, also those of the
-job owner in this process.
+Neighbours: `execution.connections` reaches the members, `serving.inbox` turns messages into events, `serving.checking`
+has texts recomputed, `serving.engine` owns the generations and samples, `execution` runs the stages, those of the job
+owner in this process included.
 """
 
 from __future__ import annotations
@@ -52,18 +52,23 @@ from fusionai.wire.messages import Fence, Hop, Segment
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
+"""Period of the state machine's timer, in seconds (chosen)."""
 LATE_S: Final = 1.0
-"""A tick that comes so much later than it should says that this process stood still itself."""
+"""If a tick comes this many seconds late, the driver's own process was stalled, and no member is called late at that
+tick."""
 LINK_GRACE_S: Final = 0.2
-"""A lost link is often the first sign of a lost peer, whose own connection says so a moment later."""
+"""Seconds to wait before a lost link is reported. A lost link is often the first sign of a lost peer, whose own
+connection fails a moment later."""
 FEED: Final = -1
+"""Stage number of the token feed, which is the owner's process."""
 TOLERANCE: Final[Mapping[str, float]] = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2, "int8": 5e-2, "int4": 5e-2}
-"""How far a probe through other machines may be from the first one, relative to its largest logit."""
+"""Largest allowed difference between a probe's logits and the first probe's, relative to the first probe's largest
+logit, by the format of weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A pass that came back: `rows` [wanted rows, vocabulary or hidden size], None where none was wanted."""
+    """A finished pass. `rows`: [wanted rows, vocabulary or hidden size], None if no rows were wanted."""
 
     fence: Fence
     plan: PassPlan
@@ -73,23 +78,24 @@ class Returned:
 
 
 class PassSink(Protocol):
-    """Where results of passes and news of the job go: the engine."""
+    """Receives results of passes and state changes of the job; implemented by the engine."""
 
     def returned(self, result: Returned) -> None: ...
 
     def failed(self, sessions: Sequence[int], reason: str) -> None:
-        """These generations can't go on."""
+        """End these generations, because they can't continue."""
         ...
 
     def stands(self, state: commands.ServingState, detail: str) -> None: ...
 
     def passes(self, now_s: float) -> None:
-        """Time passes."""
+        """Called at each tick with the monotonic time."""
         ...
 
 
 class ServingDriver:
-    """Use as: `await driver.run()`, then `await driver.close()`. `machine`, made by the engine, has its batcher."""
+    """Use as: `await driver.run()`, then `await driver.close()`. `machine_of` makes the state machine for the given
+    roles."""
 
     def __init__(
         self,
@@ -118,28 +124,28 @@ class ServingDriver:
         self.machine = machine_of(roles)
         self.fence = Fence(roles.version, self.machine.incarnation, 0)
         self._highest = self.fence
-        """Of all told to anybody."""
+        """The highest fence sent to any member."""
         self._placement: tuple[Fence, ServingRoles, bytes] | None = None
-        """The one signed last, and for what."""
+        """The last signed placement, with the fence and roles that it is for."""
         self._asked: set[tuple[Fence, int, str]] = set()
-        """Under which fence, which stage, whom: what was to be loaded in this round or beside it."""
+        """Load requests sent in this round or beside it, as (fence, stage, peer)."""
         self.resident_bytes: dict[tuple[int, str], int] = {}
-        """By stage and peer."""
+        """Bytes of weights in memory, by (stage, peer)."""
         self.loading: dict[int, tuple[int, int]] = {}
-        """Stage -> bytes of its weights that are there, and all."""
+        """Stage -> bytes of its weights that are loaded, and bytes in total."""
         self.compute_s: dict[int, float] = {}
-        """By stage, a moving mean over its passes."""
+        """Moving mean of a stage's compute time per pass, by stage."""
         self._passes: dict[int, tuple[PassPlan, float]] = {}
-        """Those under way, and when they left."""
+        """Passes in flight with the time they were sent, by number."""
         self._probes: dict[int, float] = {}
         self._first_probe: np.ndarray | None = None
         self._rebuilds: dict[int, dict[int, int]] = {}
-        """Number -> session -> its end."""
+        """Number of a rebuild -> session -> position where the session's rebuilt part ends."""
         self._events: deque[ServingEvent] = deque()
         self._handling = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._opening: dict[PeerId, asyncio.Task[None]] = {}
-        """The newest for each peer."""
+        """The newest connection attempt for each peer."""
         self._asking: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[EndJob] = asyncio.get_running_loop().create_future()
         self._desk = WeightDesk(job.weights, (spec.digest for spec in job.weights.specs))
@@ -173,7 +179,7 @@ class ServingDriver:
     # ------------------------------------------------------------------------------------------------- the loop
 
     async def run(self) -> EndJob:
-        """Load, probe, serve until stopped. Raises nothing of the members' making: it is in the result."""
+        """Load, probe, serve until stopped. Failures of members end up in the result; they raise nothing."""
         ticking = asyncio.create_task(self._tick())
         try:
             self._perform_all(self.machine.start())
@@ -188,13 +194,13 @@ class ServingDriver:
             now_s = self._host.clock.now_s()
             self._sink.passes(now_s)
             self._checking.passes(now_s)
-            if now_s - expected_s < LATE_S:  # else what came meanwhile is to be read before anybody is called late
+            if now_s - expected_s < LATE_S:  # else messages that arrived during the stall are read first
                 self.tell(events.Tick(now_s))
             expected_s = now_s + TICK_S
             await asyncio.sleep(TICK_S)
 
     def tell(self, event: ServingEvent | None) -> None:
-        """An event for the machine; None: passes may be due. What is told meanwhile comes after."""
+        """Handle an event, or with None only send passes that are due. Events added meanwhile are handled in order."""
         if event is not None:
             self._events.append(event)
         if self._handling or self._ended.done():
@@ -230,7 +236,7 @@ class ServingDriver:
                 self._probes[number] = self._host.clock.now_s()
                 self._send(number, segments, tokens, (len(tokens) - 1,), forget=forget)
             case commands.ResumePasses():
-                pass  # they are looked for after every event
+                pass  # passes are sent after every event anyway
             case commands.BeginCheck():
                 number = self.machine.batcher.take_number()
                 places = self.machine.roles.places
@@ -262,12 +268,12 @@ class ServingDriver:
 
     @property
     def deployment(self) -> Deployment:
-        """The newest, its plan as things are: guards that took over are in their places."""
+        """The newest deployment, with its plan updated: guards that took over are in their new places."""
         newest = self._deployments[max(self._deployments)]
         return _with_plan(newest, _plan_as(newest.plan, self.machine.roles))
 
     def _begin_round(self, fence: Fence, roles: ServingRoles) -> None:
-        """What was under way is void; then everybody in the round is told of it."""
+        """Void everything in flight, then announce the round to all its members."""
         self.fence = fence
         self._asked = {one for one in self._asked if one[0] >= fence}
         self._passes.clear()
@@ -309,7 +315,7 @@ class ServingDriver:
         self._opening[peer] = self._start(open_first())
 
     def _signed(self, fence: Fence, roles: ServingRoles) -> bytes:
-        """One and the same for everybody in a round."""
+        """The signed placement, the same bytes for all members of a round."""
         if self._placement is None or self._placement[:2] != (fence, roles):
             signed = self._seal.placement(
                 self._job.job, fence, stages=roles.places.items(), guards=roles.guards.items()
@@ -356,7 +362,7 @@ class ServingDriver:
         return self._load_of(self._cut, stage, self.fence, options), self._cut.stages[stage].encoded
 
     def _sources(self, command: commands.SendLoad, whole: Cut) -> tuple[wire.WeightSource, ...]:
-        """Whoever runs or guards a stage with some of these tensors, then the owner."""
+        """Peers that run or guard a stage which shares tensors with this one, then the owner."""
         wanted = {spec.digest for spec in whole.stages[command.stage].weights}
         having: dict[str, set[bytes]] = {}
         roles, addresses = command.roles, self._newest_deployment.members
@@ -375,7 +381,7 @@ class ServingDriver:
         return cut(self._job, self._deployments[roles.version].plan)
 
     async def _serve_weights(self, peer: PeerId, channel: Channel) -> None:
-        """Members ask on the state connections that this side made."""
+        """Answer a member's requests for weights on the state connection that this machine opened to it."""
         if peer != self._host.peer:
             await self._desk.answer(peer, channel)
         else:
@@ -402,11 +408,11 @@ class ServingDriver:
         self._asking = self._start(ask())
 
     def shut_out(self, peer: PeerId, reason: str) -> None:
-        """It counts as lost. Harmless for one without a connection."""
+        """Treat a peer as lost. Does nothing if the peer has no connection."""
         self._connections.drop(peer, reason)
 
     def offer(self, deployment: Deployment, reason: str, *, knows: frozenset[str] | None = None) -> None:
-        """A newer plan: its guards load beside the passes, its moves cost a round."""
+        """Switch to a newer plan. Its guards load beside the passes; stages that move take a new round."""
         version = deployment.plan.version
         if version <= max(self._deployments):
             return
@@ -418,7 +424,7 @@ class ServingDriver:
         self.tell(events.PlanGiven(roles, self.machine.lost if knows is None else knows))
 
     def renew(self, deployment: Deployment) -> None:
-        """New tickets or addresses for a plan that is known."""
+        """Take new tickets or addresses for a known plan."""
         if deployment.plan.version in self._deployments:
             self._deployments[deployment.plan.version] = deployment
 
@@ -474,7 +480,7 @@ class ServingDriver:
             taken += length
 
     def _on_result(self, message: wire.PassResult, tensors: Mapping[str, HostTensor]) -> None:
-        """Never raises: a member that sends what is none counts as lost."""
+        """Never raises: a member that sends an invalid result counts as lost."""
         if message.fence != self.fence:
             return
         now_s = self._host.clock.now_s()
@@ -501,7 +507,7 @@ class ServingDriver:
     def _rows(
         self, message: wire.PassResult, tensors: Mapping[str, HostTensor], count: int, output: str
     ) -> np.ndarray | None:
-        """None, and whoever sent it counts as lost, for what is no output of this job."""
+        """The output as [count, width], or None if it is not what was expected; its sender then counts as lost."""
         tensor = tensors.get(output) if message.stage == len(self._cut.stages) - 1 else None
         if tensor is not None and len(tensor.shape) == 3 and tensor.shape[:2] == (1, count):
             logits = output != LOGITS or (tensor.dtype == "float32" and tensor.shape[2] >= self._job.vocabulary)
@@ -525,14 +531,14 @@ class ServingDriver:
         tolerance = TOLERANCE[self._job.options.weights]
         self.tell(events.ProbeReturned(self.fence, number, digest, distance, tolerance))
 
-    # ---------------------------------------------------------------------------------------------- what arrives
+    # -------------------------------------------------------------------------------------------------- messages
 
     def _on_message(self, peer: PeerId, message: wire.Message) -> None:
         match message:
             case wire.Pong():
                 return
             case wire.Refused(code=code, reason=reason):
-                if code != "stale_fence":  # else a later round is under way to it
+                if code != "stale_fence":  # else a newer round is on its way to the peer
                     self._connections.drop(peer, f"{wire.REFUSAL_SENTENCES[code]} {reason}".strip())
                 return
             case wire.LinkLost(fence=self.fence):
@@ -610,7 +616,7 @@ class ServingDriver:
             )
 
     def _dial_guard(self, peer: PeerId, fence: Fence) -> None:
-        """Now, and not when it takes over and streams wait."""
+        """Connect to the guard now, so that no stream has to wait for it at a takeover."""
         deployment = self._deployments[fence.plan_version]
         addresses = self._newest_deployment.members.get(peer, ())
         self._member.dial_guard(peer, addresses, fence, deployment.tickets.get(self._host.peer, b""))
@@ -619,7 +625,7 @@ class ServingDriver:
         self._start(self._suspect_link(self._host.peer, peer, reason))
 
     async def _suspect_link(self, reporter: PeerId, other: PeerId, reason: str) -> None:
-        """Told to the machine unless one of the two turns out to be lost: then its loss is what counts."""
+        """Report a broken link to the machine, unless one of the two peers turns out to be lost."""
         fence = self.fence
         while True:
             await asyncio.sleep(LINK_GRACE_S)
@@ -641,18 +647,18 @@ class ServingDriver:
                 await work
             except FusionError as error:
                 self.tell(events.CommandFailed(str(error)))
-            except Exception as error:  # the job must end with a reason, never wait for a task that is gone
+            except Exception as error:  # the job must end with a reason, not wait for a task that failed
                 log.exception("a command of %s failed", self._job.job)
                 self.tell(events.CommandFailed(f"{type(error).__name__}: {error}"))
 
         task = asyncio.create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # of a task that was cancelled before it began
+        task.add_done_callback(lambda _: work.close())  # if it was cancelled before it began
         return task
 
     async def close(self, reason: str) -> None:
-        """Everybody may forget the job."""
+        """Tell all members that the job is over, and close the connections."""
         if not self._ended.done():
             self._ended.set_result(EndJob(stopped=reason))
         for task in list(self._tasks):
@@ -663,7 +669,7 @@ class ServingDriver:
 
 
 def as_float32(tensor: HostTensor) -> np.ndarray:
-    """A copy for everything but float32, which is shared."""
+    """Return a float32 array; float32 input shares memory, other dtypes are copied."""
     if tensor.dtype == "bfloat16":
         bits = np.frombuffer(tensor.data, np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32).reshape(tensor.shape)
@@ -675,7 +681,7 @@ def _with_plan(deployment: Deployment, plan: Plan) -> Deployment:
 
 
 def _plan_as(plan: Plan, roles: ServingRoles) -> Plan:
-    """With the places that machines have now."""
+    """Return the plan with the places that machines have now."""
     stages = tuple(
         msgspec.structs.replace(stage, peer=roles.places.get(stage.stage, stage.peer)) for stage in plan.stages
     )

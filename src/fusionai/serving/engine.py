@@ -1,10 +1,10 @@
 """The serving engine: generations in, tokens out, over the stages of a pool.
 
-Decides which thread looks at a pass's rows, what its listeners are told, when somebody is sent away. Who is computed
-when, and what happens after a fault, is the machine's (`coordination.serving`).
+Decides on which thread a pass's logits are sampled, which events listeners get, and when a request is refused. The
+state machine `coordination.serving` schedules passes and reacts to faults.
 
-Neighbours: `serving.driver` moves passes, `serving.generating` has what one generation knows; `client.serve` starts
-this, the gateway and the terminal chat ask it for tokens.
+Neighbours: `serving.driver` sends passes and collects results, `serving.generating` keeps the state of one generation;
+`client.serve` starts the engine, the gateway and the terminal chat submit generations.
 """
 
 from __future__ import annotations
@@ -55,20 +55,24 @@ from fusionai.serving.stations import stations
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS: Final = 8
+"""Length of the probe text that must cross all stages before the engine is ready (chosen)."""
 INLINE_PLAIN: Final = 2**19
-"""Logits of greedy rows that are looked at on the event loop: finding the best of so many takes a tenth of a
-millisecond, as long as handing them to a thread."""
+"""Largest number of logits of greedy rows that are sampled on the event loop. Finding their maxima takes a tenth of a
+millisecond, as long as a hand-over to a thread."""
 INLINE: Final = 2**14
+"""Largest number of logits that are sampled on the event loop with any other sampling (chosen)."""
 SPEED_S: Final = 10.0
+"""Window of `EngineStatus.tokens_per_s`, in seconds."""
 
 
 class ServingEngine:
     """Implements `serving.interface.Engine`. Use as: `running = create_task(engine.run())`, `await engine.ready()`,
     serve, `engine.stop(reason)`, `await running`, `await engine.close(reason)`.
 
-    `deployment`: the plan to begin with, made real by the broker. `names`: what machines are called, by peer id; may
-    grow while the engine runs. `proposer`: who guesses where the job wants guesses, by default what the text repeats;
-    closed with the engine. Make it in a running event loop."""
+    `deployment`: the initial plan, granted by the broker. `names`: machine names by peer id; may grow while the engine
+    runs. `proposer`: makes guesses if the job wants speculation, by default from repetitions in the text; closed with
+    the engine. Create the engine inside a running event loop.
+    """
 
     def __init__(
         self,
@@ -96,7 +100,7 @@ class ServingEngine:
         self._generations: dict[int, Generating] = {}
         self._embeddings: dict[int, Embedding] = {}
         self._judged_now: Counter[int] = Counter()
-        """Generations whose rows are looked at in the thread, or wait for it."""
+        """Number of tasks, per generation, whose rows are sampled in the thread or wait for it."""
         self._judging = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampling")
         self._state: ServingState = "starting"
         self._detail = ""
@@ -106,7 +110,7 @@ class ServingEngine:
         self._emitted_tokens = 0
         self._proposed, self._accepted = 0, 0
         self._passes_by_guesses: Counter[int] = Counter()
-        """Guesses sent for a generation in a pass -> how often."""
+        """Guesses sent for a generation in one pass -> number of such passes."""
         self._faults = FaultLog(names, host.clock, lambda note: on_progress(progress.Fault(note)))
         options, peers = job.options, {PeerId(placement.peer) for placement in deployment.plan.stages}
         self._batcher = Batcher(
@@ -119,7 +123,7 @@ class ServingEngine:
                 decoding_passes=stations(peers, job.owner, deployment.members, os.cpu_count() or 1),
                 chunk_tokens=min(job.chunk_tokens, options.pass_tokens),
                 tile_tokens=job.tile_tokens and min(job.tile_tokens, job.chunk_tokens, options.pass_tokens),
-                # Rings of layers with a window hold the window and a pass.
+                # The ring buffer of a layer with a window has room for the window and one pass.
                 ahead_tokens=None if job.prefix_cache else options.pass_tokens,
                 queue=job.queue,
                 prefix=job.prefix_cache,
@@ -131,7 +135,7 @@ class ServingEngine:
 
         def machine_of(roles: ServingRoles) -> ServingMachine:
             probe = tuple((17 * place + 3) % job.vocabulary for place in range(PROBE_TOKENS))
-            # A task is one pass of one text.
+            # The inspector's unit of work is one pass of one text.
             checks = TextChecks(Inspector(job.secret, job.owner, 1)) if job.secret else None
             return ServingMachine(self._batcher, roles, incarnation, probe, retain=options.retain, checks=checks)
 
@@ -147,10 +151,10 @@ class ServingEngine:
         )
         self._machine = self._driver.machine
 
-    # ------------------------------------------------------------------------------------------------- its life
+    # ------------------------------------------------------------------------------------------------ lifecycle
 
     async def run(self) -> None:
-        """Load, probe, serve until `stop`. Raises `ExecutionError` where the job can't go on at all."""
+        """Load, probe, serve until `stop`. Raises `ExecutionError` if the job can't continue."""
         ended = await self._driver.run()
         reason = self._faults.named(ended.failed or ended.stopped or "done")
         self._end_all(reason)
@@ -163,11 +167,11 @@ class ServingEngine:
             self._ready.set_exception(ExecutionError(f"serving {self._job.model} was stopped: {reason}."))
 
     async def ready(self) -> None:
-        """Returns once a probe has crossed all stages and matched. Raises what `run` raises."""
+        """Wait until a probe has crossed all stages and its result matched. Raises the errors of `run`."""
         await asyncio.shield(self._ready)
 
     def stop(self, reason: str) -> None:
-        """End every generation; `run` returns."""
+        """End every generation and make `run` return."""
         self._driver.tell(events.StopAsked(reason))
 
     async def close(self, reason: str = "done") -> None:
@@ -189,8 +193,8 @@ class ServingEngine:
     # -------------------------------------------------------------------------------------------------- requests
 
     def submit(self, generation: Generation) -> Generating:
-        """Raises `EngineBusy`, `PromptTooLong`, `ExecutionError` (a token outside the vocabulary, an unknown
-        adapter)."""
+        """Start a generation. Raises `EngineBusy`, `PromptTooLong`, `ExecutionError` (a token outside the vocabulary,
+        an unknown adapter)."""
         number = next(self._numbers)
         deadline_s = generation.deadline_s
         spec = SessionSpec(
@@ -214,7 +218,8 @@ class ServingEngine:
     async def embed(
         self, prompts: Sequence[Sequence[int]], scope: str, adapter: str | None = None
     ) -> list[list[float]]:
-        """Mean of the last hidden states over each prompt's positions, of Euclidean length 1. Raises as `submit`."""
+        """Mean of the last hidden states over each prompt's positions, scaled to Euclidean length 1. Raises the errors
+        of `submit`."""
         asked: list[Embedding] = []
         try:
             for prompt in prompts:
@@ -240,12 +245,12 @@ class ServingEngine:
             self._driver.tell(None)
 
     def _adapter(self, name: str | None) -> int:
-        """Its number. Raises `ExecutionError` for one that is not served."""
+        """Return the number of the adapter `name`, 0 for None. Raises `ExecutionError` for an unknown adapter."""
         if name is None:
             return 0
         if name not in self._job.adapters:
             served = ", ".join(self._job.adapters) or "none"
-            raise ExecutionError(f"there is no adapter {name!r} of {self._job.model}; there are: {served}.")
+            raise ExecutionError(f"there is no adapter {name!r} for {self._job.model}; its adapters: {served}.")
         return 1 + self._job.adapters.index(name)
 
     def _admit(self, spec: SessionSpec) -> None:
@@ -259,8 +264,8 @@ class ServingEngine:
         positions = len(spec.prompt) + spec.max_tokens
         if positions > self.context_tokens:
             raise PromptTooLong(
-                f"the prompt has {len(spec.prompt)} tokens and {spec.max_tokens} are asked for; "
-                f"the model takes {self.context_tokens} together.",
+                f"the prompt has {len(spec.prompt)} tokens and the request asks for {spec.max_tokens} more; "
+                f"prompt and answer may have at most {self.context_tokens} tokens together.",
                 hint="Send a shorter prompt or ask for fewer tokens.",
             )
         try:
@@ -271,7 +276,7 @@ class ServingEngine:
             raise PromptTooLong(error.message, hint=error.hint) from None
 
     def _left(self, number: int) -> None:
-        """Its pages are free at once."""
+        """Drop a generation that nothing listens to any more; its KV cache pages are free at once."""
         self._forget(number)
         self._batcher.cancel(number)
         self._driver.tell(None)
@@ -284,13 +289,13 @@ class ServingEngine:
     # --------------------------------------------------------------------------------------------------- results
 
     def returned(self, result: Returned) -> None:
-        """Of the driver: look at the rows, here or in a thread, then give out what counts."""
+        """Sample the rows of a finished pass, on the event loop or in a thread, then emit the tokens."""
         sessions = self._machine.sessions_of(result.fence, result.plan.number)
         rows = {number: share for number, share in _shares(result).items() if number in sessions}
         todo = [(self._generations[number], *share) for number, share in rows.items() if number in self._generations]
         size = sum(len(share) for _, share, _, _ in todo) * self.vocabulary
         plain = all(generating.is_plain for generating, *_ in todo)
-        # Of one text nothing overtakes what is looked at in the thread: rows are given out in their order.
+        # While the thread samples an earlier pass of a text, later ones go to the thread too, to keep the order.
         follows = any(generating.number in self._judged_now for generating, *_ in todo)
         if size <= (INLINE_PLAIN if plain else INLINE) and not follows:
             self._take(result, rows, lambda: _judged(todo, self.vocabulary))
@@ -309,8 +314,8 @@ class ServingEngine:
     def _take(self, result: Returned, rows: Mapping[int, Share], judged: Callable[[], Mapping[int, Verdict]]) -> None:
         try:
             self._give_out(result, rows, judged())
-        except Exception as error:  # nobody else would hear of it, and its generations would wait for ever
-            log.exception("pass %d of %s could not be taken", result.plan.number, self._job.job)
+        except Exception as error:  # otherwise the error would be lost and the pass's generations would wait for ever
+            log.exception("the result of pass %d of %s could not be processed", result.plan.number, self._job.job)
             self._driver.tell(events.CommandFailed(f"{type(error).__name__}: {error}"))
 
     def _give_out(self, result: Returned, rows: Mapping[int, Share], verdicts: Mapping[int, Verdict]) -> None:
@@ -339,7 +344,7 @@ class ServingEngine:
             self._emitted_tokens += emitted
             self._lately.append((now_s, emitted))
             self._faults.flowed()
-        # A whole answer may take less than the time between two ticks.
+        # Deadlines are checked here too, because a whole answer may take less time than one tick.
         self.passes(now_s)
         self._guess([one for one in going_on if one in self._generations], len(result.plan.segments))
         self._driver.tell(None)
@@ -351,7 +356,7 @@ class ServingEngine:
         self._accepted += verdict.accepted
         if generating.finished:
             self._forget(number)
-            self._batcher.cancel(number)  # what a constraint ended is not over for the batcher yet
+            self._batcher.cancel(number)  # the batcher does not know of the end if a constraint caused it
             return False
         if self._speculation is not None and _may_be_guessed(generating):
             self._speculation.emitted(number, verdict.tokens)
@@ -361,7 +366,8 @@ class ServingEngine:
     # ------------------------------------------------------------------------------------------------- guesses
 
     def _watch(self, result: Returned, counted: Collection[int]) -> None:
-        """Before anything of the pass is given out: what it took, and whose prompt is being read."""
+        """Record the pass's duration, and begin to follow generations whose prompt is being read. Runs before the
+        pass's tokens are emitted."""
         if self._speculation is None:
             return
         generations = [one for number in counted if (one := self._generations.get(number)) is not None]
@@ -372,7 +378,7 @@ class ServingEngine:
                 self._speculation.begin(one.number, one.generation.prompt, one.generation.sampling)
 
     def _guess(self, numbers: Sequence[int], rows: int) -> None:
-        """They go into no pass until somebody has guessed what follows, or said that nobody does."""
+        """Request guesses for these generations. Until the answer comes they are in no pass."""
         if self._speculation is None or not numbers:
             return
         for number in numbers:
@@ -389,13 +395,14 @@ class ServingEngine:
         asking = False
 
     def _hops(self, result: Returned) -> tuple[HopTiming, ...]:
-        """What the stages did not account for was on the way: in equal parts for each change of machine."""
+        """Timing of each hop. Time that no stage accounts for is transfer time, divided equally among the changes of
+        machine."""
         known_s = sum(hop.queued_s + hop.compute_s for hop in result.hops)
         way_s = max(0.0, result.elapsed_s - known_s)
         places, owner = self._machine.roles.places, self._job.owner
         peers = [owner, *(places.get(hop.stage, owner) for hop in result.hops)]
         moves = [one != before for before, one in itertools.pairwise(peers)]
-        moves[-1:] = [moves[-1] + (peers[-1] != owner)] if moves else []  # the way back counts to the last
+        moves[-1:] = [moves[-1] + (peers[-1] != owner)] if moves else []  # the last hop includes the way back
         share_s = way_s / sum(moves) if any(moves) else 0.0
         return tuple(
             HopTiming(hop.stage, self._faults.name(peer), hop.queued_s, hop.compute_s, share_s * count)
@@ -438,21 +445,21 @@ class ServingEngine:
                 generating.finish("deadline", f"its deadline of {generating.generation.deadline_s:g} s has passed")
                 self._forget(number)
 
-    # ------------------------------------------------------------------------------------------------- what is so
+    # ---------------------------------------------------------------------------------------------------- status
 
     @property
     def deployment(self) -> Deployment:
-        """In force, guards that took over in their places."""
+        """The plan in force with tickets and addresses; guards that took over are in their new places."""
         return self._driver.deployment
 
     @property
     def plan(self) -> Plan:
-        """In force, less the guards that are lost."""
+        """The plan in force, without guards that are lost."""
         return self._driver.deployment.plan
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a stage has nobody to run it."""
+        """True if a stage has no machine to run it."""
         return self._machine.phase is ServingPhase.WAITING
 
     @property
@@ -462,27 +469,28 @@ class ServingEngine:
 
     @property
     def checkable(self) -> frozenset[int]:
-        """Stages whose texts a guard could read again: others know what they got and gave."""
+        """Stages whose work a guard can recompute for a spot check, because other machines know the stage's inputs and
+        outputs."""
         return self._machine.roles.checkable
 
     def is_warm(self, stage: int) -> bool:
-        """Whether the stage's spare could take over now."""
+        """Return whether the stage's spare could take over now."""
         return self._machine.is_warm(stage)
 
     def shut_out(self, peer: PeerId, reason: str) -> None:
-        """It counts as lost. Harmless for one without a connection."""
+        """Treat a peer as lost. Does nothing if the peer has no connection."""
         self._driver.shut_out(peer, reason)
 
     def offer(self, deployment: Deployment, reason: str) -> None:
-        """A newer plan (another spare, a machine that leaves): gone over to between two passes."""
+        """Switch to a newer plan (another spare, a machine that leaves) between two passes."""
         self._driver.offer(deployment, reason)
 
     def renew(self, deployment: Deployment) -> None:
-        """New tickets or addresses for the plan in force."""
+        """Take new tickets or addresses for the plan in force."""
         self._driver.renew(deployment)
 
     def leaving(self, peer: str) -> None:
-        """This machine wants to leave: its stages go to their guards first."""
+        """A peer asked to leave: its stages move to their guards first."""
         self._driver.tell(events.MemberLeaving(peer))
 
     @property
@@ -516,7 +524,7 @@ class ServingEngine:
 
     @property
     def _check_figures(self) -> dict[str, float]:
-        """A task is a pass of a text through a guarded stage."""
+        """Metrics of spot checks. A task is one pass of one text through a guarded stage."""
         checks = self._machine.checks
         if checks is None:
             return {}
@@ -529,7 +537,7 @@ class ServingEngine:
 
     @property
     def _speculation_figures(self) -> dict[str, float]:
-        """`passes_with_N_guesses`: a pass of two generations counts twice."""
+        """Metrics of speculation. `passes_with_N_guesses` counts a pass once for each of its generations."""
         if self._speculation is None:
             return {}
         sent = {
@@ -567,13 +575,15 @@ class ServingEngine:
 
 
 def _may_be_guessed(generating: Generating) -> bool:
-    """What a constraint allows depends on every token before: nothing is checked ahead of it."""
+    """Return whether guesses are allowed for the generation. A constraint rules them out: which tokens it allows
+    depends on all tokens before."""
     return generating.generation.constraint is None and generating.generation.max_tokens > 1
 
 
 StageState = Literal["running", "loading", "rebuilding", "lost"]
 Share = tuple[Rows, int, tuple[int, ...]]
-"""Of a pass, one session's: its rows, the position of the first, and the tokens computed after each but the last."""
+"""One session's part of a pass: its rows, the position of the first row, and the tokens computed after each row but the
+last."""
 
 
 def _shares(result: Returned) -> dict[int, Share]:

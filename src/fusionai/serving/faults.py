@@ -1,6 +1,6 @@
-"""The story of a serving job's faults: what happened when, and how long until tokens flowed again. Decides words.
+"""The log of a serving job's faults: what happened when, and how long until tokens flowed again.
 
-Neighbours: `serving.driver` tells what its machine says; `serving.engine` gives the notes out.
+Neighbours: `serving.driver` reports the state machine's faults; `serving.engine` hands out the entries.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.serving.interface import FaultNote
 
 REMEMBERED: Final = 200
+"""Number of entries kept (chosen)."""
 
 
 class FaultLog:
-    """`names`: what machines are called, by peer id; may grow."""
+    """`names`: machine names by peer id; may grow."""
 
     def __init__(self, names: Mapping[str, str], clock: Clock, on_note: Callable[[FaultNote], None]) -> None:
         self._names = names
@@ -26,10 +27,10 @@ class FaultLog:
         self._on_note = on_note
         self._notes: deque[FaultNote] = deque(maxlen=REMEMBERED)
         self._open: FaultNote | None = None
-        """The first that tokens have not flowed since, and when it was, on the monotonic clock."""
+        """The first fault since which no token has flowed; `_open_at_s` is its time on the monotonic clock."""
         self._open_at_s = 0.0
         self._asked_at_s = 0.0
-        """Since when somebody has been waiting for tokens without a break, on the monotonic clock."""
+        """Time since which a client has been waiting for tokens without a break, on the monotonic clock."""
 
     @property
     def notes(self) -> tuple[FaultNote, ...]:
@@ -39,7 +40,7 @@ class FaultLog:
         return self._names.get(peer) or (short(PeerId(peer)) if peer else "nobody")
 
     def named(self, text: str) -> str:
-        """People know machines by name."""
+        """Replace peer ids in a text by machine names."""
         for peer, name in self._names.items():
             text = text.replace(f"peer {short(PeerId(peer))}", name).replace(peer, name)
         return text
@@ -48,23 +49,29 @@ class FaultLog:
         who = self.name(fault.peer) if fault.peer else "the pipeline"
         what = {
             "peer": f"{who} is gone",
-            "guard": f"{who}, which stood by, is gone",
+            "guard": f"the spare {who} is gone",
             "link": f"a link to {who} is gone",
             "stage": f"a stage of {who} failed",
-            "probe": f"{who} computes something else",
-            "late": f"{who} is too late",
+            "probe": f"{who} computes different numbers",
+            "late": f"{who} timed out",
             "leaving": f"{who} leaves",
-            "liar": f"{who} gave wrong results and is left out from now on",
+            "liar": f"{who} gave wrong results and gets no more work",
         }[fault.kind]
         heirs = [f"{self.name(peer)} takes over stage {stage}" for stage, peer in sorted(fault.heirs.items())]
         reason = self.named(fault.reason).rstrip(".")
         note = FaultNote(self._clock.wall_s(), "; ".join([f"{what}: {reason}", *heirs]))
-        # Whoever only stood by, or went to a guard that was ready, held nobody up.
+        # The loss of a spare, or of a machine whose spare was ready, delays no tokens.
         self._add(note, holds=bool(fault.stages) or fault.kind == "late")
 
     def rebuilding(self, told: TellRebuilding) -> None:
         stages = ", ".join(str(stage) for stage in told.stages)
-        text = f"stage {stages} gets its cache again: {told.positions} positions of {told.sessions} generations"
+        whose = (
+            f"stage {stages} recomputes its cache"
+            if len(told.stages) == 1
+            else f"stages {stages} recompute their caches"
+        )
+        generations = "1 generation" if told.sessions == 1 else f"{told.sessions} generations"
+        text = f"{whose}: {told.positions} positions of {generations}"
         self._add(FaultNote(self._clock.wall_s(), text), holds=False)
 
     def _add(self, note: FaultNote, *, holds: bool) -> None:
@@ -74,15 +81,15 @@ class FaultLog:
         self._on_note(note)
 
     def asked(self) -> None:
-        """A generation begins, and no other is under way: before it, nobody waited for tokens."""
+        """Note that a generation begins while no other is in progress, so that until now nothing waited for tokens."""
         self._asked_at_s = self._clock.now_s()
 
     def recovered_unnoticed(self) -> None:
-        """The job is ready again and no generation is under way: no tokens stood still."""
+        """Close the open fault: the job is ready again with no generation in progress, so no token was delayed."""
         self._open = None
 
     def flowed(self) -> None:
-        """A token was given out. The gap counts from when tokens were both wanted and not given."""
+        """A token was emitted: close the open fault. Its gap counts from when tokens were both wanted and missing."""
         if self._open is None:
             return
         since_s = max(self._open_at_s, self._asked_at_s)

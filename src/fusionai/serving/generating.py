@@ -1,9 +1,9 @@
-"""One generation while it lasts: its tokens, what the next one is chosen by, who listens.
+"""The state of one generation: its tokens, its sampling state, its listener.
 
-Decides when it is over and what of a result is told. Rows of logits are judged (`judge`) without changing anything, in
-whichever thread; what came of it takes effect (`adopt`) only once the pass is known to count.
+Decides when the generation is over and which parts of a result are reported. `judge` samples rows of logits without
+changing anything, on any thread; `adopt` applies the outcome once the pass is known to count.
 
-Neighbours: `serving.engine` has them all, `sampling` chooses.
+Neighbours: `serving.engine` owns the generations, `sampling` chooses tokens.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ Rows = NDArray[np.float32]
 
 @dataclass(slots=True)
 class Verdict:
-    """What rows of a pass say of one generation. `ended` with why, if it is over."""
+    """What a pass's rows mean for one generation. `ended`: why the generation is over, None if it is not."""
 
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob | None] = field(default_factory=list["TokenLogprob | None"])
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     proposed: int = 0
     accepted: int = 0
-    """Of the proposals, how many were right."""
+    """Number of proposals that were right."""
     ended: FinishReason | None = None
     detail: str = ""
 
 
 class Generating:
-    """`number`: of its session. `on_left`: nobody listens any more."""
+    """`number`: the session's. `on_left` is called when nothing listens any more."""
 
     def __init__(self, number: int, generation: Generation, on_left: Callable[[int], None]) -> None:
         self.number = number
@@ -70,7 +70,7 @@ class Generating:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the best token is simply taken."""
+        """True if the best token is simply taken and nothing else is reported."""
         sampling = self.generation.sampling
         return (
             sampling.temperature == 0
@@ -82,8 +82,9 @@ class Generating:
     # ------------------------------------------------------------------------------------------------------ judging
 
     def judge(self, rows: Rows, first: int, following: Sequence[int]) -> Verdict:
-        """`rows` [n, vocabulary]: what the model says after the positions from `first` on; `following`: the tokens that
-        were computed after each but the last. Those behind the last token that was emitted are proposals."""
+        """Sample the next tokens. `rows` [n, vocabulary]: logits after the positions from `first` on; `following`: the
+        tokens that were computed after each position but the last. Those beyond the last emitted token are proposals.
+        """
         verdict = Verdict()
         generation, known = self.generation, len(self.tokens)
         if generation.prompt_logprobs:
@@ -106,7 +107,7 @@ class Generating:
         if generation.max_tokens == 0:
             verdict.ended = "length"
             return
-        # Proposals are judged one after the other, each as if the ones before had been emitted.
+        # Proposals are judged in order, each as if the ones before it had been emitted.
         history = copy.deepcopy(self.history) if len(rows) > 1 else self.history
         for place, row in enumerate(rows):
             mask = None if generation.constraint is None else generation.constraint.allowed()
@@ -128,7 +129,7 @@ class Generating:
     # ------------------------------------------------------------------------------------------------------ adopting
 
     def adopt(self, verdict: Verdict, hops: tuple[HopTiming, ...], cached_tokens: int) -> None:
-        """Give out what the verdict says."""
+        """Emit the verdict's tokens and log-probabilities."""
         self._prompt_logprobs += verdict.prompt_logprobs
         if not self.prompt_read and (verdict.tokens or verdict.ended is not None):
             self.prompt_read = True
@@ -174,7 +175,7 @@ class Generating:
             await self.aclose()
 
     async def aclose(self) -> None:
-        """Harmless when it is over."""
+        """Cancel the generation if it is not over."""
         if not self.finished:
             self.finish("cancelled")
             self._on_left(self.number)
@@ -191,7 +192,7 @@ class Embedding:
         self._count = 0
 
     def adopt(self, rows: Rows) -> None:
-        """Rows come once each, in order."""
+        """Add rows; they come in order, each once."""
         added = rows.sum(axis=0, dtype=np.float64)
         self._sum = added if self._sum is None else self._sum + added
         self._count += len(rows)

@@ -1,6 +1,6 @@
-"""Which tokens a generation has seen, and how often: what penalties are computed from. Decides nothing.
+"""Counts of the tokens that a generation has seen, from which penalties are computed.
 
-Neighbours: `sampling` reads it, the engine adds each emitted token.
+Neighbours: `sampling` reads the counts, the engine adds each emitted token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _ROOM = 64
 
 
 class History:
-    """Distinct tokens of prompt and answer; adding one takes constant time however long the text is."""
+    """Distinct tokens of prompt and answer. Adding a token takes constant time, whatever the text's length."""
 
     def __init__(self, prompt: Sequence[int] = ()) -> None:
         distinct = np.unique(np.asarray(prompt, dtype=np.int64))
@@ -24,7 +24,7 @@ class History:
         self.generated_tokens = 0
 
     def add(self, token: int) -> None:
-        """A token of the answer."""
+        """Add a token of the answer."""
         slot = self._slots.setdefault(token, len(self._slots))
         if slot == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
@@ -35,10 +35,10 @@ class History:
 
     @property
     def seen(self) -> NDArray[np.int64]:
-        """Distinct tokens of prompt and answer, in order of first sight; a view."""
+        """Distinct tokens of prompt and answer, in order of first occurrence; a view."""
         return self._ids[: len(self._slots)]
 
     @property
     def generated_counts(self) -> NDArray[np.int64]:
-        """How often each of `seen` is in the answer; a view."""
+        """How often each token of `seen` is in the answer; a view."""
         return self._counts[: len(self._slots)]

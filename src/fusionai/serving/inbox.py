@@ -1,7 +1,7 @@
-"""From what members of a serving job say to what its machine hears. Decides whether a member may say it.
+"""Turns messages from members of a serving job into events of its state machine, if the sender is entitled to them.
 
-A member speaks for stages that it runs, guards or was asked to load only. Neighbours: `serving.driver` passes messages
-on; `coordination.serving_events` are the events.
+A member may only report on stages that it runs, guards or was asked to load. Neighbours: `serving.driver` passes
+messages in; `coordination.serving_events` are the events.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fusionai.wire.messages import Fence
 def event_of(
     message: wire.Message, peer: PeerId, roles: ServingRoles, asked: Collection[tuple[Fence, int, str]]
 ) -> ServingEvent | None:
-    """None for what is of no interest to the machine. `asked`: (fence, stage, peer) of what was to be loaded; who was
-    asked may answer, also when a later plan without a round gave the stage to another. Raises `ExecutionError` for a
-    word in another's name."""
+    """Return the event for a message, None if the state machine needs none. `asked`: (fence, stage, peer) of load
+    requests; a peer that was asked may answer, even if a later plan without a new round gave the stage to another.
+    Raises `ExecutionError` if the message is about another peer's stage."""
     stage = getattr(message, "stage", None)
     known = () if stage is None else (roles.places.get(stage), roles.guards.get(stage))
     if stage is not None and peer not in known and (getattr(message, "fence", None), stage, peer) not in asked:
@@ -37,7 +37,7 @@ def event_of(
         case wire.Loaded(fence=fence):
             return events.StageLoaded(fence, peer, message.stage, message.cached)
         case wire.StageFailed(fence=fence, code="stale_fence"):
-            return None  # it is in a later round already
+            return None  # the peer is in a later round already
         case wire.StageFailed(fence=fence):
             reason = f"peer {short(peer)}: {message.reason}"
             return events.StageFailed(fence, peer, message.stage, reason, fatal=message.code == "bad_graph")

@@ -1,11 +1,11 @@
-"""What stages say they got and gave of a text, and whether a referee's word of it agrees: marks in, an opinion out.
+"""Compares what stages reported about a text with a referee's recomputation: marks in, an opinion out.
 
-Decides how far two marks of a row may be apart. Token by token and all at once, on one thread or two, in one framework
-or another, honest machines differ by rounding; each number format rounds as far as it does. Who is at fault is
-`coordination.verification`'s to say.
+Decides how far two marks of a row may differ. Honest machines differ by rounding, whether tokens are computed one by
+one or together, on one thread or several, in one framework or another; how much depends on the number format. Guilt is
+decided by `coordination.verification`.
 
-Neighbours: `serving.checking` brings the words; `execution.serving_marks` and `execution.serving_referee` make them;
-`training.inspection` does this for training.
+Neighbours: `serving.checking` collects the marks; `execution.serving_marks` and `execution.serving_referee` make them;
+`training.inspection` does the same for training.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fusionai.wire.messages import ServeOptions
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far marks may be from those they are held against, relative to these. `row`: of one row. `text`: of all rows
-    of a text together, their squares added. `gain`: by how much all rows together may be longer or shorter: rounding
-    has no direction, so this is known far better than rows are. `odd_rows`: part of a text's rows that are left out of
-    it: where rounding decides which expert computes a row, it is another row."""
+    """How far marks may differ from the reference, relative to the reference's length. `row`: one row. `text`: root of
+    the sum of squares over all rows of a text. `gain`: how much longer or shorter all rows together may be; rounding
+    has no direction, so this is known far more precisely than single rows. `odd_rows`: fraction of a text's rows that
+    is left out, because rounding can change which expert computes a row, and the row is then a different one."""
 
     row: float
     text: float
@@ -38,12 +38,12 @@ class Limits:
     odd_rows: float = 0.0
 
     def of(self, moved: float) -> Limits:
-        """For a stage that moves rows by so much of their size: what it rounds is what it adds."""
+        """Limits for a stage that changes rows by `moved` of their size, because it rounds only what it adds."""
         return replace(self, text=max(LEAST, self.text * moved))
 
 
 LEAST: Final = 1e-3
-"""No less is ever held against anybody."""
+"""Lower limit of `Limits.text`."""
 WEIGHTS: Final[Mapping[str, Limits]] = {
     "fp32": Limits(1e-3, 1e-3),
     "fp16": Limits(2e-2, 4e-3, 5e-3),
@@ -51,53 +51,56 @@ WEIGHTS: Final[Mapping[str, Limits]] = {
     "int8": Limits(0.15, 5e-2, 5e-3),
     "int4": Limits(0.15, 5e-2, 5e-3),
 }
-"""By the format of weights; products with packed ones round what they multiply."""
+"""Limits by format of the weights; products with quantised weights also round their other factor."""
 CACHE_ROW: Final[Mapping[str, float]] = {"fp32": 0.0, "fp16": 1e-3, "bf16": 3e-3}
-"""By the format of keys and values: a number on the border between two falls to either side."""
+"""Limit of a row by format of the KV cache: a value between two representable numbers can round either way."""
 ODD_ROWS: Final = 0.05
+"""`Limits.odd_rows` of stages where values decide what is computed."""
 FEW: Final = 16
-"""Of fewer rows the gain is not known well."""
+"""Rows below which the gain is not checked, because it is not known precisely enough."""
 
 
 def limits(options: ServeOptions, *, chooses: bool) -> Limits:
-    """`chooses`: numbers decide what is computed. Found by `benchmarks/verification.py --part serving`."""
+    """Limits for a stage. `chooses`: values decide what is computed. Measured with `benchmarks/verification.py --part
+    serving`."""
     known, row = WEIGHTS[options.weights], CACHE_ROW[options.cache]
     return Limits(max(known.row, row), max(known.text, row), known.gain, ODD_ROWS if chooses else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """Marks of all positions of a text that are compared, [positions, SIZE]; not numbers where nobody said anything."""
+    """Marks of all compared positions of a text, [positions, SIZE]; NaN where nothing was reported."""
 
     got: Marks
     gave: Marks
-    """As the stage said."""
+    """`got` and `gave`: the stage's report on its inputs and outputs."""
     seen: Marks
-    """As whoever got its rows said."""
+    """Report of the peer that received the stage's outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbours:
-    """Peer ids: whose rows the stage got, and who got its."""
+    """Peer ids: `before` sent the stage its inputs, `after` received its outputs."""
 
     before: str
     after: str
 
 
 def opinion(said: Words, again: Words, limits: Limits, neighbours: Neighbours, *, selected: bool) -> Opinion:
-    """`again`: the referee's. `selected`: only rows that were wanted left the stage, those that `said.seen` knows."""
+    """Compare the reports `said` with the referee's marks `again`. `selected`: only wanted rows left the stage, namely
+    those in `said.seen`."""
     there = ~_silent(said.seen)
     rows = there & ~_silent(again.seen) if selected else np.ones(len(said.seen), bool)
     if not selected and not there.all() and not _silent(again.seen)[~there].all():
-        return Opinion(void=f"{int((~there).sum())} of {len(there)} positions were not marked behind the stage")
+        return Opinion(void=f"the stage's receiver marked no rows of {int((~there).sum())} of {len(there)} positions")
     if not rows.any():
-        return Opinion(void="nothing that left the stage was marked behind it")
+        return Opinion(void="no row that left the stage was marked by its receiver")
     own: list[str] = []
     if (lacking := int((_silent(said.got) & ~_silent(again.got)).sum())) > 0:
-        own.append(f"it says nothing of {lacking} of {len(rows)} positions")
+        own.append(f"it reported nothing for {lacking} of {len(rows)} positions")
     elif found := _off(said.got, again.got, limits):
         return Opinion(inputs=frozenset({neighbours.before}), own=found)
-    # Of a text that was read anew in between, the stage behind still has rows that the stage gave the first time.
+    # If the text was read again in between, the receiver still has rows from the first reading.
     told = rows & ~_silent(said.gave) if selected else rows
     if found := _off(said.gave[told], again.gave[told], limits):
         own.append(f"activations of {found}")
@@ -107,7 +110,7 @@ def opinion(said: Words, again: Words, limits: Limits, neighbours: Neighbours, *
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """As `Limits` has them: the farthest row, all rows together, and how much larger they are."""
+    """Measured differences, in the terms of `Limits`."""
 
     row: float
     text: float
@@ -115,7 +118,7 @@ class Measured:
 
 
 def measured(said: Words, again: Words) -> Measured:
-    """Of what the stage gave, as it said itself; of rows that are there and numbers. For measurements."""
+    """Differences in the stage's outputs, over finite rows that both sides reported. For measurements."""
     there = np.isfinite(said.gave).all(axis=1) & np.isfinite(again.gave).all(axis=1)
     one, two = said.gave[there].astype(np.float64), again.gave[there].astype(np.float64)
     length = float(np.sum(two * two))
@@ -124,7 +127,7 @@ def measured(said: Words, again: Words) -> Measured:
 
 
 def _off(found: Marks, expected: Marks, limits: Limits) -> str:
-    """In words, where they are farther apart than may be; else empty."""
+    """Describe the difference if it is over the limits; empty otherwise."""
     apart = _apart(found, expected)
     spared = np.argsort(apart)[len(apart) - int(limits.odd_rows * len(apart)) :]
     kept = np.ones(len(apart), bool)
@@ -132,7 +135,7 @@ def _off(found: Marks, expected: Marks, limits: Limits) -> str:
     off = kept & (apart > limits.row)
     if off.any():
         most = apart[off].max()
-        by = f"differ by up to {most:.2g} of their size" if np.isfinite(most) else "are not there or no numbers"
+        by = f"differ by up to {most:.2g} of their size" if np.isfinite(most) else "are missing or not finite"
         return f"{int(off.sum())} of {len(apart)} positions {by}"
     one, two = (part[kept & np.isfinite(expected).all(axis=1)].astype(np.float64) for part in (found, expected))
     length = float(np.sum(two * two))
@@ -148,7 +151,7 @@ def _off(found: Marks, expected: Marks, limits: Limits) -> str:
 
 
 def _apart(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Of each row, the distance of two marks by the length of the second. What is no number in both is equal."""
+    """For each row, the distance of two marks relative to the second one's length; 0 if neither is finite."""
     one, two = found.astype(np.float64), expected.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         distance = np.linalg.norm(one - two, axis=1)
@@ -164,7 +167,7 @@ def _silent(marks: Marks) -> npt.NDArray[np.bool_]:
 
 
 def marks_of(tensor: HostTensor | None, positions: int) -> Marks | None:
-    """None for what is no marks of so many positions."""
+    """Read marks from a tensor; None if it is not float32 of shape [positions, SIZE]."""
     if tensor is None or (tensor.dtype, tensor.shape) != ("float32", (positions, SIZE)):
         return None
     return np.frombuffer(tensor.data, np.float32).reshape(positions, SIZE)

@@ -1,7 +1,7 @@
-"""What a serving engine offers to whoever asks for tokens: the gateway, the terminal chat, tests. Decides names only.
+"""The interface of a serving engine, as the gateway, the terminal chat and tests use it.
 
-Tokens in, tokens out: text, templates and stop strings are `serving.text`'s; HTTP is the gateway's. Everything happens
-on one event loop. Neighbours: `serving.engine` implements it over the pool.
+Tokens in, tokens out: text, templates and stop strings are in `serving.text`, HTTP is in the gateway. Everything runs
+on one event loop. Neighbours: `serving.engine` implements the interface over the pool.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from fusionai.primitives.errors import FusionError
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "failed"]
 """`stop`: a stop token or the end of a constraint; `deadline`: `Generation.deadline_s` has passed; `failed`: an error,
-said in `Finished.detail`."""
+described in `Finished.detail`."""
 
 
 class EngineBusy(FusionError):
-    """No room now: try again after `retry_after_s`."""
+    """The queue is full; try again after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -26,19 +26,21 @@ class EngineBusy(FusionError):
 
 
 class PromptTooLong(FusionError):
-    """The prompt and what is asked for can't ever fit."""
+    """The prompt and the requested tokens don't fit, however long the client waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the next token is chosen. Applied in this order: bias, penalties, temperature, top_k, min_p, top_p.
 
-    `temperature` 0: the best token, ties to the smallest id. The draw of position n depends on (`seed`, n) alone."""
+    With `temperature` 0 the best token is chosen, the smallest id among equals. The random draw for position n depends
+    only on (`seed`, n).
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: all."""
+    """0: no limit."""
     min_p: float = 0.0
     seed: int = 0
     presence_penalty: float = 0.0
@@ -48,27 +50,28 @@ class Sampling:
 
 
 class Constraint(Protocol):
-    """What may come next, e.g. by a JSON schema (`serving.constraint`). One per generation, stateful."""
+    """Which tokens may come next, e.g. by a JSON schema (`serving.constraint`). Stateful: one object per generation."""
 
     def allowed(self) -> memoryview:
-        """Bit mask over the vocabulary, little-endian bits in uint32 words; at least one is set until `finished`."""
+        """Bit mask over the vocabulary, little-endian bits in uint32 words; at least one bit is set until `finished` is
+        true."""
         ...
 
     def accept(self, token: int) -> None:
-        """The token that was chosen. Raises `ExecutionError` for one that was not allowed."""
+        """Advance by the chosen token. Raises `ExecutionError` if the token was not allowed."""
         ...
 
     @property
     def finished(self) -> bool:
-        """Nothing but a stop token may follow."""
+        """True if only a stop token may follow."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """A request for tokens. `stop_tokens` end it and are not given out. `scope` separates prefix caches: whoever has
-    another one shares nothing, not even timing, with this. `logprobs`: how many of the best tokens to tell, None: no
-    log-probabilities at all. `deadline_s`: from submission."""
+    """A request for tokens. `stop_tokens` end the answer and are not part of it. `scope` separates prefix caches:
+    requests of different scopes share no cache entry, so that timing reveals nothing across them. `logprobs`: number of
+    best tokens to report at each position; None: no log-probabilities at all. `deadline_s` counts from submission."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -79,35 +82,35 @@ class Generation:
     constraint: Constraint | None = None
     deadline_s: float | None = None
     adapter: str | None = None
-    """The adapter it goes through; None: the model as it is."""
+    """Name of the adapter to apply; None: the base model."""
     prompt_logprobs: bool = False
-    """Tell those of the prompt too (`echo` of completions)."""
+    """Report log-probabilities of the prompt's tokens too (`echo` in completions)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     token: int
     logprob: float
-    """Natural logarithm, of the distribution before sampling changed it."""
+    """Natural logarithm, from the distribution before sampling options are applied."""
     top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class HopTiming:
-    """One machine's part in one token. `peer`: its name."""
+    """One machine's part in one token. `peer` is the machine's name."""
 
     stage: int
     peer: str
     queued_s: float
     compute_s: float
     transfer_s: float
-    """From the end of the hop before to the start of this one's wait, clock offsets taken out; what could not be told
-    apart is here."""
+    """From the end of the previous hop until this hop starts to queue, with clock offsets removed. Includes all time
+    that can't be attributed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """One token. `index` counts from 0; an index comes once and in order, whatever happens to the machines."""
+    """One token. `index` counts from 0; each index comes once and in order, even if machines are lost."""
 
     index: int
     token: int
@@ -117,7 +120,8 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class PromptRead:
-    """The prompt is in the caches; comes before the first token. `cached_tokens`: of the prompt, known from before."""
+    """The prompt is in the KV caches; comes before the first token. `cached_tokens`: the prompt's tokens that came from
+    the prefix cache."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -126,7 +130,8 @@ class PromptRead:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The generation waits: a machine was lost (`recovering`) or nobody is there to go on (`waiting`)."""
+    """The generation pauses because a machine was lost: it is being replaced (`recovering`), or no machine of the pool
+    can replace it (`waiting`). `running` ends the pause."""
 
     state: Literal["recovering", "waiting", "running"]
     detail: str
@@ -134,7 +139,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Comes last, exactly once."""
+    """The last event, sent exactly once."""
 
     reason: FinishReason
     detail: str = ""
@@ -144,7 +149,7 @@ StreamEvent = PromptRead | Emitted | Held | Finished
 
 
 class TokenStream(Protocol):
-    """An open generation. Leaving it (`aclose`) cancels: its pages are free at once."""
+    """An open generation. `aclose` cancels it and frees its KV cache pages at once."""
 
     def __aiter__(self) -> AsyncIterator[StreamEvent]: ...
 
@@ -159,14 +164,15 @@ class StageStatus:
     blocks: tuple[int, int]
     state: Literal["running", "loading", "rebuilding", "lost"]
     spare: str = ""
-    """Name of the machine that stands by for it."""
+    """Name of the machine that stands by for this stage."""
     resident_bytes: int = 0
     mean_compute_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class FaultNote:
-    """A line of the story: when (seconds since 1970), what, how long until tokens flowed again."""
+    """An entry of the fault log: time in seconds since 1970, what happened, seconds until tokens flowed again (None:
+    still open, or no token was delayed)."""
 
     at_s: float
     text: str
@@ -175,7 +181,7 @@ class FaultNote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """`state`: `ready` only after a probe token has crossed all stages and matched."""
+    """`state` is `ready` only after a probe has crossed all stages and its result matched."""
 
     state: Literal["starting", "ready", "recovering", "waiting", "stopped"]
     detail: str = ""
@@ -186,7 +192,7 @@ class EngineStatus:
     pages: int = 0
     pages_free: int = 0
     tokens_per_s: float = 0.0
-    """Over the last ten seconds."""
+    """Mean over the last ten seconds."""
     emitted_tokens: int = 0
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -198,23 +204,24 @@ class EngineStatus:
 
 
 class Engine(Protocol):
-    """See the module."""
+    """Accepts generations and reports its status."""
 
     vocabulary: int
     context_tokens: int
-    """Longest prompt plus answer."""
+    """Upper limit of prompt plus answer."""
     stop_tokens: frozenset[int]
-    """The model's own."""
+    """The model's own stop tokens."""
 
     def submit(self, generation: Generation) -> TokenStream:
-        """Raises `EngineBusy`, `PromptTooLong`, `ExecutionError` (a token outside the vocabulary, an unknown
-        adapter)."""
+        """Start a generation. Raises `EngineBusy`, `PromptTooLong`, `ExecutionError` (a token outside the vocabulary,
+        an unknown adapter)."""
         ...
 
     async def embed(
         self, prompts: Sequence[Sequence[int]], scope: str, adapter: str | None = None
     ) -> list[list[float]]:
-        """Mean of the last hidden states over each prompt's positions, of Euclidean length 1. Raises as `submit`."""
+        """Mean of the last hidden states over each prompt's positions, scaled to Euclidean length 1. Raises the errors
+        of `submit`."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What a serving job is, whoever runs it: frozen, complete, and enough to start its engine.
+"""The definition of a serving job: immutable, complete, and sufficient to start its engine.
 
 Neighbours: `client.serve` builds it from a model, `serving.deployment` cuts it for a plan, `serving.engine` runs it.
 """
@@ -17,36 +17,37 @@ from fusionai.wire.messages import ServeOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingJob:
-    """`graph`: the captured one, loss and all (the engine cuts it away). Block numbers in plans are the graph's."""
+    """`graph`: the captured graph with its loss, which the engine removes. Block numbers in plans refer to this
+    graph."""
 
     job: JobId
     owner: PeerId
     model: str
-    """What people call it."""
+    """The model's name, for people."""
     graph: Graph
     options: ServeOptions
     weights: ModelWeights
-    """Of every `ParamSpec.key` that the graph without its loss reads (`serving.graph.weight_keys`)."""
+    """Has every `ParamSpec.key` that the graph without its loss reads (`serving.graph.weight_keys`)."""
     vocabulary: int
     context_tokens: int
-    """Longest prompt plus answer."""
+    """Upper limit of prompt plus answer."""
     stop_tokens: frozenset[int] = frozenset()
     adapters: tuple[str, ...] = ()
-    """Names of the adapters beside it, in the order of their numbers."""
+    """Names of the adapters; an adapter's number is its place here plus 1."""
     prefix_cache: bool = True
-    """Off where layers have windows: their rings are per session."""
+    """Must be off for layers with a window: their ring buffers belong to one session."""
     in_flight: int = 0
-    """Passes under way at a time; 0: as many as machines have stages."""
+    """Number of passes in flight; 0: as many as there are machines with stages."""
     queue: int = 256
-    """Generations that may wait for a place."""
+    """Number of generations that may wait for a place."""
     speculate: Speculate = "off"
-    """How many guesses passes carry."""
+    """Number of guesses in a pass."""
     secret: bytes = b""
-    """32 bytes that no peer learns, by which spot checks are drawn and marks made; empty: nothing is checked."""
+    """32 bytes that no peer learns; spot checks are drawn and marks keyed from them. Empty: no spot checks."""
     chunk_tokens: int = 256
-    """Prompts are read in pieces of so many positions at most."""
+    """Largest number of positions of a prompt in one pass."""
     tile_tokens: int | None = None
-    """What lengths of pieces are multiples of, as stages' times suggest; None: all pieces are as long as may be. For
-    stages whose bits do not depend on it."""
+    """If set, the length of a prompt's chunks is a multiple of this, chosen by the measured times of stages. For stages
+    whose bits do not depend on a chunk's length. None: every chunk is as long as possible."""
     balance_tokens: float = inf
-    """Positions that attention must look at for one position to take twice the operations."""
+    """Number of attended positions at which one position takes twice the operations."""

@@ -1,11 +1,9 @@
-"""Log-probabilities of tokens, of the distribution as the model gave it. Decides which of the others are told.
+"""Log-probabilities of tokens under the model's own distribution, and which other tokens are reported with them.
 
-Neighbours: the engine calls it with the logits `sampling` chose from, before anything changed them.
+Neighbours: the engine calls it with the logits that `sampling` chose from, before sampling options change them.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +12,11 @@ from fusionai.serving.interface import TokenLogprob
 
 
 def token_logprob(logits: NDArray[np.float32], token: int, top: int) -> TokenLogprob:
-    """Of `token` and the `top` best ones, best first, ties by the smaller id. `logits`: [vocabulary].
+    """Log-probability of `token` and of the `top` best tokens, best first, ties by the smaller id. `logits`:
+    [vocabulary].
 
-    Sums in float64. The value of a token the model rules out is -inf."""
+    Sums in float64. A token that the model rules out has -inf.
+    """
     best = float(logits.max())
     weights = logits.astype(np.float64)
     weights -= best
@@ -26,17 +26,11 @@ def token_logprob(logits: NDArray[np.float32], token: int, top: int) -> TokenLog
     return TokenLogprob(token, float(logits[token]) - level, tuple((n, float(logits[n]) - level) for n in ids))
 
 
-def prompt_logprobs(logits: NDArray[np.float32], prompt: Sequence[int], top: int) -> tuple[TokenLogprob, ...]:
-    """Of every token of `prompt` but the first, before which nothing stands. `logits`: [positions, vocabulary], row i
-    being what the model says after token i."""
-    return tuple(token_logprob(logits[row], token, top) for row, token in enumerate(prompt[1:]))
-
-
 def _best(logits: NDArray[np.float32], count: int) -> list[int]:
     if count <= 0:
         return []
     place = len(logits) - count
     border = np.partition(logits, place)[place]
-    # All that are as good as the last one: which of them the partition put first says nothing.
+    # All tokens as good as the last one, because the order of equals in a partition is arbitrary.
     ids = np.flatnonzero(logits >= border)
     return ids[np.argsort(-logits[ids], kind="stable")][:count].tolist()

@@ -1,6 +1,6 @@
-"""What turns requests into tokens and tokens into answers, for one model. Decides which of a model's files say what.
+"""Turns requests into tokens and tokens into answers, for one model. Decides which of the model's files define what.
 
-Neighbours: the gateway and the terminal chat use it; `text`, `corpus.templates`, `tools`, `constraint` do the work.
+Neighbours: the gateway and the terminal chat use it; `text`, `corpus.templates`, `tools` and `constraint` do the work.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fusionai.serving.tools import ToolForm, tool_form
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelText:
-    """`tool_template`: the one for conversations with tools, where the model has two. `stop_tokens`: after any of them
-    an answer is over. `sampling`: what the model's makers advise, for what a request does not say."""
+    """`tool_template`: the template for conversations with tools, if the model has two. `stop_tokens`: tokens that end
+    an answer. `sampling`: the model makers' recommended values for options that a request leaves out."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
     tool_template: ChatTemplate
     tool_form: ToolForm | None
-    """None: the model knows no tools, or calls them in a form not known here."""
+    """None: the model knows no tools, or calls them in an unknown form."""
     stop_tokens: frozenset[int]
     sampling: Sampling
 
     @classmethod
     def load(cls, directory: Path) -> ModelText:
-        """Of a directory in Hugging Face layout. Raises `ModelError`."""
+        """Load from a directory in Hugging Face layout. Raises `ModelError`."""
         tokenizer = Tokenizer.load(directory)
         config = read_json(directory / "config.json")
         generation = read_json(directory / "generation_config.json")
@@ -50,7 +50,7 @@ class ModelText:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings of every chat: without a template the model goes on with the next speaker."""
+        """Stop strings of every chat; without a template the model would continue with the next speaker's text."""
         return PLAIN_STOPS if self.template.is_plain else ()
 
     def chat_tokens(
@@ -63,7 +63,7 @@ class ModelText:
         variables: Mapping[str, Any] | None = None,
         trusted: bool = False,
     ) -> tuple[int, ...]:
-        """The prompt of a conversation. Where it is not `trusted`, names of special tokens in it are mere text. Raises
+        """The prompt for a conversation. If not `trusted`, names of special tokens in it are plain text. Raises
         `ConversationError`."""
         template = self.tool_template if tools else self.template
         special = () if trusted else [text for text, token in self.tokenizer.added.items() if self._is_special(token)]
@@ -78,13 +78,14 @@ class ModelText:
         return tuple(self._encoded(pieces))
 
     def text_tokens(self, text: str) -> tuple[int, ...]:
-        """The prompt of a text to go on with."""
+        """The prompt for a text to be continued."""
         return tuple(self.tokenizer.encode(text, framed=True))
 
     def decoder(
         self, *, stops: Sequence[str] = (), after: Sequence[int] = (), tools: bool = False, special: bool = False
     ) -> Decoder:
-        """For one answer. `tools`: what announces a tool call stays in the text; `special`: every special token."""
+        """Decoder for one answer. `tools`: keep the marks that announce a tool call in the text; `special`: keep all
+        special tokens."""
         shown = self.tokenizer.special_ids if special else frozenset[int]()
         if tools and self.tool_form is not None:
             shown |= {self.tokenizer.added[mark] for mark in self.tool_form.marks if mark in self.tokenizer.added}
@@ -104,7 +105,7 @@ class ModelText:
 
 
 def _templates(directory: Path, tokenizer: Tokenizer) -> tuple[ChatTemplate, ChatTemplate]:
-    """For conversations without and with tools."""
+    """Templates for conversations without and with tools."""
     texts: dict[str, str] = {}
     for name, file in (
         ("default", directory / "chat_template.jinja"),
@@ -119,7 +120,7 @@ def _templates(directory: Path, tokenizer: Tokenizer) -> tuple[ChatTemplate, Cha
 
 
 def _stop_tokens(tokenizer: Tokenizer, generation: dict[str, Any], config: dict[str, Any]) -> frozenset[int]:
-    """What `generate` would stop at, and the tokenizer's own end of text."""
+    """The tokens at which `generate` would stop, and the tokenizer's own end of text."""
     inner = config.get("text_config")
     sources = (generation, config, inner if isinstance(inner, dict) else {})
     told = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), None)

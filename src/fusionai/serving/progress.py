@@ -1,7 +1,4 @@
-"""What a serving engine tells whoever started it. Decides names only.
-
-Neighbours: `serving.engine` tells, `client.serve` shows.
-"""
+"""Progress events of a serving engine. Neighbours: `serving.engine` emits them, `client.serve` shows them."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from fusionai.serving.interface import FaultNote
 
 @dataclass(frozen=True, slots=True)
 class StageLoading:
-    """How far a machine is with its weights."""
+    """How much of its weights a machine has loaded."""
 
     stage: int
     peer: str
@@ -24,7 +21,8 @@ class StageLoading:
 
 @dataclass(frozen=True, slots=True)
 class StageLoaded:
-    """`fetched_bytes`: by peer id it came from; what lay there already is not in it."""
+    """`fetched_bytes`: bytes fetched, by the source's peer id; weights that the machine already had are not
+    included."""
 
     stage: int
     peer: str
@@ -35,7 +33,7 @@ class StageLoaded:
 
 @dataclass(frozen=True, slots=True)
 class SourceRefused:
-    """`source` sent `receiver` wrong bytes of a tensor."""
+    """`source` sent `receiver` wrong bytes for a tensor."""
 
     source: str
     receiver: str
@@ -44,7 +42,7 @@ class SourceRefused:
 
 @dataclass(frozen=True, slots=True)
 class EngineReady:
-    """A probe token has crossed all stages, twice with the same bits; again after each recovery."""
+    """A probe has crossed all stages twice with the same bits. Sent again after each recovery."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +53,15 @@ class PlanChanged:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Nobody is there to go on."""
+    """No machine of the pool can continue the job."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What came of a check. A task is a pass of a text through a stage; `tasks`: of all guarded stages so far."""
+    """Outcome of a spot check. A task is one pass of a text through a stage; `tasks` counts those of all guarded stages
+    so far."""
 
     stage: int
     peer: str
@@ -75,7 +74,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A line of the story; once when something is lost, once more (with the gap) when tokens flow again."""
+    """An entry of the fault log. Sent when the fault happens, and again with the gap when tokens flow again."""
 
     note: FaultNote
 

@@ -1,8 +1,8 @@
-"""Guesses of the next tokens, which the pool checks in one pass. Decides what they are and how many pay off.
+"""Guesses of the next tokens, which the pool verifies in one pass. Decides what they are and how many pay off.
 
-What is emitted is what plain decoding emits, token by token: each position draws its own number, and a guess counts
-only where it is the token drawn (Leviathan et al. 2023 with draws in common). Neighbours: `speculating` asks for them,
-`generating` judges them; `draft` is another `Proposer`, a small model.
+The emitted tokens are those of plain decoding: each position draws its own random number, and a guess is accepted only
+if it is the token drawn (Leviathan et al. 2023, with shared random numbers). Neighbours: `speculating` requests
+guesses; `generating` judges them; `draft` is another `Proposer`, a small model.
 """
 
 from __future__ import annotations
@@ -14,32 +14,34 @@ from typing import Final, Protocol
 from fusionai.serving.interface import Sampling
 
 MOST: Final = 8
+"""Upper limit of guesses per session and pass, if the number is chosen by gain (chosen)."""
 _SHORTEST, _LONGEST = 2, 4
 _MEMORY: Final = 0.98
-"""What an observation still weighs after the next: about the last fifty count."""
+"""Weight of the former observations when one is added: about the last fifty count."""
 _PRIOR_TRIALS: Final = 2.0
+"""Weight of the expected rate before observations, in guesses (chosen)."""
 _MARGIN: Final = 1.03
-"""A predicted gain smaller than this is noise."""
+"""Least predicted gain for which guesses are sent; smaller ones are noise."""
 
 
 Guesses = Mapping[int, tuple[int, ...]]
-"""Session -> the tokens that may follow its last one."""
+"""Session -> tokens that may follow its last one."""
 
 
 class Proposer(Protocol):
-    """Follows sessions and guesses how they go on. Sessions it does not know are ignored."""
+    """Follows sessions and guesses how they continue. Unknown sessions are ignored."""
 
     def begin(self, session: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """`sampling`: what the answer's tokens are drawn by, for whoever can draw as well."""
+        """Follow a session. `sampling`: how its tokens are drawn, for a proposer that draws as well."""
         ...
 
     def extend(self, session: int, tokens: Sequence[int]) -> None:
-        """Emitted tokens: never taken back."""
+        """Append emitted tokens, which are never taken back."""
         ...
 
     def propose(self, wanted: Mapping[int, int]) -> Guesses | asyncio.Future[Guesses]:
-        """At most so many tokens for each session; those with no guess are left out. At once, or later where a model
-        guesses: for all of them together, off the event loop."""
+        """Guess at most the wanted number of tokens for each session; sessions without a guess are left out. Returns
+        the guesses, or a future if a model has to compute them, for all sessions together and off the event loop."""
         ...
 
     def end(self, session: int) -> None: ...
@@ -48,7 +50,8 @@ class Proposer(Protocol):
 
 
 class NgramProposer:
-    """What came after the same two to four tokens the last time, in prompt or answer (prompt lookup, Saxena 2023)."""
+    """Guesses what followed the last time after the same two to four tokens, in prompt or answer (prompt lookup, Saxena
+    2023)."""
 
     def __init__(self) -> None:
         self._texts: dict[int, _Text] = {}
@@ -82,7 +85,7 @@ class NgramProposer:
 
 
 class _Text:
-    """Tokens, and where each run of two to four of them was followed by something, the last time."""
+    """Tokens, and the place after the last occurrence of each run of two to four of them."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -100,25 +103,25 @@ class _Text:
         for length in range(min(_LONGEST, len(known)), _SHORTEST - 1, -1):
             at = self._after.get(tuple(known[-length:]))
             if at is not None:
-                # Beyond the end what was guessed goes on: a text that repeats itself repeats its repetition.
+                # Beyond the end of the text, the guess continues with itself, as repetitions tend to go on.
                 period = len(known) - at
                 return tuple(known[at + place % period] for place in range(count))
         return ()
 
 
 class Acceptance:
-    """How often a guess holds, those before it having held; of late. A guess that was not sent counts as well: the
-    token that came tells whether it would have held."""
+    """Moving rate at which a guess holds if those before it held. A guess that was not sent counts too, because the
+    emitted token shows whether it would have held."""
 
     def __init__(self, expected: float = 0.5) -> None:
-        """`expected`: before anything is known."""
+        """`expected`: rate before anything was observed."""
         self._held = expected * _PRIOR_TRIALS
         self._trials = _PRIOR_TRIALS
         self.tried, self.held = 0, 0
-        """Of all so far: guesses that were looked at, those that held."""
+        """Totals: guesses that were judged, and those that held."""
 
     def observe(self, proposals: Sequence[int], emitted: Sequence[int]) -> None:
-        """Guesses and what came in their place; of either may be more."""
+        """Compare guesses with the tokens that came in their place; the lengths may differ."""
         for guess, token in zip(proposals, emitted, strict=False):
             self._held = self._held * _MEMORY + (guess == token)
             self._trials = self._trials * _MEMORY + 1
@@ -129,18 +132,18 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """From 0 to 1."""
+        """Between 0 and 1."""
         return self._held / self._trials
 
 
 class PassTimes:
-    """How long a pass takes by its rows: a line through the last passes, decoding ones."""
+    """Duration of a pass as a line over its number of rows, fitted to the last decoding passes."""
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
 
     def observe(self, rows: int, seconds: float) -> None:
-        """One pass."""
+        """Add a pass."""
         self._weight = self._weight * _MEMORY + 1
         self._rows = self._rows * _MEMORY + rows
         self._seconds = self._seconds * _MEMORY + seconds
@@ -148,7 +151,8 @@ class PassTimes:
         self._products = self._products * _MEMORY + rows * seconds
 
     def predict(self, rows: int) -> float | None:
-        """None before the first pass. With one size seen, others are taken to last as long: a try will tell."""
+        """Predicted duration; None before the first pass. If only one size was seen, other sizes are predicted to take
+        as long, and trying them corrects that."""
         if self._weight == 0:
             return None
         mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight
@@ -161,15 +165,18 @@ class PassTimes:
 
 
 def expected_tokens(rate: float, count: float) -> float:
-    """Per pass with `count` guesses of which each holds with probability `rate` (Leviathan et al. 2023, equation 1)."""
+    """Expected tokens per pass with `count` guesses, each of which holds with probability `rate` (Leviathan et al.
+    2023, equation 1)."""
     return count + 1.0 if rate >= 1 else (1 - rate ** (count + 1)) / (1 - rate)
 
 
 def best_count(rate: float, times: PassTimes, *, rows: int = 1, most: int = MOST, guess_s: float = 0.0) -> int:
-    """How many guesses to send for one session: as yields most tokens per second of all that share the pass.
+    """Number of guesses for one session that gives the most tokens per second over all sessions of the pass; 0 if no
+    gain is predicted.
 
-    `rows`: of the pass without them, one of which is this session's. `guess_s`: what making one takes, before the pass
-    can go. 0 where no gain is predicted."""
+    `rows`: rows of the pass without guesses, one of which is this session's. `guess_s`: time to make one guess, which
+    delays the pass.
+    """
     alone_s = times.predict(rows)
     if alone_s is None:
         return 0

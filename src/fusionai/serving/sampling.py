@@ -1,13 +1,12 @@
-"""The next token from a row of logits. Decides it, reproducibly: nothing of the batch, the clock or the machine enters.
+"""Choose the next token from a row of logits, reproducibly: batch, clock and machine have no influence.
 
-A draw is a pure function of (seed, position). Tokens are laid along [0, 1) in order of their ids, so that logits that
-differ in their last bits move the borders a little and reorder nothing. Neighbours: `interface.Sampling` says what is
-wanted, `history` holds what penalties need, `logprobs` tells probabilities, `proposing` verifies proposals by it.
+A draw is a pure function of (seed, position). Tokens are laid along [0, 1) in order of their ids, so that a difference
+in the last bits of logits moves the borders a little and reorders nothing. Neighbours: `interface.Sampling` has the
+options, `history` the counts for penalties, `logprobs` the probabilities; `proposing` verifies proposals with this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, Literal
 
 import numpy as np
@@ -19,6 +18,7 @@ from fusionai.serving.interface import Sampling
 
 _WORD: Final = 2**64
 _BLOCK: Final = 1024
+"""Entries in a block of the two-level running sum."""
 
 
 def choose(
@@ -28,10 +28,10 @@ def choose(
     position: int,
     mask: memoryview | None = None,
 ) -> int:
-    """The token at `position` (any number that counts the answer's tokens up).
+    """Return the token for `position` (any number that counts up with the answer's tokens).
 
-    `logits`: [vocabulary]. `mask`: as `Constraint.allowed`; what it does not reach is forbidden. Raises
-    `ExecutionError` on logits that are no numbers, a biased token outside the vocabulary, and where all is forbidden.
+    `logits`: [vocabulary]. `mask`: as `Constraint.allowed`; tokens beyond its end are forbidden. Raises
+    `ExecutionError` if logits are not finite, a biased token is outside the vocabulary, or every token is forbidden.
     """
     _check(logits, int(logits.argmax()))
     scores = _adjusted(logits, sampling, history, mask)
@@ -45,34 +45,10 @@ def choose(
     return place if ids is None else int(ids[place])
 
 
-def choose_rows(
-    logits: NDArray[np.float32],
-    samplings: Sequence[Sampling],
-    histories: Sequence[History],
-    positions: Sequence[int],
-    masks: Sequence[memoryview | None] | None = None,
-) -> list[int]:
-    """As `choose` for each row of `logits` [rows, vocabulary]; the same tokens as one by one."""
-    masks = masks or [None] * len(samplings)
-    best = logits.argmax(axis=1)
-    tokens: list[int] = []
-    for row, (sampling, history, position, mask) in enumerate(zip(samplings, histories, positions, masks, strict=True)):
-        if mask is None and _is_plain_greedy(sampling):
-            _check(logits[row], int(best[row]))
-            tokens.append(int(best[row]))
-        else:
-            tokens.append(choose(logits[row], sampling, history, position, mask))
-    return tokens
-
-
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1), of (seed, position) alone: 53 bits of Philox4x64-10 (Salmon et al. 2011)."""
+    """A number in [0, 1) that depends only on (seed, position): 53 bits of Philox4x64-10 (Salmon et al. 2011)."""
     key = np.array([seed % _WORD, position % _WORD], dtype=np.uint64)
     return (int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
-
-
-def _is_plain_greedy(sampling: Sampling) -> bool:
-    return sampling.temperature == 0 and not sampling.logit_bias and not _penalises(sampling)
 
 
 def _penalises(sampling: Sampling) -> bool:
@@ -80,7 +56,7 @@ def _penalises(sampling: Sampling) -> bool:
 
 
 def _check(logits: NDArray[np.float32], best: int) -> None:
-    """`best`: where numpy finds the maximum; a NaN counts as one, so looking there is enough."""
+    """Raise `ExecutionError` for unusable logits. `best`: numpy's argmax; argmax finds a NaN, so one look is enough."""
     value = float(logits[best])
     if np.isnan(value) or value == np.inf:
         raise ExecutionError(
@@ -94,7 +70,7 @@ def _check(logits: NDArray[np.float32], best: int) -> None:
 def _adjusted(
     logits: NDArray[np.float32], sampling: Sampling, history: History, mask: memoryview | None
 ) -> NDArray[np.float32]:
-    """With bias, penalties and mask; a copy where anything changes."""
+    """Scores with bias, penalties and mask applied; a copy if anything changes."""
     if not sampling.logit_bias and not _penalises(sampling) and mask is None:
         return logits
     scores = logits.astype(np.float32, copy=True)
@@ -111,7 +87,7 @@ def _adjusted(
 
 
 def _penalise(scores: NDArray[np.float32], sampling: Sampling, history: History) -> None:
-    """Repetition (Keskar et al. 2019) counts the prompt too; presence and frequency count the answer alone."""
+    """The repetition penalty (Keskar et al. 2019) counts the prompt too; presence and frequency only the answer."""
     known = history.seen < len(scores)
     seen = history.seen[known]
     counts = history.generated_counts[known]
@@ -125,22 +101,22 @@ def _penalise(scores: NDArray[np.float32], sampling: Sampling, history: History)
 def _weights(
     scores: NDArray[np.float32], best: int, sampling: Sampling
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
-    """Of the tokens that temperature, top_k, min_p and top_p leave; 0 for others, 1 for the best. Of all tokens, or of
-    those with the ids given, ascending."""
+    """Unnormalised probabilities after temperature, top_k, min_p and top_p: 1 for the best token, 0 for excluded ones.
+    Returns (token ids ascending, their weights); ids None: one weight for each token."""
     ids = None
     kept = scores
     if 0 < sampling.top_k < len(scores):
         place = len(scores) - sampling.top_k
         ids = np.flatnonzero(_within(scores, np.partition(scores, place)[place], sampling.top_k))
         kept = scores[ids]
-    # In place: at a vocabulary's size, getting memory takes as long as computing.
+    # In place, because for a whole vocabulary allocation takes as long as the computation.
     weights = kept.astype(np.float64)
     weights -= float(scores[best])
-    with np.errstate(over="ignore"):  # the smallest temperatures leave only the best
+    with np.errstate(over="ignore"):  # overflows at the smallest temperatures, where only the best token remains
         weights /= sampling.temperature
     np.exp(weights, out=weights)
     if sampling.min_p > 0:
-        # A `min_p` of 1 or more still leaves the best.
+        # Limited to 1, so that the best token always remains.
         weights *= weights >= min(sampling.min_p, 1.0)
     if sampling.top_p < 1:
         weights *= _heaviest(weights, sampling.top_p)
@@ -148,10 +124,10 @@ def _weights(
 
 
 def _heaviest(weights: NDArray[np.float64], share: float) -> NDArray[np.bool_]:
-    """Which entries are the fewest that together have `share` of the weight; at least one."""
+    """Mask of the smallest set of entries with at least `share` of the total weight; at least one entry."""
     total = float(weights.sum())
-    # Those lighter than this are not needed, even all of them together. Where that leaves many, taking them out would
-    # last longer than sorting the rest along.
+    # Entries below this bound are not needed, because even all of them together weigh too little. They are removed
+    # before sorting only if few remain; otherwise the removal would take longer than sorting everything.
     needed = weights >= max(0.0, 1 - share) * total / len(weights)
     ordered = np.sort(weights[needed] if np.count_nonzero(needed) * 8 < len(weights) else weights)
     descending = np.ascontiguousarray(ordered[::-1])
@@ -160,7 +136,7 @@ def _heaviest(weights: NDArray[np.float64], share: float) -> NDArray[np.bool_]:
 
 
 def _within(values: NDArray[np.float32] | NDArray[np.float64], border: np.floating, count: int) -> NDArray[np.bool_]:
-    """Which `count` entries are the largest, `border` being the smallest of them: of equal ones the first."""
+    """Mask of the `count` largest entries, of which `border` is the smallest; among equal entries the first ones."""
     chosen = values >= border
     surplus = int(np.count_nonzero(chosen)) - count
     if surplus > 0:
@@ -169,17 +145,17 @@ def _within(values: NDArray[np.float32] | NDArray[np.float64], border: np.floati
 
 
 def _drawn(weights: NDArray[np.float64], draw: float) -> int:
-    """The entry where `draw` falls when weights are laid end to end; one of weight 0 is never it."""
+    """The entry in which `draw` falls if weights are laid end to end; never an entry with weight 0."""
     place = _reached(weights, draw * float(weights.sum()), "right")
     if place < len(weights) and weights[place] > 0:
         return place
-    # Rounding: the sum in another order is a little more.
+    # Rounding: summed in another order, the total can be a little larger than here.
     return int(np.flatnonzero(weights[: place + 1])[-1])
 
 
 def _reached(values: NDArray[np.float64], target: float, side: Literal["left", "right"]) -> int:
-    """The first entry at which the sum so far reaches `target` (`right`: exceeds it); their number where none does."""
-    # The block first: adding up a hundred thousand numbers one after the other is what would take longest.
+    """Index of the first entry at which the running sum reaches `target` (`right`: exceeds it); the length if none."""
+    # Find the block first: a running sum over a hundred thousand numbers would take the most time.
     starts = np.arange(0, len(values), _BLOCK)
     ends = np.cumsum(np.add.reduceat(values, starts))
     block = int(np.searchsorted(ends, target, side))

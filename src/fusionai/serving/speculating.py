@@ -1,9 +1,10 @@
-"""Guesses for the generations of an engine: who gets how many, when, and what became of them.
+"""Speculative decoding for an engine's generations: how many tokens to guess for which generation, and when.
 
-Decides by what was measured: how often a generation's guesses held, what a pass takes by its rows, what a guess takes
-to make. Where no gain is predicted none is sent, but what would have held is still watched. Changes no token.
+Decides by measurements: how often a generation's guesses held, how long a pass takes for its number of rows, how long a
+guess takes to make. If no gain is predicted, no guesses are sent, but their hit rate is still measured. Never changes
+the emitted tokens.
 
-Neighbours: `proposing` guesses and predicts, `serving.engine` tells what came and sends what is wanted.
+Neighbours: `proposing` guesses and predicts, `serving.engine` reports emitted tokens and sends the guesses.
 """
 
 from __future__ import annotations
@@ -21,25 +22,27 @@ from fusionai.serving.proposing import Acceptance, Guesses, PassTimes, Proposer,
 log = logging.getLogger(__name__)
 
 Speculate = Literal["auto", "off"] | int
-"""How many guesses a pass carries for each generation: as many as pay off, none, always so many."""
+"""Guesses in a pass for each generation: as many as pay off, none, or a fixed number."""
 MOST_FIXED: Final = FEW_POSITIONS - 1
-"""With the last token that is as many positions as have the bits of one by one."""
+"""Largest fixed number of guesses: with the last token, these positions give the same bits as one by one."""
 
 _RARELY: Final = 16
-"""Where guesses do not pay off and cost something, one is made for every so many tokens, to see whether they hold."""
+"""If guesses don't pay off and take time to make, one guess per this many tokens is made, to measure whether guesses
+hold."""
 _FREE: Final = 0.02
-"""Of a pass's time: what takes less counts as nothing."""
+"""Fraction of a pass's time below which making guesses counts as free."""
 _MEMORY: Final = 0.9
+"""Weight of the former mean in a moving mean."""
 
 
 @dataclass(slots=True)
 class _Followed:
     acceptance: Acceptance
     guessed: tuple[int, ...] = ()
-    """What was guessed last, sent or not."""
+    """The last guesses, sent or not."""
     asked: int = 0
     without: int = 0
-    """Tokens in a row for which no guess was made."""
+    """Number of tokens in a row for which no guess was made."""
 
 
 class Speculation:
@@ -53,21 +56,21 @@ class Speculation:
         self._overall = Acceptance()
         self._times = PassTimes()
         self._guess_s = 0.0
-        """A moving mean: what one guess for everybody who asked took."""
+        """Moving mean of the time for one guess for all generations that asked."""
         self._broken = False
 
     def begin(self, number: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Follow a generation from now on. Harmless twice."""
+        """Follow a generation from now on. Does nothing if it is followed already."""
         if number not in self._followed:
             self._followed[number] = _Followed(Acceptance(self._overall.rate))
             self._proposer.begin(number, prompt, sampling)
 
     def passed(self, rows: int, elapsed_s: float) -> None:
-        """A pass that read no prompt came back."""
+        """Record a pass that read no prompt."""
         self._times.observe(rows, elapsed_s)
 
     def emitted(self, number: int, tokens: Sequence[int]) -> None:
-        """A generation that is followed went on by these."""
+        """Record the tokens that a followed generation emitted."""
         followed = self._followed[number]
         followed.acceptance.observe(followed.guessed, tokens)
         self._overall.observe(followed.guessed, tokens)
@@ -75,8 +78,9 @@ class Speculation:
         self._proposer.extend(number, tokens)
 
     def ask(self, numbers: Sequence[int], rows: int, answer: Callable[[Guesses], None]) -> None:
-        """Have guesses for these generations, which are followed; `rows` share a pass. `answer` gets what is to be sent
-        of each of them, at once or later, once, whatever the proposer does."""
+        """Request guesses for these generations, which must be followed; `rows`: rows of the pass that they share.
+        Calls `answer` exactly once, now or later, with the guesses to send for each generation, whatever the proposer
+        does."""
         counts = {number: self._wanted(number, rows) for number in numbers}
         wanted = {number: made for number, (_, made) in counts.items() if made}
         if not wanted or self._broken:
@@ -88,7 +92,7 @@ class Speculation:
             self._followed[number].asked += 1
 
         def take(guesses: Guesses) -> None:
-            if steady:  # else it may have read a prompt first
+            if steady:  # otherwise the time may include reading a prompt
                 took_s = (self._now_s() - began_s) / max(wanted.values())
                 self._guess_s += (1 - _MEMORY) * (took_s - self._guess_s)
             told: dict[int, tuple[int, ...]] = {}
@@ -116,8 +120,9 @@ class Speculation:
 
     @property
     def figures(self) -> dict[str, float]:
-        """What counts are decided by, for whoever watches: `pass_seconds` of a pass of one row, `row_seconds` for each
-        row more, `guess_seconds` for making one guess; guesses looked at so far and those of them that held."""
+        """Measurements that decide the number of guesses: `pass_seconds` of a pass with one row, `row_seconds` for each
+        further row, `guess_seconds` to make one guess, the number of guesses judged so far and how many of them held.
+        """
         pass_s, two_s = self._times.predict(1) or 0.0, self._times.predict(2) or 0.0
         return {
             "guesses_tried": float(self._overall.tried),
@@ -135,7 +140,7 @@ class Speculation:
         self._proposer.close()
 
     def _wanted(self, number: int, rows: int) -> tuple[int, int]:
-        """How many guesses to send, and how many to make."""
+        """Return how many guesses to send, and how many to make."""
         if self._count is not None:
             return self._count, self._count
         followed = self._followed[number]
@@ -149,6 +154,6 @@ class Speculation:
         return 0, int(free or followed.without % _RARELY == 0)
 
     def _give_up(self, problem: BaseException) -> None:
-        """Nobody waits for guesses: tokens go on without."""
+        """Stop guessing for good; tokens continue without guesses."""
         self._broken = True
-        log.error("nothing is guessed any more", exc_info=problem)
+        log.error("the proposer failed; speculation is off from now on", exc_info=problem)

@@ -1,9 +1,9 @@
-"""How many passes of a served model can be computed at a time. Decides it from who shares a computer; measures nothing.
+"""How many passes of a served model can be computed at the same time, derived from which peers share a computer.
 
-Passes under way at the same time keep all machines of a line busy. Processes of one computer share its cores: more
-passes than cores would only be smaller ones, and on a CPU a pass of few rows takes as long as one of some more.
+Several passes in flight keep all machines of a pipeline busy. Processes on one computer share its cores: more passes
+than cores would only mean smaller passes, and on a CPU a small pass takes as long as a somewhat larger one.
 
-Neighbours: `serving.engine` asks once, `coordination.batching` spreads sessions over so many passes.
+Neighbours: `serving.engine` asks once, `coordination.batching` spreads sessions over that many passes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from fusionai.transport.addresses import parse_address
 
 
 def stations(peers: Collection[PeerId], owner: PeerId, addresses: Mapping[str, Sequence[str]], cores: int) -> int:
-    """`peers` have the stages, `owner` is this process, `cores` are this computer's. At least 1.
+    """Return the number of passes that can be computed at the same time, at least 1. `peers` run the stages, `owner` is
+    this process, `cores` counts this computer's cores.
 
-    Peers at loopback addresses are this computer's. Others count as computers of their own: behind one public address
-    may be a home full of them."""
+    Peers at loopback addresses run on this computer. Each other peer counts as a computer of its own, because one
+    public address may hide many.
+    """
     here = {peer for peer in peers if peer == owner or _is_here(addresses.get(peer, ()))}
     return max(1, len(set(peers) - here) + min(len(here), cores))
 

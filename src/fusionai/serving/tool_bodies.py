@@ -1,4 +1,4 @@
-"""What readers of announced tool calls have in common: text in, pieces of calls out. Decides names only.
+"""The common interface of readers of announced tool calls: text in, pieces of calls out.
 
 Neighbours: `tool_json` and `tool_xml` are such readers, `tool_reading` finds the announcements.
 """
@@ -13,7 +13,7 @@ from fusionai.serving.tools import CallPiece
 
 
 class Outcome(Enum):
-    """`MORE`: it goes on; `TEXT`: it is no call, and nothing was given out of it; `DONE`: it is over."""
+    """`MORE`: the call continues; `TEXT`: it is no call, and nothing of it was passed on; `DONE`: the call is over."""
 
     MORE = "more"
     TEXT = "text"
@@ -22,8 +22,9 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What some text came to. A piece with a name begins a call, others belong to the one begun last; `whole`: how many
-    calls ended. `rest`: was not used; with `MORE` it must come again, before what follows."""
+    """Result of reading some text. A piece with a name begins a call, other pieces belong to the call begun last;
+    `whole`: number of calls that ended. `rest`: unused text; after `MORE` it must be passed again, before the text that
+    follows."""
 
     outcome: Outcome
     rest: str
@@ -32,13 +33,14 @@ class Given:
 
 
 class Body(Protocol):
-    """Reads what stands behind one announcement."""
+    """Reads the text behind one announcement."""
 
     @property
     def begun(self) -> bool:
-        """Whether a call was given out: then it is no text any more."""
+        """True once a call was passed on; from then on the text can't be plain text any more."""
         ...
 
     def take(self, rest: str, *, final: bool) -> Given:
-        """All that is known behind what was used before. `final`: nothing follows, so `MORE` can't come out."""
+        """Read `rest`, all text that was not used so far. If `final`, no text follows, and the outcome is never
+        `MORE`."""
         ...

@@ -1,6 +1,6 @@
-"""An answer that must be a tool call, as a grammar. Decides what `tool_choice` leaves the model to say.
+"""Grammars for answers that must be a tool call, as `tool_choice` demands.
 
-Neighbours: `tools` knows the forms and reads the calls, `constraint` compiles the grammar.
+Neighbours: `tools` has the forms, `constraint` compiles the grammar.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def call_grammar(
     several: bool = False,
     limits: ConstraintLimits | None = None,
 ) -> Grammar:
-    """Exactly one call of one of `tools`; `several`: one or more, where the form has room for that. Raises
+    """Grammar of exactly one call of one of `tools`; with `several`, of one or more if the form allows that. Raises
     `ConstraintError` for a name or a schema that can't be used."""
     if not tools:
-        raise ConstraintError("a tool call is wanted, and no tools are given.")
+        raise ConstraintError("the request demands a tool call but lists no tools.")
     for tool in tools:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", tool.name):
-            raise ConstraintError(f"tool {tool.name[:50]!r}: a name has letters, digits, '_', '.' and '-' only.")
+            raise ConstraintError(f"tool {tool.name[:50]!r}: a name may only have letters, digits, '_', '.' and '-'.")
         if is_deeper(tool.parameters, (limits or ConstraintLimits()).depth):
-            raise ConstraintError(f"tool {tool.name}: its schema is nested too deeply.")
+            raise ConstraintError(f"tool {tool.name}: the schema is nested too deeply.")
     opener, *others = (_mark(mark, tokenizer) for mark in form.marks)
     rules: list[str] = []
     match form:
@@ -72,7 +72,7 @@ def _bodies(tools: Sequence[Tool], arguments: str) -> list[str]:
             "required": ["name", arguments],
             "additionalProperties": False,
         }
-        # Definitions are referred to from the top, wherever the schema that needs them stands.
+        # References to definitions start at the top level, so the definitions are moved there.
         for keyword in ("$defs", "definitions"):
             if tool.parameters and keyword in tool.parameters:
                 schema[keyword] = tool.parameters[keyword]
@@ -81,8 +81,8 @@ def _bodies(tools: Sequence[Tool], arguments: str) -> list[str]:
 
 
 def _functions(tools: Sequence[Tool]) -> list[str]:
-    """As `tool_xml` reads them. Strings end with the first closing tag; of their schemas only what they may be in all
-    (`enum`, `const`) is kept to."""
+    """Rules for calls that `tool_xml` can read. A string ends with the first closing tag; of its schema only `enum` and
+    `const` are enforced."""
     rules = ["body: " + " | ".join(f"body{n}" for n in range(len(tools))), _TEXT_RULE]
     for number, tool in enumerate(tools):
         parameters = tool.parameters or {}
@@ -92,7 +92,9 @@ def _functions(tools: Sequence[Tool]) -> list[str]:
         parts: list[str] = []
         for place, (key, schema) in enumerate(properties.items()):
             if not is_key(key):
-                raise ConstraintError(f"tool {tool.name}: the name {key[:50]!r} of a parameter can't be written here.")
+                raise ConstraintError(
+                    f"tool {tool.name}: this model's tool calls can't express the parameter name {key[:50]!r}."
+                )
             value = f"value{number}_{place}"
             rules.append(f"{value}: {_written_value(schema, parameters)}")
             written = f"{json.dumps(f'<parameter={key}>' + chr(10))} {value}"
@@ -103,7 +105,7 @@ def _functions(tools: Sequence[Tool]) -> list[str]:
 
 
 def _written_value(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
-    """With the closing tag and the line's end."""
+    """Rule for a value with its closing tag and line end."""
     end = json.dumps("\n</parameter>\n")
     types = types_of(schema)
     if "string" not in types:
@@ -121,6 +123,6 @@ def _schema(schema: Mapping[str, Any] | None) -> str:
 
 
 def _mark(mark: str, tokenizer: Tokenizer) -> str:
-    """A special token by its number, any other text as text."""
+    """A special token by its number, any other mark as text."""
     token = tokenizer.added.get(mark)
     return f"<[{token}]>" if token is not None and token in tokenizer.special_ids else json.dumps(mark)

@@ -1,7 +1,8 @@
-"""Tool calls written as JSON objects, piece by piece. Decides where a call's arguments begin and end.
+"""Reads tool calls written as JSON objects, piece by piece. Decides where a call's arguments begin and end.
 
-An object that names the tool first and then its arguments (as templates ask for it) is given on while it is written;
-any other order is read once it is whole. Neighbours: `tool_reading` finds the announcement, `tools` has the forms.
+An object with the tool's name first and its arguments after that (as chat templates ask for) is passed on while it is
+written; any other order is read when the object is complete. Neighbours: `tool_reading` finds the announcement, `tools`
+has the forms.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class JsonBody:
                     whole += 1
                     self._at = _At.BEHIND if self._form is ToolForm.MISTRAL_ARGS else _At.OBJECT
                 case _At.OBJECT:
-                    # What else stands in the object (an id behind the arguments) is no text; anything but that is.
+                    # Further members of the object, such as an id, are skipped; anything else is text.
                     inside = rest.lstrip()
                     if self._scan.depth or inside.startswith(","):
                         self._scan.depth = self._scan.depth or 1
@@ -99,7 +100,7 @@ class JsonBody:
         return CallPiece(0, "", told or self._form.new_id(), name), rest[head.end() :]
 
     def _behind(self, rest: str, *, final: bool) -> Given:
-        """What closes the announcement; a model may stop without it."""
+        """Read the closing mark of the announcement; a model may end without it."""
         bare = rest.lstrip()
         if self._in_list:
             return self._behind_in_list(rest, bare, final=final)
@@ -128,7 +129,7 @@ class JsonBody:
 
 
 class _At(Enum):
-    """Where in the call: before its arguments, in them, in the object behind them, behind the object."""
+    """Place in the call: before its arguments, in them, in the object behind them, behind the object."""
 
     HEAD = "head"
     ARGUMENTS = "arguments"
@@ -138,14 +139,14 @@ class _At(Enum):
 
 @dataclass(slots=True)
 class _Scan:
-    """Follows JSON text by brackets and strings alone; whether it is valid is for whoever called the tool to see."""
+    """Follows JSON text by its brackets and strings only; the caller of the tool validates the JSON."""
 
     depth: int = 0
     in_string: bool = False
     escaped: bool = False
 
     def object_end(self, text: str) -> int:
-        """How much of `text` belongs to the object: all of it while `depth` stays above 0."""
+        """Number of characters of `text` that belong to the object: all of them while `depth` stays above 0."""
         for at, sign in enumerate(text):
             if self.in_string:
                 self.in_string = self.escaped or sign != '"'
@@ -165,7 +166,7 @@ class _Scan:
 
 
 def _all_at_once(text: str, form: ToolForm, *, final: bool) -> Given:
-    """A call in another order than its form asks for."""
+    """Read a call whose members are in another order than the form asks for."""
     match form:
         case ToolForm.MISTRAL_ARGS:
             return _named(text, form, final=final)
@@ -210,7 +211,7 @@ def _named(text: str, form: ToolForm, *, final: bool) -> Given:
 
 
 def _may_name_a_tool(text: str) -> bool:
-    """Whether this beginning of an object may go on as a call: an answer in JSON should not have to wait."""
+    """Return whether this start of an object may become a call. An answer in JSON must not be held back for long."""
     begun = re.match(r'\s*\{\s*(?:"([^"]*)("?))?', text)
     if begun is None or begun[1] is None:
         return begun is not None and text[begun.end() :].strip() == ""
@@ -226,12 +227,12 @@ class _Parsed:
 
 
 def _value(text: str, *, final: bool) -> _Parsed | Outcome:
-    """The JSON value that `text` begins with; else whether more of it may come."""
+    """The JSON value at the start of `text`; otherwise whether more text could complete it."""
     begun = text.lstrip()
     try:
         value, end = _DECODER.raw_decode(begun)
     except json.JSONDecodeError as problem:
-        # Where the text ends too early, that is said of its last few characters, or of the string that they are in.
+        # If text is missing, the error is at one of the last few characters, or at the start of the last string.
         unfinished = problem.msg.startswith("Unterminated") or problem.pos >= len(begun) - _LONGEST_LITERAL
         return Outcome.MORE if unfinished and not final else Outcome.TEXT
     except RecursionError:
@@ -240,7 +241,7 @@ def _value(text: str, *, final: bool) -> _Parsed | Outcome:
 
 
 def _piece(value: Any, form: ToolForm) -> CallPiece | None:
-    """From what a model wrote; models differ in what they call the arguments."""
+    """Build a piece from a whole object; models differ in how they name the arguments."""
     if not isinstance(value, dict):
         return None
     if isinstance(value.get("function"), dict):

@@ -1,8 +1,7 @@
-"""Tool calls out of a model's answer as it comes. Decides what is a call and what is mere text; nothing is lost.
+"""Finds tool calls in a model's answer while it streams. Decides what is a call and what is text; no text is lost.
 
-A call begins as soon as its name is known and its arguments have begun, and is given on piece by piece from there.
-Neighbours: `tools` has the forms, `tool_json` and `tool_xml` read what an announcement leads to, the gateway's answers
-are made of what comes out.
+A call is passed on piece by piece as soon as its name is known and its arguments have begun. Neighbours: `tools` has
+the forms, `tool_json` and `tool_xml` read what follows an announcement, the gateway builds its answers from the result.
 """
 
 from __future__ import annotations
@@ -19,36 +18,36 @@ from fusionai.serving.tools import CallPiece, Tool, ToolForm
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What some text turned out to be: text first, then calls."""
+    """Result of reading some text: plain text, followed by pieces of calls."""
 
     text: str = ""
     pieces: tuple[CallPiece, ...] = ()
 
 
 class ToolReader:
-    """One per answer. Text is given out as it comes, except what may be a call: that waits until it is one or not."""
+    """One per answer. Text is passed on as it comes; text that may be a call is held back until that is certain."""
 
     def __init__(self, form: ToolForm, tools: Sequence[Tool] = ()) -> None:
-        """`tools`: those the model was offered; where a form does not tell types of arguments, their schemas do."""
+        """`tools`: the tools offered to the model; their schemas give the types of arguments where a form has none."""
         self._form = form
         self._tools = {tool.name: tool for tool in tools}
         self._openers = (form.marks[0], FUNCTION) if form is ToolForm.QWEN_XML else (form.marks[0],)
         self._waiting = ""
         self._body: Body | None = None
         self._may_begin = True
-        """Llama calls at the very start of its answer or not at all."""
+        """Llama calls tools at the very start of its answer or not at all."""
         self._in_gap = False
         self.calls = 0
-        """How many have begun."""
+        """Number of calls that have begun."""
         self.whole = 0
-        """How many of them are over."""
+        """Number of calls that are complete."""
 
     def feed(self, fresh: str) -> Read:
-        """More of the answer."""
+        """Read more of the answer."""
         return self._read(self._waiting + fresh, final=False)
 
     def finish(self) -> Read:
-        """No more comes: what waited is a call by now, or text."""
+        """End the answer: text that was held back becomes a call or plain text."""
         return self._read(self._waiting, final=True)
 
     def _read(self, rest: str, *, final: bool) -> Read:
@@ -91,7 +90,7 @@ class ToolReader:
         return JsonBody(self._form)
 
     def _counted(self, given: Given) -> list[CallPiece]:
-        """Numbers of calls are the answer's, not the body's."""
+        """Replace the body's call indices by those of the whole answer."""
         pieces: list[CallPiece] = []
         for piece in given.pieces:
             self.calls += piece.name is not None
@@ -100,20 +99,20 @@ class ToolReader:
         return pieces
 
     def _without_gap(self, text: str) -> str:
-        """Space between calls, and after the last, is no text."""
+        """Remove whitespace between calls and after the last one; it is not part of the text."""
         if self._in_gap:
             text = text.lstrip()
             self._in_gap = not text
         return text
 
     def _until_call(self, rest: str, *, final: bool) -> tuple[str, int | None]:
-        """Text before a call may begin, and how many characters after it announce the call; None: no call yet, and
-        what is not that text waits."""
+        """Return the text before a possible call, and the number of characters after it that announce the call; None:
+        no call yet, and the rest of the text is held back."""
         if self._form is not ToolForm.LLAMA:
             found = [(at, opener) for opener in self._openers if (at := rest.find(opener)) >= 0]
             if found:
                 at, opener = min(found)
-                # The bare tag of a function is part of the call.
+                # A function's tag without an announcement is itself part of the call.
                 return rest[:at], 0 if opener == FUNCTION else len(opener)
             held = 0 if final else max(overlap(rest, opener) for opener in self._openers)
             return rest[: len(rest) - held], None

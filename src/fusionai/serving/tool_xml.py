@@ -1,8 +1,8 @@
-"""Tool calls as Qwen's coders write them: `<function=name><parameter=x>`, the value on
-lines of its own, and both tags closed.
+"""Reads tool calls as Qwen's coder models write them: `<function=name><parameter=x>`, each value on lines of its own,
+both tags closed.
 
-Decides what type a value has, which the text does not say: what the tool's schema says of it; a string where that says
-nothing. Strings are given on as they come, other values once they are whole. Neighbours: `tool_reading` finds the
+The text does not say what type a value has; the tool's schema decides, and without a schema the value is a string.
+Strings are passed on as they come, other values when they are complete. Neighbours: `tool_reading` finds the
 announcement, `tools` has the forms.
 """
 
@@ -80,7 +80,7 @@ class XmlBody:
             elif not final and _may_be_tag(bare):
                 return Given(Outcome.MORE, rest, tuple(pieces))
             else:
-                # It ends without a word, or something else stands where a tag should: the call has what came so far.
+                # The text ends here, or has something other than a tag: the call keeps the arguments it has so far.
                 self._close(pieces)
                 rest = "" if final and _may_be_tag(bare) else rest
 
@@ -98,14 +98,14 @@ class XmlBody:
 
 
 class _Tag:
-    """Between values; `is_last`: behind the function."""
+    """The reader is between values; `is_last`: it is behind the function's closing tag."""
 
     def __init__(self, *, is_last: bool = False) -> None:
         self.is_last = is_last
 
 
 class _Value:
-    """One parameter's, from behind its tag to behind the closing one."""
+    """The reader is in one parameter's value, from behind its opening tag to behind its closing tag."""
 
     def __init__(self, key: str, schema: Mapping[str, Any], *, is_first: bool) -> None:
         self._types = types_of(schema)
@@ -114,7 +114,7 @@ class _Value:
         self._is_fresh = True
 
     def take(self, rest: str, pieces: list[CallPiece], *, final: bool) -> tuple[str, bool]:
-        """What was not used, and whether the value is over."""
+        """Read the value. Return the text that was not used, and whether the value is complete."""
         end = rest.find(_PARAMETER_END)
         if not self._is_text:
             if end < 0 and not final:
@@ -142,7 +142,7 @@ class _Value:
 
 
 def is_key(name: str) -> bool:
-    """Whether a parameter's tag can hold it."""
+    """Return whether a parameter's tag can hold this name."""
     return re.fullmatch(r"[^<>\n]+", name) is not None
 
 
@@ -160,7 +160,7 @@ def _escaped(text: str) -> str:
 
 
 def schema_of(tool: Tool | None, key: str) -> Mapping[str, Any]:
-    """What is said of one argument, a reference to the schema's own definitions followed."""
+    """The schema of one argument; a reference to the schema's own definitions is resolved. Empty if there is none."""
     whole = tool.parameters if tool is not None and tool.parameters is not None else {}
     properties = whole.get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
@@ -173,7 +173,7 @@ def schema_of(tool: Tool | None, key: str) -> Mapping[str, Any]:
 
 
 def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """JSON's types that a value may have; a string where nothing is said."""
+    """JSON types that a value may have; `string` if the schema names none."""
     kinds = schema.get("type")
     found = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)} if kinds else set()
     for option in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
@@ -193,9 +193,9 @@ def _type_name(value: Any) -> str:
 
 
 def _json(written: str, types: frozenset[str]) -> str:
-    """The value as JSON: of one of the types if it can be read as that, else as text."""
+    """The value as JSON: of one of the types if it can be read as such, else a string."""
     bare = written.strip()
-    # Models write Python's words now and then.
+    # Models sometimes write Python literals.
     spelled = {"True": "true", "False": "false", "None": "null"}.get(bare, bare)
     try:
         value = json.loads(spelled)

@@ -1,7 +1,7 @@
-"""Tool calls: what a tool is, and which form a model writes its calls in. Decides that by the model's chat template.
+"""Tool calls: what a tool is, and in which form a model writes its calls, as its chat template shows.
 
-Neighbours: `templates` gives tools to the model, `tool_reading` finds calls in its answer, `tool_grammar` makes it call
-one, the gateway sends what was found.
+Neighbours: `templates` offers tools to the model, `tool_reading` finds calls in its answer, `tool_grammar` forces it to
+call one, the gateway sends the calls.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from enum import Enum
 from typing import Any, Final
 
 _MISTRAL_ID: Final = 9
-"""Mistral's templates take ids of exactly so many letters and digits."""
+"""Mistral's templates require ids of exactly this many letters and digits."""
 _ALPHABET: Final = string.ascii_letters + string.digits
 
 
 class ToolForm(Enum):
-    """How a model calls tools; the value is what announces a call. `HERMES`: `<tool_call>{"name", "arguments"}
-    </tool_call>` (Qwen and many more). `QWEN_XML`: `<tool_call><function=name><parameter=x>value</parameter></function>
-    </tool_call>` (Qwen's coders). `LLAMA`: the answer is `{"name", "parameters"}`, several parted by `;`.
-    `MISTRAL`: `[TOOL_CALLS]` and a list of `{"name", "arguments"}`. `MISTRAL_ARGS`: `[TOOL_CALLS]name[ARGS]{...}`."""
+    """How a model writes tool calls; the enum value is the text that announces a call.
+
+    `HERMES`: `<tool_call>{"name", "arguments"}</tool_call>` (Qwen and many more).
+    `QWEN_XML`: `<tool_call><function=name><parameter=x>value</parameter></function></tool_call>` (Qwen's coder models).
+    `LLAMA`: the whole answer is `{"name", "parameters"}`; several calls are separated by `;`.
+    `MISTRAL`: `[TOOL_CALLS]` and a list of `{"name", "arguments"}`.
+    `MISTRAL_ARGS`: `[TOOL_CALLS]name[ARGS]{...}`.
+    """
 
     HERMES = "<tool_call>"
     QWEN_XML = "<tool_call><function="
@@ -33,7 +37,7 @@ class ToolForm(Enum):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Tokens whose names have to stay in the text for the calls to be found."""
+        """Tokens whose names must stay in the decoded text, so that calls can be found."""
         match self:
             case ToolForm.HERMES | ToolForm.QWEN_XML:
                 return ("<tool_call>", "</tool_call>")
@@ -45,18 +49,18 @@ class ToolForm(Enum):
                 return ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
     def new_id(self) -> str:
-        """For a call to which the model gave none."""
+        """Make an id for a call to which the model gave none."""
         length, prefix = (_MISTRAL_ID, "") if self in (ToolForm.MISTRAL, ToolForm.MISTRAL_ARGS) else (24, "call_")
         return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(length))
 
 
 def tool_form(template: str) -> ToolForm | None:
-    """Of a chat template's text; None where it has no place for tools or writes calls in a form not known here."""
+    """The form in a chat template's text; None if it has no place for tools, or writes calls in an unknown form."""
     if not re.search(r"\btools\b", template):
         return None
     if "[TOOL_CALLS]" in template:
         return ToolForm.MISTRAL_ARGS if "[ARGS]" in template else ToolForm.MISTRAL
-    # The same mark stands around two forms.
+    # Two forms share this mark.
     if "<tool_call>" in template and "<function=" in template:
         return ToolForm.QWEN_XML if "<parameter=" in template else None
     if "<tool_call>" in template:
@@ -68,7 +72,7 @@ def tool_form(template: str) -> ToolForm | None:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters`: JSON schema of an object; None: whatever the model likes."""
+    """`parameters`: JSON schema of an object; None: the model may choose any arguments."""
 
     name: str
     parameters: Mapping[str, Any] | None = None
@@ -76,7 +80,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments`: JSON text of an object, as the model wrote it; a part of one where the answer ended too early."""
+    """`arguments`: JSON text of an object, as the model wrote it; incomplete if the answer ended too early."""
 
     call_id: str
     name: str
@@ -85,7 +89,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """More of the answer's call `index`: the first piece of each has its id and name, all bring arguments to append."""
+    """A part of the answer's call `index`. The first piece has the id and name; each piece has arguments to append."""
 
     index: int
     arguments: str
@@ -94,7 +98,7 @@ class CallPiece:
 
 
 def calls_of(pieces: Iterable[CallPiece]) -> list[ToolCall]:
-    """Put together, in the order of their indices. Pieces of a call come in order, the first one first."""
+    """Assemble calls from their pieces, ordered by index. The pieces of a call must be in order."""
     calls: dict[int, ToolCall] = {}
     for piece in pieces:
         known = calls.get(piece.index)

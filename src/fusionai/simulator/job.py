@@ -33,7 +33,7 @@ from fusionai.scheduling.going_on import (
 from fusionai.scheduling.guards import without_guards
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.promotion import promoted
-from fusionai.scheduling.settling import Loss, lost
+from fusionai.scheduling.settling import Loss, lost, sound
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.straggling import COOL_DOWN
 from fusionai.scheduling.takeover import Waiting, handed_over, reinforced
@@ -349,6 +349,12 @@ class SimulatedJob:
     def _note_loss(self, peer: str) -> None:
         self._losses[peer] = lost(self._losses.get(peer), self._agenda.now_s)
 
+    def _note_sound(self, plan: Plan) -> None:
+        sheltered = self._sheltered()
+        working = {stage.peer for stage in plan.stages} | {one.peer for one in plan.guards if one.stage in sheltered}
+        for peer in working & self._losses.keys() - self._missing:
+            self._losses[peer] = sound(self._losses[peer], self._agenda.now_s)
+
     # --------------------------------------------------------------------------------------------------- other plans
 
     def _ask(self, turn: int) -> None:
@@ -401,7 +407,7 @@ class SimulatedJob:
 
     def _is_back(self, peer: str) -> bool:
         loss = self._losses.get(peer)
-        return loss is None or loss.is_over(self._broker.last_heard_s(peer))
+        return loss is None or loss.is_over(self._broker.last_heard_s(peer), rejoined=True)
 
     def _is_there(self, peer: str) -> bool:
         loss = self._losses.get(peer)
@@ -413,6 +419,7 @@ class SimulatedJob:
         if self._phase not in ("running", "restoring") or self._offer is not None or self._silent:
             return
         plan = msgspec.structs.replace(self._current(), version=0)
+        self._note_sound(plan)
         usable = tuple(peer for peer in self._broker.usable() if self._is_back(peer))
         members = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
         leaving = frozenset(peer for peer in members if self._broker.phase(peer) == "draining")

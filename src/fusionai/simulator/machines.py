@@ -85,9 +85,6 @@ class Machines:
     def there(self) -> frozenset[str]:
         return frozenset(name for name, machine in self._machines.items() if machine.phase == "there")
 
-    def is_leaving(self, peer: str) -> bool:
-        return peer in self._machines and self._machines[peer].leaving
-
     def present_s(self, peer: str) -> float:
         """Up to now, frozen or not."""
         machine = self._machines[peer]

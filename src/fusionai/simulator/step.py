@@ -341,7 +341,6 @@ class _Job:
             learning_rate=0.0,
             total_norm=0.0,
             norms_hash="",
-            data_cursor=(step + 1) * self.plan.microbatches,
             fence=_FENCE,
             loss=0.0,
         )

@@ -1,4 +1,4 @@
-"""What must survive: checkpoints, the commit journal, a job's directory. Whole or not at all, checked by hash.
+"""Durable state: checkpoints, the commit journal, a job's directory, weights. Files are complete or absent, and hashed.
 
-Neighbours: `training` and `client` keep a job in it; everything that writes files writes through `storage.atomic`.
+`training` and `client` keep a job's state here. All files are written through `storage.atomic` or with its guarantees.
 """

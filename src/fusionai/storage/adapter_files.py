@@ -1,10 +1,10 @@
-"""Low-rank adapters (LoRA) in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`. Without peft.
+"""Low-rank adapters (LoRA) in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`. Needs no peft.
 
-Decides which adapters are understood: plain ones, that add `B(A(x))` times a scale to linear layers. Whatever else a
-configuration turns on (weights that are replaced, biases that are trained, other ways to compute) is refused by name,
-since leaving it out would give another model. Nothing but safetensors is read.
+Decides which adapters are supported: plain ones that add `B(A(x))` times a scale to linear layers. Any other option of
+a configuration (replaced weights, trained biases, other computations) is refused by name, because ignoring it would
+give another model. Weights are read from safetensors only.
 
-Neighbours: `capture.adapter` puts adapters into a module, `capture.adapter_slots` into one that serves several,
+`capture.adapter` puts an adapter into a module, `capture.adapter_slots` into one that serves several adapters,
 `checkpoint` writes these files.
 """
 
@@ -26,7 +26,7 @@ from fusionai.storage.safetensors_file import SafetensorsFile
 CONFIG_FILE: Final = "adapter_config.json"
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."
-"""What PEFT's files put before the names of the base model."""
+"""Prefix of the base model's names in PEFT's files."""
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _READ: Final = frozenset(
     {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern"}
@@ -37,16 +37,19 @@ _OF_NO_EFFECT: Final = frozenset(
     | {"layers_to_transform", "loftq_config", "lora_ga_config", "megatron_config", "megatron_core", "peft_version"}
     | {"qalora_group_size", "revision", "runtime_config", "target_modules", "task_type"}
 )
-"""Keys about where an adapter came from and which layers it was put into: its weights tell the latter."""
+"""Keys that say where an adapter came from or which layers it targets. The latter follows from the weights."""
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of initialisations after which the base's own weights are others."""
+"""Prefixes of initialisations that also change the base model's weights."""
 _LITERAL: Final = re.compile(r"[\w.]+")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What an adapter is, besides its weights. `targets`: names of layers, sorted by whoever writes. The patterns name
-    layers (or ends of their names) whose rank or alpha is another. `fan_in_fan_out`: weights are stored [in, out]."""
+    """Configuration of an adapter.
+
+    `targets`: names of layers, sorted by the writer. The patterns name layers (or suffixes of their names) with their
+    own rank or alpha. `fan_in_fan_out`: weights are stored as [in, out].
+    """
 
     rank: int
     alpha: float
@@ -58,14 +61,14 @@ class AdapterConfig:
     fan_in_fan_out: bool = False
 
     def scale(self, layer: str, rank: int) -> float:
-        """What `B(A(x))` of this layer is multiplied by. Source: `LoraLayer.update_layer` of peft."""
+        """Return the factor of `B(A(x))` in this layer. Source: `LoraLayer.update_layer` of peft."""
         alpha = next((value for name, value in self.alpha_pattern.items() if _names(name, layer)), self.alpha)
         return alpha / sqrt(rank) if self.rank_stabilised else alpha / rank
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAdapter:
-    """One layer's part of an adapter. `a`, `b`: names in the file, of [rank, in] and [out, rank]."""
+    """An adapter's part for one layer. `a`, `b`: names in the file, of shapes [rank, in] and [out, rank]."""
 
     layer: str
     rank: int
@@ -77,12 +80,12 @@ class LayerAdapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter as it lies in a directory."""
+    """An adapter in a directory."""
 
     directory: Path
     config: AdapterConfig
     layers: Mapping[str, LayerAdapter]
-    """By the layer's name in the base model."""
+    """Keyed by the layer's name in the base model."""
 
     @property
     def weights(self) -> Path:
@@ -90,12 +93,12 @@ class AdapterFiles:
 
     @property
     def rank(self) -> int:
-        """The largest of any layer."""
+        """The largest rank of any layer."""
         return max(layer.rank for layer in self.layers.values())
 
 
 class _Written(msgspec.Struct, frozen=True):
-    """What of `adapter_config.json` is read here."""
+    """The fields of `adapter_config.json` that are used."""
 
     peft_type: str
     r: int = 8
@@ -107,7 +110,7 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 def read_adapter(directory: Path) -> AdapterFiles:
-    """Reads the configuration and the header of the weights. Raises `ModelError` where it is no plain LoRA."""
+    """Read the configuration and the header of the weights. Raises `ModelError` if the adapter is not plain LoRA."""
     config = read_adapter_config(directory)
     path = directory / WEIGHTS_FILE
     if not path.is_file():
@@ -124,7 +127,7 @@ def read_adapter(directory: Path) -> AdapterFiles:
     for name in file.names:
         if not (name.startswith(PREFIX) and name.endswith((_A, _B))):
             raise ModelError(
-                f"the adapter {directory} holds {name!r}, which is no part of a low-rank adapter of a linear layer.",
+                f"the adapter {directory} holds {name!r}, which is not part of a low-rank adapter of a linear layer.",
                 hint="Merge such an adapter into its base with peft, and use the merged model.",
             )
         layer = name.removeprefix(PREFIX).removesuffix(_A).removesuffix(_B)
@@ -135,7 +138,7 @@ def read_adapter(directory: Path) -> AdapterFiles:
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
-    """Raises `ModelError` where there is none, or it turns on what is not understood here."""
+    """Read `adapter_config.json`. Raises `ModelError` if it is missing or uses unsupported options."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise ModelError(
@@ -165,7 +168,10 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
 
 
 def encode_adapter_config(config: AdapterConfig, *, base: str | None, task: str | None) -> bytes:
-    """`adapter_config.json` as PEFT reads it. `base`: the base model's directory or hub id; `task`: PEFT's word."""
+    """Return `adapter_config.json` as PEFT reads it.
+
+    `base`: the base model's directory or hub id. `task`: PEFT's task type.
+    """
     fields = {
         "base_model_name_or_path": base,
         "bias": "none",
@@ -203,7 +209,7 @@ def _require_plain(fields: Mapping[str, Any], path: Path) -> None:
         if key in _READ or key in _OF_NO_EFFECT or not value or value in harmless.get(key, ()):
             continue
         raise ModelError(
-            f"{path}: {key} = {value!r} is not understood: only plain LoRA of linear layers is.",
+            f"{path}: {key} = {value!r} is not supported: only plain LoRA of linear layers is.",
             hint="Merge such an adapter into its base with peft, and use the merged model.",
         )
 

@@ -1,12 +1,12 @@
-"""A tensor made of parts of others: which elements of which tensor lie behind which. Data, without a framework.
+"""Describes a tensor that is made of parts of other tensors: which elements of which tensor follow each other.
 
-Files name and cut weights otherwise than a module in memory does: an expert's matrices are tensors of their own in a
-file, and one stacked tensor in memory. An `Assembly` says how one is put together from the other, in flat elements, so
-that any part of it can be read without the rest. Decides what a well-formed assembly is; sizes are checked against the
-tensors before anything is allocated.
+Files name and split weights differently from a module in memory: an expert's matrices are separate tensors in a file
+and one stacked tensor in memory. An `Assembly` says how one is built from the other, in flat elements, so that any part
+can be read without the rest. Decides what a well-formed assembly is; sizes are checked against the tensors before
+anything is allocated. Needs no framework.
 
-Neighbours: `capture.conversion` works assemblies out, `weight_manifest` reads by them, `checkpoint` writes by them,
-`reader` reads what was written.
+`capture.conversion` computes assemblies, `weight_manifest` reads by them, `checkpoint` writes by them, `reader` reads
+the written tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`count` elements of `tensor`, from the element `first` on, in the order of its memory."""
+    """`count` elements of `tensor` from element `first` on, in memory order."""
 
     tensor: str
     first: Annotated[int, Meta(ge=0)]
@@ -33,25 +33,28 @@ class Extent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Assembly(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The extents one behind the other are the tensor's memory."""
+    """A tensor of this shape whose memory is the concatenation of the extents."""
 
     shape: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=16)]
     extents: tuple[Extent, ...]
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Each once, in the order of their first use."""
+        """Names of the tensors it uses, each once, in the order of first use."""
         return tuple(dict.fromkeys(extent.tensor for extent in self.extents))
 
 
 def whole(tensor: str, shape: Shape) -> Assembly:
-    """The tensor as it is, under another name."""
+    """Return an assembly that is the whole tensor under another name."""
     count = prod(shape)
     return Assembly(shape, (Extent(tensor, 0, count),) if count else ())
 
 
 def assembled(name: str, assembly: Assembly, read: Callable[[str], HostTensor]) -> HostTensor:
-    """Put `name` together; `read` gives a tensor, mapped. Raises `StorageError` where the parts do not fit."""
+    """Build the tensor `name`.
+
+    `read` returns a source tensor, mapped. Raises `StorageError` if the parts do not fit.
+    """
     sources = {tensor: read(tensor) for tensor in assembly.sources}
     dtypes = sorted({tensor.dtype for tensor in sources.values()})
     if len(dtypes) != 1:
@@ -77,9 +80,10 @@ def assembled(name: str, assembly: Assembly, read: Callable[[str], HostTensor]) 
 
 
 def inverted(assemblies: Mapping[str, Assembly], shapes: Mapping[str, Shape]) -> dict[str, Assembly]:
-    """How the sources, of these shapes, are put together again from the tensors that were made of them.
+    """Return how the sources, of these shapes, are rebuilt from the tensors made of them.
 
-    Raises `ValueError` where some element of a source is in none of them, or in several."""
+    Raises `ValueError` if an element of a source is in none of them or in several.
+    """
     pieces: dict[str, list[tuple[int, Extent]]] = {source: [] for source in shapes}
     for name, assembly in assemblies.items():
         start = 0

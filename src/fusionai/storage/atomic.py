@@ -1,6 +1,6 @@
-"""Files that are there whole or not at all, durable when a call returns. Decides how a full disk is reported.
+"""Writes files that are complete or absent, and durable when the call returns. Decides how a full disk is reported.
 
-Write beside, fsync, rename, fsync the directory. Neighbours: everything that keeps state on disk writes through here.
+Write under another name, fsync, rename, fsync the directory. All modules that keep state on the disk use this.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Final
 from fusionai.primitives.errors import StorageError
 
 PARTIAL_SUFFIX: Final = ".partial"
-"""What is being written and does not count yet; removed by the next start."""
+"""Suffix of files and directories being written. They do not count yet; the next start removes them."""
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @contextmanager
 def storage_errors(path: Path, doing: str = "written") -> Iterator[None]:
-    """Turn an `OSError` into a `StorageError` that names the file and what to do."""
+    """Turn an `OSError` into a `StorageError` that names the file and, for a full disk, what to do."""
     try:
         yield
     except OSError as problem:
@@ -36,7 +36,7 @@ def storage_errors(path: Path, doing: str = "written") -> Iterator[None]:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replace `path` by `content`; its directory is made. Raises `StorageError`, leaving the old file as it was."""
+    """Replace `path` by `content` and create its directory. Raises `StorageError` and keeps the old file on failure."""
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable. Windows has no such call; its renames are journalled."""
+    """Make the names in a directory durable. Windows has no such call; its file system journals renames."""
     if os.name == "nt":
         return
     descriptor = os.open(directory, os.O_RDONLY)
@@ -66,8 +66,10 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def whole_directory(place: Path) -> Iterator[Path]:
-    """A directory to fill, which gets its name when all is in it; of one that was not filled nothing stays. Raises
-    `StorageError`."""
+    """Yield a directory to fill, which gets its name when the block ends; on failure it is removed.
+
+    Raises `StorageError`.
+    """
     partial = place.with_name(place.name + PARTIAL_SUFFIX)
     with storage_errors(partial):
         shutil.rmtree(partial, ignore_errors=True)

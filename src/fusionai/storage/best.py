@@ -1,6 +1,6 @@
-"""Which checkpoint is the best: a file `best.json` among them. Decides its form; what is best the evaluations say.
+"""Records the best checkpoint in a file `best.json` beside the checkpoints. The evaluations decide which is best.
 
-Neighbours: `reader` keeps that checkpoint when it removes old ones, `commits` has the evaluations.
+`reader` keeps that checkpoint when it removes old ones, `commits` has the evaluations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BEST_FILE: Final = "best.json"
 
 
 class Best(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`checkpoint`: the directory's name, beside the file."""
+    """Content of `best.json`. `checkpoint` is the name of the directory beside it."""
 
     step: int
     loss: float
@@ -26,7 +26,7 @@ class Best(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def name_best(root: Path, best: Evaluation) -> Path:
-    """Write it down; the directory. Raises `StorageError`."""
+    """Write `best.json` and return the checkpoint's directory. Raises `StorageError`."""
     directory = step_directory(root, best.step)
     named = Best(step=best.step, loss=best.loss, checkpoint=directory.name)
     write_atomic(root / BEST_FILE, msgspec.json.encode(named) + b"\n")
@@ -34,8 +34,10 @@ def name_best(root: Path, best: Evaluation) -> Path:
 
 
 def best_checkpoint(root: Path, best: Evaluation | None) -> Path | None:
-    """The complete checkpoint of the best evaluation, where there is one; the file is set right if it says otherwise.
-    Raises `StorageError`."""
+    """Return the complete checkpoint of the best evaluation, or None, and correct `best.json`.
+
+    Raises `StorageError`.
+    """
     if best is None or not step_directory(root, best.step).is_dir():
         forget_best(root)
         return None
@@ -43,6 +45,6 @@ def best_checkpoint(root: Path, best: Evaluation | None) -> Path | None:
 
 
 def forget_best(root: Path) -> None:
-    """The checkpoint that was the best has gone. Raises `StorageError`."""
+    """Remove `best.json`, because the checkpoint it names is gone. Raises `StorageError`."""
     with storage_errors(root / BEST_FILE, "removed"):
         (root / BEST_FILE).unlink(missing_ok=True)

@@ -1,18 +1,19 @@
-"""A checkpoint written while the stages stream it: whole or not at all. Decides layout, shards and the manifest.
+"""Writes a checkpoint while the stages stream it; the result is complete or absent.
 
     step-00000012/
       model.safetensors                  or model-00001-of-00002.safetensors, ... with model.safetensors.index.json
-      adapter_model.safetensors          instead of these where only an adapter is trained, in PEFT layout
-      config.json, tokenizer.json, ...   as the caller gives them: transformers loads the directory as it is
+      adapter_model.safetensors          instead of these if only an adapter is trained, in PEFT layout
+      config.json, tokenizer.json, ...   provided by the caller, so that transformers can load the directory
       fusion/optimizer-00001.safetensors optimizer slots under `<key>/<slot>`
-      fusion/private-00001.safetensors   model state that the Hugging Face layout has no place for
+      fusion/private-00001.safetensors   model state that has no place in the Hugging Face layout
       fusion/manifest.json               step, graph, recipe, aliases; SHA-256 and size of every file
-      fusion/manifest.sha256             of the manifest itself
+      fusion/manifest.sha256             SHA-256 of the manifest itself
 
-The names in the model's files are those that `save_pretrained` gives them, which the header's layout says. The whole
-grows in `step-00000012.partial` and gets its name when everything is on the disk. At most one shard per part is held in
-memory, and keys that a file's tensor joins until the last of them comes. Neighbours: `reader` opens it,
-`checkpoint_layout` takes keys apart, the driver feeds it what `StateChunk` messages bring.
+Decides layout, shards and the manifest. The tensors' names are those that `save_pretrained` would write, as the
+header's layout says. The directory is built as `step-00000012.partial` and renamed when everything is on the disk.
+Memory use is at most one shard per part, plus keys that wait for the others of the same tensor.
+
+`reader` opens checkpoints, `checkpoint_layout` splits and joins keys, the driver adds what `StateChunk` messages bring.
 """
 
 from __future__ import annotations
@@ -46,13 +47,17 @@ from fusionai.storage.safetensors_file import SafetensorsFile, Written, write_sa
 from fusionai.storage.weights import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES: Final = 256_000_000
+"""Default size in bytes above which a new shard is begun. Also the memory needed per part."""
 
 _Part = Literal["model", "adapter", "optimizer", "private"]
 _MISSING_SHOWN: Final = 3
 
 
 class CheckpointWriter:
-    """Use as a context manager; without `finish` nothing stays. One thread at a time; every call may block on disk."""
+    """Writes one checkpoint.
+
+    Use as a context manager: without `finish` everything is removed. Not thread-safe; every call may block on the disk.
+    """
 
     def __init__(
         self,
@@ -63,7 +68,7 @@ class CheckpointWriter:
         files: Mapping[str, bytes],
         shard_bytes: int = DEFAULT_SHARD_BYTES,
     ) -> None:
-        """`files`: name -> content of what stands beside the weights. Raises `StorageError`."""
+        """`files`: name -> content of the files beside the weights. Raises `StorageError`."""
         self._place = step_directory(root, step)
         self._partial = self._place.with_name(self._place.name + PARTIAL_SUFFIX)
         self._step = step
@@ -73,7 +78,7 @@ class CheckpointWriter:
         self._held_bytes: dict[_Part, int] = dict.fromkeys(self._held, 0)
         self._shards: dict[_Part, list[Path]] = {part: [] for part in self._held}
         self._shard_of: dict[str, Path] = {}
-        """By the kind of entry and the name in the file."""
+        """Keyed by kind of entry and name in the file."""
         self._came: set[str] = set()
         self._layout = Layout(header.layout)
         self._records: dict[str, FileRecord] = {}
@@ -100,10 +105,10 @@ class CheckpointWriter:
         self.abandon()
 
     def add(self, entry: str, tensor: HostTensor) -> None:
-        """Take a copy of one state entry (`model/<key>`, `optimizer/<key>/<slot>`), in any order, from any stage.
+        """Add a copy of one state entry (`model/<key>`, `optimizer/<key>/<slot>`), in any order, from any stage.
 
-        A tied parameter comes from each stage that holds it: the second time its bytes must be the same. Raises
-        `StorageError`, after which the writer is of no more use.
+        A tied parameter comes from each stage that holds it; its bytes must be equal. Raises `StorageError`, after
+        which the writer can't be used any more.
         """
         part, name = self._part_of(entry)
         if entry in self._came:
@@ -117,7 +122,7 @@ class CheckpointWriter:
             self._put_in(part, name, tensor)
 
     def _put_in(self, part: _Part, name: str, tensor: HostTensor) -> None:
-        # PEFT knows one file only.
+        # PEFT supports a single file only.
         if part != "adapter" and self._held[part] and self._held_bytes[part] + tensor.nbytes > self._shard_bytes:
             self._flush(part)
         self._held[part][name] = host_tensor(tensor.dtype, tensor.shape, bytes(tensor.data))
@@ -126,9 +131,9 @@ class CheckpointWriter:
             self._model_bytes += tensor.nbytes
 
     def finish(self, expected: Collection[str] | None = None) -> Path:
-        """Complete the checkpoint and give it its name. `expected`: the entries that must have come.
+        """Complete the checkpoint and give it its name. `expected`: the entries that must have been added.
 
-        Where a complete checkpoint of this step is there already, that one stays. Raises `StorageError`.
+        A complete checkpoint of this step that exists already is kept. Raises `StorageError`.
         """
         for name, tensor in self._layout.rest():
             self._put_in("model", name, tensor)
@@ -138,7 +143,7 @@ class CheckpointWriter:
         missing = sorted(set(expected or ()) - self._came)
         if missing:
             some = ", ".join(missing[:_MISSING_SHOWN])
-            raise StorageError(f"checkpoint of step {self._step}: {len(missing)} entries did not come, such as {some}.")
+            raise StorageError(f"checkpoint of step {self._step}: {len(missing)} entries are missing, such as {some}.")
         self._name_model_shards()
         self._put_manifest()
         with storage_errors(self._place):
@@ -152,7 +157,10 @@ class CheckpointWriter:
         return self._place
 
     def abandon(self) -> None:
-        """Remove what is not finished. Harmless after `finish`. What can't be removed now, the next start removes."""
+        """Remove the unfinished checkpoint.
+
+        Does nothing after `finish`. The next start removes what can't be removed now.
+        """
         for held in self._held.values():
             held.clear()
         with suppress(OSError):
@@ -175,14 +183,14 @@ class CheckpointWriter:
                 )
 
     def value(self, entry: str) -> HostTensor:
-        """What was added as `entry`, before `finish`. Raises `KeyError`, `StorageError`."""
+        """Return what was added as `entry`; only before `finish`. Raises `KeyError`, `StorageError`."""
         part, name = self._part_of(entry)
         if part != "model" or name not in self._layout:
             return self._written(part, name)
         return self._layout.value(name, lambda placed: self._written("model", placed))
 
     def _written(self, part: _Part, name: str) -> HostTensor:
-        """What stands, or is to stand, in a file under this name."""
+        """Return the tensor that is or will be in a file under this name."""
         kind = "optimizer" if part == "optimizer" else "model"
         shard = self._shard_of.get(f"{kind}/{name.removeprefix(PREFIX) if part == 'adapter' else name}")
         return self._held[part][name] if shard is None else SafetensorsFile(shard).read(name)
@@ -208,7 +216,7 @@ class CheckpointWriter:
         self._held_bytes[part] = 0
 
     def _name_model_shards(self) -> None:
-        """The number of shards is part of their names and known only now."""
+        """Rename the model's shards: their number is part of the names and known only now."""
         shards = self._shards["model"]
         renamed: dict[Path, Path] = {}
         for number, path in enumerate(shards, start=1):
@@ -265,7 +273,7 @@ class CheckpointWriter:
         self._records[name] = FileRecord(written.sha256, written.size_bytes)
 
     def _settle_with_existing(self) -> None:
-        """After a replay the same step is written again, bit for bit: keep what is there, unless it is damaged."""
+        """Keep the existing checkpoint of this step, unless it is damaged: a replay writes the same bits again."""
         try:
             CheckpointReader(self._place).verify()
         except StorageError:
@@ -275,6 +283,3 @@ class CheckpointWriter:
             shutil.rmtree(damaged)
         else:
             shutil.rmtree(self._partial)
-
-
-__all__ = ["DEFAULT_SHARD_BYTES", "CheckpointHeader", "CheckpointReader", "CheckpointWriter"]

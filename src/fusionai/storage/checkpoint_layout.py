@@ -1,6 +1,6 @@
-"""Keys of a model taken apart, or joined, into the tensors that its files hold. Decides when a tensor is complete.
+"""Splits or joins a model's keys into the tensors that its files hold. Decides when a tensor is complete.
 
-Neighbours: `checkpoint` writes what this gives, `assembly` is the form of a layout, `capture.conversion` works one out.
+`checkpoint` writes the tensors, `assembly` is the form of a layout, `capture.conversion` computes one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from fusionai.storage.assembly import Assembly, assembled, inverted
 
 
 class Layout:
-    """Of one checkpoint, while it is written."""
+    """Layout of one checkpoint while it is written."""
 
     def __init__(self, layout: Mapping[str, Assembly]) -> None:
-        """`layout`: tensor in the files -> which parts of keys it is."""
+        """`layout`: name of a tensor in the files -> the parts of keys it is made of."""
         self._layout = layout
         self._group: dict[str, _Group] = {}
         for name, assembly in layout.items():
@@ -33,8 +33,10 @@ class Layout:
         return key in self._group
 
     def add(self, key: str, tensor: HostTensor) -> Iterator[tuple[str, HostTensor]]:
-        """The tensors that are complete with this key; it is kept until those are that it belongs to. Raises
-        `StorageError` where a part is beyond it."""
+        """Add a key and yield the tensors that it completes. Keys are kept until their tensors are complete.
+
+        Raises `StorageError` if a part exceeds its key.
+        """
         group = self._group[key]
         if not group.keys <= {*self._waiting, key}:
             self._waiting[key] = host_tensor(tensor.dtype, tensor.shape, bytes(tensor.data))
@@ -45,8 +47,10 @@ class Layout:
             yield name, assembled(name, self._layout[name], held.__getitem__)
 
     def rest(self) -> Iterator[tuple[str, HostTensor]]:
-        """Keys whose tensors did not become complete, since the model has no use for the others: under their own
-        names."""
+        """Yield the keys whose tensors are incomplete, under their own names.
+
+        This happens if the model does not use the other keys of these tensors.
+        """
         while self._waiting:
             key = next(iter(self._waiting))
             group = self._group[key]
@@ -56,13 +60,13 @@ class Layout:
                     yield other, self._waiting.pop(other)
 
     def value(self, key: str, written: Callable[[str], HostTensor]) -> HostTensor:
-        """What was added. `written`: a tensor that was given out."""
+        """Return what was added as `key`. `written` returns a tensor that was yielded before."""
         if key in self._waiting:
             return self._waiting[key]
         return assembled(key, self._taken_apart(self._group[key])[key], written)
 
     def assemblies(self) -> dict[str, Assembly]:
-        """Key -> which parts of the tensors given out it is."""
+        """Key -> the parts of the yielded tensors that it is made of."""
         groups = {id(group): group for key in self._shapes if (group := self._group[key])}
         return {key: one for group in groups.values() for key, one in self._taken_apart(group).items()}
 

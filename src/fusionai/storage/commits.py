@@ -1,10 +1,12 @@
-"""The commit journal: what makes a step official. Decides that every step is there once, in order, and unchanged.
+"""The commit journal, which makes a step official. Ensures that every step is there once, in order and unchanged.
 
-The driver's durable state of the recovery protocol: incarnation, adopted plan, commit records; and what evaluations
-gave, by which a job may end. Each call returns when the disk has it (SQLite, write-ahead log, synchronous=FULL). Every
-row's hash covers the row before it. Records are kept for the job's whole life: a replay may need any since the newest
-complete checkpoint. Only a liar's steps are taken back, with their evaluations (recovery rule 26). Neighbours: the
-driver appends before it sends a commit; `checkpoint` holds the state the records are replayed on.
+It holds the driver's durable state of the recovery protocol: incarnation, adopted plan, commit records; and the results
+of evaluations, which may end a job. Each change is on the disk when the call returns (SQLite, write-ahead log,
+synchronous=FULL). Every row's hash covers the row before it. Records are kept for the job's whole life, because a
+replay may need any of them since the newest complete checkpoint. Only the steps of a faulty peer are removed, with
+their evaluations (recovery rule 26).
+
+The driver appends before it sends a commit; `checkpoint` holds the state on which the records are replayed.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from fusionai.storage.lock import JobLock
 from fusionai.wire.messages import CommitRecord
 
 _LAYOUT: Final = 2
+"""Version of the database schema. Older versions only lack tables."""
 _ROOT_HASH: Final = hashlib.sha256(b"fusionai.commits/1").digest()
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS commits (step INTEGER PRIMARY KEY, record BLOB NOT NULL, hash BLOB NOT NULL);
@@ -36,22 +39,31 @@ CREATE TABLE IF NOT EXISTS driver (
     plan_version INTEGER, plan BLOB, hash BLOB NOT NULL
 );
 """
-_RECORD: Final = msgspec.msgpack.Decoder(CommitRecord)
 _EVALUATION: Final = msgspec.msgpack.Decoder(Evaluation)
 
 
+class _Written(CommitRecord, frozen=True, forbid_unknown_fields=False, kw_only=True):
+    """A record as an earlier version may have written it, with fields that are no more."""
+
+
+_RECORD: Final = msgspec.msgpack.Decoder(_Written)
+
+
 class AdoptedPlan(msgspec.Struct, frozen=True):
-    """The plan in force, as the caller's JSON."""
+    """The plan in force. `plan` is JSON of the caller."""
 
     version: int
     plan: bytes
 
 
 class CommitJournal:
-    """Holds the job's lock from construction to `close`. Any thread may call; every change blocks on the disk."""
+    """Holds the job's lock from construction to `close`. Thread-safe; every change blocks on the disk."""
 
     def __init__(self, path: Path) -> None:
-        """Open or make the journal, checking every row. Raises `StorageError`: in use, damaged, of another layout."""
+        """Open or create the journal and check every row.
+
+        Raises `StorageError` if it is in use, damaged or of a newer layout.
+        """
         self._path = path
         self._turn = threading.Lock()
         self._lock = JobLock(path.with_name(path.name + ".lock"))
@@ -77,27 +89,30 @@ class CommitJournal:
 
     @property
     def last(self) -> CommitRecord | None:
-        """The newest commit."""
+        """The newest commit; None before the first."""
         return self._last
 
     @property
     def incarnation(self) -> int:
-        """Of the driver; 0 before its first start."""
+        """Incarnation of the driver; 0 before its first start."""
         return self._incarnation
 
     @property
     def plan(self) -> AdoptedPlan | None:
-        """The plan in force, None before the first."""
+        """The plan in force; None before the first."""
         return self._plan
 
     def start_incarnation(self) -> int:
-        """One more, durable before it returns: call at each driver start, before the first attach."""
+        """Increment the driver's incarnation, durably. Call at each driver start, before the first attach."""
         self._write_driver(self._incarnation + 1, self._plan)
         return self._incarnation
 
     def adopt_plan(self, version: int, plan: bytes) -> None:
-        """Make a plan the one in force. The same one again changes nothing. Raises `StorageError` for an older
-        version and for another plan under the same version: plans are immutable."""
+        """Put a plan in force. The same plan again changes nothing.
+
+        Raises `StorageError` for an older version and for another plan under the same version, because plans are
+        immutable.
+        """
         present = self._plan
         if present is not None:
             if version == present.version and plan == present.plan:
@@ -110,7 +125,7 @@ class CommitJournal:
         self._write_driver(self._incarnation, AdoptedPlan(version, plan))
 
     def append(self, record: CommitRecord) -> None:
-        """Make `record.step` official. Raises `StorageError` unless it is the next step; nothing is written then."""
+        """Make `record.step` official. Raises `StorageError`, and writes nothing, unless it is the next step."""
         expected = self.committed
         if record.step < expected:
             raise StorageError(f"{self._path}: step {record.step} is committed already; the next is {expected}.")
@@ -123,8 +138,10 @@ class CommitJournal:
         self._last, self._last_hash = record, digest
 
     def take_back(self, step: int) -> None:
-        """Commits from `step` on are void: what they were made of can't be believed. They are gone for good, and what
-        evaluations of their states gave; the next one is `step` again."""
+        """Remove the commits from `step` on, because the results they were made of are wrong.
+
+        Evaluations of their states are removed too. The next commit is `step` again.
+        """
         with self._transaction():
             self._database.execute("DELETE FROM commits WHERE step >= ?", (step,))
             self._database.execute("DELETE FROM evaluations WHERE step > ?", (step,))
@@ -133,21 +150,24 @@ class CommitJournal:
             self._evaluations, self._evaluations_hash = self._checked_evaluations()
 
     def records(self, from_step: int = 0) -> Iterator[CommitRecord]:
-        """Commits from this step on, in order."""
+        """Yield the commits from this step on, in order."""
         with self._turn, self._sqlite_errors():
             rows = self._database.execute(
                 "SELECT record FROM commits WHERE step >= ? ORDER BY step", (from_step,)
             ).fetchall()
-        return (_RECORD.decode(content) for (content,) in rows)
+        return (_record(content) for (content,) in rows)
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
-        """All, in order."""
+        """All evaluations, in order."""
         return self._evaluations
 
     def append_evaluation(self, evaluation: Evaluation) -> Evaluation:
-        """The one kept for this step: the first that came. One of a state that was taken back meanwhile is not kept.
-        Raises `StorageError` for a step before the last one's."""
+        """Store an evaluation and return the one kept for its step, which is the first that came.
+
+        An evaluation of a state that was removed meanwhile is not stored. Raises `StorageError` for a step before the
+        last one's.
+        """
         known = next((one for one in self._evaluations if one.step == evaluation.step), None)
         if known is not None:
             return known
@@ -167,7 +187,7 @@ class CommitJournal:
         return evaluation
 
     def close(self) -> None:
-        """Harmless when done before."""
+        """Close the database and release the lock. Idempotent."""
         self._database.close()
         self._lock.release()
 
@@ -186,38 +206,38 @@ class CommitJournal:
         (layout,) = run("PRAGMA user_version").fetchone()
         if layout not in range(_LAYOUT + 1):
             raise StorageError(f"{self._path}: expected layout {_LAYOUT}, got {layout}; made by a newer version.")
-        if layout < _LAYOUT:  # an older one lacks tables alone
+        if layout < _LAYOUT:  # older layouts only lack tables
             self._database.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={_LAYOUT}; COMMIT;")
 
     def _checked(self) -> tuple[CommitRecord | None, bytes]:
-        """The last record and its hash, after walking the whole chain."""
+        """Return the last record and its hash, after checking the whole chain."""
         last: CommitRecord | None = None
         digest = _ROOT_HASH
         rows = self._database.execute("SELECT step, record, hash FROM commits ORDER BY step")
         for expected, (step, content, stored) in enumerate(rows):
             digest = _chained(digest, content)
             if step != expected or stored != digest:
-                raise self._damaged(f"commit of step {expected} is not what was written")
+                raise self._damaged(f"commit of step {expected} does not match its hash")
             try:
-                last = _RECORD.decode(content)
+                last = _record(content)
             except msgspec.DecodeError as problem:
-                raise self._damaged(f"commit of step {expected} is not understood ({problem})") from None
+                raise self._damaged(f"commit of step {expected} can't be decoded ({problem})") from None
             if last.step != step:
                 raise self._damaged(f"commit of step {expected} says step {last.step}")
         return last, digest
 
     def _checked_evaluations(self) -> tuple[tuple[Evaluation, ...], bytes]:
-        """All, and the last one's hash, after walking the whole chain."""
+        """Return all evaluations and the last hash, after checking the whole chain."""
         found: list[Evaluation] = []
         digest = _ROOT_HASH
         for step, content, stored in self._database.execute("SELECT step, record, hash FROM evaluations ORDER BY step"):
             digest = _chained(digest, content)
             if stored != digest:
-                raise self._damaged(f"the evaluation of step {step} is not what was written")
+                raise self._damaged(f"the evaluation of step {step} does not match its hash")
             try:
                 found.append(_EVALUATION.decode(content))
             except msgspec.DecodeError as problem:
-                raise self._damaged(f"the evaluation of step {step} is not understood ({problem})") from None
+                raise self._damaged(f"the evaluation of step {step} can't be decoded ({problem})") from None
         return tuple(found), digest
 
     def _checked_driver(self) -> tuple[int, AdoptedPlan | None]:
@@ -227,7 +247,7 @@ class CommitJournal:
         incarnation, version, content, stored = row
         plan = None if version is None else AdoptedPlan(version, content)
         if stored != _driver_hash(incarnation, plan):
-            raise self._damaged("the incarnation or plan is not what was written")
+            raise self._damaged("the incarnation or plan does not match its hash")
         return incarnation, plan
 
     def _write_driver(self, incarnation: int, plan: AdoptedPlan | None) -> None:
@@ -241,14 +261,14 @@ class CommitJournal:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All or nothing, on the disk at the end."""
+        """A transaction that is on the disk when the block ends, or has no effect."""
         with self._turn, self._sqlite_errors():
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self._database.execute("COMMIT")
             except BaseException:
-                # SQLite has rolled back by itself after some errors, a full disk among them.
+                # SQLite has already rolled back after some errors, such as a full disk.
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
                 raise
@@ -276,15 +296,22 @@ class CommitJournal:
         )
 
 
+def _record(content: bytes) -> CommitRecord:
+    """Raises `msgspec.DecodeError`."""
+    return CommitRecord(**msgspec.structs.asdict(_RECORD.decode(content)))
+
+
 def read_commits(path: Path) -> tuple[CommitRecord, ...]:
-    """The commits on the disk at this moment, of a journal that somebody else may hold and append to; nothing is
-    written. Raises `StorageError` when it can't be read."""
+    """Read the commits on the disk without writing, even while another process holds the journal and appends to it.
+
+    Raises `StorageError` if it can't be read.
+    """
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             rows = database.execute("SELECT record FROM commits ORDER BY step").fetchall()
     except sqlite3.Error as problem:
         raise StorageError(f"{path} can't be read: {problem}.") from problem
-    return tuple(_RECORD.decode(content) for (content,) in rows)
+    return tuple(_record(content) for (content,) in rows)
 
 
 def _chained(previous: bytes, content: bytes) -> bytes:

@@ -1,7 +1,7 @@
-"""One process at a time changes the names in a directory. Decides nothing; waits for as long as another holds it.
+"""A lock for changing the names in a directory, one process at a time. Waits while another process holds it.
 
-The operating system holds the lock, so that a killed process lets go. Neighbours: `weight_store` takes it around
-renaming and removing, `corpus.source` while tokens are made; `lock` is the one that refuses instead of waiting.
+The operating system holds the lock, so that it is released if the process is killed. `weight_store` takes it for
+renaming and removing, `corpus.source` while it tokenises. `lock` is the variant that fails instead of waiting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOCK_FILE: Final = ".lock"
 
 @contextmanager
 def directory_lock(directory: Path) -> Iterator[None]:
-    """Not reentrant; the directory is made. Raises `StorageError` where it can't be written."""
+    """Hold the lock. Not reentrant. Creates the directory. Raises `StorageError` if the lock file can't be written."""
     path = directory / LOCK_FILE
     with storage_errors(path):
         directory.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def directory_lock(directory: Path) -> Iterator[None]:
 
 
 def _windows_lock(descriptor: int) -> None:
-    """Windows itself gives up after ten seconds, as if there were a deadlock."""
+    """Lock, retrying because Windows gives up after ten seconds with a deadlock error."""
     if sys.platform == "win32":
         import msvcrt
 

@@ -1,6 +1,6 @@
-"""One driver per job directory. Decides who holds it: the operating system, so that a killed process lets go.
+"""One driver per job directory. The operating system holds the lock, so that it is released if the process is killed.
 
-Neighbours: `rundir` takes it before anything in the directory is touched.
+`commits` takes the lock when it opens the journal.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fusionai.primitives.errors import StorageError
 from fusionai.storage.atomic import storage_errors
 
 _LOCKED_BYTE: Final = 2**30
-"""Windows locks bytes, which then can't be read: this one is far behind the process id."""
+"""Offset of the byte locked on Windows, which makes locked bytes unreadable. It lies far behind the process id."""
 
 
 class JobLock:
-    """Held from construction to `release`, or the end of the process. The file stays, its lock does not."""
+    """Lock held from construction to `release` or the end of the process. The file stays on the disk."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `StorageError` naming the process that holds it."""
+        """Take the lock. Raises `StorageError` naming the process that holds it."""
         with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -40,7 +40,7 @@ class JobLock:
             os.write(self._descriptor, f"{os.getpid()}\n".encode())
 
     def release(self) -> None:
-        """Let go. Harmless when done before."""
+        """Release the lock. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -55,7 +55,7 @@ class JobLock:
 
 
 def _lock(descriptor: int) -> None:
-    """Raises `OSError` when somebody else has it."""
+    """Lock without waiting. Raises `OSError` if another process holds the lock."""
     if sys.platform == "win32":
         import msvcrt
 

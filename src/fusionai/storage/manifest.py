@@ -1,6 +1,6 @@
-"""What a checkpoint says about itself. Decides names and fields; opens nothing.
+"""The manifest of a checkpoint: names and fields. Opens no file.
 
-Neighbours: `checkpoint` writes it last, `reader` believes nothing that it does not confirm.
+`checkpoint` writes the manifest last; `reader` trusts only what it confirms.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ _STEP_NAME: Final = re.compile(r"^step-(\d{8,})$")
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file must be."""
+    """Expected hash and size of a file."""
 
     sha256: str
     size_bytes: Annotated[int, Meta(ge=0)]
 
 
 class CheckpointHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What the job says about its checkpoints, the same for all of them.
+    """What all checkpoints of a job have in common, except `tolerant_takeovers`.
 
-    `recipe`: as `msgspec.to_builtins` gives it. `aliases`: further name -> key of the same tensor (ties).
-    `private_keys`: model keys outside the Hugging Face layout (buffers that are not saved). `adapter_keys`:
-    where only an adapter is trained, its model keys; `base`: SHA-256 of the files that it adapts, by name. `layout`:
-    tensors of the model's files that are not a key as it is -> which parts of keys they are."""
+    `recipe`: as converted by `msgspec.to_builtins`. `aliases`: other name -> key of the same tensor (ties).
+    `private_keys`: model keys outside the Hugging Face layout (buffers that are not saved). `adapter_keys`: if only an
+    adapter is trained, its model keys; `base`: SHA-256 of the files it adapts, by name. `layout`: name -> parts of
+    keys, for tensors in the model's files that are not a whole key.
+    """
 
     graph_hash: str
     data_fingerprint: str = ""
@@ -44,14 +45,17 @@ class CheckpointHeader(msgspec.Struct, frozen=True, kw_only=True):
     adapter_keys: frozenset[str] = frozenset()
     base: dict[str, str] = {}
     tolerant_takeovers: tuple[TolerantTakeover, ...] = ()
-    """What had happened to the job's bits when this one was made: of one checkpoint, not of all."""
+    """Takeovers up to this checkpoint on machines with other numerics. Differs between checkpoints."""
     layout: dict[str, Assembly] = {}
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a checkpoint holds. Of tied tensors only the key is stored. `entries`: state entry -> file. `files`: all
-    files but this one. `step` is the number of steps applied. `assembled`: entries that are made of parts of the
-    model's tensors in several files or under other names, which lie where `tensors` says: name -> file."""
+    """Content of a checkpoint.
+
+    Of tied tensors only the key is stored. `entries`: state entry -> file. `files`: all files but this one. `step`:
+    number of steps applied. `assembled`: entries made of parts of the model's tensors in several files or under other
+    names; `tensors` maps those tensors to files.
+    """
 
     format: str = FORMAT
     step: Annotated[int, Meta(ge=0)]
@@ -62,19 +66,19 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     entries: dict[str, str]
     files: dict[str, FileRecord]
     base: dict[str, str] = {}
-    """Files outside, without which this is not the whole model: name -> SHA-256."""
+    """Required files outside the checkpoint: name -> SHA-256."""
     tolerant_takeovers: tuple[TolerantTakeover, ...] = ()
-    """From which steps on machines of other numerics computed; empty: the bits are those of the job's first plan."""
+    """Steps from which machines with other numerics computed; empty if all bits are those of the job's first plan."""
     assembled: dict[str, Assembly] = {}
     tensors: dict[str, str] = {}
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps stands."""
+    """Return the directory of the checkpoint after `step` steps."""
     return root / f"step-{step:08d}"
 
 
 def step_of(directory: Path) -> int | None:
-    """The step a directory's name says; None for what is no complete checkpoint."""
+    """Return the step in a directory's name; None if it is not a complete checkpoint."""
     match = _STEP_NAME.match(directory.name)
     return int(match[1]) if match else None

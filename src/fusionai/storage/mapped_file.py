@@ -1,8 +1,9 @@
-"""A stretch of a file, mapped or read. Decides nothing: whoever names the stretch answers for it.
+"""Byte ranges of files, mapped or read.
 
-Mapped for loading, because a tensor's memory is then the file's; read for serving pieces to others, because touched
-pages of a mapping count as this process's memory and a file cut short under a mapping kills the process.
-Neighbours: `weight_store` and `weight_manifest` give tensors and pieces through this.
+Ranges are mapped for loading, because a tensor then uses the file's memory. They are read for sending pieces to others,
+because touched pages of a mapping count as this process's memory and truncating a mapped file kills the process.
+
+`weight_store` and `weight_manifest` provide tensors and pieces through this; the caller knows which range holds what.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from fusionai.storage.atomic import storage_errors
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """`nbytes` of `path` from `offset` on."""
+    """The `nbytes` bytes of file `path` that start at `offset`."""
 
     path: Path
     offset: int
     nbytes: int
 
     def mapped(self) -> memoryview:
-        """Read-only; the mapping lives as long as the view. Raises `StorageError`, also when the file is shorter."""
+        """Map the range read-only.
+
+        The mapping lives as long as the view. Raises `StorageError`, also if the file is shorter.
+        """
         if self.nbytes == 0:
             return memoryview(b"")
         before = self.offset % mmap.ALLOCATIONGRANULARITY
@@ -35,12 +39,12 @@ class Stretch:
                 whole = mmap.mmap(
                     handle.fileno(), before + self.nbytes, access=mmap.ACCESS_READ, offset=self.offset - before
                 )
-            except ValueError:  # longer than the file
+            except ValueError:  # the file is shorter than the range
                 raise self._short() from None
         return memoryview(whole)[before:]
 
     def read(self, first: int, nbytes: int) -> bytes:
-        """`nbytes` from `first` on, counted within the stretch. Raises `StorageError`."""
+        """Return `nbytes` bytes from position `first` of the range. Raises `StorageError`."""
         if not 0 <= first <= first + nbytes <= self.nbytes:
             raise ValueError(f"[{first}, {first + nbytes}) is not within {self.nbytes} bytes of {self.path}")
         with storage_errors(self.path, "read"), self.path.open("rb", buffering=0) as handle:
@@ -59,7 +63,7 @@ class Stretch:
 
 
 class Stretches:
-    """Stretches of files one behind the other, as one: parts of several tensors that are one tensor."""
+    """Consecutive ranges of files that together hold one tensor."""
 
     def __init__(self, parts: tuple[Stretch, ...]) -> None:
         self._parts = parts
@@ -67,7 +71,7 @@ class Stretches:
         self.nbytes = self._ends[-1] if parts else 0
 
     def mapped(self) -> memoryview:
-        """Read-only, copied where they are several. Raises `StorageError`."""
+        """Return the bytes read-only; copied if there are several ranges. Raises `StorageError`."""
         if len(self._parts) == 1:
             return self._parts[0].mapped()
         buffer = memoryview(bytearray(self.nbytes))
@@ -76,7 +80,7 @@ class Stretches:
         return buffer.toreadonly()
 
     def read(self, first: int, nbytes: int) -> bytes:
-        """As `Stretch.read`."""
+        """Return `nbytes` bytes from position `first` of the joined ranges. Raises `StorageError`."""
         if not 0 <= first <= first + nbytes <= self.nbytes:
             raise ValueError(f"[{first}, {first + nbytes}) is not within {self.nbytes} bytes")
         read: list[bytes] = []

@@ -1,14 +1,13 @@
-"""Checkpoints that are there: find, verify, read, remove. Decides what counts as complete and whole.
+"""Reads checkpoints: finds, verifies, reads and removes them. Decides which count as complete and intact.
 
-A checkpoint that is damaged is an error that names the file; an older one is taken instead only when the caller says
-so. Neighbours: `checkpoint` writes them, the driver streams entries to stages that import state.
+A damaged checkpoint raises an error that names the file. An older one is used instead only if the caller asks for it.
+`checkpoint` writes checkpoints; the driver streams their entries to stages that import state.
 """
 
 from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -28,10 +27,10 @@ _HINT: Final = "Delete this checkpoint to go on from the one before it."
 
 
 class CheckpointReader:
-    """State entries of one checkpoint, mapped, read when touched. Call `verify` before trusting them."""
+    """State entries of one checkpoint, mapped and read on access. Call `verify` before using them."""
 
     def __init__(self, directory: Path) -> None:
-        """Reads the manifest only. Raises `StorageError` when it is missing, damaged or of another format."""
+        """Read only the manifest. Raises `StorageError` if it is missing, damaged or of another format."""
         self._directory = directory
         self._manifest = self._read_manifest()
         self._open: dict[str, SafetensorsFile] = {}
@@ -46,16 +45,16 @@ class CheckpointReader:
 
     @property
     def step(self) -> int:
-        """Steps applied."""
+        """Number of optimizer steps applied."""
         return self._manifest.step
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All state entries, sorted."""
+        """Names of all state entries, sorted."""
         return tuple(sorted(self._manifest.entries))
 
     def verify(self) -> None:
-        """Hash every file. Raises `StorageError` naming the first that is not what the manifest says."""
+        """Hash every file. Raises `StorageError` naming the first that does not match the manifest."""
         for name, record in self._manifest.files.items():
             path = self._inside(name)
             digest, size = hashlib.sha256(), 0
@@ -71,7 +70,7 @@ class CheckpointReader:
                 )
 
     def read(self, entry: str) -> HostTensor:
-        """One state entry. Raises `StorageError` where it is not in the checkpoint."""
+        """Return one state entry. Raises `StorageError` if the checkpoint has no such entry."""
         file = self._manifest.entries.get(entry)
         if file is None:
             raise StorageError(f"{self._directory}: the checkpoint has no entry {entry!r}.")
@@ -81,14 +80,10 @@ class CheckpointReader:
         name = entry.partition("/")[2]
         return self._file(file).read(PREFIX + name if file == WEIGHTS_FILE else name)
 
-    def entries(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, HostTensor]]:
-        """Those of `names` in their order, or all sorted."""
-        return ((name, self.read(name)) for name in (self.names if names is None else names))
-
     def _tensor(self, name: str) -> HostTensor:
         file = self._manifest.tensors.get(name)
         if file is None:
-            raise StorageError(f"{self._directory / MANIFEST} does not say where {name!r} lies.", hint=_HINT)
+            raise StorageError(f"{self._directory / MANIFEST} does not say which file holds {name!r}.", hint=_HINT)
         return self._file(file).read(name)
 
     def _file(self, name: str) -> SafetensorsFile:
@@ -97,7 +92,7 @@ class CheckpointReader:
         return self._open[name]
 
     def _inside(self, name: str) -> Path:
-        """A file of the checkpoint; a manifest can't name one elsewhere."""
+        """Return the path of a file of the checkpoint. Raises `StorageError` if the manifest names one outside it."""
         path = Path(name)
         if path.is_absolute() or ".." in path.parts:
             raise StorageError(f"{self._directory / MANIFEST} names {name!r}, which is outside the checkpoint.")
@@ -111,18 +106,18 @@ class CheckpointReader:
         with storage_errors(hash_path, "read"):
             said = hash_path.read_bytes()[:64]
         if hashlib.sha256(content).hexdigest().encode() != said:
-            raise StorageError(f"{path} is damaged: it does not have the hash beside it.", hint=_HINT)
+            raise StorageError(f"{path} is damaged: its SHA-256 is not the one in manifest.sha256.", hint=_HINT)
         try:
             manifest = msgspec.json.decode(content, type=Manifest)
         except msgspec.DecodeError as problem:
-            raise StorageError(f"{path}: not understood ({problem}).", hint="It may be of a newer version.") from None
+            raise StorageError(f"{path}: can't be decoded ({problem}).", hint="It may be of a newer version.") from None
         if manifest.format != FORMAT:
             raise StorageError(f"{path}: expected format {FORMAT}, got {manifest.format!r}.")
         return manifest
 
 
 def complete_checkpoints(root: Path) -> tuple[Path, ...]:
-    """Every checkpoint that got its name, newest first."""
+    """Return all checkpoints that were completed, newest first."""
     if not root.is_dir():
         return ()
     found = [(step, path) for path in root.iterdir() if (step := step_of(path)) is not None]
@@ -130,14 +125,14 @@ def complete_checkpoints(root: Path) -> tuple[Path, ...]:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest checkpoint, or None."""
+    """Return the newest checkpoint, or None."""
     return next(iter(complete_checkpoints(root)), None)
 
 
 def open_latest(root: Path, *, fall_back: bool = False) -> CheckpointReader | None:
-    """The newest checkpoint, verified; None where there is none.
+    """Return the newest checkpoint, verified; None if there is none.
 
-    Raises `StorageError` when it is damaged, or, with `fall_back`, when every one is.
+    Raises `StorageError` if it is damaged or, with `fall_back`, if all are.
     """
     first_problem: StorageError | None = None
     for directory in complete_checkpoints(root):
@@ -156,7 +151,7 @@ def open_latest(root: Path, *, fall_back: bool = False) -> CheckpointReader | No
 
 
 def sweep(root: Path) -> tuple[Path, ...]:
-    """Remove what an interrupted start left half-written; say what. Call while holding the job's lock."""
+    """Remove the half-written files of an interrupted start and return them. Call only while holding the job's lock."""
     if not root.is_dir():
         return ()
     left = tuple(sorted(path for path in root.iterdir() if path.name.endswith(PARTIAL_SUFFIX)))
@@ -170,15 +165,17 @@ def sweep(root: Path) -> tuple[Path, ...]:
 
 
 def prune(root: Path, keep: int, best: int | None = None) -> tuple[Path, ...]:
-    """Remove all but the `keep` newest checkpoints and that of step `best`; say which. A removal that is interrupted
-    leaves a `.partial`."""
+    """Remove all checkpoints but the `keep` newest and that of step `best`, and return the removed ones.
+
+    An interrupted removal leaves a directory that ends in `.partial`.
+    """
     if keep < 1:
         raise ValueError(f"at least one checkpoint is kept, got {keep}")
     return _remove(tuple(path for path in complete_checkpoints(root)[keep:] if step_of(path) != best))
 
 
 def forget_after(root: Path, step: int) -> tuple[Path, ...]:
-    """Remove the checkpoints of states after more than `step` steps; say which."""
+    """Remove the checkpoints of more than `step` steps and return them."""
     return _remove(tuple(path for path in complete_checkpoints(root) if (step_of(path) or 0) > step))
 
 

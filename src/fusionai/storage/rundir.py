@@ -1,13 +1,13 @@
-"""What stands where in a job's directory. Decides names; each file's content is its writer's business.
+"""File names in a job's directory. The modules that write the files decide their content.
 
-recipe.json          the recipe this job was started with
+recipe.json          the recipe with which this job was started
 tokens/              derived data (`corpus.tokens`, `corpus.chat_file`), and bad_rows.jsonl
-journal.sqlite       commits (`commits`), with journal.sqlite.lock: who drives
+journal.sqlite       commits (`commits`); journal.sqlite.lock names the process that drives the job
 checkpoints/         `checkpoint`
-deployment.msgpack   who runs what where, with tickets; for its owner only
+deployment.msgpack   which peer runs what, with tickets; readable by the owner only
 telemetry.jsonl      steps and metrics
-faults.jsonl         what broke, who took over, how long it took
-distrusted.json      whose results were wrong: they get no work of this job again
+faults.jsonl         faults, which peer took over, and how long that took
+distrusted.json      peers that returned wrong results and get no more work of this job
 tensorboard/         event files
 report.html          the report
 """
@@ -21,10 +21,10 @@ from fusionai.storage.atomic import storage_errors, write_atomic
 
 
 class RunDirectory:
-    """Paths below `root`; makes the directories it names."""
+    """Paths below `root`. Creates the directories."""
 
     def __init__(self, root: Path) -> None:
-        """Raises `StorageError` when it can't be made or written."""
+        """Raises `StorageError` if a directory can't be created."""
         self._root = root
         if root.exists() and not root.is_dir():
             raise StorageError(f"{root} is a file, not a directory.", hint="Choose another directory for the job.")
@@ -69,19 +69,15 @@ class RunDirectory:
         return self._root / "tensorboard"
 
     @property
-    def report(self) -> Path:
-        return self._root / "report.html"
-
-    @property
     def recipe(self) -> Path:
         return self._root / "recipe.json"
 
     def keep_recipe(self, content: bytes) -> None:
-        """Keep the recipe of this job, replacing the one kept. Raises `StorageError`."""
+        """Store the job's recipe, replacing a stored one. Raises `StorageError`."""
         write_atomic(self.recipe, content)
 
     def kept_recipe(self) -> bytes | None:
-        """The recipe this job was started with; None in a new directory. Raises `StorageError`."""
+        """Return the recipe with which this job was started; None in a new directory. Raises `StorageError`."""
         if not self.recipe.is_file():
             return None
         with storage_errors(self.recipe, "read"):

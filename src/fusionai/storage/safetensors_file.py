@@ -1,8 +1,8 @@
-"""One safetensors file, written whole and read lazily, without a framework. Decides the byte layout and its checks.
+"""Reads and writes safetensors files without a framework. Decides the byte layout and its checks.
 
-Format: https://huggingface.co/docs/safetensors/index#format. bfloat16 stays raw bits. Nothing in a header is trusted:
-sizes are checked against the file before any tensor is touched. Neighbours: `checkpoint` writes and reads shards,
-`weights` reads model directories of others.
+Format: https://huggingface.co/docs/safetensors/index#format. bfloat16 is kept as raw bits. Headers are not trusted:
+sizes are checked against the file before a tensor is read. `checkpoint` writes and reads shards, `weights` reads model
+directories of other programs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
 from fusionai.storage.atomic import storage_errors
 
 MAX_HEADER_BYTES: Final = 100_000_000
-"""As the reference implementation has it."""
+"""Upper limit on the header's size, the same as in the reference implementation."""
 _ALIGNMENT_BYTES: Final = 8
 _CODE: Final = {
     "float64": "F64",
@@ -53,14 +53,14 @@ _ENTRY_DECODER: Final = msgspec.json.Decoder(_Entry)
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a file on disk must be."""
+    """Hash and size of a written file."""
 
     sha256: str
     size_bytes: int
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, HostTensor]) -> Written:
-    """Write a new file, in the order of names, durable on return. Raises `StorageError`."""
+    """Write a new file with the tensors sorted by name. Durable on return. Raises `StorageError`."""
     header: dict[str, object] = {_METADATA: {"format": "pt"}}
     offset = 0
     for name in sorted(tensors):
@@ -82,13 +82,13 @@ def write_safetensors(path: Path, tensors: Mapping[str, HostTensor]) -> Written:
 
 
 class SafetensorsFile:
-    """Names and tensors of a file; a tensor's memory is the mapped file, read when touched.
+    """Names and tensors of a file. A tensor's memory is the mapped file, read on access.
 
-    The mapping lives as long as a tensor of it does.
+    The mapping lives as long as any tensor of it.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises `StorageError` when the header does not fit the file."""
+        """Raises `StorageError` if the header does not match the file."""
         self._path = path
         with storage_errors(path, "read"), path.open("rb") as handle:
             size = os.fstat(handle.fileno()).st_size
@@ -102,11 +102,11 @@ class SafetensorsFile:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Sorted."""
+        """All names, sorted."""
         return tuple(sorted(self._entries))
 
     def read(self, name: str) -> HostTensor:
-        """A tensor, without copying. Raises `StorageError` for a name that is not there."""
+        """Return a tensor without copying. Raises `StorageError` for an unknown name."""
         entry = self._entries.get(name)
         if entry is None:
             raise StorageError(f"{self._path}: no tensor {name!r}.")
@@ -114,7 +114,7 @@ class SafetensorsFile:
         return host_tensor(_DTYPE[entry.dtype], entry.shape, self._map[self._start + first : self._start + end])
 
     def span(self, name: str) -> tuple[str, tuple[int, ...], int, int]:
-        """(dtype, shape, offset in the file, bytes), for readers that must not map. Raises `StorageError`."""
+        """Return (dtype, shape, offset in the file, bytes), for readers that must not map. Raises `StorageError`."""
         tensor = self.read(name)
         return tensor.dtype, tensor.shape, self._start + self._entries[name].data_offsets[0], tensor.nbytes
 
@@ -126,17 +126,17 @@ class SafetensorsFile:
             raw = _METADATA_DECODER.decode(text)
             entries = {name: _ENTRY_DECODER.decode(value) for name, value in raw.items() if name != _METADATA}
         except msgspec.DecodeError as problem:
-            raise self._damaged(f"its header is not understood ({problem})") from None
+            raise self._damaged(f"its header can't be decoded ({problem})") from None
         expected = 0
         for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
             first, end = entry.data_offsets
             if entry.dtype not in _DTYPE:
                 raise StorageError(f"{self._path}: tensor {name!r} has the unsupported type {entry.dtype!r}.")
             if first != expected or end - first != tensor_bytes(_DTYPE[entry.dtype], entry.shape):
-                raise self._damaged(f"tensor {name!r} does not lie where its shape says")
+                raise self._damaged(f"tensor {name!r} has offsets that do not match its shape")
             expected = end
         if expected != data_bytes:
-            raise self._damaged(f"its tensors take {expected} bytes, it has {data_bytes}")
+            raise self._damaged(f"its tensors take {expected} bytes, but {data_bytes} bytes follow the header")
         return entries
 
     def _damaged(self, what: str) -> StorageError:

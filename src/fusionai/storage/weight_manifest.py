@@ -1,25 +1,25 @@
-"""What the weights of a model are, tensor by tensor: names, shapes, hashes. And their bytes, for who asks by hash.
+"""Describes the weights of a model, tensor by tensor (names, shapes, hashes), and provides their bytes by hash.
 
-Decides where the bytes of a graph's key come from. A key that lies in the model's files is described as it lies there,
-dtype included: whoever loads it converts it. One that is made of parts of several tensors, as stacked experts are, is
-read from them piece by piece, without a copy on the disk. Every other (made from a configuration, computed buffers,
-transformed when loaded) is asked of `state` one at a time and kept in the weight store. Hashes are of the graph's
-tensors, so that a peer checks what it fetches without knowing any file. They are remembered by the files' paths, sizes
-and times of change, so that a second start reads nothing; what is remembered wrongly is refused by whoever fetches.
+Decides where the bytes of a graph's key come from. A key that is stored in the model's files is described as stored,
+dtype included; the stage that loads it converts it. A key made of parts of several tensors, such as stacked experts, is
+read from them piece by piece, without a copy on the disk. Any other key (created from a configuration, a computed
+buffer, transformed on loading) is requested from `state`, one at a time, and kept in the weight store.
+
+Hashes are of the graph's tensors, so that a peer can verify what it fetches without knowing any file. They are cached
+by the files' paths, sizes and modification times, so that a second start reads nothing. If a cached hash is wrong, the
+peer that fetches the tensor refuses it.
 
     captured = capture(...)
     weights = manifest(keys, captured.state, store, located=captured.source.checkpoint.entries,
                        memory=home / "weights.json")
-    # Without files (`checkpoint` is None): `weight_declared.declared(graph, captured.state, seed)`, nothing located.
     weights.specs                                         # into each stage's `Load`, by key
     weights.read(spec), weights.pieces(digest, 0, 4)      # for the owner's own stages; for `execution.weight_desk`
 
-Neighbours: `capture` knows which name in which file a key has (ties, old spellings); `weight_store` keeps the rest.
+`capture` knows the file and the name in it for each key (ties, older names); `weight_store` keeps the rest.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -38,39 +38,34 @@ from fusionai.storage.weight_pieces import make_spec, pieces_of
 from fusionai.storage.weight_store import WeightStore
 from fusionai.wire.serving import PIECE_BYTES, WeightSpec
 
-log = logging.getLogger(__name__)
-
 State = Callable[[Iterable[str]], Iterator[tuple[str, HostTensor]]]
-"""As `Captured.state`."""
+"""Yields the tensors of the given keys, like `Captured.state`."""
 HASHING_THREADS: Final = 4
-"""Hashing lets others run; more than this waits for the disk."""
+"""Upper limit on threads that hash. Hashing releases the GIL; with more threads the disk is the bottleneck."""
 
 
 class ModelWeights:
-    """The owner's side: has all tensors of the manifest. Close it when the job is over."""
+    """The job owner's weights: provides all tensors of the manifest. Close it when the job is over."""
 
     def __init__(
         self, specs: tuple[WeightSpec, ...], stretches: Mapping[bytes, Stretch | Stretches], store: WeightStore
     ) -> None:
-        """`stretches`: where the files have the bytes, by digest; others are in `store`."""
+        """`stretches`: ranges of files that hold tensors, by digest. All other tensors are in `store`."""
         self.specs = specs
         self._stretches = stretches
         self._store = store
         self._held = ExitStack()
         self._held.enter_context(store.holding([spec.digest for spec in specs if spec.digest not in stretches]))
 
-    def has(self, spec: WeightSpec) -> bool:
-        return spec.digest in self._stretches or self._store.has(spec)
-
     def read(self, spec: WeightSpec) -> HostTensor:
-        """Mapped, not copied. Raises `StorageError`."""
+        """Return the tensor, mapped without copying. Raises `StorageError`."""
         stretch = self._stretches.get(spec.digest)
         if stretch is None:
             return self._store.read(spec)
         return host_tensor(spec.dtype, spec.shape, stretch.mapped())
 
     def pieces(self, digest: bytes, first: int, count: int) -> bytes:
-        """As `WeightStore.pieces`."""
+        """Return at most `count` pieces from index `first` on, like `WeightStore.pieces`."""
         stretch = self._stretches.get(digest)
         if stretch is None:
             return self._store.pieces(digest, first, count)
@@ -80,7 +75,7 @@ class ModelWeights:
         return stretch.read(start, min(count * PIECE_BYTES, stretch.nbytes - start))
 
     def close(self) -> None:
-        """What was made for this job may be dropped when space is short. Harmless twice."""
+        """Allow the store to drop what was created for this job. Idempotent."""
         self._held.close()
 
 
@@ -95,11 +90,14 @@ def manifest(
     memory: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
-    """Describe `keys`, in their order, each once. `located`: key -> (safetensors file, name in it) for those that lie
-    in files bit by bit; `assembled`: those that are parts of tensors, by `files`: name -> file. `memory`: the file of
-    remembered hashes. `on_progress(done, total)`: bytes of files to hash.
+    """Describe `keys` in their order, each once.
 
-    Raises `StorageError` when a file can't be read or changes meanwhile, and what `state` raises."""
+    `located`: key -> (safetensors file, name in it) for tensors stored in files bit for bit. `assembled`: keys made of
+    parts of tensors; `files` maps those tensors' names to files. `memory`: cache file of hashes. `on_progress(done,
+    total)`: bytes of files to hash.
+
+    Raises `StorageError` if a file can't be read or changes meanwhile, and the errors of `state`.
+    """
     wanted = tuple(dict.fromkeys(keys))
     opened = _Files(memory)
     places: dict[str, _Place] = {}
@@ -122,7 +120,7 @@ def manifest(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies, and by what its hash is remembered: its name in a file, or its parts."""
+    """Location of a tensor, and the key under which its hash is cached: its name in a file, or its parts."""
 
     paths: tuple[Path, ...]
     known_by: str | PartsStamp
@@ -132,7 +130,7 @@ class _Place:
 
 
 class _Files:
-    """The model's files, each opened once, and what is remembered of their hashes."""
+    """The model's files, each opened once, and the cached hashes."""
 
     def __init__(self, memory: Path | None) -> None:
         self._known = WeightMemory(memory)
@@ -144,7 +142,9 @@ class _Files:
         return _Place((path,), name, dtype, shape, Stretch(path, offset, nbytes))
 
     def parts(self, assembly: Assembly, files: Mapping[str, Path]) -> _Place | None:
-        """None where its parts are of several types: they must be converted first."""
+        """Return the location of an assembled tensor; None if its parts have several dtypes and must be converted
+        first.
+        """
         spans = {name: self._span(files[name], name) for name in assembly.sources}
         dtypes = {dtype for dtype, _, _, _ in spans.values()}
         if len(dtypes) != 1:
@@ -165,7 +165,10 @@ class _Files:
     def described(
         self, places: Iterable[_Place], on_progress: Callable[[int, int], None] | None
     ) -> dict[_Place, WeightSpec]:
-        """Hash what is not remembered. Raises `StorageError`, also when a file was changed meanwhile."""
+        """Return the specs of all locations, hashing those not cached.
+
+        Raises `StorageError`, also if a file was changed meanwhile.
+        """
         wanted = dict.fromkeys(places)
         specs = {one: spec for one in wanted if (spec := self._remembered(one)) is not None}
         rest = [one for one in wanted if one not in specs]
@@ -191,7 +194,7 @@ class _Files:
         return specs
 
     def _remembered(self, one: _Place) -> WeightSpec | None:
-        """A spec of the same hash that is another tensor's (of other dimensions, say) is none."""
+        """Return the cached spec; None if there is none or it has another dtype or shape."""
         if isinstance(one.known_by, str):
             return self._known.get(self._stamps[one.paths[0]], one.known_by)
         spec = self._known.get_parts(one.known_by)

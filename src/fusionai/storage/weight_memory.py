@@ -1,7 +1,7 @@
-"""Hashes of tensors in files, remembered from one start to the next. Decides when a file is taken for the same.
+"""Cache of the hashes of tensors in files, kept from one start to the next.
 
-The same path, size and time of change. A damaged memory is forgotten with a warning, never trusted in part.
-Neighbours: `weight_manifest` asks and tells.
+A file counts as unchanged while its path, size and modification time are the same. A damaged cache is discarded as a
+whole, with a warning. `weight_manifest` reads and writes it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fusionai.wire.serving import WeightSpec
 log = logging.getLogger(__name__)
 
 MAX_FILES: Final = 512
-"""Those used longest ago are forgotten."""
+"""Upper limit on cached files; those written longest ago are dropped. Chosen."""
 MAX_ASSEMBLED: Final = 4096
-"""As `MAX_FILES`, of tensors made of parts."""
+"""Upper limit on cached tensors made of several parts; those written longest ago are dropped. Chosen."""
 
 
 class FileStamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,7 +34,7 @@ class FileStamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, path: Path) -> FileStamp:
-        """Raises `StorageError`."""
+        """Return the stamp of the file at `path`. Raises `StorageError`."""
         with storage_errors(path, "read"):
             stat = path.stat()
         return cls(str(path.resolve()), stat.st_size, stat.st_mtime_ns)
@@ -46,7 +46,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PartsStamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor made of parts of files, one behind the other: (number of the file, offset, bytes)."""
+    """Identifies a tensor made of consecutive parts of files: (index of the file, offset, bytes)."""
 
     files: tuple[FileStamp, ...]
     parts: tuple[tuple[int, int, int], ...]
@@ -67,7 +67,7 @@ _DECODER: Final = msgspec.json.Decoder(_Content)
 
 
 class WeightMemory:
-    """`path` None remembers nothing."""
+    """Hashes by file and by parts. `path` None keeps nothing on the disk."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -76,12 +76,12 @@ class WeightMemory:
         self._put_together: dict[PartsStamp, WeightSpec] = {}
 
     def get(self, stamp: FileStamp, name: str) -> WeightSpec | None:
-        """The tensor `name` of a file, its key the name."""
+        """Return the cached spec of tensor `name` of a file, with the name as its key; None if unknown."""
         file = self._files.get(stamp.path)
         return file.tensors.get(name) if file is not None and file.stamp == stamp else None
 
     def files(self) -> Iterator[tuple[FileStamp, Mapping[str, WeightSpec]]]:
-        """All that is remembered: tensors by their names in the file."""
+        """All cached files, with their tensors by name."""
         for file in self._files.values():
             yield file.stamp, file.tensors
 
@@ -91,25 +91,28 @@ class WeightMemory:
         self._files[stamp.path] = self._changed[stamp.path] = _File(stamp, {**kept, **specs})
 
     def get_parts(self, stamp: PartsStamp) -> WeightSpec | None:
-        """A tensor made of these parts; its key says nothing."""
+        """Return the cached spec of a tensor made of these parts; None if unknown. Its key has no meaning."""
         return self._assembled.get(stamp)
 
     def assembled(self) -> Iterator[tuple[PartsStamp, WeightSpec]]:
-        """All such tensors that are remembered."""
+        """All cached tensors made of parts."""
         yield from self._assembled.items()
 
     def put_parts(self, stamp: PartsStamp, spec: WeightSpec) -> None:
         self._assembled[stamp] = self._put_together[stamp] = spec
 
     def write(self) -> None:
-        """Keep what was put. That it can't be kept is a warning: the next start hashes again."""
+        """Write the new entries to the disk.
+
+        A failure is logged as a warning, because the next start can hash again.
+        """
         if self._path is None or not (self._changed or self._put_together):
             return
         try:
             with storage_errors(self._path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
             with directory_lock(self._path.parent):
-                # Another process may have written since.
+                # Another process may have written since this one read the cache.
                 files, assembled = _load(self._path)
                 files |= self._changed
                 newest = [*(file for path, file in files.items() if path not in self._changed), *self._changed.values()]
@@ -118,7 +121,7 @@ class WeightMemory:
                 content = _Content(version=1, files=tuple(newest[-MAX_FILES:]), assembled=tuple(made[-MAX_ASSEMBLED:]))
                 write_atomic(self._path, msgspec.json.encode(content))
         except StorageError as problem:
-            log.warning("the hashes of the model's files are not remembered: %s", problem)
+            log.warning("the hashes of the model's files can't be cached: %s", problem)
 
 
 def _load(path: Path) -> tuple[dict[str, _File], dict[PartsStamp, WeightSpec]]:

@@ -1,6 +1,6 @@
-"""A tensor that is being fetched: which of its pieces are here. Decides that a piece counts once its bytes are written.
+"""A tensor that is being fetched: which of its pieces are here. A piece counts once its bytes are written.
 
-Neighbours: `weight_store` opens and finishes it; `execution.weights` puts pieces that arrive.
+`weight_store` opens and finishes parts; `execution.weights` adds the pieces that arrive.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class WeightPart:
-    """Made by `WeightStore`. Methods may be called from any thread."""
+    """One unfinished tensor, created by `WeightStore`. Methods may be called from any thread."""
 
     def __init__(self, spec: WeightSpec, path: Path) -> None:
-        """Touches no file. Raises `StorageError` for a spec that contradicts itself."""
+        """Does not touch the file. Raises `StorageError` for an inconsistent spec."""
         self.spec = spec
         self.path = path
         self.finishing = threading.Lock()
@@ -40,7 +40,10 @@ class WeightPart:
         self._good = bytearray(len(spec.pieces))
 
     def open(self, make_room: Callable[[int], None]) -> None:
-        """Open or make the file and hash what lies in it; once. Raises `StorageError`, also what `make_room` raises."""
+        """Open or create the file and hash its pieces.
+
+        Later calls do nothing. Raises `StorageError` and the errors of `make_room`.
+        """
         with self._opening:
             if self._opened:
                 return
@@ -59,7 +62,7 @@ class WeightPart:
 
     @property
     def closed(self) -> bool:
-        """Whether it was opened once and is no more."""
+        """Whether the file has been opened and closed again."""
         return self._opened and self._descriptor < 0
 
     @property
@@ -68,21 +71,23 @@ class WeightPart:
             return tuple(piece for piece, good in enumerate(self._good) if not good)
 
     def run(self, first: int, count: int) -> int:
-        """How many pieces from `first` on are here in a row, at most `count`."""
+        """Return how many consecutive pieces from `first` on are here, at most `count`."""
         with self._mutex:
             end = self._good.find(0, first, first + count)
             return (min(first + count, len(self._good)) if end < 0 else end) - first
 
     def put(self, first: int, data: memoryview) -> int:
-        """Write the pieces at the start of `data` that are right, from `first` on; how many were. What comes after the
-        first wrong one is left. Raises `StorageError`, also when the disk is full."""
+        """Write the valid pieces at the start of `data`, which begins at piece `first`, and return how many were valid.
+
+        Data after the first invalid piece is ignored. Raises `StorageError`, also if the disk is full.
+        """
         good = good_pieces(self.spec, first, data)
         with _fetch_errors(self.path, self._nbytes):
             offset = first * PIECE_BYTES
             rest = data[: min(good * PIECE_BYTES, self._nbytes - offset)]
             with self._mutex:
                 if self._descriptor < 0:
-                    return good  # whole already, or the store is closed
+                    return good  # the tensor is complete or the store is closed
                 while rest:
                     os.lseek(self._descriptor, offset, os.SEEK_SET)
                     written = os.write(self._descriptor, rest)
@@ -92,23 +97,24 @@ class WeightPart:
         return good
 
     def check(self) -> None:
-        """That the whole is what its digest says: the hashes of the pieces came from somewhere else. Makes it durable.
+        """Verify the whole tensor against its digest, because the pieces' hashes are claims too, and make it durable.
 
-        Raises `StorageError` and removes the part if it is not."""
+        Raises `StorageError` and removes the part if it does not match.
+        """
         whole = hashlib.sha256()
         for piece in range(len(self.spec.pieces)):
             whole.update(self._read(piece))
         if whole.digest() != self.spec.digest:
             self.remove()
             raise StorageError(
-                f"{self.spec.key}: all its pieces are as announced and together they are not the tensor announced.",
+                f"{self.spec.key}: all pieces match their hashes, but the whole tensor does not match its digest.",
                 hint="The job owner's list of weights is wrong; start serving again there.",
             )
         with self._mutex, _fetch_errors(self.path, self._nbytes):
             os.fsync(self._descriptor)
 
     def _read(self, piece: int) -> bytes:
-        """By descriptor: another process that fetches the same may just have given the file its new name."""
+        """Read a piece by descriptor, because another process may just have renamed the file."""
         nbytes = piece_bytes(self._nbytes, piece)
         with self._mutex, storage_errors(self.path, "read"):
             os.lseek(self._descriptor, piece * PIECE_BYTES, os.SEEK_SET)
@@ -119,7 +125,7 @@ class WeightPart:
         return b"".join(parts)
 
     def rename(self, path: Path) -> None:
-        """Give it the name of a whole tensor. Raises `StorageError` when somebody removed the file meanwhile."""
+        """Give the file the name of the complete tensor. Raises `StorageError` if the file was removed meanwhile."""
         with self._mutex, storage_errors(self.path, "renamed"):
             if not self._is_named():
                 raise StorageError(f"{self.path} was removed while it was fetched.", hint="Try again.")
@@ -127,8 +133,10 @@ class WeightPart:
             sync_directory(path.parent)
 
     def remove(self) -> None:
-        """Nobody needs it, unless the name is another file's by now. What can't be removed now, the next start
-        removes."""
+        """Remove the file, unless its name now belongs to another file.
+
+        The next start removes what can't be removed now.
+        """
         with self._mutex, suppress(OSError):
             if self._is_named():
                 self.path.unlink()
@@ -140,7 +148,7 @@ class WeightPart:
             return False
 
     def close(self) -> None:
-        """Harmless twice."""
+        """Close the file. Idempotent."""
         with self._mutex:
             if self._descriptor >= 0:
                 os.close(self._descriptor)

@@ -1,7 +1,7 @@
-"""A tensor's bytes in pieces: sizes, hashes, and whether a description is one. Pure.
+"""A tensor's bytes in pieces: sizes, hashes, and validation of descriptions. Pure.
 
-Decides what a well-formed `WeightSpec` is; every size follows from dtype and shape. Neighbours: `weight_manifest` makes
-specs, `weight_store` keeps what fits them, `execution.weights` fetches.
+Decides what a well-formed `WeightSpec` is; all sizes follow from dtype and shape. `weight_manifest` makes specs,
+`weight_store` keeps data that matches them, `execution.weights` fetches.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fusionai.wire.serving import PIECE_BYTES, WeightSpec
 
 
 def spec_bytes(spec: WeightSpec) -> int:
-    """Bytes of the tensor. Raises `StorageError` for a spec that contradicts itself."""
+    """Return the tensor's size in bytes. Raises `StorageError` for an inconsistent spec."""
     try:
         nbytes = tensor_bytes(spec.dtype, spec.shape)
     except ValueError as problem:
-        raise StorageError(f"the description of {spec.key} is no tensor: {problem}.") from None
+        raise StorageError(f"the description of {spec.key} is invalid: {problem}.") from None
     if len(spec.pieces) != pieces_of(nbytes):
         raise StorageError(
             f"the description of {spec.key} has {len(spec.pieces)} hashes, its {nbytes} bytes take {pieces_of(nbytes)}."
@@ -32,12 +32,12 @@ def pieces_of(nbytes: int) -> int:
 
 
 def piece_bytes(nbytes: int, piece: int) -> int:
-    """How long this piece of a tensor of `nbytes` is."""
+    """Return the size in bytes of this piece of a tensor of `nbytes`."""
     return min(PIECE_BYTES, nbytes - piece * PIECE_BYTES)
 
 
 def make_spec(key: str, dtype: str, shape: tuple[int, ...], pieces: Iterable[bytes | memoryview]) -> WeightSpec:
-    """Hash a tensor that comes piece by piece, each `PIECE_BYTES` but the last."""
+    """Hash a tensor given in pieces, each of `PIECE_BYTES` except the last."""
     whole = hashlib.sha256()
     hashes: list[bytes] = []
     for piece in pieces:
@@ -47,7 +47,7 @@ def make_spec(key: str, dtype: str, shape: tuple[int, ...], pieces: Iterable[byt
 
 
 def good_pieces(spec: WeightSpec, first: int, data: memoryview) -> int:
-    """How many whole pieces at the start of `data` are those of the tensor from `first` on."""
+    """Return how many complete pieces at the start of `data` match the tensor's pieces from `first` on."""
     nbytes = spec_bytes(spec)
     offset = 0
     for piece in range(first, len(spec.pieces)):

@@ -1,16 +1,16 @@
-"""Weights that lie on this machine, one file per tensor, named by the hash of its bytes.
+"""Weights on this machine, one file per tensor, named by the hash of its bytes.
 
-    <digest>         a whole tensor, checked against its digest before it got this name
-    <digest>.part    one that is being fetched, at its full size, with holes
-    .lock            taken around renaming and removing
+    <digest>         a complete tensor, verified before it got this name
+    <digest>.part    a tensor that is being fetched, at its full size, with holes
+    .lock            held while files are renamed or removed
 
-Decides what is whole, what is dropped when space is short (what was used longest ago; never what is held), how an
-interrupted download goes on: the pieces of a part are hashed again when it is opened. That costs one reading of the
-few tensors that were under way, needs no record of what was written beside it that could be wrong after a crash, and
-no fsync per piece. Two processes may share the directory: both write only bytes that have been checked, so that they
-write the same, and names change under the lock.
+Decides which tensors are complete, which are dropped when space is short (least recently used first, never those in
+use), and how an interrupted download resumes: the pieces of a part are hashed again when it is opened. This reads the
+few unfinished tensors once more, but needs no record of written pieces that could be wrong after a crash, and no fsync
+per piece. Two processes may share the directory: both write only verified bytes, so they write the same, and names
+change under the lock.
 
-Neighbours: `weight_part` fills a part, `execution.weights` fetches into it, `execution.weight_desk` serves from it.
+`weight_part` fills a part, `execution.weights` fetches into it, `execution.weight_desk` serves from it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from fusionai.wire.serving import PIECE_BYTES, WeightSpec
 log = logging.getLogger(__name__)
 
 ABANDONED_S: Final = 7 * 86_400.0
-"""A part that nobody has written to for so long is removed at the next start, as is one whose whole is here."""
+"""Seconds without a write after which the next start removes a part. A part whose tensor is complete is removed too."""
 FRESH_S: Final = 600.0
-"""A part written to so recently may be another process's work."""
+"""Seconds since the last write during which a part may belong to another process and is not dropped."""
 
 
 class WeightStore:
-    """`limit_bytes` bounds all files together. Methods may be called from any thread.
+    """Store of weights. `limit_bytes` limits the size of all files together. Methods may be called from any thread.
 
-    Hold what is in use: `with store.holding(digests)` around loading and the stage's life."""
+    Keep what is in use: `with store.holding(digests)` around loading and the stage's lifetime.
+    """
 
     def __init__(
         self,
@@ -57,14 +58,16 @@ class WeightStore:
         beside: WeightsInFiles | None = None,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
-        """Makes the directory. `beside`: tensors found there are read in place and not kept here. Raises
-        `StorageError`."""
+        """Create the directory.
+
+        `beside`: tensors found there are read in place and not stored here. Raises `StorageError`.
+        """
         self.directory = directory
         self._beside = beside
         self._limit_bytes = limit_bytes
         self._wall_s = wall_s
         self._mutex = threading.Lock()
-        self._holding = threading.Lock()  # never held for long: an event loop takes it
+        self._holding = threading.Lock()  # held only briefly, because an event loop takes it
         self._held: Counter[bytes] = Counter()
         self._parts: dict[bytes, WeightPart] = {}
         with storage_errors(directory, "made"):
@@ -75,7 +78,7 @@ class WeightStore:
     # ------------------------------------------------------------------------------------------------------ reading
 
     def has(self, spec: WeightSpec) -> bool:
-        """Whether the whole tensor is here. A file of another size is damaged and removed."""
+        """Return whether the complete tensor is available. A file of the wrong size is damaged and removed."""
         nbytes = spec_bytes(spec)
         path = self._path(spec.digest)
         try:
@@ -92,7 +95,10 @@ class WeightStore:
         return False
 
     def read(self, spec: WeightSpec) -> HostTensor:
-        """The tensor, its memory the mapped file; counts as a use. Raises `StorageError` when it is not here."""
+        """Return the tensor, mapped from its file, and mark it as used.
+
+        Raises `StorageError` if it is not available.
+        """
         if not self.has(spec):
             raise StorageError(f"{spec.key} is not among the weights in {self.directory}.")
         path = self._path(spec.digest)
@@ -104,8 +110,11 @@ class WeightStore:
         return host_tensor(spec.dtype, spec.shape, Stretch(path, 0, spec_bytes(spec)).mapped())
 
     def pieces(self, digest: bytes, first: int, count: int) -> bytes:
-        """Pieces from `first` on, at most `count`, for others: fewer at the end, or where a part has no more in a row.
-        Empty when there are none. Raises `StorageError` when the disk fails."""
+        """Return at most `count` pieces from index `first` on, for other peers.
+
+        Returns fewer at the end of the tensor or where a part has a gap, and nothing if there are none. Raises
+        `StorageError` if reading fails.
+        """
         with self._mutex:
             part = self._parts.get(digest)
         whole = self._path(digest)
@@ -113,7 +122,7 @@ class WeightStore:
             data = _read(part.path, first, part.run(first, count))
             if data is not None:
                 return data
-            # It has got its name meanwhile: what was a part when it was looked for is the whole now.
+            # The part was renamed meanwhile, so the complete tensor is there now.
         data = _read(whole, first, count)
         if data is None and (elsewhere := self._elsewhere(digest)) is not None:
             start = min(first * PIECE_BYTES, elsewhere.nbytes)
@@ -123,35 +132,32 @@ class WeightStore:
     def _elsewhere(self, digest: bytes) -> Stretch | Stretches | None:
         return None if self._beside is None else self._beside.find(digest)
 
-    @property
-    def used_bytes(self) -> int:
-        """All files, parts at their full size."""
-        return sum(stat.st_size for _, stat in self._files())
-
     # ------------------------------------------------------------------------------------------------------ writing
 
     def missing(self, spec: WeightSpec) -> tuple[int, ...]:
-        """Pieces that are not here, ascending. Hashes again what an interrupted download left."""
+        """Return the indices of missing pieces, ascending. Hashes the pieces that an interrupted download left."""
         if not self.begun(spec.digest):
             return () if self.has(spec) else tuple(range(len(spec.pieces)))
         part = self._part(spec)
         return () if part is None else part.missing
 
     def begun(self, digest: bytes) -> bool:
-        """Whether a part of it lies here."""
+        """Return whether a part of the tensor is on the disk."""
         return self._part_path(digest).exists()
 
     def put(self, spec: WeightSpec, first: int, data: memoryview) -> int:
-        """Keep the pieces at the start of `data` that are right, from `first` on; how many were.
+        """Store the verified pieces at the start of `data`, which begins at piece `first`. Return how many were valid.
 
-        Raises `StorageError`: there is no room, the disk is full."""
+        Raises `StorageError` if the store's limit or the disk is exceeded.
+        """
         part = self._part(spec)
         return good_pieces(spec, first, data) if part is None else part.put(first, data)
 
     def finish(self, spec: WeightSpec) -> None:
-        """All pieces are here: check the whole and give it its name. Harmless when done before.
+        """Verify a tensor whose pieces are complete and give it its name. Idempotent.
 
-        Raises `StorageError` when the pieces' hashes and the tensor's do not belong together: the part is dropped."""
+        Raises `StorageError` if the digest does not match although the pieces' hashes do: the part is dropped.
+        """
         part = self._part(spec)
         if part is None:
             return
@@ -162,7 +168,7 @@ class WeightStore:
                 if not self.has(spec):
                     part.check()
                 with directory_lock(self.directory):
-                    if self.has(spec):  # another process was as quick
+                    if self.has(spec):  # another process finished first
                         part.remove()
                     else:
                         part.rename(self._path(spec.digest))
@@ -170,13 +176,13 @@ class WeightStore:
                 self._forget(part)
 
     def add(self, spec: WeightSpec, data: memoryview) -> None:
-        """Keep a tensor that is at hand as a whole."""
+        """Store a complete tensor that is in memory."""
         if not self.has(spec):
             self.put(spec, 0, data)
             self.finish(spec)
 
     def _part(self, spec: WeightSpec) -> WeightPart | None:
-        """The part of a tensor, the same for everybody in this process who fetches it; None if the whole is here."""
+        """The tensor's part, shared by all threads of this process that fetch it; None if the tensor is complete."""
         with self._mutex:
             part = self._parts.get(spec.digest)
             if part is None:
@@ -197,7 +203,7 @@ class WeightStore:
         part.close()
 
     def close(self) -> None:
-        """Close parts; they stay on the disk, and the next start goes on with them."""
+        """Close all parts. They stay on the disk, and the next start resumes them."""
         with self._mutex:
             for part in self._parts.values():
                 part.close()
@@ -207,7 +213,7 @@ class WeightStore:
 
     @contextmanager
     def holding(self, digests: Collection[bytes]) -> Iterator[None]:
-        """These are in use and not dropped meanwhile."""
+        """Mark these tensors as in use, so that they are not dropped."""
         with self._holding:
             self._held.update(digests)
         try:
@@ -215,10 +221,13 @@ class WeightStore:
         finally:
             with self._holding:
                 self._held.subtract(digests)
-                self._held += Counter()  # drops those at zero
+                self._held += Counter()  # removes entries at zero
 
     def make_room(self, nbytes: int) -> None:
-        """Drop what was used longest ago until `nbytes` more fit the limit. Raises `StorageError` when they can't."""
+        """Drop least recently used tensors until `nbytes` more fit the limit.
+
+        Raises `StorageError` if they don't fit.
+        """
         if self._limit_bytes is None:
             return
         with directory_lock(self.directory):
@@ -228,7 +237,7 @@ class WeightStore:
                 if used + nbytes <= self._limit_bytes:
                     break
                 if self._droppable(path, stat):
-                    with suppress(OSError):  # on some systems a mapped file can't go
+                    with suppress(OSError):  # some systems can't remove a mapped file
                         path.unlink()
                         used -= stat.st_size
         if used + nbytes > self._limit_bytes:
@@ -254,7 +263,7 @@ class WeightStore:
                     path.unlink()
 
     def _files(self) -> list[tuple[Path, os.stat_result]]:
-        """Whole tensors and parts; nothing else that lies here is touched."""
+        """Complete tensors and parts. Other files in the directory are ignored."""
         found: list[tuple[Path, os.stat_result]] = []
         with storage_errors(self.directory, "read"):
             for path in self.directory.iterdir():
@@ -272,7 +281,10 @@ class WeightStore:
 
 
 def _read(path: Path, first: int, count: int) -> bytes | None:
-    """None when there is no such file (any more). Counts as a use. Raises `StorageError` when the disk fails."""
+    """Read pieces and mark the file as used.
+
+    Returns None if the file does not exist. Raises `StorageError` if reading fails.
+    """
     start = first * PIECE_BYTES
     with storage_errors(path, "read"):
         try:

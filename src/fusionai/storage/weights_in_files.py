@@ -1,11 +1,10 @@
-"""Tensors that lie in files of this machine whose hashes somebody here has remembered: read where they are.
+"""Finds tensors in files of this machine whose hashes are cached, so that they are read in place.
 
-Processes of one machine that serve a model of its own (`fusion serve --local`) need not send the weights to each
-other: the one that hashed the files has noted what they hold (`weight_memory`). Decides that a file is the same while
-its path, size and time of change are. Never hashes: whoever names the memory trusts whoever wrote it, as it trusts its
-own files.
+Processes on one machine that serve a local model (`fusion serve --local`) need not send the weights to each other: the
+process that hashed the files has noted their tensors (`weight_memory`). A file counts as unchanged while its path, size
+and modification time are. Nothing is hashed here: the cache is trusted like this machine's own files.
 
-Neighbours: `weight_store` asks here for what it does not have.
+`weight_store` asks here for tensors it does not have.
 """
 
 from __future__ import annotations
@@ -20,18 +19,20 @@ from fusionai.storage.weight_memory import FileStamp, WeightMemory
 
 
 class WeightsInFiles:
-    """`memory`: the file of remembered hashes; it may be written or replaced later. Methods may be called from any
-    thread."""
+    """Index of the tensors in the cache file `memory`.
+
+    The cache may be written or replaced later. Methods may be called from any thread.
+    """
 
     def __init__(self, memory: Path) -> None:
         self._memory = memory
         self._mutex = threading.Lock()
         self._seen: tuple[int, int] | None = None
-        """Time of change and size of the memory when it was read."""
+        """Modification time and size of the cache file when it was read."""
         self._stretches: dict[bytes, tuple[tuple[FileStamp, ...], Stretch | Stretches]] = {}
 
     def find(self, digest: bytes) -> Stretch | Stretches | None:
-        """Where the tensor lies; None where no unchanged file has it."""
+        """Return where the tensor is stored; None if no unchanged file has it."""
         with self._mutex:
             self._refresh()
             found = self._stretches.get(digest)
@@ -61,7 +62,7 @@ class WeightsInFiles:
                     _, _, offset, nbytes = file.span(name)
                     self._stretches[spec.digest] = (stamp,), Stretch(path, offset, nbytes)
             except StorageError:
-                continue  # of another job, and gone since
+                continue  # a file of another job that has been removed since
         for made, spec in memory.assembled():
             if all(map(_unchanged, made.files)):
                 parts = (Stretch(Path(made.files[file].path), offset, nbytes) for file, offset, nbytes in made.parts)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from queue import Empty, Full, Queue
@@ -164,17 +164,6 @@ class Recorder:
             else:
                 step = record.step
                 file.write(_line(record))
-
-
-def read_records(path: Path) -> Iterator[Record]:
-    """The records of a file, oldest first. A torn last line (the process was killed) ends it without complaint;
-    anything else that is not a record raises `msgspec.DecodeError`."""
-    decoder = msgspec.json.Decoder(StepRecord | MetricRecord)
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            yield decoder.decode(line)
 
 
 def _line(record: Record) -> str:

@@ -324,16 +324,15 @@ class Driver:
         if not await self._connections.open(peer, self.deployment, self.fence):
             return
         deployment, guards = self.deployment, command.guards
-        neighbours, ticket = deployment.neighbours(), deployment.tickets.get(peer, b"")
         self._connections.tell(
             peer,
             wire.Enlist(
                 fence=self.fence,
                 job=self._job.job,
-                neighbours=neighbours,
+                neighbours=deployment.neighbours(),
                 guards=tuple(stage for stage, guard in sorted(guards.items()) if guard == peer),
                 partition=self._cut.name,
-                ticket=ticket,
+                ticket=deployment.tickets.get(peer, b""),
                 placement=self._placement,
             ),
         )
@@ -345,12 +344,9 @@ class Driver:
                     fence=self.fence,
                     job=self._job.job,
                     stage=stage,
-                    stages=len(self._cut.stages),
                     graph_hash=part.graph_hash,
                     boundary=msgspec.Raw(msgspec.msgpack.encode(part.boundary)),
                     options=stage_options(self._job.options, deployment.plan, stage),
-                    neighbours=neighbours,
-                    ticket=ticket,
                     retain=bool(guards),
                     guard=guard,
                     guard_addresses=tuple(deployment.members.get(guard, ())),

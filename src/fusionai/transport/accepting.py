@@ -1,6 +1,6 @@
-"""Runs the `accept` callback of a listener, one task per channel. Decides that a channel ends with its task.
+"""Runs the `accept` callback of a listener, one task per channel.
 
-Neighbours: the listeners of `memory` and `tcp`.
+A channel ends with its task. Used by all listeners.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class AcceptedTasks:
-    """`stranger_lifetime_s`: how long a side without a certificate may stay."""
+    """Tasks of one listener. `stranger_lifetime_s`: how long a side without a certificate may stay connected."""
 
     def __init__(self, accept: Accept, *, stranger_lifetime_s: float | None = None) -> None:
         self._accept = accept
@@ -25,14 +25,14 @@ class AcceptedTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """`run`, or something that ends in it, as a task of this listener."""
+        """Start `run`, or a coroutine that ends in it, as a task of this listener."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def close(self) -> None:
-        """End every task and with it its channel."""
+        """Cancel all tasks, which closes their channels."""
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -49,7 +49,7 @@ class AcceptedTasks:
             _LOG.debug("a channel ended: %s", error)
         except FusionError as error:
             _LOG.info("a channel ended: %s", error)
-        except Exception:  # noqa: BLE001 - one broken conversation must not take the listener down
+        except Exception:  # noqa: BLE001 - one failing channel must not take the listener down
             _LOG.exception("a channel's task failed")
         finally:
             await channel.close()

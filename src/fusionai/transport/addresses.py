@@ -1,7 +1,8 @@
-"""Addresses, `scheme://host:port`: their spelling, which way each leads, and which ones a listening machine can offer.
+"""Addresses, `scheme://host:port`: their syntax, the route each leads to, and the ones a listening machine can offer.
 
-A machine's address is a list of candidates, each typed by its scheme: `tcp://` can be dialled; `relay://` says that the
-broker at that place introduces callers and relays for them. Unknown schemes are left alone: they are a newer side's.
+A machine's address is a list of candidates, typed by scheme: `tcp://` can be dialled directly, `quic://` through NATs;
+`relay://` means that the broker at that address introduces callers and relays for them. Unknown schemes are ignored:
+they belong to newer versions.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ _NEAR: Final = tuple(
         ),
     )
 )
-"""Addresses that mean something within one network only (100.64.0.0/10 is also what meshes of VPNs use)."""
+"""Networks whose addresses are meaningful within one network only (VPN meshes also use 100.64.0.0/10)."""
 
 
 def parse_address(address: str, scheme: str = SCHEME) -> tuple[str, int] | None:
-    """Host and port of a `tcp://` address (or of `scheme`); None for another scheme's. Raises `UsageError` on anything
-    else."""
+    """Return host and port of an address of `scheme`; None for another scheme.
+
+    Raises `UsageError` for malformed addresses.
+    """
     match = _ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match["port"]) < 65_536:
         raise UsageError(
@@ -54,24 +57,26 @@ def format_address(host: str, port: int, scheme: str = SCHEME) -> str:
 
 
 def host_of(address: str) -> str:
-    """The host of an address of any scheme, without a name in front of it; empty for what is no address."""
+    """Host of an address of any scheme, without a peer name in front; empty for malformed addresses."""
     match = _ADDRESS.fullmatch(address)
     return "" if match is None else match["six"] or match["host"].rpartition("@")[2]
 
 
 def port_of(addresses: Sequence[str]) -> int:
-    """The port of the first `tcp://` address; 0 where there is none."""
+    """The port of the first `tcp://` address; 0 if there is none."""
     return next((target[1] for address in addresses if (target := parse_address(address)) is not None), 0)
 
 
 def relay_candidates(brokers: Sequence[str]) -> tuple[str, ...]:
-    """What a machine announces that can be met at its broker: one candidate, whichever broker address a caller uses."""
+    """Return the relay candidate that a machine announces if it can be met at its broker: one, for the first broker
+    address.
+    """
     targets = [target for address in brokers if (target := parse_address(address)) is not None]
     return tuple(format_address(*target, RELAY_SCHEME) for target in targets[:1])
 
 
 def way_to(host: str) -> Way:
-    """Which way a connection straight to this address goes; a name counts as far away."""
+    """Return the route of a direct connection to this host. A host name counts as not local."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -82,7 +87,10 @@ def way_to(host: str) -> Way:
 
 
 def candidates(host: str, port: int) -> tuple[str, ...]:
-    """What others may dial when this machine listens on `host`: all its addresses, loopback last, for a wildcard."""
+    """Return the addresses that others may dial if this machine listens on `host`.
+
+    For a wildcard: all addresses of its interfaces, loopback last.
+    """
     if not ipaddress.ip_address(host).is_unspecified:
         return (format_address(host, port),)
     found = sorted(_interface_addresses(), key=lambda address: (address.is_loopback, address.version, address))
@@ -94,6 +102,6 @@ def _interface_addresses() -> Iterator[ipaddress.IPv4Address | ipaddress.IPv6Add
         for address in addresses:
             if address.family in (socket.AF_INET, socket.AF_INET6):
                 parsed = ipaddress.ip_address(address.address.partition("%")[0])
-                # A link-local address means nothing without the interface it belongs to.
+                # A link-local address is meaningless without its interface.
                 if not parsed.is_link_local:
                     yield parsed

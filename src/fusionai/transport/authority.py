@@ -1,9 +1,10 @@
-"""The pool's own certificate authority: the broker's owner holds its key; it certifies members' keys at join.
+"""The pool's own certificate authority: the broker's owner holds its key, and it certifies members' keys at join.
 
-A certificate says: this Ed25519 key (common name = peer id) belongs to a `member` or to the `broker` (organisational
-unit) of this pool (organisation). Decides what a certificate contains and what one must contain to be believed. Knows
-nothing about who is still welcome: leaving and expiry of tickets are the broker's business.
-Neighbours: `credentials` shows certificates in TLS, `tickets` are signed with the same key under another domain.
+A certificate says that this Ed25519 key (common name = peer id) belongs to a `member` or to the `broker`
+(organisational unit) of this pool (organisation). Decides what a certificate contains and what a valid one must
+contain. Whether a member is still welcome (leaving, expiry of tickets) is decided by the broker.
+
+`credentials` shows certificates in TLS; `tickets` are signed with the same key under another domain.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from fusionai.transport.private_files import create_private, read_private
 KEY_FILE: Final = "authority.pem"
 CERTIFICATE_FILE: Final = "authority.der"
 CLOCK_SKEW_S: Final = 86_400.0
-"""Members' clocks may be wrong by up to a day."""
+"""Tolerated error of a member's clock: one day."""
 AUTHORITY_LIFETIME_S: Final = 20 * 365 * 86_400.0
 CERTIFICATE_LIFETIME_S: Final = 2 * 365 * 86_400.0
+"""Lifetime of members' and the broker's certificates: two years. Chosen."""
 MAX_POOL_NAME_LENGTH: Final = 64
 
 CertifiedRole = Literal["broker", "member"]
@@ -45,7 +47,7 @@ class Authority:
     key: Ed25519PrivateKey = field(repr=False, compare=False)
 
     def issue(self, public_key: bytes, role: CertifiedRole, *, now_wall_s: float) -> bytes:
-        """A certificate (DER) for a public key of 32 bytes, valid two years."""
+        """Return a certificate (DER) for a public key of 32 bytes, valid for two years."""
         peer = peer_of(public_key)
         subject = x509.Name(
             [
@@ -72,7 +74,7 @@ class Authority:
 
 @dataclass(frozen=True, slots=True)
 class Certified:
-    """What a certificate that holds says."""
+    """Content of a verified certificate."""
 
     peer: PeerId
     role: CertifiedRole
@@ -81,7 +83,10 @@ class Certified:
 
 
 def load_authority(home: Path, pool: str, *, now_wall_s: float) -> Authority:
-    """The authority kept in `home`, created there at the first call. Raises `UsageError` when it is another pool's."""
+    """Return the authority kept in `home`, created there at the first call.
+
+    Raises `UsageError` if the directory holds another pool's authority.
+    """
     if not 0 < len(pool) <= MAX_POOL_NAME_LENGTH:
         raise UsageError(f"expected a pool name of 1 to {MAX_POOL_NAME_LENGTH} characters, got {len(pool)}.")
     key_path = home / KEY_FILE
@@ -104,9 +109,10 @@ def load_authority(home: Path, pool: str, *, now_wall_s: float) -> Authority:
 
 
 def verify_certificate(certificate: bytes, authority_key: bytes, *, now_wall_s: float) -> Certified:
-    """Check a certificate (DER) by hand: signed by `authority_key` (32 bytes), in date, key equal to the peer id.
+    """Verify a certificate (DER) without OpenSSL: signed by `authority_key` (32 bytes), in date, name equal to the
+    key's peer id.
 
-    Raises `TrustError` saying which of these failed.
+    Raises `TrustError` saying which check failed.
     """
     parsed = _parse(certificate)
     if parsed.signature_algorithm_oid != SignatureAlgorithmOID.ED25519:
@@ -115,7 +121,7 @@ def verify_certificate(certificate: bytes, authority_key: bytes, *, now_wall_s: 
         Ed25519PublicKey.from_public_bytes(authority_key).verify(parsed.signature, parsed.tbs_certificate_bytes)
     except (InvalidSignature, ValueError) as error:
         raise TrustError(
-            "expected a certificate signed by this pool's authority, got one signed by another."
+            "expected a certificate signed by this pool's authority, got one signed by another key."
         ) from error
     if not parsed.not_valid_before_utc.timestamp() <= now_wall_s <= parsed.not_valid_after_utc.timestamp():
         raise TrustError(
@@ -127,9 +133,9 @@ def verify_certificate(certificate: bytes, authority_key: bytes, *, now_wall_s: 
 
 
 def read_certificate(certificate: bytes) -> Certified:
-    """Peer and role of a certificate whose signature somebody (OpenSSL) has already checked.
+    """Return peer and role of a certificate whose signature OpenSSL has already checked.
 
-    Raises `TrustError` when its name and its key disagree or its role is none of ours.
+    Raises `TrustError` if its name and its key disagree or its role is unknown.
     """
     parsed = _parse(certificate)
     peer = peer_of(_key_of(parsed))
@@ -207,7 +213,7 @@ def _parse(certificate: bytes) -> x509.Certificate:
     try:
         return x509.load_der_x509_certificate(certificate)
     except (ValueError, x509.InvalidVersion) as error:
-        raise TrustError("expected a certificate as DER, got bytes that are not.") from error
+        raise TrustError("expected a certificate as DER, got bytes that can't be parsed.") from error
 
 
 def _key_of(certificate: x509.Certificate) -> bytes:

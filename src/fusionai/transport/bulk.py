@@ -1,9 +1,10 @@
-"""The large frames of one TCP connection: when they go, by which rules, and how fast.
+"""The large frames of one TCP connection: when they are sent, with which congestion control, and how fast.
 
-Watches the kernel's account while something large is on its way: paces it, changes to BBR where the path loses packets,
-and ends the connection's turn as soon as the line has all but a few milliseconds of it, or when it takes far too long.
-Where the platform gives no account, turns end at once. Never writes a byte.
-Neighbours: `tcp_channel` writes slices, `turns` decides who waits, `congestion` how fast.
+Samples the kernel's statistics while a large frame is in transit: paces the connection, changes to BBR if the path
+loses packets, and ends the connection's turn as soon as all but a few milliseconds of its data have left, or if that
+takes far too long. On platforms without statistics, turns end at once. Writes no data itself.
+
+`tcp_channel` writes slices, `turns` decides which connection waits, `congestion` how fast it sends.
 """
 
 from __future__ import annotations
@@ -28,22 +29,29 @@ from fusionai.transport.turns import Turns
 
 LEFT_S: Final = 0.005
 LEAST_LEFT_BYTES: Final = 4 * 2**10
-"""Of a turn, that much may still be to be sent when the next begins, so that the line is never without work."""
+"""Remaining data (in seconds at the delivery rate, and the minimum in bytes) at which the next turn begins, so that the
+line is never idle.
+"""
 TURN_S: Final = 0.2
 LEAST_TURN_BYTES: Final = 512 * 2**10
-"""A turn is so long while others wait: who sends a whole state shares the line with who sends boundary tensors."""
+"""Longest turn while others wait (in seconds at the line's rate, and the minimum in bytes), so that a connection that
+sends a whole state shares the line with one that sends boundary tensors.
+"""
 TOO_LONG: Final = 4.0
-"""Of the time that a turn takes at the line's pace: then the other end, or another line, is what it waits for."""
+"""Multiple of the time a turn needs at the line's rate after which it ends: the receiver or another line is the
+bottleneck.
+"""
 LEAST_TOO_LONG_S: Final = 0.25
 NEARBY_S: Final = 0.003
-"""Round trips below that are those of a house: what goes there does not take the line that was measured."""
+"""Round trip in seconds below which the receiver is in the local network, so that its data does not use the uplink."""
 SURE_S: Final = 1.0
-"""What a shorter burst does to a queue says little of the line."""
+"""Seconds a turn must last before its samples adjust the bandwidth estimate: short bursts say little about it."""
 _WATCH_S: Final = (0.001, 0.02)
+"""Shortest and longest time between samples of the kernel's statistics, in seconds."""
 
 
 class Bulk:
-    """Of one connection; `end` when it has gone."""
+    """Bulk state of one connection. Call `end` when the connection is gone."""
 
     def __init__(self, transport: asyncio.Transport, turns: Turns) -> None:
         self._transport = transport
@@ -51,7 +59,7 @@ class Bulk:
         self._turns = turns
         self._pacing = Pacing()
         self._losses: Losses | None = None
-        """While it goes by CUBIC."""
+        """Loss detector; None once BBR is used."""
         if turns.line_bytes_per_s is None:
             use_for_bulk(self._socket, LOSSY_PATHS)
         elif use_for_bulk(self._socket, CLEAN_PATHS):
@@ -61,16 +69,16 @@ class Bulk:
         self._timer: asyncio.TimerHandle | None = None
         self._gone = False
         self._over = asyncio.Event()
-        """No turn is held."""
+        """Set while no turn is held."""
         self._over.set()
         self._written = True
-        """Nothing more is written in this turn."""
+        """Whether everything of this turn has been written."""
         self._began_s = 0.0
         self._turn_bytes = 0
         self._rate: float | None = None
 
     async def slice(self, nbytes: int) -> None:
-        """Until so much may be written next."""
+        """Wait until `nbytes` more may be written."""
         line = self._turns.line_bytes_per_s
         if line is not None and not self._over.is_set() and self._turns.somebody_waits:
             most = max(LEAST_TURN_BYTES, TURN_S * line)
@@ -89,13 +97,13 @@ class Bulk:
         self._turn_bytes += nbytes
 
     def written(self) -> None:
-        """The frame, or a turn's part of it, is in the kernel's hands or the transport's."""
+        """The frame, or this turn's part of it, has been passed to the transport or the kernel."""
         self._written = True
         if not self._over.is_set():
             self._watch()
 
     def end(self) -> None:
-        """The connection has gone."""
+        """The connection is gone: give back its turn."""
         self._gone = True
         self._end_turn()
         if self._timer is not None:
@@ -104,7 +112,7 @@ class Bulk:
     def _view(self) -> KernelView | None:
         try:
             return None if self._gone else kernel_view(self._socket)
-        except (OSError, ValueError):  # so says uvloop of a socket it has closed
+        except (OSError, ValueError):  # uvloop raises either for a socket it has closed
             return None
 
     def _is_near(self) -> bool:
@@ -112,7 +120,7 @@ class Bulk:
         return view is None or view.least_rtt_s < NEARBY_S
 
     def _watch(self) -> None:
-        """Again and again while a turn lasts."""
+        """Sample the connection repeatedly while a turn lasts."""
         if (view := self._view()) is None:
             self._end_turn()
             return
@@ -120,7 +128,7 @@ class Bulk:
         self._adapt(view, now_s)
         rate = view.delivered_bytes_per_s
         self._rate = rate if rate > 0 else None
-        # What is in flight beyond a round trip's worth stands in a router's queue: the line has it still to send.
+        # Data in flight beyond one round trip's worth waits in a router's queue: the line still has to send it.
         left_bytes = self._transport.get_write_buffer_size() + view.unsent_bytes
         left_bytes += max(0, view.in_flight_bytes - int(rate * view.least_rtt_s))
         if self._is_over(left_bytes, rate, view, now_s):
@@ -142,7 +150,7 @@ class Bulk:
         return now_s - self._began_s > max(LEAST_TOO_LONG_S, 3 * view.least_rtt_s, due_s)
 
     def _adapt(self, view: KernelView, now_s: float) -> None:
-        """Now and then: at the pace that keeps the line's queue short."""
+        """Adjust the pace every `LOOK_EVERY_S`, so that the line's queue stays short."""
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + LOOK_EVERY_S

@@ -1,16 +1,16 @@
-"""How a connection's bulk goes: a little slower than would make the line queue, and by BBR where packets get lost.
+"""Paces the bulk data of a TCP connection just below the rate at which packets queue, and uses BBR on lossy paths.
 
-What fills a line keeps the router's queue full, and whatever else shares the line waits with it: tokens, heartbeats,
-somebody's game. So bulk is paced just below what the machine's line was measured to carry. Where that is not known, or
-another line is what is full, the kernel's account is followed: while the round trip says that a queue stands, pacing is
-capped just below what was delivered; then the cap rises until it stands again.
+A connection that saturates a line keeps the router's queue full, and all other traffic on that line waits in the
+queue: tokens, heartbeats, other people's games. So bulk is paced just below the measured uplink bandwidth. If that
+bandwidth is unknown, or another line is the bottleneck, the kernel's statistics are used: while the round trip shows a
+standing queue, the pace is capped just below the delivery rate; afterwards the cap rises until a queue stands again.
 
-Senders that take a lost packet for a full line all but stop on long paths that lose a few: 0.5 % on 80 ms leaves some
-hundredths of a 100 Mbit/s line. BBR (Cardwell et al. 2016) paces by what was delivered and fills most of it. It is not
-used where nothing is lost but what overflowed: tensors go in bursts, beside other tensors, and after some rounds of
-those BBR takes what it got for all that there is; a 20 Mbit/s line stood at 0.4 for seconds.
+Loss-based congestion control nearly stops on long paths with random loss: with 0.5 % loss at 80 ms it uses a few
+hundredths of a 100 Mbit/s line. BBR (Cardwell et al. 2016) paces by delivery rate and uses most of the line. It is not
+used where packets are lost by overflow alone: tensors are sent in bursts that share the line with others, and after
+some rounds BBR takes its own share for the whole bandwidth; a 20 Mbit/s line stayed at 0.4 of it for seconds.
 
-Neighbours: `bulk` asks while large frames are sent; `splice` for what it passes on.
+`bulk` calls this while large frames are sent, `splice` for the data it relays.
 """
 
 from __future__ import annotations
@@ -24,45 +24,69 @@ from typing import Final
 CLEAN_PATHS: Final = "cubic"
 LOSSY_PATHS: Final = "bbr"
 LOOK_EVERY_S: Final = 0.1
+"""Time between samples of the kernel's statistics, in seconds."""
 QUEUE_OF_ROUND_TRIP: Final = 0.4
+"""Queueing delay as a fraction of the minimum round trip above which a queue counts as standing."""
 LEAST_QUEUE_S: Final = 0.004
-"""A shorter queue is noise, and hurts nobody."""
+"""Queueing delay in seconds below which a queue is treated as noise: it does not hurt other traffic."""
 BACK_OFF: Final = 0.96
+"""Factor on the cap per sample while a queue stands."""
 RISE: Final = 0.02
+"""First rise of the cap per sample without a queue, as a fraction."""
 MOST_RISE: Final = 0.16
-"""A rise doubles from look to look up to here while nothing waits: after others have had the line, it is taken again
-in some looks, and boundary tensors are sent in one or two each."""
+"""Largest rise of the cap per sample.
+
+While no queue stands, the rise doubles from sample to sample up to this value, so that a line that others have released
+is used again within a few samples; boundary tensors last one or two each.
+"""
 OWN_LIMIT: Final = 0.9
-"""Who delivers so much of the cap was held by the cap, which says nothing of the line."""
+"""Fraction of the cap above which a delivery rate counts as limited by the cap, not by the line."""
 LEAST_OF_BEST: Final = 0.8
-"""What waits may be others': bulk gives way to them, but not all of the line."""
+"""Lowest cap as a fraction of the best delivery rate: a standing queue may be caused by others, and bulk yields to
+them, but does not give up the line.
+"""
 LOSSY: Final = 1.6
 LOSS_MEMORY: Final = 0.92
-"""Two looks that find a loss within a third of a second, or three within one, make a path one that loses packets."""
+"""Decay of the loss score per sample.
+
+A path counts as lossy once its score reaches `LOSSY`: after two samples with a loss at most 0.6 s apart, or three that
+are each 1 s apart.
+"""
 MOST_SINGLE: Final = 5
-"""Paths lose packets one by one; more in one look have overflowed somewhere."""
+"""Retransmissions per sample up to which they count as random loss.
+
+More in one sample indicate an overflowing queue.
+"""
 OF_LINE: Final = 0.97
+"""Pace as a fraction of the measured uplink bandwidth, so that no queue builds."""
 LONG_QUEUE_LOOKS: Final = 30
-"""A queue that stands for so long, though the machine's own line has none, is that of another line."""
+"""Samples with a standing queue after which another line counts as the bottleneck, because the
+pace of this machine makes no queue.
+"""
 UNCAPPED_LOOKS: Final = 10
-"""Before anything is known of a line it is left to TCP for a second, so that a probe finds out what it carries."""
+"""Samples without a cap while the bandwidth is unknown: one second of plain TCP, so that a probe can find the
+bandwidth.
+"""
 BEST_OF_LOOKS: Final = 100
-"""Ten seconds of sending. Shorter, and a tensor that met others on its way would be all that is known of the line."""
+"""Samples over which the best delivery rate is kept: ten seconds of sending.
+
+In a shorter window, a tensor that shared the line would determine the estimate.
+"""
 _NOT_CAPPED: Final = 2**32 - 1
 _SO_MAX_PACING_RATE: Final = 47
 _TCP_INFO_BYTES: Final = 168
 _APP_LIMITED_AT, _MSS_AT, _UNACKED_AT, _RTT_AT = 7, 16, 24, 68
 _RESENT_AT, _UNSENT_AT, _MIN_RTT_AT, _DELIVERED_AT = 100, 144, 148, 160
-"""Of fields in Linux's `struct tcp_info` (linux/tcp.h)."""
+"""Byte offsets of fields in Linux's `struct tcp_info` (linux/tcp.h)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelView:
-    """What the kernel says of a connection. `limited_here`: the sender had nothing to send now and then."""
+    """The kernel's statistics of a connection. `limited_here`: the sender sometimes had no data to send."""
 
     rtt_s: float
     jitter_s: float
-    """How far round trips are from their mean, in the mean."""
+    """Mean deviation of the round trip."""
     least_rtt_s: float
     delivered_bytes_per_s: float
     limited_here: bool
@@ -72,31 +96,34 @@ class KernelView:
 
     @property
     def queues(self) -> bool:
-        """Whether packets wait in front of the line."""
+        """Whether packets wait in a queue on the path."""
         queue_s = self.rtt_s - self.jitter_s - self.least_rtt_s
         return queue_s > max(QUEUE_OF_ROUND_TRIP * self.least_rtt_s, LEAST_QUEUE_S)
 
 
 class Pacing:
-    """Decides the cap of one connection's bulk; `bytes_per_s` None: none."""
+    """Computes the cap of one connection's bulk rate. `bytes_per_s` None means no cap."""
 
     def __init__(self) -> None:
         self.bytes_per_s: float | None = None
         self._best_before = self._best_now = 0.0
-        """Delivered at most, in a hundred looks and in those since."""
+        """Highest delivery rate in the previous window of `BEST_OF_LOOKS` samples, and in the current one."""
         self._looks = 0
         self._rise = RISE
         self._standing = 0
         self._slower = False
-        """What limits this connection is not the machine's own line."""
+        """Whether something other than the machine's own uplink limits this connection."""
 
     @property
     def keeps_line(self) -> bool:
-        """Whether the cap is that of the machine's own line."""
+        """Whether the cap is that of the machine's own uplink."""
         return self.bytes_per_s is not None and not self._slower
 
     def look(self, view: KernelView, line_bytes_per_s: float | None = None) -> None:
-        """`line_bytes_per_s`: what this machine's line was measured to carry away."""
+        """Update the cap from a sample.
+
+        `line_bytes_per_s`: measured bandwidth of this machine's uplink, None if unknown.
+        """
         self._standing = self._standing + 1 if view.queues and not view.limited_here else 0
         self._slower = line_bytes_per_s is None or self._slower or self._standing >= LONG_QUEUE_LOOKS
         self._looks += 1
@@ -112,11 +139,11 @@ class Pacing:
             self.bytes_per_s = most
 
     def _follow(self, view: KernelView) -> None:
-        """Just below what is delivered, while there is a queue."""
+        """Set the cap just below the delivery rate while a queue stands, and raise it otherwise."""
         reached = view.delivered_bytes_per_s
         held = self.bytes_per_s is not None and reached >= OWN_LIMIT * self.bytes_per_s
-        # Were the best forgotten while the cap holds, cap and best would pull each other down to nothing wherever
-        # something else keeps the queue standing, be it only the same machine's other connection.
+        # The best rate is kept while the cap holds. Otherwise cap and best rate would pull each other down to nothing
+        # wherever other traffic keeps the queue standing, even another connection of the same machine.
         best = max(self._best_before, self._best_now, reached)
         self._best_now = best if held else max(self._best_now, reached)
         if self._looks % BEST_OF_LOOKS == 0:
@@ -133,7 +160,7 @@ class Pacing:
 
 
 class Losses:
-    """Decides whether a path loses packets by itself: looks that find a few resent ones where no queue stands."""
+    """Detects paths with random loss: samples with a few retransmissions while no queue stands."""
 
     def __init__(self) -> None:
         self._resent = 0
@@ -150,7 +177,10 @@ class Losses:
 
 
 def use_for_bulk(sock: socket.socket, way: str = LOSSY_PATHS) -> bool:
-    """From now on this side's bytes go that way. False where it can't be had: no such kernel, module or permission."""
+    """Use this congestion control for sending from now on.
+
+    Returns False if the kernel does not offer it or permit it.
+    """
     if not hasattr(socket, "TCP_CONGESTION"):
         return False
     try:
@@ -161,7 +191,7 @@ def use_for_bulk(sock: socket.socket, way: str = LOSSY_PATHS) -> bool:
 
 
 def kernel_view(sock: socket.socket) -> KernelView | None:
-    """None where the platform can't say."""
+    """Return the kernel's statistics; None where the platform has none."""
     if sys.platform != "linux":
         return None
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -184,12 +214,12 @@ def kernel_view(sock: socket.socket) -> KernelView | None:
 
 
 def pace(sock: socket.socket, bytes_per_s: float | None) -> None:
-    """At most so much from now on; None: as the congestion control has it."""
+    """Limit the socket's sending rate from now on; None removes the limit."""
     cap = _NOT_CAPPED if bytes_per_s is None else min(_NOT_CAPPED - 1, int(bytes_per_s))
     sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", cap))
 
 
 def bulk_is_available() -> bool:
-    """Whether this process may have it."""
+    """Return whether this process may use the congestion control for lossy paths."""
     with socket.socket() as tried:
         return use_for_bulk(tried)

@@ -1,7 +1,7 @@
-"""Questions and answers over a channel, with notices in between. Decides which arriving message belongs to which.
+"""Questions and answers over a channel, with notices in between. Decides which message answers which question.
 
-Answers come in the order of the questions; messages of the notice types are unasked and go to a callback.
-Neighbours: peers and job owners talk to the broker through this; the broker's side sends plainly on its channel.
+Answers arrive in the order of the questions. Messages of the notice types are unsolicited and go to a callback. Peers
+and job owners talk to the broker through this; the broker sends on its channel directly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Conversation:
-    """Takes over `channel`: nobody else may receive from it. Needs a running event loop."""
+    """Takes over `channel`: no other task may receive from it. Needs a running event loop."""
 
     def __init__(
         self,
@@ -37,9 +37,10 @@ class Conversation:
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def ask(self, message: Message) -> Message:
-        """The answer to `message`. Raises `RefusedError` on a refusal, `ChannelClosed` when the channel ends first.
+        """Return the answer to `message`.
 
-        An ask that is cancelled still takes its answer off the channel, so later ones keep their place.
+        Raises `RefusedError` on a refusal, `ChannelClosed` if the channel ends first. A cancelled call still takes its
+        answer off the channel, so that later answers match their questions.
         """
         async with self._order:
             if self._end is not None:
@@ -49,7 +50,7 @@ class Conversation:
             try:
                 await self.channel.send(message)
             except BaseException:
-                # Whether it went out is unknown; no later answer could be told from its answer.
+                # It is unknown whether the question was sent, so later answers could not be matched to their questions.
                 await self._over(ChannelClosed("a question could not be sent."))
                 raise
         received = await answer
@@ -57,13 +58,8 @@ class Conversation:
             raise refusal(received)
         return received
 
-    async def wait_closed(self) -> FusionError:
-        """Returns, with the reason, when the channel has ended."""
-        await asyncio.wait([self._reader])
-        return self._end or ChannelClosed("this side closed the channel.")
-
     async def close(self) -> None:
-        """Idempotent. Open questions fail with `ChannelClosed`."""
+        """End the conversation. Idempotent. Open questions fail with `ChannelClosed`."""
         self._reader.cancel()
         await asyncio.wait([self._reader])
         await self._over(ChannelClosed("this side closed the channel."))
@@ -81,7 +77,9 @@ class Conversation:
                 elif isinstance(message, Refused):
                     raise refusal(message)
                 else:
-                    raise WireError(f"expected an answer or a notice, got {message.__struct_config__.tag} unasked.")
+                    raise WireError(
+                        f"expected an answer or a notice, got {message.__struct_config__.tag} without a question."
+                    )
         except FusionError as error:
             await self._over(error)
 
@@ -90,8 +88,8 @@ class Conversation:
             return
         try:
             self._on_notice(message)
-        except Exception:  # noqa: BLE001 - a callback's mistake must not end the conversation
-            _LOG.exception("taking a notice failed")
+        except Exception:  # noqa: BLE001 - an error in a callback must not end the conversation
+            _LOG.exception("the handler of a notice failed")
 
     async def _over(self, reason: FusionError) -> None:
         if self._end is None:
@@ -100,6 +98,6 @@ class Conversation:
             answer = self._asked.popleft()
             if not answer.done():
                 answer.set_exception(ChannelClosed(f"the conversation is over: {reason.message}"))
-                # Its asker may be gone already; an unread failure is then no news.
+                # The asking task may be gone. Reading the exception avoids asyncio's warning about an unread failure.
                 answer.exception()
         await self.channel.close()

@@ -1,9 +1,10 @@
-"""Who this machine says it is in TLS, and whom it believes. Decides protocol version, verification and roles.
+"""This machine's identity in TLS and the identities it accepts. Decides protocol version, verification and roles.
 
-A member shows the certificate the pool's authority gave it and believes whoever shows one of the same pool. A stranger
-shows none and believes only a broker whose certificate the invitation's authority signed. Host names prove nothing
-here: identity is the Ed25519 key.
-Neighbours: `tcp` opens connections with these, `authority` reads certificates, `enrolment` makes a stranger a member.
+A member shows the certificate that the pool's authority issued and accepts certificates of the same pool. A stranger
+shows none and accepts only a broker whose certificate the invitation's authority signed. Host names are not checked:
+a machine's identity is its Ed25519 key.
+
+`tcp` opens connections with these credentials, `authority` reads certificates, `enrolment` makes a stranger a member.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fusionai.transport.interface import Remote, Role
 
 @dataclass(frozen=True, slots=True)
 class MemberCredentials:
-    """A certified machine: its key, its certificate and its pool's authority (DER)."""
+    """A certified machine: its key, its certificate and its pool's authority certificate (both DER)."""
 
     identity: Identity
     certificate: bytes
@@ -34,7 +35,7 @@ class MemberCredentials:
 
     @property
     def authority_key(self) -> bytes:
-        """The 32-byte key tickets are checked against."""
+        """The 32-byte public key that verifies tickets."""
         return authority_key_of(self.authority)
 
     def dialling_context(self) -> ssl.SSLContext:
@@ -47,13 +48,13 @@ class MemberCredentials:
     def listening_context(self, *, strangers: bool) -> ssl.SSLContext:
         context = _context(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_OPTIONAL if strangers else ssl.CERT_REQUIRED
-        # No tickets: a resumed session would show no certificate, and connections here live long.
+        # No session tickets: a resumed session shows no certificate, and connections here are long-lived.
         context.num_tickets = 0
         self._load(context)
         return context
 
     def remote(self, certificate: bytes | None) -> Remote:
-        """Whom a connection reaches, from the certificate OpenSSL has verified. Raises `TrustError`."""
+        """Return the peer at the other end, from the certificate that OpenSSL has verified. Raises `TrustError`."""
         if certificate is None:
             return Remote(None, "stranger")
         certified = read_certificate(certificate)
@@ -63,7 +64,7 @@ class MemberCredentials:
         try:
             context.load_verify_locations(cadata=pem_of(self.authority))
             with tempfile.TemporaryDirectory() as directory:
-                # Python's ssl takes certificates from files only. The key stays in its own file.
+                # Python's ssl reads certificates from files only. The key stays in its own file.
                 path = Path(directory) / "certificate.pem"
                 path.write_text(pem_of(self.certificate))
                 context.load_cert_chain(path, self.identity.path)
@@ -76,7 +77,7 @@ class MemberCredentials:
 
 @dataclass(frozen=True, slots=True)
 class StrangerCredentials:
-    """A machine with nothing but an invitation. It can only dial, and only its pool's broker."""
+    """A machine that has nothing but an invitation. It can only dial, and only its pool's broker."""
 
     authority_key: bytes
 
@@ -87,8 +88,8 @@ class StrangerCredentials:
     def dialling_context(self) -> ssl.SSLContext:
         context = _context(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
-        # The invitation holds the authority's key, not its certificate: `remote` verifies by hand. OpenSSL still
-        # checks that the other side holds the key of the certificate it shows.
+        # The invitation holds the authority's key, not its certificate, so `remote` verifies the certificate itself.
+        # OpenSSL still checks that the other side holds the key of the certificate it shows.
         context.verify_mode = ssl.CERT_NONE
         return context
 

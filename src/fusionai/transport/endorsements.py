@@ -1,10 +1,10 @@
-"""Endorsements: "I trust this member's key", signed by a signing key that people keep, not by the pool's authority.
+"""Endorsements: "I trust this member's key", signed by a signing key that a person keeps, not by the pool's authority.
 
-After Tailnet Lock: the broker certifies whoever comes with an invitation, and could certify a key of its own; what it
-can't do is sign with a key that the job owner trusts. It only carries these statements. Decides their fields, their
-one spelling as bytes, and what must hold for one to be believed. Time and trusted keys are arguments.
+Modelled on Tailnet Lock. The broker certifies every machine that comes with an invitation, and could certify a key of
+its own. It can't sign with a key that the job owner trusts; it only carries endorsements. Decides their fields, their
+canonical encoding, and what a valid one must satisfy. Time and trusted keys are arguments.
 
-Neighbours: `circle` keeps the trusted keys, a peer's profile carries its endorsements, `placements` says who has which
+`circle` keeps the trusted keys, a peer's profile carries its endorsements, `placements` says which peer holds which
 stage.
 """
 
@@ -29,7 +29,6 @@ from fusionai.transport.signed import SIGNATURE_BYTES, content_of, signed
 
 SIGNING_KEY_FILE: Final = "trust.pem"
 MAX_ENDORSEMENT_BYTES: Final = 512
-LIFETIME_S: Final = 365 * 86_400
 _DOMAIN: Final = b"fusionai endorsement 1\x00"
 _KEY_PREFIX: Final = "signing-"
 _LINE_PREFIX: Final = "endorsement-1:"
@@ -39,8 +38,11 @@ Seconds = Annotated[int, Meta(ge=0, le=10**12)]
 
 
 class Endorsement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`signer` is a public key of 32 bytes, `peer` the member's id. `purpose`: what the member may do. Whole seconds
-    since 1970. `serial` tells endorsements apart."""
+    """Endorsement of one member's key.
+
+    `signer` is a public key of 32 bytes, `peer` the member's id, `purpose` what the member may do. Times are whole
+    seconds since 1970. `serial` makes each endorsement unique.
+    """
 
     version: Literal[1]
     signer: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -58,7 +60,7 @@ _DECODER: Final = msgspec.msgpack.Decoder(Endorsement)
 def endorse(
     key: Ed25519PrivateKey, peer: PeerId, *, name: str, now_wall_s: float, lifetime_s: int, serial: bytes
 ) -> bytes:
-    """The signed statement. Raises `TrustError` for what is no peer id or a lifetime that is none."""
+    """Return the signed statement. Raises `TrustError` if `peer` is no peer id or `lifetime_s` is not positive."""
     public_key_of(peer)
     if lifetime_s <= 0:
         raise TrustError(f"expected an endorsement to hold for at least a second, got {lifetime_s} s.")
@@ -78,9 +80,10 @@ def endorse(
 def verify_endorsement(
     data: bytes, signers: Collection[bytes], *, peer: PeerId | None, now_wall_s: float
 ) -> Endorsement:
-    """The statement, if one of `signers` (32 raw bytes each) signed it, it is in date and about `peer`.
+    """Return the endorsement if one of `signers` (32 raw bytes each) signed it, it is valid now and it names `peer`.
 
-    Raises `TrustError` saying what failed."""
+    Raises `TrustError` saying which check failed.
+    """
     statement = read_endorsement(data)
     if statement.signer not in signers:
         raise TrustError(f"its endorsement is signed by {key_text(statement.signer)}, which is not a key trusted here.")
@@ -93,7 +96,7 @@ def verify_endorsement(
         max_bytes=MAX_ENDORSEMENT_BYTES,
     )
     if peer is not None and statement.peer != peer:
-        raise TrustError(f"it shows the endorsement of another key, {short(PeerId(statement.peer))}.")
+        raise TrustError(f"the endorsement it shows is for another key, {short(PeerId(statement.peer))}.")
     if now_wall_s < statement.not_before_s - CLOCK_SKEW_S:
         raise TrustError("its endorsement is not valid yet; check this machine's clock.")
     if now_wall_s >= statement.not_after_s:
@@ -102,8 +105,10 @@ def verify_endorsement(
 
 
 def read_endorsement(data: bytes) -> Endorsement:
-    """What it says, whoever signed it: proves nothing. Raises `TrustError` for what is no endorsement, or one that is
-    spelt in another way than this module spells it."""
+    """Decode an endorsement without checking its signature.
+
+    Raises `TrustError` for anything that is no endorsement in its canonical encoding.
+    """
     if not SIGNATURE_BYTES < len(data) <= MAX_ENDORSEMENT_BYTES:
         raise TrustError(
             f"expected an endorsement of {SIGNATURE_BYTES + 1} to {MAX_ENDORSEMENT_BYTES} bytes, got {len(data)}."
@@ -112,20 +117,22 @@ def read_endorsement(data: bytes) -> Endorsement:
     try:
         statement = _DECODER.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TrustError(f"expected an endorsement of version 1, got another content: {error}.") from error
+        raise TrustError(
+            f"expected an endorsement of version 1, got content that can't be decoded: {error}."
+        ) from error
     if msgspec.msgpack.encode(statement) != content:
-        raise TrustError("expected an endorsement in its one spelling, got another.")
+        raise TrustError("expected an endorsement in its canonical encoding, got another encoding.")
     public_key_of(statement.peer)
     return statement
 
 
 def key_text(public_key: bytes) -> str:
-    """How people write a signing key: never to be taken for a peer's id."""
+    """Text form of a signing key; its prefix distinguishes it from a peer id."""
     return _KEY_PREFIX + peer_of(public_key)
 
 
 def parse_key(text: str) -> bytes:
-    """The 32 bytes. Raises `UsageError` for anything but a signing key."""
+    """Return the 32 bytes of a signing key. Raises `UsageError` for any other text."""
     try:
         if not text.startswith(_KEY_PREFIX):
             raise TrustError("")
@@ -138,12 +145,12 @@ def parse_key(text: str) -> bytes:
 
 
 def line_of(data: bytes) -> str:
-    """An endorsement as one line of text, to hand over by any channel: it is no secret."""
+    """Return the endorsement as one line of text. It is not secret and may be sent over any channel."""
     return _LINE_PREFIX + base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
 def parse_line(line: str) -> bytes:
-    """Raises `UsageError` for what is no endorsement."""
+    """Inverse of `line_of`. Raises `UsageError` if the line holds no endorsement."""
     text = line.strip()
     try:
         if len(text) > MAX_LINE_LENGTH or not text.startswith(_LINE_PREFIX):
@@ -154,19 +161,21 @@ def parse_line(line: str) -> bytes:
     except (ValueError, binascii.Error, TrustError) as error:
         raise UsageError(
             f"expected a line that begins with {_LINE_PREFIX}, got {text[:40]!r}.",
-            hint="`fusion trust sign` prints it; copy the whole line.",
+            hint="`fusion trust sign` prints the line; copy all of it.",
         ) from error
     return data
 
 
 def signing_key(home: Path, *, make: bool) -> Ed25519PrivateKey | None:
-    """This machine's signing key, in `home/trust.pem` (mode 0600); where there is none, one is made if `make`.
+    """Return this machine's signing key from `home/trust.pem` (mode 0600), created there first if `make`; None without
+    one.
 
-    Raises `TrustError` when the file is open to others or no key, `StorageError` when it can't be kept."""
+    Raises `TrustError` if others may read the file or it holds no key, `StorageError` if it can't be written.
+    """
     path = home / SIGNING_KEY_FILE
     data = read_private(path)
     if data is None and make:
         create_private(path, private_pem(Ed25519PrivateKey.generate()))
-        # Read back: another process may have been first.
+        # Read back, because another process may have created the file first.
         data = read_private(path) or b""
     return None if data is None else parse_private_pem(data, path)

@@ -1,8 +1,9 @@
-"""How a stranger with an invitation becomes a member. Decides what is checked, in which order, and what is kept.
+"""How a stranger with an invitation becomes a member. Decides what is checked, in which order, and what is stored.
 
-The broker proves itself first: its certificate must be signed by the authority whose key the invitation holds. Only
-then is the token sent. What comes back is checked the same way before anything is written.
-Neighbours: `invitation` gives address, key and token; the broker answers `JoinRequest`; `credentials` uses the result.
+The broker proves its identity first: its certificate must be signed by the authority whose key the invitation holds.
+Only then is the token sent. The returned certificate is checked the same way before anything is written.
+
+`invitation` provides address, key and token; the broker answers `JoinRequest`; `credentials` uses the result.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Purpose = Literal["provider", "owner"]
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """This machine's place in a pool."""
+    """This machine's membership in a pool."""
 
     pool: str
     purpose: Purpose
@@ -47,7 +48,7 @@ class Membership:
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`membership.json`. Certificates are DER, in base64."""
+    """Content of `membership.json`. Certificates are DER in base64."""
 
     schema: Literal["fusionai.membership/1"]
     pool: str
@@ -58,10 +59,10 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def enrol(invitation: str | Invitation, home: Path, purpose: Purpose, *, timeout_s: float = 10.0) -> Membership:
-    """Join the invitation's pool with the key in `home` (made there if need be) and keep the membership there.
+    """Join the invitation's pool with the key in `home` (created if there is none) and store the membership there.
 
-    Raises `UsageError` (the text), `TransportError` (no broker answered), `TrustError` (somebody else answered),
-    `RefusedError` (the token is unknown, used up or expired), `StorageError`.
+    Raises `UsageError` (malformed invitation), `TransportError` (no broker answered), `TrustError` (another machine
+    answered), `RefusedError` (the token is unknown, used up or expired), `StorageError`.
     """
     invited = parse_invitation(invitation) if isinstance(invitation, str) else invitation
     identity = load_identity(home)
@@ -74,7 +75,7 @@ async def enrol(invitation: str | Invitation, home: Path, purpose: Purpose, *, t
 
 
 async def enrol_second_key(machine: Membership, home: Path, purpose: Purpose, *, timeout_s: float = 10.0) -> Membership:
-    """Have a further key of this machine certified, in `home`: the member it is already answers for it.
+    """Have an additional key of this machine, in `home`, certified by the broker on behalf of its existing membership.
 
     Raises `TransportError`, `TrustError`, `RefusedError` (too many such keys), `StorageError`.
     """
@@ -98,7 +99,7 @@ async def _ask(
             answer = (await channel.receive()).message
     except TimeoutError as error:
         raise TransportError(
-            f"the broker took the question to join and did not answer within {timeout_s:g} s.", hint="Try again later."
+            f"the broker received the join request and did not answer within {timeout_s:g} s.", hint="Try again later."
         ) from error
     finally:
         await channel.close()
@@ -112,7 +113,7 @@ async def _ask(
 
 
 def keep_membership(home: Path, membership: Membership) -> None:
-    """Write the membership to `home`, replacing the one there. Raises `StorageError`."""
+    """Write the membership to `home`, replacing an existing one. Raises `StorageError`."""
     kept = _Kept(
         schema="fusionai.membership/1",
         pool=membership.pool,
@@ -125,7 +126,11 @@ def keep_membership(home: Path, membership: Membership) -> None:
 
 
 def load_membership(home: Path) -> Membership:
-    """What `enrol` kept. Raises `UsageError` where this machine has not joined, or no longer validly."""
+    """Return the membership that `enrol` stored.
+
+    Raises `UsageError` if this machine has not joined a pool, `StorageError` for a broken file, `TrustError` if the
+    certificate is invalid or another key's.
+    """
     path = home / MEMBERSHIP_FILE
     data = read_private(path)
     if data is None:
@@ -154,7 +159,7 @@ def load_membership(home: Path) -> Membership:
 def _accept(
     granted: JoinGranted, authority_key: bytes, addresses: tuple[str, ...], identity: Identity, purpose: Purpose
 ) -> Membership:
-    """Check what the broker gave. Raises `TrustError` when it is not what it promised."""
+    """Check the broker's grant. Raises `TrustError` if it is of another authority, key or role."""
     if authority_key_of(granted.authority) != authority_key:
         raise TrustError("expected the certificate of the authority in the invitation, got another authority's.")
     certified = verify_certificate(granted.certificate, authority_key, now_wall_s=time.time())

@@ -1,4 +1,4 @@
-"""Runs a program's main coroutine: on uvloop where it is installed, on asyncio's own loop elsewhere."""
+"""Runs a program's main coroutine on uvloop where it is installed, else on asyncio's own loop."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`."""
+    """Like `asyncio.run`, with `loop_factory`."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(main)
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Makes a uvloop, or None for asyncio's own where it is not installed (Windows)."""
+    """Return the constructor of a uvloop, or None for asyncio's own loop where uvloop is not installed (Windows)."""
     try:
         import uvloop
     except ImportError:

@@ -1,7 +1,7 @@
-"""What every channel has in common: the handshake, the inbox, the frame limits of its phase, the counters.
+"""What all channels share: the handshake, the inbox, the frame limits of the current phase and the counters.
 
-Decides when a channel is open and how it ends. Knows nothing of sockets: a subclass moves the bytes.
-Neighbours: `memory` and `tcp` subclass this; `handshake` says what the first messages mean.
+Decides when a channel is open and how it ends. Knows nothing of sockets: the subclasses in `memory`, `tcp_channel` and
+`quic_channel` move the bytes. `handshake` defines the first messages.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fusionai.wire.reader import Allocate, Frame, FrameReader
 
 @dataclass(frozen=True, slots=True)
 class Dialling:
-    """What the side that dials wants: whom, and what for."""
+    """Request of the dialling side: the peer it expects and the stream it wants."""
 
     expect: PeerId | None
     stream: Stream
 
 
 class FramedChannel(ABC):
-    """A `Channel` less the network. `dialling` is None on the listening side."""
+    """A `Channel` without the network part. `dialling` is None on the listening side."""
 
     def __init__(self, *, own_role: Role, dialling: Dialling | None, allocate: Allocate) -> None:
         self.remote = Remote(None, "stranger")
@@ -40,8 +40,8 @@ class FramedChannel(ABC):
         self.stats = ChannelStats()
         self.way: Way = "lan"
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the handshake is over, or failed with why it never will be."""
-        # Somebody may have stopped waiting for it; an unread failure is then no news.
+        """Resolved when the handshake is over, or failed with the reason why it can't succeed."""
+        # The waiting task may have given up. Reading the exception avoids asyncio's warning about an unread failure.
         self.opened.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._own_role: Role = own_role
         self._dialling = dialling
@@ -56,7 +56,7 @@ class FramedChannel(ABC):
 
     @property
     def figures(self) -> LinkFigures:
-        """Of the network between both ends, as far as anybody measures it."""
+        """Kernel or library statistics of the network path, as far as this transport measures it."""
         return UNKNOWN
 
     @property
@@ -67,7 +67,7 @@ class FramedChannel(ABC):
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None: ...
 
     def send_at_once(self, message: Message, tensors: Sequence[HostTensor] = ()) -> bool:  # noqa: ARG002
-        """A network that can't say whether it would have to wait."""
+        """Return False: this default can't know whether sending would wait."""
         self._check_open()
         return False
 
@@ -82,15 +82,15 @@ class FramedChannel(ABC):
 
     @abstractmethod
     def _write(self, data: bytes) -> None:
-        """Send a small whole frame of the handshake at once."""
+        """Send a small, complete handshake frame at once."""
 
     @abstractmethod
     def _abort(self) -> None:
-        """Drop the connection without flushing; leads to `_lost` later or does nothing more."""
+        """Drop the connection without flushing. Leads to a later call of `_lost`, or does nothing more."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """End the connection once what has been written is out; returns at once."""
+        """End the connection once everything written has been sent. Returns at once."""
 
     @abstractmethod
     def _pause_reading(self) -> None: ...
@@ -99,7 +99,7 @@ class FramedChannel(ABC):
     def _resume_reading(self) -> None: ...
 
     def _connected(self, remote: Remote) -> None:
-        """The connection is up and the other side's identity proven; the dialling side speaks first."""
+        """The connection is up and the other side's identity is proven. The dialling side sends the first message."""
         self.remote = remote
         if self._dialling is None:
             return
@@ -111,7 +111,7 @@ class FramedChannel(ABC):
         self._write(encode_frame_head(handshake.hello(self.stream), (), GREETING_LIMITS))
 
     def _arrived(self, frame: Frame) -> None:
-        """A whole frame came in."""
+        """Handle a complete incoming frame."""
         if self.opened.done():
             self.stats.received_frames += 1
             self.stats.received_bytes += frame.nbytes
@@ -134,7 +134,7 @@ class FramedChannel(ABC):
         self.opened.set_result(None)
 
     def _drain_reader(self) -> None:
-        """Take every whole frame out of the reader; anything malformed ends the channel."""
+        """Take every complete frame out of the reader. Malformed data ends the channel."""
         try:
             while not self._inbox.ended and (frame := self._reader.next()) is not None:
                 self._arrived(frame)
@@ -142,12 +142,12 @@ class FramedChannel(ABC):
             self._fail(error)
 
     def _fail(self, error: FusionError) -> None:
-        """End with a reason of our own finding."""
+        """End the channel with an error that this side detected."""
         self._settle(error)
         self._abort()
 
     def _lost(self, reason: str) -> None:
-        """The connection ended, whoever wanted it."""
+        """The connection ended, closed by either side or broken."""
         if self._reader.midway:
             reason = f"{reason}, in the middle of a frame"
         self._settle(ChannelClosed(f"{reason}."))
@@ -158,7 +158,7 @@ class FramedChannel(ABC):
         self._inbox.end(error)
 
     def _check_open(self) -> None:
-        """Raises `ChannelClosed` when nothing can be sent (any more)."""
+        """Raises `ChannelClosed` if nothing can be sent any more, `WireError` before the end of the handshake."""
         if self.closed:
             raise ChannelClosed(f"the channel on stream {self.stream} is closed.")
         if not self.opened.done():

@@ -1,6 +1,7 @@
-"""The version handshake: `Hello` from the dialling side, `Welcome` or `Refused` back. Pure; both transports use it.
+"""The version handshake: `Hello` from the dialling side, `Welcome` or `Refused` in return. Pure.
 
-Decides which versions can speak, what a stranger may open, and which frame limits hold afterwards.
+Decides which protocol versions are compatible, which streams a stranger may open, and which frame limits hold
+afterwards.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def hello(stream: Stream) -> Hello:
 
 
 def answer(message: Message, remote: Remote) -> tuple[Stream, Welcome | Refused]:
-    """The listening side's answer to the first message. Raises `WireError` when that is no `Hello`."""
+    """Return the listening side's answer to the first message. Raises `WireError` if that is no `Hello`."""
     if not isinstance(message, Hello):
-        raise WireError(f"expected hello first, got {message.__struct_config__.tag}.")
+        raise WireError(f"expected hello as the first message, got {message.__struct_config__.tag}.")
     version = min(message.newest_version, PROTOCOL_VERSION)
     if version < max(message.oldest_version, OLDEST_PROTOCOL_VERSION):
         reason = (
@@ -47,11 +48,11 @@ def answer(message: Message, remote: Remote) -> tuple[Stream, Welcome | Refused]
 
 
 def check_answer(message: Message) -> None:
-    """What the dialling side got back. Raises `RefusedError` on a refusal, `WireError` on anything but a welcome."""
+    """Check the answer to `Hello`. Raises `RefusedError` on a refusal, `WireError` on anything but a valid welcome."""
     match message:
         case Welcome(version=version):
             if not OLDEST_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
-                raise WireError(f"expected a version we offered, got {version}.")
+                raise WireError(f"expected a protocol version that this side offered, got {version}.")
         case Refused():
             raise refusal(message)
         case _:
@@ -59,12 +60,12 @@ def check_answer(message: Message) -> None:
 
 
 def refusal(message: Refused) -> RefusedError:
-    """A refusal as an error: the code's sentence, then the other side's reason."""
+    """The refusal as an error: the code's sentence, with the other side's reason as hint."""
     return RefusedError(REFUSAL_SENTENCES[message.code], code=message.code, hint=message.reason or None)
 
 
 def check_remote(remote: Remote, expect: PeerId | None) -> None:
-    """Raises `TrustError` unless the other side is `expect`, or the broker where None is expected."""
+    """Raises `TrustError` unless the other side is `expect`, or the pool's broker if `expect` is None."""
     if expect is None and remote.role != "broker":
         raise TrustError(f"expected the pool's broker, got a {remote.role} of the pool at that address.")
     if expect is not None and remote.peer != expect:
@@ -73,5 +74,5 @@ def check_remote(remote: Remote, expect: PeerId | None) -> None:
 
 
 def limits_from(sender: Role, stream: Stream) -> FrameLimits:
-    """How large frames from a side with this role may be after the handshake."""
+    """Return the limits of frames that a side with this role may send after the handshake."""
     return STRANGER_LIMITS if sender == "stranger" else STREAM_LIMITS[stream]

@@ -1,7 +1,7 @@
-"""One Ed25519 key per machine is its identity everywhere. Decides how a key becomes a peer id and where it is kept.
+"""One Ed25519 key per machine is its identity everywhere. Decides how a key becomes a peer id and where it is stored.
 
-The private key never leaves this machine and is never put into a message.
-Neighbours: `authority` certifies public keys, `credentials` presents the certificate in TLS.
+The private key never leaves this machine and is never part of a message. `authority` certifies public keys,
+`credentials` presents the certificate in TLS.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PUBLIC_KEY_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """This machine's key. `path` is the PEM file (PKCS8) it came from."""
+    """This machine's key. `path` is the PEM file (PKCS8) it was read from."""
 
     peer: PeerId
     public_key: bytes
@@ -34,15 +34,15 @@ class Identity:
 
 
 def load_identity(home: Path) -> Identity:
-    """The key in `home/identity.pem`, created there (mode 0600) at the first call.
+    """Return the key in `home/identity.pem`, created there (mode 0600) at the first call.
 
-    Raises `TrustError` when the file is open to others or holds no Ed25519 key, `StorageError` when it can't be kept.
+    Raises `TrustError` if others may read the file or it holds no Ed25519 key, `StorageError` if it can't be written.
     """
     path = home / KEY_FILE
     data = read_private(path)
     if data is None:
         create_private(path, private_pem(Ed25519PrivateKey.generate()))
-        # Read back: another process may have been first.
+        # Read back, because another process may have created the file first.
         data = read_private(path) or b""
     key = parse_private_pem(data, path)
     public = public_bytes(key.public_key())
@@ -50,14 +50,14 @@ def load_identity(home: Path) -> Identity:
 
 
 def peer_of(public_key: bytes) -> PeerId:
-    """Lower-case base32 of the 32 bytes of the public key."""
+    """Lower-case base32 of the 32 bytes of the public key. Raises `TrustError` for another length."""
     if len(public_key) != PUBLIC_KEY_BYTES:
         raise TrustError(f"expected a public key of {PUBLIC_KEY_BYTES} bytes, got {len(public_key)}.")
     return PeerId(base64.b32encode(public_key).decode().rstrip("=").lower())
 
 
 def public_key_of(peer: str) -> bytes:
-    """The 32 bytes a peer id stands for. Raises `TrustError` when it is no peer id."""
+    """Return the 32 bytes of a peer id. Raises `TrustError` if it is no peer id."""
     try:
         if len(peer) != PEER_ID_LENGTH or peer != peer.lower():
             raise ValueError
@@ -65,7 +65,7 @@ def public_key_of(peer: str) -> bytes:
     except (ValueError, binascii.Error) as error:
         raise TrustError(f"expected a peer id of {PEER_ID_LENGTH} base32 characters, got {peer[:64]!r}.") from error
     if peer_of(public_key) != peer:
-        raise TrustError(f"expected a peer id in its canonical spelling, got {peer!r}.")
+        raise TrustError(f"expected a peer id in its canonical encoding, got {peer!r}.")
     return public_key
 
 
@@ -80,7 +80,7 @@ def private_pem(key: Ed25519PrivateKey) -> bytes:
 
 
 def parse_private_pem(data: bytes, path: Path) -> Ed25519PrivateKey:
-    """Raises `TrustError` naming `path` when `data` is no Ed25519 key."""
+    """Return the key. Raises `TrustError` naming `path` if `data` is no Ed25519 key."""
     try:
         key = serialization.load_pem_private_key(data, password=None)
     except (ValueError, TypeError) as error:

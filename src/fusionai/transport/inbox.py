@@ -1,6 +1,6 @@
-"""Envelopes that have arrived and wait for `receive`. Decides when the network must be told to wait.
+"""Queue of envelopes that have arrived and wait for `receive`. Decides when reading from the network pauses.
 
-Neighbours: the channels of `memory` and `tcp` fill it from their reading side and end it when the connection ends.
+The channels fill it from their reading side and end it when the connection ends.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from fusionai.primitives.errors import ChannelClosed, FusionError
 from fusionai.transport.interface import Envelope
 
 HIGH_WATER_BYTES: Final = 8 * 2**20
-"""Above this much waiting, reading pauses; one frame may be larger, two never wait on top of each other then."""
+"""Queued bytes above which reading pauses.
+
+One frame may be larger; a second frame is then not read before it is taken.
+"""
 HIGH_WATER_FRAMES: Final = 256
-"""Small frames weigh more than their bytes."""
+"""Queued frames above which reading pauses, because small frames cost more memory than their bytes."""
 
 
 class Inbox:
-    """One per channel. `pause` and `resume` are called when the high-water mark is crossed."""
+    """Incoming queue of one channel. `pause` and `resume` are called when the high-water mark is crossed."""
 
     def __init__(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
         self._pause = pause
@@ -36,7 +39,7 @@ class Inbox:
         return self._end is not None
 
     def put(self, envelope: Envelope, nbytes: int) -> None:
-        """An arrived frame; ignored after the end."""
+        """Add an arrived frame. Ignored after the end."""
         if self._end is not None:
             return
         self._waiting.append((envelope, nbytes))
@@ -47,7 +50,7 @@ class Inbox:
         self._wake_one()
 
     def end(self, error: FusionError, *, discard: bool = False) -> None:
-        """Nothing more will come: what waits is still delivered (unless `discard`), then `error` is raised."""
+        """End the queue: queued envelopes are still delivered (unless `discard`), then `error` is raised."""
         if discard:
             self._waiting.clear()
             self._waiting_bytes = 0
@@ -58,7 +61,10 @@ class Inbox:
                 getter.set_result(None)
 
     async def get(self) -> Envelope:
-        """The next envelope. Raises the error of the end: a `WireError` once, `ChannelClosed` ever after."""
+        """Return the next envelope.
+
+        After the end raises the end's error: a `WireError` once, then always `ChannelClosed`.
+        """
         while not self._waiting:
             if self._end is not None:
                 error = self._end
@@ -71,7 +77,8 @@ class Inbox:
             try:
                 await getter
             except asyncio.CancelledError:
-                # Woken and cancelled at once: pass the wake-up on, or another receiver would wait for ever.
+                # The getter was woken and cancelled at the same time: wake another one, which would otherwise wait for
+                # ever.
                 if getter.done() and not getter.cancelled():
                     self._wake_one()
                 raise

@@ -1,7 +1,8 @@
-"""The transport interface: framed messages with tensors between identified machines. Decides nothing about jobs.
+"""The transport interface: framed messages with tensors between identified machines.
 
-Implementations: `transport.memory` (tests, simulator) and `transport.tcp` (mutual TLS 1.3). One conformance suite runs
-on both. Neighbours: `wire` gives frames and messages; `execution`, `broker`, `client`, `peer` use channels.
+Implementations: `tcp` (mutual TLS 1.3), `quic` (through NATs) and `peer_transport`, which
+chooses a route for each peer. `wire` defines frames and messages; `execution`, `broker`, `client` and `peer` use
+channels.
 """
 
 from __future__ import annotations
@@ -15,24 +16,29 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import Message, Stream, Way
 
 Role = Literal["broker", "member", "stranger"]
-"""Who a certificate says the other side is; a stranger showed none (it may only ask to join)."""
+"""Role of the other side according to its certificate. A stranger showed no certificate and may only ask to join."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """The authenticated other side. `peer` is None for a stranger."""
+    """Authenticated other side of a channel. `peer` is None for a stranger."""
 
     peer: PeerId | None
     role: Role
     host: str = field(default="", compare=False)
-    """Where the connection comes from or goes to, as this side sees it; empty where the transport has no such thing.
-    Whoever is identified by it is not."""
+    """Network host of the other side as seen from here; empty for transports without hosts.
+
+    It does not identify the peer.
+    """
     port: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message and the tensors named in its `tensors` field, by name, in order. Their memory is the receiver's."""
+    """A message and the tensors listed in its `tensors` field, by name, in that order.
+
+    The receiver owns their memory.
+    """
 
     message: Message
     tensors: dict[str, HostTensor]
@@ -45,7 +51,7 @@ class ChannelStats:
     sent_frames: int = 0
     received_frames: int = 0
     arrived_bytes: int = 0
-    """Everything read from the network so far, frames not yet whole included: a sign of life."""
+    """All bytes read from the network so far, including those of incomplete frames. An increase is a sign of life."""
 
 
 class Channel(Protocol):
@@ -55,29 +61,36 @@ class Channel(Protocol):
     stream: Stream
     stats: ChannelStats
     way: Way
-    """Which way it goes."""
+    """Route of the connection: LAN, direct, QUIC or relay."""
 
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
-        """Queue a frame; returns when the buffers may be reused and the sending side is below its high-water mark.
+        """Queue a frame.
 
-        `message.tensors` must describe `tensors`. Whole frames never interleave."""
+        Returns when the tensors' buffers may be reused and the send queue is below its high-water mark.
+        `message.tensors` must describe `tensors`. Frames never interleave.
+        """
         ...
 
     def send_at_once(self, message: Message, tensors: Sequence[HostTensor] = ()) -> bool:
-        """What `send` does, where nothing has to be waited for; False, with nothing sent, where something has. Raises
-        what `send` raises."""
+        """Queue a frame if that needs no waiting and return True. Otherwise queue nothing and return False.
+
+        Raises the same errors as `send`.
+        """
         ...
 
     async def receive(self) -> Envelope:
-        """Next frame. Raises `ChannelClosed` at the end, `WireError` (and closes) on anything malformed."""
+        """Return the next frame.
+
+        Raises `ChannelClosed` at the end of the channel; closes and raises `WireError` on malformed data.
+        """
         ...
 
     async def close(self) -> None:
-        """Flush and close; idempotent."""
+        """Flush and close. Idempotent."""
         ...
 
     def abort(self) -> None:
-        """Drop the connection at once: nothing is flushed, nobody is waited for. Idempotent."""
+        """Drop the connection at once, without flushing and without waiting for the other side. Idempotent."""
         ...
 
     @property
@@ -85,14 +98,18 @@ class Channel(Protocol):
 
     @property
     def acknowledges(self) -> bool | None:
-        """Whether the other machine acknowledges what was sent to it, by the kernel's account; None: nobody can tell.
+        """Return whether the other machine's kernel acknowledges sent data; None if this is unknown.
 
-        It does so for a process that is starved or stopped, too."""
+        The kernel also acknowledges for a process that is stopped or gets no CPU time.
+        """
         ...
 
 
 class Listener(Protocol):
-    """An open door. `addresses` are candidates others may dial, e.g. `tcp://192.168.1.7:4711`."""
+    """An open listening address.
+
+    `addresses` are the candidates that other machines may dial, e.g. `tcp://192.168.1.7:4711`.
+    """
 
     addresses: tuple[str, ...]
 
@@ -100,20 +117,24 @@ class Listener(Protocol):
 
 
 Accept = Callable[[Channel], Awaitable[None]]
-"""Called once per accepted channel, in its own task; the channel is closed when it returns."""
+"""Called once per accepted channel, in its own task. The channel is closed when the call returns."""
 
 
 class Transport(Protocol):
-    """Makes channels. A transport holds this machine's identity."""
+    """Opens channels with this machine's identity."""
 
     async def listen(self, accept: Accept, *, host: str, port: int, strangers: bool = False) -> Listener:
-        """`port` 0 picks a free one. With `strangers`, connections without a client certificate are let in as such."""
+        """Listen on `host`.
+
+        `port` 0 picks a free port; `strangers` also accepts connections without a client certificate.
+        """
         ...
 
     async def dial(
         self, addresses: Sequence[str], *, expect: PeerId | None, stream: Stream, timeout_s: float = 10.0
     ) -> Channel:
-        """Try the candidates, first success wins. `expect` None means "the broker of my pool".
+        """Try the candidate addresses; the first success wins. `expect` None means "the broker of my pool".
 
-        Raises `TransportError` (nobody answered), `TrustError` (somebody else answered), `RefusedError`."""
+        Raises `TransportError` (no answer), `TrustError` (another machine answered), `RefusedError`.
+        """
         ...

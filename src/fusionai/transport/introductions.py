@@ -1,8 +1,7 @@
-"""Asks the pool's broker for an introduction to a peer that can't be dialled, and how this machine is seen from there.
+"""Asks the pool's broker for introductions to peers that can't be dialled, and for how it sees this machine.
 
-Decides when the connection for it is kept: one for all questions, opened at the first and closed when it has been idle
-for a while, as most machines never need it.
-Neighbours: the broker answers `Meet` and `Observe`; `peer_transport` goes where an introduction says.
+All questions share one connection, opened at the first question and closed after `IDLE_S` without one, because most
+machines never need it. The broker answers `Meet` and `Observe`; `peer_transport` dials what an introduction names.
 """
 
 from __future__ import annotations
@@ -21,12 +20,17 @@ from fusionai.wire.messages import Introduced, Meet, Message, Observe, Observed
 M = TypeVar("M", bound=Message)
 
 IDLE_S: Final = 30.0
+"""Seconds without a question after which the connection to the broker is closed."""
 _ANSWER_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """`relays`: where the broker that gave `token` was reached, and so its relay. `addresses`: the other side's now."""
+    """The broker's answer.
+
+    `relays`: host and port of the broker that issued `token`, which is also the relay. `addresses`: current addresses
+    of the other side.
+    """
 
     token: bytes
     relays: tuple[tuple[str, int], ...]
@@ -34,7 +38,7 @@ class Introduction:
 
 
 class Introductions:
-    """`transport` dials the broker at one of `brokers`."""
+    """Asks the broker questions. `transport` dials the broker at one of `brokers`."""
 
     def __init__(self, transport: Transport, brokers: Sequence[str]) -> None:
         self._transport = transport
@@ -46,21 +50,27 @@ class Introductions:
         self._closing: asyncio.Task[None] | None = None
 
     async def ask(self, peer: PeerId, addresses: tuple[str, ...] = ()) -> Introduction:
-        """Raises `TransportError` (no broker, no answer), `TrustError`, `RefusedError` (the peer is not there)."""
+        """Return an introduction to `peer`.
+
+        Raises `TransportError` (no broker, no answer), `TrustError`, `RefusedError` (the peer is absent).
+        """
         answer, broker = await self._ask(Meet(peer=peer, addresses=addresses), Introduced)
         return Introduction(answer.token, ((broker.host, broker.port),) if broker.host else (), answer.addresses)
 
     async def observed(self, port: int) -> Observed:
-        """How the broker sees this machine, and whether it can dial `port` of it. Raises as `ask` does."""
+        """Return how the broker sees this machine, and whether it can dial this machine's `port`.
+
+        Raises the errors of `ask`.
+        """
         return (await self._ask(Observe(port=port), Observed))[0]
 
     async def observed_by(self, port: int) -> tuple[Remote, Observed]:
-        """`observed`, and the broker that said so."""
+        """Return the broker that answered, and its observation."""
         answer, broker = await self._ask(Observe(port=port), Observed)
         return broker, answer
 
     async def _ask(self, question: Message, expected: type[M]) -> tuple[M, Remote]:
-        """The answer and who gave it."""
+        """Return the answer and the broker that gave it."""
         self._asking += 1
         if self._idle is not None:
             self._idle.cancel()

@@ -1,9 +1,8 @@
-"""An invitation: one line of text a pool's owner hands to a friend. Decides its spelling and its checks.
+"""An invitation: one line of text that a pool's owner gives to a new member. Decides its encoding and its checks.
 
-`fusion1-` + base64url of (msgpack of the fields + the first four bytes of its SHA-256). The checksum finds slips of
-copying; trust comes from the authority's public key inside, against which the broker proves itself.
-Whoever has the text may join: it is a secret.
-Neighbours: the broker makes and honours tokens, `enrolment` uses the text.
+The text is `fusion1-` + base64url of (msgpack of the fields + the first four bytes of its SHA-256). The checksum
+detects copying errors; trust comes from the authority's public key inside, with which the broker proves its identity.
+The text is a secret: anyone who has it may join. The broker issues and checks tokens, `enrolment` uses the text.
 """
 
 from __future__ import annotations
@@ -25,7 +24,11 @@ _HINT: Final = "Copy the whole line again, or ask the pool's owner for a new one
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`addresses` are the brokers'; `authority_key` is the raw Ed25519 key; `token` is known to the broker only."""
+    """Content of an invitation.
+
+    `addresses` are the brokers' addresses, `authority_key` is the raw Ed25519 key of the pool's authority, `token` is
+    the secret that the broker issued.
+    """
 
     pool: Annotated[str, Meta(min_length=1, max_length=64)]
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(min_length=1, max_length=32)]
@@ -42,7 +45,10 @@ def format_invitation(invitation: Invitation) -> str:
 
 
 def parse_invitation(text: str) -> Invitation:
-    """Raises `UsageError` saying what is wrong with the text; the message never repeats it, as it is a secret."""
+    """Decode an invitation.
+
+    Raises `UsageError` with the reason; the message never repeats the text, which is a secret.
+    """
     line = text.strip()
     if not line.startswith(PREFIX):
         raise UsageError(f"expected an invitation starting with {PREFIX!r}, got another text.", hint=_HINT)
@@ -52,14 +58,14 @@ def parse_invitation(text: str) -> Invitation:
     try:
         data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError) as error:
-        raise UsageError("the invitation is cut off or holds foreign characters.", hint=_HINT) from error
+        raise UsageError("the invitation is cut off or holds characters that are not base64url.", hint=_HINT) from error
     content, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
     if _checksum(content) != checksum:
-        raise UsageError("the invitation is cut off or misspelt: its checksum does not match.", hint=_HINT)
+        raise UsageError("the invitation is cut off or mistyped: its checksum does not match.", hint=_HINT)
     try:
         return msgspec.msgpack.decode(content, type=Invitation)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"the invitation does not hold what it should: {error}.", hint=_HINT) from error
+        raise UsageError(f"the invitation's content can't be decoded: {error}.", hint=_HINT) from error
 
 
 def _checksum(data: bytes) -> bytes:

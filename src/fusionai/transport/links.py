@@ -1,11 +1,13 @@
-"""Measures a link between two machines: round trip and bandwidth. Decides how much to send to be sure enough.
+"""Measures round trip and bandwidth of a link between two machines.
 
-The asking side sends pings, then probes that double in size until one takes long enough to be timed well, so that a
-slow link is not blocked for minutes and a fast one is not judged by its first packets. The first probe only opens the
-sender's congestion window, which over a long way takes several round trips: 256 KiB at 20 Mbit/s and 40 ms look like 10
-Mbit/s. Only on a link so slow that this is lost in the transfer it is all that is sent. And a probe takes several round
-trips: one that is over in two tells how fast the window grew.
-Neighbours: any side of a channel may `answer_probe`; the planner takes bandwidth and latency from the result.
+The asking side sends pings, then probes that double in size until one takes long enough to be timed well. This way a
+slow link is not blocked for minutes and a fast link is not judged by its first packets.
+
+The first probe only opens the sender's congestion window, which takes several round trips on a long path: 256 KiB at
+20 Mbit/s and 40 ms look like 10 Mbit/s. Its timing is used only on a link so slow that the window no longer matters. A
+probe must also last several round trips, because a shorter one measures how fast the window grows.
+
+Any side of a channel may call `answer_probe`; the planner uses bandwidth and latency from the result.
 """
 
 from __future__ import annotations
@@ -22,15 +24,20 @@ from fusionai.wire.frame import describe
 from fusionai.wire.messages import MAX_BACK_BYTES, Message, Ping, Pong, Probe, TensorHeader
 
 FIRST_PROBE_BYTES: Final = 256 * 2**10
+"""Size of the first probe in bytes."""
 ENOUGH_ROUND_TRIPS: Final = 4
+"""Round trips that a probe must last to measure the bandwidth."""
 SLOW: Final = 4
-"""So many times longer than a probe must take: the first one will do."""
+"""The first probe suffices if it takes this many times longer than a probe must take."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasurement:
-    """`latency_s` is one way: half the fastest round trip. `bandwidth_bytes_per_s` is from us to the other side,
-    `back_bytes_per_s` the other direction, where it was asked for."""
+    """Result of a measurement.
+
+    `latency_s` is one way: half the fastest round trip. `bandwidth_bytes_per_s` is from this side to the other,
+    `back_bytes_per_s` the opposite direction, None if it was not requested.
+    """
 
     round_trip_s: float
     latency_s: float
@@ -48,9 +55,9 @@ async def measure_link(
     enough_s: float = 0.25,
     back: bool = False,
 ) -> LinkMeasurement:
-    """Over a channel nobody else uses meanwhile, whose other side calls `answer_probe`.
+    """Measure a link. No other task may use `channel` meanwhile, and its other side must call `answer_probe`.
 
-    Raises `ChannelClosed` when the link breaks, `WireError` when the other side answers something else.
+    Raises `ChannelClosed` if the link breaks, `WireError` if the other side answers with anything else.
     """
     asking = _Asking(channel, clock)
     round_trip_s = min([await asking.pinged() for _ in range(pings)])
@@ -64,20 +71,21 @@ async def measure_link(
 async def _bandwidth(
     carried: Callable[[int], Awaitable[float]], round_trip_s: float, largest_bytes: int, enough_s: float
 ) -> tuple[float, int]:
-    """Bytes per second, and the probe that said so."""
+    """Return bytes per second and the size of the probe that was timed."""
     enough_s = max(enough_s, ENOUGH_ROUND_TRIPS * round_trip_s)
     size, is_open = min(FIRST_PROBE_BYTES, largest_bytes), False
     while True:
         took_s = await carried(size)
         is_long = took_s >= enough_s
         if (is_long and (is_open or took_s >= SLOW * enough_s)) or size >= largest_bytes:
-            # The answer's way back is no part of the transfer, but never let noise make it vanish.
+            # The answer's way back is not part of the transfer. At least a tenth is kept, so that noise can't make it
+            # zero.
             return size / max(took_s - round_trip_s, took_s / 10, 1e-9), size
         size, is_open = size if is_long else min(size * 2, largest_bytes), True
 
 
 async def answer_probe(channel: Channel, envelope: Envelope) -> bool:
-    """Answer a `Ping` or `Probe`; False, and nothing done, for any other message."""
+    """Answer a `Ping` or `Probe` and return True; ignore any other message and return False."""
     match envelope.message:
         case Ping(sequence=sequence, sent_at_s=sent_at_s):
             await channel.send(Pong(sequence=sequence, sent_at_s=sent_at_s))
@@ -90,7 +98,7 @@ async def answer_probe(channel: Channel, envelope: Envelope) -> bool:
 
 
 class _Asking:
-    """One side of the conversation; each question is timed."""
+    """The asking side of a measurement. Times every question."""
 
     def __init__(self, channel: Channel, clock: Clock) -> None:
         self._channel = channel
@@ -109,7 +117,7 @@ class _Asking:
         return await self._ask(Probe(sequence=self._sequence, sent_at_s=self._clock.now_s(), back_bytes=size), (), size)
 
     async def _ask(self, message: Ping | Probe, tensors: tuple[HostTensor, ...], back_bytes: int) -> float:
-        """Seconds from sending to the answer."""
+        """Return the seconds from sending to the answer."""
         self._sequence += 1
         started_s = self._clock.now_s()
         await self._channel.send(message, tensors)

@@ -1,8 +1,7 @@
-"""One attempt to reach a peer with the broker's help: the ways that need an introduction share it. Decides who waits.
+"""One attempt to reach a peer with the broker's help, shared by the routes that need an introduction.
 
-The broker is asked once, whichever way asks first. A way by UDP gets a head start before the relay, unless the relay is
-what worked last time.
-Neighbours: `peer_transport` makes one per dial; `introductions` asks the broker.
+The broker is asked once, by the first route that needs it. QUIC gets a head start before the relay, unless the relay
+is what worked last time. `peer_transport` creates one per dial; `introductions` asks the broker.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from fusionai.transport.introductions import Introduction, Introductions
 
 
 class Meeting:
-    """Make it inside an event loop."""
+    """Shared state of the routes of one dial. Must be created inside an event loop."""
 
     def __init__(self, introductions: Introductions, peer: PeerId) -> None:
         self.peer = peer
@@ -28,18 +27,22 @@ class Meeting:
         self._waived = False
 
     async def introduction(self, addresses: tuple[str, ...] = ()) -> Introduction:
-        """`addresses`: where this side is seen, for the other to send to. Raises `TransportError`, `TrustError`."""
+        """Return the broker's introduction, asked for at the first call.
+
+        `addresses`: where this side can be reached by UDP, for the other side to send to. Raises `TransportError`,
+        `TrustError`.
+        """
         async with self._asking:
             if self._introduction is None:
                 try:
                     self._introduction = await self._introductions.ask(self.peer, addresses)
                 except RefusedError as error:
-                    # The broker's refusal to introduce says nothing about the ways that do without it.
+                    # The broker's refusal to introduce says nothing about the routes that need no introduction.
                     raise TransportError(f"the broker could not introduce {short(self.peer)}: {error}") from error
             return self._introduction
 
     async def head_start(self, seconds: float) -> None:
-        """Until the way by UDP has had its time or is known to lead nowhere."""
+        """Wait until the QUIC attempt is over, at most `seconds`."""
         if not self._waived:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):

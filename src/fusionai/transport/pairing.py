@@ -1,8 +1,9 @@
-"""Pairing tokens: short-lived statements "these two may meet at the relay, and this one dials", signed by the pool.
+"""Pairing tokens: short-lived statements of the pool, "these two peers may meet at the relay, and this one dials".
 
-The broker gives each side its own. A relay checks it offline; whoever shows it proves besides that the named key is its
-own, and each is good for one connection. Decides the fields and the checks. Time is an argument.
-Neighbours: the broker signs, `relay` verifies, `relay_dialling` shows; `tickets` are the like for jobs.
+The broker gives each side its own token. A relay verifies a token offline. The peer that shows it also proves that it
+holds the named key, and each token is good for one connection. Decides the fields and the checks; time is an argument.
+
+The broker signs, `relay` verifies, `relay_dialling` shows. `tickets` are the equivalent for jobs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fusionai.transport.signed import SIGNATURE_BYTES, content_of, holds, signed
 MAX_TOKEN_BYTES: Final = 512
 MEETING_BYTES: Final = 16
 LIFETIME_S: Final = 30.0
-"""Between the broker's answer and the connection to the relay."""
+"""Lifetime of a token: covers the time from the broker's answer to the connection at the relay. Chosen."""
 _DOMAIN: Final = b"fusionai pairing 1\x00"
 _PROOF_DOMAIN: Final = b"fusionai pairing proof 1\x00"
 
@@ -29,8 +30,10 @@ _Peer = Annotated[str, Meta(min_length=PEER_ID_LENGTH, max_length=PEER_ID_LENGTH
 
 
 class PairingToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """For `peer`, to meet `other`. `meeting` is drawn by the broker for the two of them. `expires_at_s` counts seconds
-    since 1970."""
+    """Permission for `peer` to meet `other`.
+
+    `meeting` is drawn by the broker for the two peers. `expires_at_s` is in seconds since 1970.
+    """
 
     meeting: Annotated[bytes, Meta(min_length=MEETING_BYTES, max_length=MEETING_BYTES)]
     peer: _Peer
@@ -47,23 +50,25 @@ def sign_pairing(token: PairingToken, authority_key: Ed25519PrivateKey) -> bytes
 
 
 def verify_pairing(data: bytes, authority_key: bytes, *, now_wall_s: float) -> PairingToken:
-    """The token, if `authority_key` (32 raw bytes) signed it and it is in date. Raises `TrustError`."""
+    """Return the token if `authority_key` (32 raw bytes) signed it and it has not expired. Raises `TrustError`."""
     content = content_of(data, _DOMAIN, authority_key, what="pairing token", max_bytes=MAX_TOKEN_BYTES)
     try:
         token = _DECODER.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TrustError(f"expected a pairing token of this version, got another content: {error}.") from error
+        raise TrustError(
+            f"expected a pairing token of this version, got content that can't be decoded: {error}."
+        ) from error
     if token.peer == token.other:
         raise TrustError("expected a pairing token for two peers, got one for a peer with itself.")
     if now_wall_s >= token.expires_at_s:
         raise TrustError(
-            f"expected a pairing token in date, got one that expired {now_wall_s - token.expires_at_s:.0f} s ago."
+            f"expected a valid pairing token, got one that expired {now_wall_s - token.expires_at_s:.0f} s ago."
         )
     return token
 
 
 def prove_holding(data: bytes, own_key: Ed25519PrivateKey) -> bytes:
-    """A signature over the token by the peer it is for."""
+    """Return a signature over the token by the peer it is for."""
     return own_key.sign(_PROOF_DOMAIN + data)
 
 

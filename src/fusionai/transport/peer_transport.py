@@ -1,12 +1,12 @@
-"""Reaches a peer by whichever way works: straight by TCP, through routers by QUIC, or over the broker's relay.
+"""Reaches a peer by any route that works: directly by TCP, through NATs by QUIC, or over the broker's relay.
 
-Decides which is tried when. All ways are raced in the order `ways` gives; the relay is tried last and wins only while
-nothing else answers, or when it is what worked last time. As long as a link goes over the relay, better ways are tried
-again in the background, and the next connection takes what was found. The other side proves who it is on every way
-alike.
+Decides which route is tried when. All routes are raced in the order that `ways` gives. The relay is tried last; it
+wins only if nothing else answers, or if it is what worked last time. While a link goes over the relay, better routes
+are tried again in the background, and the next connection uses the one that was found. The other side proves its
+identity on every route alike.
 
-Neighbours: `tcp` dials, `udp_door` goes through routers, `introductions` asks the broker, `relay_dialling` goes through
-its relay, `racing` says who wins; `peer` passes on what the broker's notices say.
+`tcp` dials, `udp_door` goes through NATs, `introductions` asks the broker, `relay_dialling` connects through its relay,
+`racing` decides which attempt wins; `peer` passes on the broker's notices.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ from fusionai.wire.messages import LinkView, MeetNotice, Stream
 
 _LOG: Final = logging.getLogger(__name__)
 FIRST_LOOK_S: Final = 30.0
-"""After a connection went over the relay; then twice as long each time, up to `LAST_LOOK_S`."""
+"""Wait in seconds after a connection went over the relay; doubled after each attempt, up to `LAST_LOOK_S`."""
 LAST_LOOK_S: Final = 600.0
 _LOOK_TIMEOUT_S: Final = 5.0
 _ANSWER_TIMEOUT_S: Final = 10.0
 MAX_ANSWERING: Final = 64
-"""Meetings under way that others asked for."""
+"""Upper limit on concurrent meetings requested by other peers."""
 QUIC_HEAD_START_S: Final = 1.0
-"""Two sides that send at the same time need about a second; the relay is not to win for that alone."""
+"""Head start of QUIC over the relay: two sides that send at the same time need about a second to connect."""
 
 
 class PeerTransport:
-    """Implements `Transport` for a member. `brokers`: where it reaches its pool's. `admits` raises `TrustError` for
-    another member that this machine may not dial, whatever plan or message names it. Make it inside an event loop."""
+    """Implements `Transport` for a member.
+
+    `brokers` are the addresses of its pool's brokers. `admits` raises `TrustError` for a member that this machine must
+    not dial, whichever plan or message names it. Must be created inside an event loop.
+    """
 
     def __init__(
         self,
@@ -73,12 +76,12 @@ class PeerTransport:
 
     @property
     def moved(self) -> bool:
-        """Whether this machine is seen elsewhere by UDP than it said, or no longer."""
+        """Whether this machine's observed UDP address is no longer valid."""
         return self._udp.lost
 
     @property
     def links(self) -> tuple[LinkView, ...]:
-        """The links there are now, dialled or accepted."""
+        """The current links, dialled or accepted."""
         return self._ways.links()
 
     async def listen(self, accept: Accept, *, host: str, port: int, strangers: bool = False) -> TcpListener:
@@ -108,16 +111,19 @@ class PeerTransport:
         return channel
 
     async def seen_at(self, listener: TcpListener) -> tuple[str, ...]:
-        """Where this listener can be dialled from outside, if the broker could: a public address, or one whose router
-        forwards the same port. Where it can't, the way by UDP. Nothing where that can't be found out."""
+        """Return the addresses at which this listener can be reached from outside its network.
+
+        A public TCP address, or one whose router forwards the same port, if the broker could dial it; otherwise the
+        QUIC address. Empty if neither is known or the listener already offers it.
+        """
         port = port_of(listener.addresses)
         await self._udp.forget()
         try:
-            # Over a connection of its own: one from before a move would be seen where this machine was.
+            # Uses a new connection: one from before a move would be seen at this machine's old address.
             await self._introductions.close()
             observed = await self._introductions.observed(port)
         except FusionError as error:
-            _LOG.info("the broker could not say how it sees this machine: %s", error)
+            _LOG.info("the broker could not report how it sees this machine: %s", error)
             return ()
         if observed.reachable:
             address = format_address(observed.host, port)
@@ -128,21 +134,22 @@ class PeerTransport:
         return () if address is None else (address,)
 
     def answer(self, notice: MeetNotice, relay: tuple[str, int]) -> None:
-        """Another member can't dial this one: meet it at the relay, and let it in as if it had come to the door; at the
-        same time send to where it is seen, so that it gets through by UDP.
+        """Meet a member that can't dial this machine: connect to it through the relay and by UDP at the same time.
 
-        `relay`: where the broker that sent the notice was reached."""
+        A relayed connection is handled like an accepted one. `relay`: host and port at which the broker that sent the
+        notice was reached.
+        """
         if self._listener is None:
             return
         if len(self._answering) >= MAX_ANSWERING:
-            _LOG.info("%s wants to be met, and too many others are being met now", short(PeerId(notice.peer)))
+            _LOG.info("no meeting with %s: too many other meetings are in progress", short(PeerId(notice.peer)))
             return
         if notice.token:
             self._start(self._answer(self._listener, notice, relay))
         self._start(self._udp.knock(PeerId(notice.peer), notice.addresses))
 
     async def close(self) -> None:
-        """End what goes on in the background. Channels and the listener are their holders'."""
+        """Stop all background work. Channels and the listener are closed by their holders."""
         tasks = [*self._looking.values(), *self._answering]
         for task in tasks:
             task.cancel()
@@ -153,7 +160,7 @@ class PeerTransport:
     def _attempts(
         self, peer: PeerId, addresses: Sequence[str], dialling: Dialling, timeout_s: float
     ) -> list[Attempt[FramedChannel]]:
-        """One for each address, in order; they share one introduction."""
+        """Return one attempt per address, in order. They share one introduction."""
         meeting = Meeting(self._introductions, peer)
         if addresses and parse_address(addresses[0], RELAY_SCHEME) is not None:
             meeting.waive_head_start()
@@ -186,7 +193,9 @@ class PeerTransport:
         await meeting.head_start(QUIC_HEAD_START_S)
         introduction = await meeting.introduction()
         if not introduction.token:
-            raise TransportError(f"peer {short(meeting.peer)} could be reached over a relay only; this pool has none.")
+            raise TransportError(
+                f"peer {short(meeting.peer)} can be reached over a relay only, and this pool has none."
+            )
         sock = await through_relay(introduction.relays, introduction.token, self._credentials.identity)
         return await self._tcp.dial_over(sock, dialling, timeout_s, where=address)
 
@@ -218,7 +227,7 @@ class PeerTransport:
             task.add_done_callback(lambda _: self._looking.pop(peer, None))
 
     async def _look(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        """Until a better way is found or no link goes over the relay any more."""
+        """Try the better routes until one works or no link to `peer` goes over the relay any more."""
         wait_s = FIRST_LOOK_S
         while True:
             await asyncio.sleep(wait_s)
@@ -231,7 +240,7 @@ class PeerTransport:
             try:
                 channel = await first_to_answer(attempts, timeout_s=_LOOK_TIMEOUT_S)
             except FusionError as error:
-                _LOG.debug("no better way to %s yet: %s", short(peer), error)
+                _LOG.debug("no better route to %s yet: %s", short(peer), error)
                 continue
             _LOG.info("peer %s can be reached without the relay now (%s)", short(peer), channel.way)
             await channel.close()

@@ -1,11 +1,10 @@
-"""Signed placements: "in this round of my job these keys hold these stages", signed by the job owner's key.
+"""Signed placements: "in this round of my job these keys hold these stages", signed with the job owner's key.
 
-The broker grants plans and signs tickets; it can't sign as the owner. A member keeps the placement that its driver
-brought, shows it to whomever it dials, and lets in nobody whom the owner's signature does not name. Decides fields,
-their one spelling as bytes, and the checks.
+The broker grants plans and signs tickets, but can't sign as the owner. A member keeps the placement that its driver
+brought, shows it to the members it dials, and admits only peers that the owner's signature names. Decides the fields,
+their canonical encoding, and the checks.
 
-Neighbours: drivers sign with their host's `Seal`, `execution.roster` checks for a member; `tickets` are the broker's
-word for the same.
+Drivers sign with their host's `Seal`, `execution.roster` checks for a member; `tickets` are the broker's equivalent.
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ Places = Annotated[tuple[tuple[Stage, Holder], ...], Meta(max_length=4096)]
 
 
 class SignedPlacement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Of one round. `stages` and `guards`: (stage, peer) in ascending order; the owner's own stages have its id."""
+    """Placement of one round.
+
+    `stages` and `guards` are (stage, peer) in ascending order; stages that the owner keeps have the owner's id.
+    """
 
     version: Literal[1]
     job: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -45,7 +47,7 @@ class SignedPlacement(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
     @property
     def peers(self) -> frozenset[PeerId]:
-        """Everybody it names, the owner included."""
+        """All peers it names, including the owner."""
         return frozenset(PeerId(peer) for _, peer in (*self.stages, *self.guards)) | {PeerId(self.owner)}
 
 
@@ -54,7 +56,7 @@ _DECODER: Final = msgspec.msgpack.Decoder(SignedPlacement)
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """A job owner's means to sign: `key` is the one its certificate is of. `level`: of its jobs in this process."""
+    """A job owner's signing key (the key of its certificate) and the privacy level of its jobs in this process."""
 
     key: Ed25519PrivateKey = field(repr=False, compare=False)
     level: PrivacyLevel
@@ -62,8 +64,10 @@ class Seal:
     def placement(
         self, job: str, fence: Fence, *, stages: Iterable[tuple[int, str]], guards: Iterable[tuple[int, str]]
     ) -> bytes:
-        """Signed: who holds and who guards which stage of `job` in the round of `fence`. Raises `TrustError` for one
-        that is too large to be sent."""
+        """Return the signed statement of which peers hold and guard which stages of `job` in the round of `fence`.
+
+        Raises `TrustError` if it exceeds `MAX_PLACEMENT_BYTES`.
+        """
         placement = SignedPlacement(
             version=1,
             job=job,
@@ -80,20 +84,23 @@ class Seal:
 
 
 def sign_placement(placement: SignedPlacement, key: Ed25519PrivateKey) -> bytes:
-    """`key`: the owner's, whose certificate it shows in TLS."""
+    """`key` is the owner's, whose certificate it shows in TLS."""
     return signed(msgspec.msgpack.encode(placement), _DOMAIN, key)
 
 
 def verify_placement(data: bytes, owner: PeerId, *, job: str, fence: Fence) -> SignedPlacement:
-    """The placement, if `owner` signed it for exactly this round of this job. Raises `TrustError` with what failed."""
+    """Return the placement if `owner` signed it for exactly this round of this job.
+
+    Raises `TrustError` saying what failed.
+    """
     by = f"by the job's owner {short(owner)}"
     content = content_of(data, _DOMAIN, public_key_of(owner), what="placement", by=by, max_bytes=MAX_PLACEMENT_BYTES)
     try:
         placement = _DECODER.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TrustError(f"expected a placement of version 1, got another content: {error}.") from error
+        raise TrustError(f"expected a placement of version 1, got content that can't be decoded: {error}.") from error
     if msgspec.msgpack.encode(placement) != content:
-        raise TrustError("expected a placement in its one spelling, got another.")
+        raise TrustError("expected a placement in its canonical encoding, got another encoding.")
     if placement.owner != owner:
         raise TrustError(f"expected a placement of {short(owner)}, got one of {short(PeerId(placement.owner))}.")
     if placement.job != job:

@@ -1,6 +1,6 @@
-"""Files only their owner may read: this machine's key and its membership. Decides permissions and atomicity.
+"""Files that only their owner may read: keys, the membership, the trust list. Decides permissions and atomicity.
 
-Neighbours: `identity`, `authority` and `enrolment` keep their files through this.
+`identity`, `authority`, `enrolment`, `endorsements` and `circle` store their files through this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from fusionai.primitives.errors import StorageError, TrustError
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` in one step: mode 0600 from its first byte, on disk before it gets its name."""
+    """Replace `path` by `data` atomically.
+
+    The file has mode 0600 from its first byte and is on disk before it gets its name. Raises `StorageError`.
+    """
     try:
         with _temporary(path, data) as temporary:
             os.replace(temporary, path)
@@ -26,10 +29,10 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def create_private(path: Path, data: bytes) -> bool:
-    """Like `write_private`, but leaves an existing file alone and returns False: the first of two processes wins."""
+    """Like `write_private`, but return False and keep an existing file: the first of two processes wins."""
     try:
         with _temporary(path, data) as temporary:
-            # A hard link fails where the name exists already; a rename would silently replace it.
+            # A hard link fails if the name exists; a rename would silently replace the file.
             os.link(temporary, path)
     except FileExistsError:
         return False
@@ -39,14 +42,17 @@ def create_private(path: Path, data: bytes) -> bool:
 
 
 def read_private(path: Path, *, limit_bytes: int = 2**20) -> bytes | None:
-    """The content, or None where there is no such file. Raises `TrustError` when others may read it."""
+    """Return at most `limit_bytes` of the content, or None if there is no file.
+
+    Raises `TrustError` if others may read it.
+    """
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if sys.platform != "win32" and mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise TrustError(
                     f"expected {path} to be readable by its owner only, its mode is {stat.S_IMODE(mode):o}.",
-                    hint=f"If nobody else had access, run `chmod 600 {path}`; otherwise delete it and join again.",
+                    hint=f"If no other user had access, run `chmod 600 {path}`; otherwise delete it and join again.",
                 )
             return file.read(limit_bytes)
     except FileNotFoundError:
@@ -56,13 +62,13 @@ def read_private(path: Path, *, limit_bytes: int = 2**20) -> bytes | None:
 
 
 def make_private_directory(path: Path) -> None:
-    """Create `path` with mode 0700 where it does not exist."""
+    """Create `path` with mode 0700 if it does not exist."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 @contextmanager
 def _temporary(path: Path, data: bytes) -> Generator[Path, None, None]:
-    """`data` under another name in the same directory; mkstemp gives it mode 0600."""
+    """Write `data` under a temporary name in the same directory and yield its path; mkstemp sets mode 0600."""
     make_private_directory(path.parent)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:

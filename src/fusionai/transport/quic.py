@@ -1,11 +1,11 @@
-"""QUIC by iroh: connections by UDP that get through routers when both sides send at once. Decides how a key is reached.
+"""QUIC by iroh: UDP connections that get through NATs because both sides send at the same time.
 
-The machine's Ed25519 key is its name in QUIC too, so the connection itself proves who is at the other end. Nobody
-else's service is asked for anything: no discovery, no foreign relay. A channel is a connection of its own; all share
-one UDP port, which stays open as long as something uses it.
+The machine's Ed25519 key is its identity in QUIC too, so the connection itself proves who is at the other end. No
+third-party service is used: no discovery and no foreign relay. Each channel is a connection of its own. All of them
+share one UDP port, which stays open as long as a channel or the listener uses it. Addresses are
+`quic://peer@host:port`.
 
-Addresses are `quic://peer@host:port`. Neighbours: `quic_channel` moves bytes, `quic_binding` loads the library,
-`peer_transport` decides when it is worth a try.
+`quic_channel` moves bytes, `quic_binding` loads the library, `peer_transport` decides when QUIC is tried.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 def parse_quic(address: str) -> tuple[PeerId, str, int] | None:
-    """Whom, host and port of a `quic://` address; None for another scheme's, and for one that names no key.
+    """Peer, host and port of a `quic://` address; None for another scheme and for an address without a valid key.
 
-    Raises `UsageError` for what is no address."""
+    Raises `UsageError` for malformed addresses.
+    """
     target = parse_address(address, SCHEME)
     if target is None:
         return None
@@ -57,7 +58,7 @@ def format_quic(peer: PeerId, host: str, port: int) -> str:
 
 
 class QuicTransport:
-    """Implements `Transport`. Raises `TransportError` at once where the library is missing."""
+    """Implements `Transport`. The constructor raises `TransportError` if the library is missing."""
 
     def __init__(
         self, credentials: Credentials, *, door_limits: DoorLimits | None = None, rates: Limits | None = None
@@ -95,14 +96,14 @@ class QuicTransport:
         return [Attempt(format_quic(*target), partial(self._try, *target, dialling, timeout_s)) for target in targets]
 
     async def knock(self, peer: PeerId, places: Sequence[tuple[str, int]], timeout_s: float) -> None:
-        """Send towards a peer that dials this machine at the same time, so that this side's router lets it in."""
+        """Send packets to a peer that is dialling this machine, so that this side's NAT lets the peer's packets in."""
         endpoint = await self._enter()
         try:
             async with asyncio.timeout(timeout_s):
                 connection = await endpoint.connect(self._addr(peer, places), ALPN)
                 connection.close(0, b"")
         except (TimeoutError, self._library.IrohError) as error:
-            # That side's own attempt is the one that counts.
+            # Only the other side's attempt has to succeed.
             _LOG.debug("knocking at %s: %r", short(peer), error)
         finally:
             self._leave()
@@ -153,7 +154,7 @@ class QuicTransport:
         return library.EndpointAddr(library.EndpointId.from_bytes(public_key_of(peer)), None, hosts)
 
     def _watch(self, channel: QuicChannel) -> None:
-        """The port stays open for it."""
+        """Keep the UDP port open while `channel` is."""
         task = asyncio.get_running_loop().create_task(self._until_gone(channel))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -163,7 +164,7 @@ class QuicTransport:
         self._leave()
 
     async def _enter(self, bind: str = "0.0.0.0:0") -> Any:
-        """The endpoint, opened for the first that needs it. Each call is answered by one of `_leave`."""
+        """Return the endpoint, opened at the first call. Each call must be matched by one of `_leave`."""
         async with self._opening:
             if self._endpoint is None:
                 self._endpoint = await self._bound(bind)
@@ -205,7 +206,7 @@ class QuicTransport:
             task.add_done_callback(self._tasks.discard)
 
     async def left(self) -> None:
-        """The listener is closed."""
+        """Release the listener's use of the endpoint."""
         self._listener = None
         self._leave()
         closing = [task for task in self._tasks if task is not asyncio.current_task()]
@@ -265,10 +266,10 @@ class QuicListener:
                 channel.start(await connection.accept_bi())
                 await channel.opened
         except (TimeoutError, FusionError, self._transport.errors, asyncio.CancelledError) as error:
-            _LOG.debug("a caller did not get in: %r", error)
+            _LOG.debug("an incoming connection was rejected: %r", error)
             if channel is not None:
                 if isinstance(error, FusionError):
-                    # A refusal may still be on its way out.
+                    # A refusal may still be in the send queue.
                     await channel.close()
                 channel.abort()
             if isinstance(error, asyncio.CancelledError):
@@ -282,7 +283,7 @@ class QuicListener:
 
 
 def _place(address: Any) -> tuple[str, int]:
-    """Where a connection comes from, as the library tells it; nowhere for what is no address of IP."""
+    """Host and port of the remote address that the library reports; ("", 0) if it is not an IP address."""
     if not address.is_ip():
         return "", 0
     host, _, port = address.addr.rpartition(":")

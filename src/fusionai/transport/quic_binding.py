@@ -1,9 +1,9 @@
-"""Loads the QUIC library (iroh) and mends its binding, or says clearly why it can't be used. Decides which version.
+"""Loads the QUIC library (iroh) and repairs its Python binding, or reports why it can't be used.
 
-The Python binding of 1.2.0 copies outgoing bytes one at a time, in Python: 5 MB/s and a core. Here the copy is made in
-one piece instead. That is a change to another's private code, so it is made to exactly the version it was written for,
-and kept only if buffers filled both ways turn out the same.
-Neighbours: `quic` and `quic_channel` use what this gives.
+The Python binding of version 1.2.0 copies outgoing bytes one at a time in Python, which limits sending to 5 MB/s and
+occupies a core. This module replaces that copy by a single `memmove`. Because the change touches private code of the
+library, it is applied only to the version it was written for, and only if test buffers filled both ways are equal.
+`quic` and `quic_channel` use the loaded library.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fusionai.primitives.errors import TransportError
 
 VERSION: Final = "1.2.0"
 _SAMPLES: Final = (b"", b"\x00", bytes(range(256)), b"\xff" * 15, b"ab" * 8, bytes(range(251)) * 40)
-"""Written one after the other into one buffer, which grows meanwhile."""
+"""Test data, written one after another into one buffer that has to grow meanwhile."""
 _INSTALL: Final = "Install it with `pip install 'fusionai[quic]'`; without it links go by TCP or over the relay."
 
 
 def load() -> ModuleType:
-    """The library, its copying mended. Raises `TransportError` saying what is missing."""
+    """Return the library with its copying repaired. Raises `TransportError` saying what is missing."""
     try:
         version = importlib.metadata.version("iroh")
         from iroh import iroh_ffi
@@ -43,19 +43,24 @@ def available() -> bool:
 
 
 def _mend(library: Any) -> None:
-    """Once. Raises `TransportError`, and leaves the library as it was, where the mended copy is not the same."""
+    """Replace the binding's copy, once per process.
+
+    Raises `TransportError`, and leaves the library unchanged, if the replacement gives another result.
+    """
     builder = library._UniffiRustBufferBuilder
     if builder.write is _write_at_once:
         return
     original = builder.write
     wanted = _written(library, original)
     if wanted != b"".join(_SAMPLES) or _written(library, _write_at_once) != wanted:
-        raise TransportError(f"iroh {VERSION} is installed, but is not the library this version knows.", hint=_INSTALL)
+        raise TransportError(
+            f"iroh {VERSION} is installed, but its Python binding is not the one expected.", hint=_INSTALL
+        )
     builder.write = _write_at_once
 
 
 def _written(library: Any, write: Any) -> bytes:
-    """What a buffer holds after the samples have been written into it."""
+    """Return the content of a buffer after the samples have been written into it."""
     builder = library._UniffiRustBufferBuilder()
     try:
         for sample in _SAMPLES:
@@ -66,7 +71,7 @@ def _written(library: Any, write: Any) -> bytes:
 
 
 def _write_at_once(self: Any, value: bytes) -> None:
-    """In place of the binding's method: `value` at the end of the buffer, which makes room first."""
+    """Replacement of the binding's `write`: append `value` to the buffer, after reserving room for it."""
     with self._reserve(len(value)):
         if value:
             start = ctypes.cast(self.rbuf.data, ctypes.c_void_p).value or 0

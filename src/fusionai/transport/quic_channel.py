@@ -1,9 +1,11 @@
-"""One stream of one QUIC connection, as a channel. Decides how bytes move and when the other side counts as gone.
+"""One stream of one QUIC connection, as a channel.
 
-QUIC proves that the other side holds its key; that the key is of this pool is said by the certificate, which both sides
-send ahead of the first frame: four bytes of length, then DER, nothing for a stranger. UDP has nobody to say that a
-process is dead, so both sides send a datagram twice a second.
-Neighbours: `framed` decides what frames mean, `quic` dials and accepts, `quic_binding` has the library.
+QUIC proves that the other side holds its key. The certificate proves that the key belongs to this pool, so both sides
+send theirs ahead of the first frame: a length of four bytes, then DER; a stranger sends length 0. UDP does not report
+a dead process, so both sides send a datagram twice a second.
+
+Decides how bytes move and when the other side counts as gone. `framed` defines what frames mean, `quic` dials and
+accepts, `quic_binding` loads the library.
 """
 
 from __future__ import annotations
@@ -34,15 +36,17 @@ from fusionai.wire.messages import Message, Way
 
 _LOG: Final = logging.getLogger(__name__)
 BEAT_S: Final = 0.5
+"""Time between datagrams that show that this side is alive, in seconds."""
 SLICE_BYTES: Final = 256 * 2**10
 READ_BYTES: Final = 256 * 2**10
 MAX_CERTIFICATE_BYTES: Final = 8192
 GOODBYE_TIMEOUT_S: Final = 5.0
+"""Seconds that closing waits until the other side has acknowledged everything."""
 _LENGTH: Final = struct.Struct("<I")
 
 
 class QuicChannel(FramedChannel):
-    """Implements `Channel`. `errors`: what the library raises when a connection ends."""
+    """Implements `Channel`. `errors` is the exception type that the library raises when a connection ends."""
 
     def __init__(
         self,
@@ -74,10 +78,10 @@ class QuicChannel(FramedChannel):
         self._tasks: set[asyncio.Task[None]] = set()
         self._goodbye: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()
-        """Set when everything of this channel has ended."""
+        """Set when all tasks of this channel have ended or been cancelled."""
 
     def start(self, stream: Any) -> None:
-        """The stream is there: introduce ourselves, read until the end."""
+        """The stream is open: send this side's certificate and start reading until the end."""
         self._send = stream.send()
         self._heard_s = asyncio.get_running_loop().time()
         own = self._credentials.certificate if isinstance(self._credentials, MemberCredentials) else b""
@@ -87,7 +91,7 @@ class QuicChannel(FramedChannel):
 
     @property
     def figures(self) -> LinkFigures:
-        """QUIC's own; it keeps no rate."""
+        """QUIC's own statistics. QUIC reports no rate, so the bandwidth is 0."""
         if self.closed:
             return UNKNOWN
         stats = self._connection.stats()
@@ -111,7 +115,7 @@ class QuicChannel(FramedChannel):
             except self._errors as error:
                 raise ChannelClosed(f"the connection was lost while sending ({error.message()}).") from error  # pyright: ignore[reportAttributeAccessIssue]
             except BaseException:
-                # Half a frame may be out; nothing sensible can follow it.
+                # Half a frame may have been sent, so nothing sensible can follow it.
                 self.abort()
                 raise
         self.stats.sent_frames += 1
@@ -128,10 +132,10 @@ class QuicChannel(FramedChannel):
         self._abort()
 
     async def gone(self) -> None:
-        """Returns when the channel has ended, whoever wanted it."""
+        """Return when the channel has ended, whichever side ended it."""
         await self._gone.wait()
 
-    # The rest.
+    # Internals.
 
     async def _read(self, stream: Any) -> None:
         try:
@@ -152,7 +156,7 @@ class QuicChannel(FramedChannel):
             self._abort()
 
     async def _introduced(self, stream: Any) -> Remote:
-        """Whom the other side's certificate names. Raises `TrustError`."""
+        """Return the peer that the other side's certificate names. Raises `TrustError`."""
         (length,) = _LENGTH.unpack(await stream.read_exact(_LENGTH.size))
         if length > MAX_CERTIFICATE_BYTES:
             raise TrustError(f"expected a certificate of at most {MAX_CERTIFICATE_BYTES} bytes, got {length}.")
@@ -187,19 +191,22 @@ class QuicChannel(FramedChannel):
         await self._send.write_all(data)
 
     async def _beat(self) -> None:
-        """Twice a second a datagram; the end when nothing has come for too long while this side was awake."""
+        """Send a datagram twice a second.
+
+        End the channel if nothing has arrived for too long while this side was running.
+        """
         loop = asyncio.get_running_loop()
         while not self._gone.is_set():
             before_s = loop.time()
             with contextlib.suppress(self._errors):
-                # Refused when too much waits to be sent or the connection has ended; reading finds out which.
+                # Refused if too much waits to be sent or if the connection has ended; the reading task finds out which.
                 self._connection.send_datagram(b"\x00")
             await asyncio.sleep(BEAT_S)
             if loop.time() - before_s > 2 * BEAT_S:
-                # This side stood still: what came meanwhile is still unread.
+                # This side was suspended, so data that arrived meanwhile is still unread.
                 self._heard_s = loop.time()
             elif self._readable.is_set() and loop.time() - self._heard_s > DEAD_AFTER_S:
-                self._fail(ChannelClosed(f"the other side has said nothing for {DEAD_AFTER_S:g} s."))
+                self._fail(ChannelClosed(f"the other side has sent nothing for {DEAD_AFTER_S:g} s."))
                 return
 
     async def _hear(self) -> None:
@@ -224,10 +231,10 @@ class QuicChannel(FramedChannel):
                 if self._send is not None:
                     await self._put_waiting()
                     await self._send.finish()
-                    # Until the other side has acknowledged all of it.
+                    # Waits until the other side has acknowledged everything.
                     await self._send.stopped()
         except (TimeoutError, self._errors) as error:
-            _LOG.debug("nobody took the rest: %r", error)
+            _LOG.debug("the other side did not acknowledge everything before the end: %r", error)
         finally:
             self._connection.close(0, b"")
             self._end_tasks()
@@ -245,7 +252,7 @@ class QuicChannel(FramedChannel):
         self._start(self._write_in_turn())
 
     async def _put_waiting(self) -> None:
-        """What was written without waiting comes before whatever its writer does next."""
+        """Send what `_write` has queued, before the caller's own data."""
         while self._waiting:
             await self._put(self._waiting.popleft())
 

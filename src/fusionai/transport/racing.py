@@ -1,8 +1,7 @@
-"""Several ways to one machine, tried one a moment after the other. Decides which wins and what failing means.
+"""Races connection attempts to one machine, started a moment apart. Decides which wins and which error is raised.
 
-An attempt that fails makes room for the next at once; the first whose other side proves to be the expected one wins,
-and the others are dropped.
-Neighbours: `tcp` races addresses, `peer_transport` races ways.
+If an attempt fails, the next starts at once. The first attempt whose other side proves to be the expected machine
+wins, and the others are dropped. `tcp` races addresses, `peer_transport` races routes.
 """
 
 from __future__ import annotations
@@ -16,24 +15,29 @@ from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.transport.framed import FramedChannel
 
 STAGGER_S: Final = 0.25
-"""An attempt gets this head start before the next one begins beside it."""
+"""Head start of an attempt over the next one, in seconds."""
 ALL_BEGUN_S: Final = 1.0
-"""However many there are, the last begins by then: it may be the only one that works."""
+"""Time in seconds by which all attempts have started, however many there are: the last may be the
+only one that works.
+"""
 
 C = TypeVar("C", bound=FramedChannel)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt(Generic[C]):
-    """`name`: what is tried, for people. `start` is called once, or never."""
+    """One way to connect. `name` is shown to people. `start` is called at most once."""
 
     name: str
     start: Callable[[], Coroutine[Any, Any, C]]
 
 
 async def first_to_answer(attempts: Sequence[Attempt[C]], *, timeout_s: float) -> C:
-    """Raises `RefusedError` at once, else when all have failed: `TrustError` (somebody else answered) or
-    `TransportError` (nobody did)."""
+    """Return the channel of the first attempt that succeeds.
+
+    Raises `RefusedError` at once. If all attempts have failed, raises `TrustError` (another machine answered) or
+    `TransportError` (no answer).
+    """
     waiting = list(attempts[::-1])
     stagger_s = min(STAGGER_S, ALL_BEGUN_S / len(waiting)) if waiting else 0.0
     running: set[asyncio.Task[C]] = set()
@@ -46,7 +50,7 @@ async def first_to_answer(attempts: Sequence[Attempt[C]], *, timeout_s: float) -
                 done, running = await asyncio.wait(
                     running, timeout=stagger_s if waiting else None, return_when=asyncio.FIRST_COMPLETED
                 )
-                # Two may succeed at once: the first is used, the others go the way of the losers.
+                # Two may succeed at once: the first is used, the others are dropped like those that lost.
                 for task in sorted(done, key=lambda task: task.exception() is not None):
                     match task.exception():
                         case None:
@@ -67,12 +71,12 @@ async def first_to_answer(attempts: Sequence[Attempt[C]], *, timeout_s: float) -
         )
     finally:
         await _drop(running)
-    # Somebody else answering is the more important news than nobody answering elsewhere.
+    # That another machine answered is more important than that others did not answer.
     raise next((error for error in failures if isinstance(error, TrustError)), failures[-1])
 
 
 async def _drop(tasks: set[asyncio.Task[C]]) -> None:
-    """End attempts that lost the race, whatever has become of them."""
+    """Cancel attempts that lost the race and drop the channels of those that succeeded."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):

@@ -1,8 +1,8 @@
-"""A provider's limit on what its machine sends or receives, as a debt that time pays off. Pure: `now_s` comes in.
+"""A provider's limit on what its machine sends or receives, as a debt that is paid off with time. Pure.
 
-Decides how long the next bytes wait. Small frames go at once as long as the debt is small, so that signs of life and
-decoded tokens do not stand behind a tensor; they count all the same, and so does everything, whichever connection it
-takes. Neighbours: `tcp_channel` asks before it writes a slice and after it has read one.
+Decides how long the next bytes wait. Small frames go at once while the debt is small, so that heartbeats and decoded
+tokens do not wait behind a tensor. They are counted like all other bytes, over all connections. `tcp_channel` asks
+before it writes a slice and after it has read data.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import Final
 from fusionai.transport.turns import Turns
 
 BURST_S: Final = 0.05
-"""What was not used for so long may be sent at once."""
+"""Unused allowance that may be sent at once, in seconds of the limit."""
 SMALL_DEBT_S: Final = 0.25
-"""Small frames wait behind more debt than this: a stream of them keeps the limit too."""
+"""Debt above which small frames wait too, in seconds of the limit: a stream of small frames must also keep the limit.
+"""
 SLICE_S: Final = 0.02
-"""A slice of a large frame takes about so long."""
+"""Duration of a slice of a large frame, in seconds of the limit."""
 
 
 class RateLimit:
-    """`bytes_per_s` over all connections of one machine in one direction."""
+    """Limits all connections of one machine in one direction to `bytes_per_s`."""
 
     def __init__(self, bytes_per_s: float) -> None:
         if not bytes_per_s > 0:
@@ -30,18 +31,21 @@ class RateLimit:
         self._at_s: float | None = None
 
     def take(self, nbytes: int, now_s: float) -> float:
-        """Seconds until `nbytes` are paid for. They count from now on, whether they wait or not."""
+        """Count `nbytes` and return the seconds until they are paid for.
+
+        They count at once, whether the caller waits or not.
+        """
         self._pay(now_s)
         self._credit_bytes -= nbytes
         return max(0.0, -self._credit_bytes / self.bytes_per_s)
 
     def admits_small(self, now_s: float) -> bool:
-        """Whether a small frame need not wait."""
+        """Whether a small frame may go without waiting."""
         self._pay(now_s)
         return -self._credit_bytes <= self.bytes_per_s * SMALL_DEBT_S
 
     def slice_bytes(self, largest: int) -> int:
-        """How much of a large frame goes at a time."""
+        """Size of the pieces in which a large frame is sent."""
         return max(1024, min(largest, int(self.bytes_per_s * SLICE_S)))
 
     def _pay(self, now_s: float) -> None:
@@ -52,7 +56,7 @@ class RateLimit:
 
 
 class Limits:
-    """Of one machine: `upload`, `download` (None: as fast as the line is), and in which order its bulk goes."""
+    """Limits of one machine: `upload` and `download` rates (None: unlimited), and `turns`, the order of bulk sends."""
 
     def __init__(self, *, upload_bytes_per_s: float | None = None, download_bytes_per_s: float | None = None) -> None:
         self.upload = None if upload_bytes_per_s is None else RateLimit(upload_bytes_per_s)

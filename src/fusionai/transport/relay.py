@@ -1,11 +1,11 @@
 """A blind relay: joins the connections of two peers that the broker has paired, and copies bytes between them.
 
-Decides who may be joined: exactly the two peers a pairing token of the pool names, each proving its key, each token
-once; how many, and how fast. The peers' own TLS runs inside, so what is copied is ciphertext to the relay, which keeps
-none of it and never looks. It has no other power: a peer checks the other's certificate as on any connection.
+Decides which peers may be joined (exactly the two that a pairing token of the pool names, each proving its key, each
+token once), how many connections there may be, and how fast they are. The peers' TLS runs inside, so the relay sees
+only ciphertext and stores nothing. It needs no trust: a peer checks the other's certificate as on any connection.
 
-Neighbours: `tcp_listener` hands over connections that begin with the relay's greeting, `splice` copies, `pairing` has
-the tokens, `relay_dialling` is the other end.
+`tcp_listener` hands over connections that begin with the relay greeting, `splice` copies, `pairing` defines the
+tokens, `relay_dialling` is the peers' side.
 """
 
 from __future__ import annotations
@@ -32,16 +32,20 @@ from fusionai.transport.splice import Activity, Flow, hang_up, splice
 
 _LOG: Final = logging.getLogger(__name__)
 PAIR_BYTES_PER_S: Final = 12.5e6
-"""100 Mbit/s: more than most homes send."""
+"""Default rate between two peers each way: 100 Mbit/s, chosen because it exceeds the uplink of most homes."""
 MAX_REMEMBERED: Final = 10_000
-"""Tokens that were shown and are not out of date yet."""
+"""Upper limit on remembered tokens: those that were used and have not expired yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayLimits:
-    """`pair_bytes_per_s`: between two peers each way, over all their connections. `connections`: joined ones at a time,
-    `peer_connections`: those of one peer. `waiting_s`: for the other side to come. `idle_s`: without a byte between the
-    two, over all their connections; peers of a job say something four times a second."""
+    """Limits of a relay.
+
+    `pair_bytes_per_s`: rate between two peers each way, over all their connections. `connections`: joined pairs at a
+    time. `peer_connections`: connections of one peer. `greeting_s`: time for the greeting. `waiting_s`: time to wait
+    for the other side. `idle_s`: time without a byte between the two peers, over all their connections; peers of a job
+    send something four times a second.
+    """
 
     pair_bytes_per_s: float = PAIR_BYTES_PER_S
     connections: int = 512
@@ -53,7 +57,7 @@ class RelayLimits:
 
 @dataclass(slots=True)
 class RelayStats:
-    """Since the start."""
+    """Counters since the relay's start."""
 
     joined: int = 0
     copied_bytes: int = 0
@@ -61,7 +65,7 @@ class RelayStats:
 
 @dataclass(slots=True)
 class _Pair:
-    """What the connections between two peers share. `rates`: by sender."""
+    """State shared by the connections between two peers. `rates` is keyed by sender."""
 
     rates: dict[str, RateLimit]
     activity: Activity = field(default_factory=Activity)
@@ -73,11 +77,11 @@ class _Waiting:
     token: PairingToken
     sock: socket.socket
     joined: asyncio.Future[asyncio.Future[None]]
-    """Resolved by the other side with what is done when the splice is over."""
+    """Resolved by the other side's task, with a future that completes when the splice is over."""
 
 
 class Relay:
-    """Give `serve` to a listener. `authority_key`: 32 raw bytes of the key that signs pairing tokens."""
+    """Pass `serve` to a listener. `authority_key`: the 32 raw bytes of the key that signs pairing tokens."""
 
     def __init__(self, authority_key: bytes, clock: Clock, limits: RelayLimits | None = None) -> None:
         self.limits = limits or RelayLimits()
@@ -86,13 +90,16 @@ class Relay:
         self._clock = clock
         self._waiting: dict[bytes, _Waiting] = {}
         self._shown: dict[tuple[bytes, str], float] = {}
-        """(meeting, side) -> when its token is out of date."""
+        """(meeting, side) -> when that token expires, in seconds since 1970."""
         self._connections: Counter[str] = Counter()
-        """Joined ones and those that wait, by peer."""
+        """Number of joined and waiting connections by peer."""
         self._pairs: dict[frozenset[str], _Pair] = {}
 
     async def serve(self, sock: socket.socket, greeted: Callable[[], None] = lambda: None) -> None:
-        """One connection, from its greeting to its end; closes it. `greeted` is called once it has proven itself."""
+        """Serve one connection from its greeting to its end, and close it.
+
+        `greeted` is called once the caller has proven its key.
+        """
         set_options(sock)
         try:
             async with asyncio.timeout(self.limits.greeting_s):
@@ -108,12 +115,12 @@ class Relay:
                 if not self._connections[token.peer]:
                     del self._connections[token.peer]
         except (OSError, TimeoutError) as error:
-            _LOG.debug("a caller of the relay went: %r", error)
+            _LOG.debug("a relayed connection ended: %r", error)
         finally:
             sock.close()
 
     async def _greeting(self, sock: socket.socket) -> PairingToken | None:
-        """The token it showed, if it is good and there is room; else it has been refused."""
+        """Return the caller's token if it is valid and there is room. Otherwise refuse the caller and return None."""
         try:
             rest = await _exactly(sock, relay_greeting.bytes_to_come(await _exactly(sock, HEADER_BYTES)))
         except WireError as error:
@@ -133,7 +140,7 @@ class Relay:
             or self._connections[token.peer] >= self.limits.peer_connections
             or len(self._shown) >= MAX_REMEMBERED
         ):
-            return await _refuse(sock, FULL, f"{short(PeerId(token.peer))} finds no room")
+            return await _refuse(sock, FULL, f"{short(PeerId(token.peer))} exceeds the relay's limits")
         self._shown[token.meeting, token.side] = token.expires_at_s
         return token
 
@@ -142,7 +149,8 @@ class Relay:
         if other is None:
             await self._wait(token, sock)
         elif (other.token.peer, other.token.other) != (token.other, token.peer):
-            # The broker draws a meeting for two; with anything else it would have made a mistake.
+            # The broker draws one meeting for exactly two peers, so tokens that name other peers are a mistake of the
+            # broker.
             self._waiting[token.meeting] = other
             await _refuse(sock, BAD_TOKEN, "the two tokens of a meeting name other peers")
         else:
@@ -154,7 +162,7 @@ class Relay:
                 over.set_result(None)
 
     async def _wait(self, token: PairingToken, sock: socket.socket) -> None:
-        """For the other side; whoever comes second copies for both."""
+        """Wait for the other side. The side that comes second copies for both."""
         waiting = _Waiting(token, sock, asyncio.get_running_loop().create_future())
         self._waiting[token.meeting] = waiting
         try:
@@ -162,7 +170,7 @@ class Relay:
                 over = await asyncio.shield(waiting.joined)
         except TimeoutError:
             if not waiting.joined.done():
-                await _refuse(sock, ALONE, f"{short(PeerId(token.other))} did not come")
+                await _refuse(sock, ALONE, f"{short(PeerId(token.other))} did not connect in time")
                 return
             over = waiting.joined.result()
         finally:
@@ -171,7 +179,7 @@ class Relay:
         await asyncio.shield(over)
 
     async def _join(self, one: _Waiting, two: _Waiting) -> None:
-        """Copy until it is over, and close both."""
+        """Copy between both sides until the connection ends, and close both sockets."""
         names = (one.token.peer, two.token.peer)
         pair = self._pairs.setdefault(
             frozenset(names), _Pair({name: RateLimit(self.limits.pair_bytes_per_s) for name in names})
@@ -208,7 +216,7 @@ class Relay:
 
 
 async def _exactly(sock: socket.socket, count: int) -> bytes:
-    """Raises `ConnectionError` when the other side ends before."""
+    """Read exactly `count` bytes. Raises `ConnectionError` if the other side ends before."""
     loop = asyncio.get_running_loop()
     data = b""
     while len(data) < count:
@@ -220,5 +228,5 @@ async def _exactly(sock: socket.socket, count: int) -> bytes:
 
 
 async def _refuse(sock: socket.socket, code: int, why: str) -> None:
-    _LOG.debug("the relay refused a caller: %s", why)
+    _LOG.debug("the relay refused a connection: %s", why)
     await asyncio.get_running_loop().sock_sendall(sock, bytes([code]))

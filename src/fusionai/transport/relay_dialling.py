@@ -1,7 +1,7 @@
-"""A peer's end of a relayed connection: from a pairing token to a socket whose other end is the other peer.
+"""A peer's side of a relayed connection: from a pairing token to a socket whose other end is the other peer.
 
-Decides nothing about that peer: TLS is done over the socket as over any other, and the relay is believed nothing.
-Neighbours: `relay` is the other end, `peer_transport` uses the socket.
+The relay is not trusted: TLS runs over the socket as over any other connection. `relay` is the relay's side,
+`peer_transport` uses the socket.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ _CONNECT_S: Final = 3.0
 
 
 async def through_relay(relays: Sequence[tuple[str, int]], token: bytes, identity: Identity) -> socket.socket:
-    """A connected socket, once the other side is there too. The relays are tried in order until one answers at all.
+    """Return a socket connected to the other peer through a relay.
 
-    Raises `TransportError` saying why not."""
-    problem = TransportError("expected a relay to go through, got none.")
+    Waits for the other peer. The relays are tried in order until one accepts the connection. Raises `TransportError`
+    with the reason if none does, or if the relay does not join the two sides.
+    """
+    problem = TransportError("expected at least one relay to connect through, got none.")
     for host, port in relays:
         try:
             async with asyncio.timeout(_CONNECT_S):
@@ -70,7 +72,7 @@ async def _joined(sock: socket.socket, token: bytes, identity: Identity, where: 
     await loop.sock_sendall(sock, greeting(token, prove_holding(token, identity.key)))
     answer = await loop.sock_recv(sock, 1)
     if not answer:
-        raise TransportError(f"the relay at {where} hung up.")
+        raise TransportError(f"the relay at {where} closed the connection.")
     if answer[0] != JOINED:
         reason = REFUSALS.get(answer[0], f"it answered with the unknown byte {answer[0]}.")
         raise TransportError(f"the relay at {where} did not join the two sides: {reason}")

@@ -1,14 +1,14 @@
-"""The few bytes exchanged with a relay before it copies: their layout and the sizes they may have. Pure.
+"""Layout and size limits of the bytes exchanged with a relay before it copies. Pure functions.
 
     offset  size  field, from the peer
-    0       2     magic b"FR": a TLS connection begins with another byte, so both may come to one port
+    0       2     magic b"FR": differs from the first byte of a TLS connection, so both can share one port
     2       1     version
     3       1     reserved, 0
     4       2     token_length, little-endian
-    6             the pairing token, then 64 bytes by which the peer proves that the token is its own
+    6             the pairing token, then a signature of 64 bytes that proves that the peer is the token's holder
 
-One byte comes back once the other side is there (`JOINED`) or when it will not be; everything after it is the other
-side's. Neighbours: `relay` reads this, `relay_dialling` writes it.
+The relay answers with one byte: `JOINED` once the other side is connected, or a refusal. All later bytes come from the
+other side. `relay` reads this format, `relay_dialling` writes it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _HEADER: Final = struct.Struct("<2sBBH")
 
 JOINED: Final = 0
 REFUSALS: Final = {
-    1: "it does not speak this version of the relay's greeting.",
-    2: "the pairing token does not hold or was used before.",
+    1: "it does not support this version of the relay greeting.",
+    2: "the pairing token is invalid or was used before.",
     3: "it has no room for another pair now.",
-    4: "the other side did not come.",
+    4: "the other side did not connect in time.",
 }
-"""By the byte that comes back."""
+"""Reason of each refusal, keyed by the byte that the relay sends."""
 BAD_GREETING, BAD_TOKEN, FULL, ALONE = REFUSALS
 
 
@@ -41,7 +41,7 @@ def greeting(token: bytes, proof: bytes) -> bytes:
 
 
 def bytes_to_come(header: bytes) -> int:
-    """How much of the greeting follows its header. Raises `WireError`, before anything is allocated for it."""
+    """Return how many bytes follow the header. Raises `WireError` before anything is allocated for them."""
     magic, version, reserved, token_length = _HEADER.unpack(header)
     if magic != MAGIC or version != VERSION or reserved:
         raise WireError("expected a greeting for a relay of this version, got other bytes.")

@@ -1,9 +1,8 @@
-"""Signed statements: the signature, then the content. Decides how they are made and opened.
+"""Signed statements: the signature, then the content. Decides how they are made and verified, not what they mean.
 
-A domain stands in front of the content when it is signed, so that no signature over one kind of statement (or over a
-certificate) can pass as another's. Never says what a statement means.
-Neighbours: `tickets` (a part in a job) and `pairing` (a meeting at a relay) are statements of the pool's authority,
-`placements` of a job's owner, `endorsements` of whoever is trusted to make them.
+A domain prefix is signed together with the content, so that a signature over one kind of statement (or over a
+certificate) can't be used for another kind. `tickets` (a role in a job) and `pairing` (a meeting at a relay) are
+statements of the pool's authority, `placements` of a job's owner, `endorsements` of any trusted signing key.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def signed(content: bytes, domain: bytes, key: Ed25519PrivateKey) -> bytes:
 def content_of(
     data: bytes, domain: bytes, public_key: bytes, *, what: str, max_bytes: int, by: str = "by this pool's authority"
 ) -> bytes:
-    """The content, if the holder of `public_key` (32 raw bytes) signed it in this domain. Raises `TrustError`."""
+    """Return the content if the holder of `public_key` (32 raw bytes) signed it in this domain. Raises `TrustError`."""
     if not SIGNATURE_BYTES < len(data) <= max_bytes:
         raise TrustError(f"expected {_an(what)} of {SIGNATURE_BYTES + 1} to {max_bytes} bytes, got {len(data)}.")
     signature, content = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
@@ -35,7 +34,7 @@ def content_of(
 
 
 def holds(signature: bytes, data: bytes, public_key: bytes) -> bool:
-    """Whether the holder of `public_key` signed `data`."""
+    """Return whether the holder of `public_key` signed `data`."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
     except (InvalidSignature, ValueError):

@@ -1,10 +1,11 @@
-"""Copies bytes between two sockets, both ways, and nothing else. Decides when that ends.
+"""Copies bytes between two sockets in both directions, and decides when that ends.
 
-Each direction has one buffer: what the receiving side does not take is not read from the sending side either. Ends when
-both sides have said all, when one breaks, when nothing has moved for too long, or when a side has silently gone; what
-one side broke is broken for the other too, at once. Never looks at a byte.
-Neighbours: `relay` decides who is spliced, `dead_paths` finds those who have gone, `rate_limit` how much may pass,
-`congestion` by which rules.
+Each direction has one buffer: while the receiving side takes nothing, nothing is read from the sending side. Copying
+ends when both sides have closed their direction, when a connection breaks, when no byte has moved for too long, or
+when a side has silently gone. If one side breaks, the other is broken at once too. The bytes are never inspected.
+
+`relay` decides who is spliced, `dead_paths` detects silent failures, `rate_limit` limits the rate, `congestion` sets
+the congestion control.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, silent_s
 from fusionai.transport.rate_limit import RateLimit
 
 BUFFER_BYTES: Final = 128 * 2**10
+"""Buffer of one direction in bytes; smaller if the rate limit is low."""
 BULK_BYTES: Final = 2**20
-"""Who sends more than that in one direction does not send small messages."""
+"""Bytes sent in one direction after which the connection counts as bulk; small messages alone do not add up to it."""
 LAST_WORDS_S: Final = 10.0
-"""For the one side to end, too, once the other has."""
+"""Time that one side has to end after the other has ended, in seconds."""
 _HANG_UP: Final = struct.pack("ii", 1, 0)
-"""SO_LINGER of zero seconds: closing tells the other side at once that the connection is broken."""
+"""SO_LINGER of zero seconds: closing resets the connection, so that the other side notices at once."""
 
 
 @dataclass(slots=True)
 class Activity:
-    """When a byte moved last between two peers, over any of their connections: a job may leave one of them silent for
-    long while it says something four times a second on another."""
+    """Time of the last byte between two peers, over all their connections.
+
+    Shared, because a job may leave one connection silent for long while it sends something four times a second on
+    another.
+    """
 
     moved_at_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
@@ -49,7 +54,7 @@ class Flow:
     ended: bool = False
 
     async def run(self) -> None:
-        """Until the source has said all. Raises `OSError` when either side breaks."""
+        """Copy until the source ends its direction. Raises `OSError` if either side breaks."""
         loop = asyncio.get_running_loop()
         buffer = memoryview(bytearray(self.limit.slice_bytes(BUFFER_BYTES)))
         while count := await loop.sock_recv_into(self.source, buffer):
@@ -66,7 +71,10 @@ class Flow:
 
 
 async def splice(flows: tuple[Flow, Flow], *, idle_s: float) -> str:
-    """Copy both ways until it ends; why it did. Closes nothing; after a break call `hang_up` on both sides."""
+    """Copy in both directions until that ends and return the reason; empty if both sides ended normally.
+
+    Closes nothing: after a break call `hang_up` on both sides.
+    """
     tasks = [asyncio.create_task(flow.run()) for flow in flows]
     watch = asyncio.create_task(_watch(flows, idle_s))
     try:
@@ -88,7 +96,7 @@ async def splice(flows: tuple[Flow, Flow], *, idle_s: float) -> str:
 
 
 async def _watch(flows: tuple[Flow, Flow], idle_s: float) -> str:
-    """Why it must end."""
+    """Return the reason why the connection must end, as soon as there is one."""
     loop = asyncio.get_running_loop()
     half_ended_at_s: float | None = None
     while True:
@@ -108,7 +116,7 @@ async def _watch(flows: tuple[Flow, Flow], idle_s: float) -> str:
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Close so that the other side learns at once that nothing more comes and nothing was whole."""
+    """Close with a reset: the other side learns at once that the connection is broken and its data incomplete."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _HANG_UP)
     sock.close()

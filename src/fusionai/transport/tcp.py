@@ -1,8 +1,8 @@
-"""The network transport: mutual TLS 1.3 over TCP. Decides which of a peer's addresses is used and what a failure means.
+"""The network transport: mutual TLS 1.3 over TCP.
 
-Candidates are raced in order. Works on any asyncio event loop, faster on uvloop.
-Neighbours: `racing` says who wins, `tcp_channel` moves the bytes, `tcp_listener` lets others in, `credentials` says who
-we are.
+Candidate addresses are raced in order. Decides which errors a failed connection raises. Runs on any asyncio event
+loop, faster on uvloop. `racing` decides which attempt wins, `tcp_channel` moves the bytes, `tcp_listener` accepts
+connections, `credentials` proves this machine's identity.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from fusionai.wire.messages import Stream
 
 
 class TcpTransport:
-    """Implements `Transport` for one machine. Make it before or inside an event loop; it keeps no connection. `rates`
-    bound all its connections together."""
+    """Implements `Transport` for one machine.
+
+    May be created outside an event loop; it keeps no connection. `rates` limit all its connections together.
+    """
 
     def __init__(
         self, credentials: Credentials, *, door_limits: DoorLimits | None = None, rates: Limits | None = None
@@ -43,9 +45,10 @@ class TcpTransport:
     async def listen(
         self, accept: Accept, *, host: str, port: int, strangers: bool = False, relay: Relay | None = None
     ) -> TcpListener:
-        """With `relay`, connections for it may come to the same port.
+        """Listen. With `relay`, connections for the relay may come to the same port.
 
-        Raises `UsageError` when the port or host can't be had, `TrustError` before this machine joined a pool."""
+        Raises `UsageError` if the port or host can't be used, `TrustError` if this machine has not joined a pool.
+        """
         if isinstance(self._credentials, StrangerCredentials):
             raise TrustError("a machine outside any pool can't listen.", hint="Join with an invitation first.")
         sock = await open_door(host, port)
@@ -60,14 +63,17 @@ class TcpTransport:
         return await first_to_answer(attempts, timeout_s=timeout_s)
 
     def attempts(self, addresses: Sequence[str], dialling: Dialling, timeout_s: float) -> list[Attempt[TcpChannel]]:
-        """One for each `tcp://` address, in order. Raises `UsageError` for what is no address."""
+        """Return one attempt per `tcp://` address, in order. Raises `UsageError` for malformed addresses."""
         targets = [target for address in addresses if (target := parse_address(address)) is not None]
         return [
             Attempt(format_address(*target), partial(self._try, *target, dialling, timeout_s)) for target in targets
         ]
 
     async def dial_over(self, sock: socket.socket, dialling: Dialling, timeout_s: float, *, where: str) -> TcpChannel:
-        """Over a relay: who answers at the other end of `sock` must prove itself as anywhere. Takes it over."""
+        """Dial over a connected socket, e.g. through a relay, and take the socket over.
+
+        The machine at the other end proves its identity as on any connection.
+        """
         channel = TcpChannel(self._credentials, self._role, dialling, self._rates, relayed=True)
         return await self._shake_hands(channel, where, timeout_s, sock=sock, server_hostname="")
 
@@ -78,7 +84,7 @@ class TcpTransport:
     async def _shake_hands(
         self, channel: TcpChannel, address: str, timeout_s: float, **connection: object
     ) -> TcpChannel:
-        """`connection`: what an event loop's `create_connection` takes."""
+        """Run TLS and the handshake. `connection`: arguments of the event loop's `create_connection`."""
         try:
             await asyncio.get_running_loop().create_connection(
                 lambda: channel,

@@ -1,9 +1,10 @@
-"""One connection of mutual TLS 1.3 over TCP, as a channel. Decides how bytes move: buffers, marks, deadlines.
+"""One connection of mutual TLS 1.3 over TCP, as a channel. Decides buffers, high-water marks and deadlines.
 
-Reading: TLS writes straight into the frame reader's buffers, so a tensor is copied once, by decryption. Writing: a
-small frame in one write; a large body in slices, each waiting for its turn on the machine's line and until the
-connection is below its high-water mark.
-Neighbours: `bulk` watches large bodies, `framed` decides what frames mean, `tcp` dials, `tcp_listener` accepts.
+Reading: TLS writes directly into the frame reader's buffers, so a tensor is copied once, by decryption. Writing: a
+small frame goes in one write. A large body goes in slices; each waits for its turn on the machine's uplink and until
+the connection is below its high-water mark.
+
+`bulk` watches large bodies, `framed` defines what frames mean, `tcp` dials, `tcp_listener` accepts.
 """
 
 from __future__ import annotations
@@ -30,22 +31,25 @@ from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Way
 
 SMALL_BODY_BYTES: Final = 64 * 2**10
+"""Largest body in bytes of a frame that is sent in one write, without a turn on the uplink."""
 SLICE_BYTES: Final = 256 * 2**10
 SMALL_READ_BYTES: Final = 16 * 2**10
-"""What comes in at once and is no more is taken for small frames."""
+"""Reads of at most this size are treated as small frames by the download limit."""
 HIGH_WATER_BYTES: Final = 512 * 2**10
+"""Unsent bytes in the connection's write buffer above which senders wait."""
 LARGE_ALLOCATION_BYTES: Final = 2**20
+"""Size in bytes from which receive buffers are allocated by numpy, which does not clear them."""
 STALLED_S: Final = 2.0
-"""Closing goes on sending as long as the other side takes something within this time."""
+"""Time in seconds without progress after which closing gives up sending the rest."""
 GOODBYE_TIMEOUT_S: Final = 5.0
-"""How long closing then waits for the other side to have read everything and to say goodbye."""
+"""Seconds that closing then waits for the other side to read everything and to close its end."""
 _POLL_S: Final = 0.01
 _DISCARDED: Final = bytearray(64 * 2**10)
-"""Where bytes for closed channels go; nobody reads them."""
+"""Receives the bytes that still arrive for closed channels. Never read."""
 
 
 class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
-    """Implements `Channel`; made by an event loop as the protocol of a TLS connection."""
+    """Implements `Channel`. An event loop creates it as the protocol of a TLS connection."""
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         self._limits = limits or Limits()
         self._inbox_full = False
         self._over_limit = False
-        """Reading waits until what came in is paid for."""
+        """Whether reading is paused until the received bytes are within the download limit."""
         self._transport: asyncio.Transport | None = None
         self._sending = asyncio.Lock()
         self._writable = asyncio.Event()
@@ -70,24 +74,24 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         self._gone = asyncio.Event()
         self._slices = 0
         self._bulk: Bulk | None = None
-        """Once something large was sent."""
+        """Created when the first large frame is sent."""
         self._watch: asyncio.TimerHandle | None = None
 
     @property
     def figures(self) -> LinkFigures:
-        """The kernel's. Over a relay, the round trip would be that to the relay: it is left out."""
+        """The kernel's statistics. Over a relay the round trip is omitted, because it would be that to the relay."""
         sock = None if self._transport is None or self.closed else self._transport.get_extra_info("socket")
         if sock is None:
             return UNKNOWN
         try:
             found = tcp_figures(sock)
-        except (OSError, ValueError):  # so says uvloop of a socket it has closed
+        except (OSError, ValueError):  # uvloop raises either for a socket it has closed
             return UNKNOWN
         return dataclasses.replace(found, round_trip_s=0.0) if self.way == "relay" else found
 
     @property
     def acknowledges(self) -> bool | None:
-        """Over a relay, it is the relay that acknowledges."""
+        """Unknown over a relay, because the relay acknowledges instead of the peer."""
         sock = None if self._transport is None or self.closed else self._transport.get_extra_info("socket")
         return None if sock is None or self.way == "relay" else acknowledges(sock)
 
@@ -148,7 +152,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         self._settle(ChannelClosed("this side dropped the connection."))
         self._abort()
 
-    # Called by the event loop.
+    # Event loop callbacks.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -210,25 +214,29 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
             self._watch.cancel()
         if self._bulk is not None:
             self._bulk.end()
-        # The TLS layer keeps this protocol's methods: a circle around its buffers, which are a quarter of a megabyte.
+        # The TLS layer keeps references to this protocol's methods. Clearing the transport breaks that cycle, which
+        # would keep buffers of a quarter of a megabyte alive.
         self._transport = None
         self._gone.set()
         self._writable.set()
 
-    # The rest.
+    # Internals.
 
     def _watch_over(self) -> None:
-        """Look for life until all that has been written is acknowledged. Keep-alive probes watch an idle connection."""
+        """Check that the other side is alive until all data is acknowledged.
+
+        Keep-alive probes watch idle connections.
+        """
         if self._watch is None:
             self._watch = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._look_for_life)
 
     def _look_for_life(self) -> None:
-        """Once a second: drop the connection when the other side has gone without a word."""
+        """Drop the connection if the other side has gone silently. Runs once a second."""
         self._watch = None
         if self._transport is None or self._gone.is_set():
             return
         sock = self._transport.get_extra_info("socket")
-        if sock is None:  # asyncio has lost it in this very turn of the loop; `connection_lost` comes next
+        if sock is None:  # asyncio has lost it in this iteration of the loop; `connection_lost` comes next
             return
         owed_s = unacknowledged_s(sock)
         if owed_s is not None and owed_s > DEAD_AFTER_S:
@@ -238,7 +246,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
             self._watch_over()
 
     async def _small_turn(self, nbytes: int) -> None:
-        """Until a small frame may go."""
+        """Wait until a small frame may be sent."""
         if (upload := self._limits.upload) is None:
             return
         now_s = asyncio.get_running_loop().time()
@@ -260,7 +268,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
                 for start in range(0, tensor.nbytes, slice_bytes):
                     piece = tensor.data[start : start + slice_bytes]
                     await self._bulk.slice(piece.nbytes)
-                    self._live_transport()  # it may have gone while others had their turn
+                    self._live_transport()  # it may have gone while other connections had their turn
                     if upload is not None:
                         await self._wait(upload.take(piece.nbytes, asyncio.get_running_loop().time()))
                     transport.write(piece)
@@ -269,14 +277,14 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
                     if not self._writable.is_set():
                         await self._until_writable()
         except BaseException:
-            # Half a frame is out; nothing sensible can follow it.
+            # Half a frame has been sent, so nothing sensible can follow it.
             self._abort()
             raise
         finally:
             self._bulk.written()
 
     async def _flush(self) -> None:
-        """Until all is out, frames begun by other tasks too; given up when nothing moves any more."""
+        """Wait until everything has been sent, including frames begun by other tasks. Gives up when nothing moves."""
         loop = asyncio.get_running_loop()
         seen, seen_at_s = (-1, -1), loop.time()
         while self._transport is not None and not self._gone.is_set():
@@ -317,12 +325,12 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
             self._transport.abort()
 
     def _finish(self) -> None:
-        # A second close would make asyncio's TLS transport forget its connection, and abort could not end it any more.
+        # A second close would make asyncio's TLS transport forget its connection, and abort could no longer end it.
         if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
 
     def _paid_for(self, nbytes: int, download: RateLimit) -> None:
-        """Count what came in; where that is too much, the other side is held back until it is paid for."""
+        """Count received bytes. If they exceed the limit, pause reading until they are within it."""
         now_s = asyncio.get_running_loop().time()
         waits = nbytes > SMALL_READ_BYTES or not download.admits_small(now_s)
         due_s = download.take(nbytes, now_s)
@@ -357,5 +365,5 @@ def _joined(head: bytes, tensors: Sequence[HostTensor]) -> bytes:
 
 
 def _allocate(count: int) -> memoryview:
-    # numpy neither clears a large buffer (a second pass over its memory) nor touches it before bytes arrive.
+    # numpy neither clears a large buffer (a second pass over its memory) nor touches it before data arrives.
     return np.empty(count, np.uint8).data if count >= LARGE_ALLOCATION_BYTES else memoryview(bytearray(count))

@@ -1,9 +1,10 @@
-"""An open TCP door. Decides how many may stand in it unproven and for how long.
+"""An open TCP listener. Decides how many unauthenticated connections it holds and for how long.
 
-Whoever has not finished the handshake, and every stranger, counts as half open: their number is bounded, and when it
-is reached the oldest is dropped, so that silent connections can't keep members out. Each has a deadline too. A
-connection that begins otherwise than TLS goes to the relay, where this door has one.
-Neighbours: `tcp` makes listeners, `tcp_channel` is what they let in, `relay` joins two of them.
+Every connection that has not finished the handshake, and every stranger, counts as half open. Their number is bounded:
+at the limit the oldest is dropped, so that silent connections can't keep members out. Each also has a deadline. A
+connection whose first byte is not TLS goes to the relay, if this listener has one.
+
+`tcp` creates listeners, `tcp_channel` handles their connections, `relay` joins two of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ _POLL_S: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class DoorLimits:
-    """`greeting_s`: TLS and `Hello` together. `stranger_s`: all a stranger has. `half_open`: of both together."""
+    """Limits of half-open connections.
+
+    `greeting_s`: time for TLS and `Hello` together. `stranger_s`: total time of a stranger. `half_open`: number of both
+    together.
+    """
 
     greeting_s: float = 5.0
     stranger_s: float = 20.0
@@ -68,7 +73,10 @@ class TcpListener:
         self._door = asyncio.get_running_loop().create_task(self._stand_at_door())
 
     def candidates_now(self) -> tuple[str, ...]:
-        """Where this machine can be dialled today: it may be on another network than when this door was opened."""
+        """Return the addresses at which this machine can be dialled now.
+
+        Its network may have changed since the listener opened.
+        """
         return candidates(*self._place)
 
     async def close(self) -> None:
@@ -83,7 +91,7 @@ class TcpListener:
             try:
                 sock, _ = await loop.sock_accept(self._socket)
             except OSError as error:
-                # Out of descriptors or memory, or the caller has gone already: the door stays open.
+                # Out of descriptors or memory, or the caller has already gone: go on accepting.
                 _LOG.debug("accepting a connection failed: %s", error)
                 await asyncio.sleep(_RETRY_ACCEPT_S)
                 continue
@@ -91,7 +99,7 @@ class TcpListener:
             self._let_in(sock, relayed=False)
 
     def admit_relayed(self, sock: socket.socket) -> None:
-        """Let in whoever is at the other end of this connection, which this machine made itself, over a relay."""
+        """Admit the peer at the far end of an outgoing relayed connection, as if it had connected to this listener."""
         self._let_in(sock, relayed=True)
 
     def _let_in(self, sock: socket.socket, *, relayed: bool) -> None:
@@ -125,9 +133,9 @@ class TcpListener:
                 )
                 await channel.opened
         except (OSError, TimeoutError, FusionError, asyncio.CancelledError) as error:
-            _LOG.debug("a caller did not get in: %r", error)
+            _LOG.debug("an incoming connection was rejected: %r", error)
             if isinstance(error, FusionError):
-                # A refusal may still be on its way out.
+                # A refusal may still be in the send queue.
                 await channel.close()
             channel.abort()
             sock.close()
@@ -139,13 +147,16 @@ class TcpListener:
         await self._accepted.run(channel)
 
     def _proven(self) -> None:
-        """The current task's connection counts as half open no longer."""
+        """Stop counting the current task's connection as half open."""
         current = asyncio.current_task()
         assert current is not None, "a coroutine of this listener runs as a task"
         self._half_open.pop(current, None)
 
     async def _speaks_tls(self, sock: socket.socket) -> bool:
-        """By the first byte, which stays where it is. A silent caller is left to TLS, which knows how to end it."""
+        """Return whether the first byte, which stays in the socket, is TLS.
+
+        A silent caller is left to TLS, whose handshake times out.
+        """
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(self._limits.greeting_s):
                 return await first_byte(sock) != MAGIC[:1]
@@ -153,7 +164,7 @@ class TcpListener:
 
 
 async def open_door(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `UsageError` naming the port or host that can't be had."""
+    """Return a listening socket. Raises `UsageError` naming the port or host that can't be used."""
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -183,7 +194,7 @@ async def open_door(host: str, port: int) -> socket.socket:
 
 
 async def first_byte(sock: socket.socket) -> bytes:
-    """What comes first, left in the socket; empty when the caller ended at once."""
+    """Return the first byte, left in the socket; empty if the caller closed at once."""
     loop = asyncio.get_running_loop()
     while True:
         with contextlib.suppress(BlockingIOError):
@@ -191,7 +202,7 @@ async def first_byte(sock: socket.socket) -> bytes:
         readable = asyncio.Event()
         try:
             loop.add_reader(sock, readable.set)
-        except NotImplementedError:  # Windows' event loop is told of completed reads only
+        except NotImplementedError:  # Windows' event loop reports completed reads only
             await asyncio.sleep(_POLL_S)
             continue
         try:

@@ -1,8 +1,8 @@
-"""Tickets: short-lived statements "this peer has this part in this job", signed by the pool's authority.
+"""Tickets: short-lived statements "this peer has this role in this job", signed by the pool's authority.
 
-A member shows its ticket when it dials another; the other checks it offline, together with the key TLS has proven.
-Decides the fields and the checks. Time is an argument.
-Neighbours: the broker signs, `execution` verifies at `OpenJob` and `Attach`.
+A member shows its ticket when it dials another. The other verifies it offline, together with the key that TLS has
+proven. Decides the fields and the checks; time is an argument. The broker signs, `execution` verifies at `OpenJob` and
+`Attach`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ Role = Literal["driver", "stage", "guard"]
 DRIVER_STAGE: Final = -1
 MAX_TICKET_BYTES: Final = 1024
 _DOMAIN: Final = b"fusionai ticket 1\x00"
-"""Signed in front of the content, so that no signature over anything else (a certificate) can pass as a ticket."""
+"""Prefix of the signed content, so that a signature over anything else (a certificate) can't be used as a ticket."""
 
 
 class ExpiredTicket(TrustError):
-    """A ticket that was good once."""
+    """A correctly signed ticket that has expired."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`stage` is -1 for the driver, for a `guard` the first stage it keeps snapshots of. `expires_at_s` counts seconds
-    since 1970."""
+    """Role of one peer in one job.
+
+    `stage` is -1 for the driver; for a `guard` it is the first stage whose snapshots it keeps. `expires_at_s` is in
+    seconds since 1970.
+    """
 
     job: Annotated[str, Meta(min_length=1, max_length=128)]
     peer: Annotated[str, Meta(min_length=52, max_length=52)]
@@ -50,13 +53,14 @@ def sign_ticket(ticket: Ticket, authority_key: Ed25519PrivateKey) -> bytes:
 
 
 def expiry_s(data: bytes) -> float:
-    """When a ticket the broker gave to this machine ends, seconds since 1970. Checks nothing: others do.
+    """Return when a ticket expires, in seconds since 1970, without verifying it.
 
-    Raises `TrustError` for what is no ticket."""
+    Raises `TrustError` if it can't be decoded.
+    """
     try:
         return _DECODER.decode(data[SIGNATURE_BYTES:]).expires_at_s
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TrustError(f"expected a ticket of this version, got another content: {error}.") from error
+        raise TrustError(f"expected a ticket of this version, got content that can't be decoded: {error}.") from error
 
 
 def verify_ticket(
@@ -67,15 +71,16 @@ def verify_ticket(
     job: JobId | None = None,
     peer: PeerId | None = None,
 ) -> Ticket:
-    """The ticket, if `authority_key` (32 raw bytes) signed it, it is in date, and names `job` and `peer` where given.
+    """Return the ticket if `authority_key` (32 raw bytes) signed it, it is not expired, and it names `job` and `peer`
+    (if given).
 
-    Raises `ExpiredTicket` for one out of date, `TrustError` for anything else.
+    Raises `ExpiredTicket` for an expired one, `TrustError` for any other failure.
     """
     content = content_of(data, _DOMAIN, authority_key, what="ticket", max_bytes=MAX_TICKET_BYTES)
     try:
         ticket = _DECODER.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TrustError(f"expected a ticket of this version, got another content: {error}.") from error
+        raise TrustError(f"expected a ticket of this version, got content that can't be decoded: {error}.") from error
     if (ticket.stage == DRIVER_STAGE) != (ticket.role == "driver"):
         raise TrustError(f"expected stage -1 exactly for a driver, got stage {ticket.stage} for a {ticket.role}.")
     if job is not None and ticket.job != job:
@@ -84,7 +89,7 @@ def verify_ticket(
         raise TrustError(f"expected a ticket for peer {short(peer)}, got one for {short(PeerId(ticket.peer))}.")
     if now_wall_s >= ticket.expires_at_s:
         raise ExpiredTicket(
-            f"expected a ticket in date, got one that expired {now_wall_s - ticket.expires_at_s:.0f} s ago.",
+            f"expected a valid ticket, got one that expired {now_wall_s - ticket.expires_at_s:.0f} s ago.",
             hint="The job owner must ask the broker for a new one; check both machines' clocks.",
         )
     return ticket

@@ -1,13 +1,14 @@
-"""Who of one machine's connections sends bulk now: one after the other where they share a line.
+"""Serialises bulk sends of one machine over its uplink.
 
-Two tensors that share a line both come late; one after the other the first comes in half the time, and it is the one
-that somebody waits for. It is also how plans count. And sent together, slightly faster than the line, they make a queue
-in which the acknowledgements of what comes in wait, too.
+Two tensors that share a line both arrive late. Sent one after another, the first arrives in half the time, and that is
+the one a peer waits for; plans assume this order too. Two senders that together exceed the line's rate slightly also
+build a queue, in which the acknowledgements of incoming data wait.
 
-Decides who waits. Connections whose other ends take less than the line carries have it together. Before the line is
-measured nobody waits. It was measured once: where a pace just below that makes a queue the line counts as a little
-slower, and where none ever stands as faster. Never reads a clock or a socket.
-Neighbours: `bulk` takes turns and tells what it sees, the peer tells what it measured.
+Decides which connection waits. Connections whose receivers take less than the line carries send at the same time.
+Until the uplink bandwidth is measured, no connection waits. The measured value is adjusted: if a pace just below it
+builds a queue, the estimate falls slightly; if no queue ever stands, it rises. Reads no clock and no socket.
+
+`bulk` requests turns and reports its observations; the peer reports the measured bandwidth.
 """
 
 from __future__ import annotations
@@ -18,34 +19,39 @@ from collections import deque
 from typing import Final
 
 RISE: Final = 0.003
+"""Rise of the estimate per sample at full pace without a queue, as a fraction."""
 FAST_RISE: Final = 0.03
+"""The same after `CALM_LOOKS` such samples."""
 FALL: Final = 0.006
-"""Per look."""
+"""Fall of the estimate per sample while a queue stands, as a fraction."""
 CALM_LOOKS: Final = 20
-"""A line that is full up to its pace for so long, and makes no queue, is another than was measured."""
+"""Samples at full pace without a queue after which the estimate rises faster: the line is faster than measured."""
 LEAST: Final = 0.85
-"""Of what was measured: a queue that stands although bulk goes slower than that is not its doing."""
+"""Lowest estimate, as a fraction of the measured bandwidth. Below it a standing queue is caused by other traffic."""
 QUEUE_LOOKS: Final = 3
-"""A queue that stands for so long is no burst."""
+"""Samples in a row with a queue after which it counts as standing, not as a burst."""
 SHARED_BELOW: Final = 0.4
-"""Who uses less of the line than that has company."""
+"""Fraction of the line. While the current senders use less than this together, another may send at the same time."""
 
 
 class Turns:
-    """Of one machine."""
+    """Uplink scheduler of one machine: grants turns to its connections."""
 
     def __init__(self) -> None:
         self.line_bytes_per_s: float | None = None
-        """What the machine's line carries away; None: not known."""
+        """Estimated uplink bandwidth; None if unknown."""
         self._measured = 0.0
         self._standing = 0
         self._calm = 0
         self._holders: dict[object, float] = {}
-        """Bytes per second that each has when alone, infinite until known."""
+        """Connections that have a turn, with the bytes per second each delivers alone; infinite if unknown."""
         self._waiting: deque[tuple[object, float, asyncio.Future[None]]] = deque()
 
     async def take(self, who: object, bytes_per_s: float | None) -> None:
-        """Until it is `who`'s turn. `bytes_per_s`: what it had last. Whoever takes a turn gives it back."""
+        """Wait until `who` has a turn.
+
+        `bytes_per_s`: its last delivery rate. The caller must call `give_back` afterwards.
+        """
         rate = math.inf if bytes_per_s is None else bytes_per_s
         if not self._waiting and self._admits():
             self._holders[who] = rate
@@ -63,11 +69,13 @@ class Turns:
             raise
 
     def measured(self, bytes_per_s: float) -> None:
-        """The line carries so much."""
+        """Set the measured uplink bandwidth."""
         self.line_bytes_per_s = self._measured = bytes_per_s
 
     def seen(self, *, queues: bool, held: bool) -> None:
-        """Somebody sends at the line's pace, gets there (`held`) or not, and makes a queue or not."""
+        """Report a sample of a sender at the line's pace: whether it reached the pace (`held`) and whether a queue
+        stands.
+        """
         if self.line_bytes_per_s is None:
             return
         self._standing = self._standing + 1 if queues else 0
@@ -84,7 +92,7 @@ class Turns:
         return bool(self._waiting)
 
     def give_back(self, who: object) -> None:
-        """Its turn is over, if it had one; who still waits for one is let go without."""
+        """End the turn of `who`, if it has one. If it is still waiting, its `take` returns without a turn."""
         self._holders.pop(who, None)
         for entry in [one for one in self._waiting if one[0] is who]:
             self._waiting.remove(entry)

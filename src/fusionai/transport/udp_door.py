@@ -1,12 +1,12 @@
-"""This machine's way through routers by UDP: how the broker sees its port, and who may come through. By QUIC.
+"""This machine's UDP port for QUIC through NATs: how the broker sees it, and which peers may connect.
 
-A router lets in by UDP what answers to something sent out. So both sides send to each other at the same time, each to
-where the broker sees the other's packets come from. The connection to the broker over which that was observed stays
-open, and with it the router's entry.
+A NAT lets in UDP packets that answer outgoing ones. So both sides send to each other at the same time, each to the
+address from which the broker receives the other's packets. The connection to the broker that observed the address
+stays open, which keeps the NAT's entry alive.
 
-Decides when the port is opened: at the first need. Without the library, or a broker that observes, there is no such
-way, which is said once and otherwise no matter.
-Neighbours: `quic` does the work, `introductions` tell the other side, `peer_transport` decides when to try.
+The port is opened when it is first needed. Without the library, or without a broker that observes UDP ports, this
+route does not exist: that is logged and other routes are used. `quic` moves the bytes, `introductions` informs
+the other side, `peer_transport` decides when to try.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from fusionai.wire.messages import Observe, Observed
 _LOG: Final = logging.getLogger(__name__)
 _OBSERVE_S: Final = 3.0
 KNOCK_S: Final = 5.0
+"""Time limit for sending to a peer that is dialling this machine, in seconds."""
 
 
 class UdpDoor:
-    """`accept` None: nobody is let in, this side only dials."""
+    """Owns the UDP endpoint. If it is opened without `accept`, this side only dials."""
 
     def __init__(self, credentials: MemberCredentials, introductions: Introductions, rates: Limits) -> None:
         self._credentials = credentials
@@ -50,11 +51,11 @@ class UdpDoor:
 
     @property
     def lost(self) -> bool:
-        """It was open, and the broker observes it no longer."""
+        """Whether the port was open and the connection to the broker that observed it has ended."""
         return self._address is not None and self._observer is not None and self._observer.channel.closed
 
     async def opened(self, accept: Accept | None = None) -> str:
-        """The address others may send to. Raises `TransportError` where there is no such way."""
+        """Return the address that others may send to. Raises `TransportError` if there is none."""
         async with self._opening:
             if self._address is not None and self._observer is not None and not self._observer.channel.closed:
                 return self._address
@@ -64,18 +65,21 @@ class UdpDoor:
             return self._address
 
     async def forget(self) -> None:
-        """How it was seen: it may be seen elsewhere by now. QUIC itself would not notice, it survives a move."""
+        """Forget the observed address, because it may have changed.
+
+        QUIC itself survives a move and would not notice.
+        """
         async with self._opening:
             observer, self._observer, self._address = self._observer, None, None
         if observer is not None:
             await observer.close()
 
     def attempts(self, address: str, dialling: Dialling, timeout_s: float) -> list[Attempt[QuicChannel]]:
-        """Once `opened`."""
+        """Attempts to dial `address`; empty before `opened` has succeeded."""
         return [] if self._quic is None else self._quic.attempts((address,), dialling, timeout_s)
 
     async def knock(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        """Send to a peer that dials this machine now."""
+        """Send packets to a peer that is dialling this machine now."""
         try:
             places = [found[1:] for address in addresses if (found := parse_quic(address)) is not None]
             if self._quic is not None and places:
@@ -111,14 +115,14 @@ class UdpDoor:
         except TimeoutError:
             raise TransportError("the broker did not say how it sees this machine's UDP port.") from None
         if not isinstance(answer, Observed):
-            raise WireError(f"expected what the broker observed, got {answer.__struct_config__.tag}.")
+            raise WireError(f"expected the broker's observation, got {answer.__struct_config__.tag}.")
         return format_quic(self._credentials.identity.peer, answer.host, answer.port)
 
 
 async def opened_or_none(door: UdpDoor, accept: Accept) -> str | None:
-    """For a machine that offers this way if there is one."""
+    """Return the address for others, or None if this machine can't be reached by UDP."""
     try:
         return await door.opened(accept)
     except FusionError as error:
-        _LOG.info("no way by UDP: %s", error)
+        _LOG.info("no route by UDP: %s", error)
         return None

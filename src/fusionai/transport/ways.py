@@ -1,9 +1,10 @@
-"""Which way each link of this machine goes, and which worked last. Decides in what order candidates are tried.
+"""Records each link's route and which one worked last. Decides in which order candidates are tried.
 
-Addresses within this machine's own networks first, then others that can be dialled, the relay last; what worked last
-time goes before all of them: the relay for a while only, and only while there is nothing new to try. Links are
-remembered for people to look at; an order is advice and never a promise.
-Neighbours: `peer_transport` asks and tells; `peer` reports the links to the broker.
+The order is: addresses in this machine's own networks, other TCP addresses, QUIC, the relay. The address that worked
+last time goes first; a relay only for `RELAY_REMEMBERED_S`, and only while no new address is known. The order is a
+hint: any candidate may fail.
+
+`peer_transport` asks for the order and reports results; `peer` reports the links to the broker.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fusionai.wire.messages import MAX_LINKS, LinkView, Way
 
 _BEST_FIRST: Final[tuple[Way, ...]] = ("lan", "direct", "quic", "relay")
 RELAY_REMEMBERED_S: Final = 120.0
+"""Seconds for which a relay that worked last is tried first."""
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -36,30 +38,30 @@ class _Worked:
     at_s: float
 
     def is_stale(self, addresses: Sequence[str], now_s: float) -> bool:
-        """A relay is not to be tried first for ever, nor when there is something new."""
+        """Whether this is a relay that worked too long ago, or an address has become known since."""
         if parse_address(self.address, RELAY_SCHEME) is None:
             return False
         return now_s - self.at_s > RELAY_REMEMBERED_S or not self.among.issuperset(addresses)
 
 
 class Ways:
-    """Of one machine, in this process."""
+    """Routes of one machine's links, in this process."""
 
     def __init__(self) -> None:
         self._worked: dict[PeerId, _Worked] = {}
         self._fastest: dict[tuple[str, Way], float] = {}
-        """Of links that there are, the most that was delivered at any time they were looked at."""
+        """Highest delivery rate ever sampled for each open link, by peer and route."""
         self._channels: weakref.WeakSet[FramedChannel] = weakref.WeakSet()
 
     def worked(self, peer: PeerId, address: str, among: Sequence[str], now_s: float) -> None:
-        """`address` answered; `among` all that were known."""
+        """Record that `address` answered, out of `among`, all addresses known at that time."""
         self._worked[peer] = _Worked(address, frozenset(among), now_s)
 
     def opened(self, channel: FramedChannel) -> None:
         self._channels.add(channel)
 
     def in_order(self, peer: PeerId, addresses: Sequence[str], now_s: float) -> list[str]:
-        """Candidates as they should be tried."""
+        """Return the candidates in the order in which they should be tried."""
         networks = own_networks()
         ordered = sorted(addresses, key=lambda address: _rank(address, networks))
         last = self._worked.get(peer)
@@ -68,7 +70,7 @@ class Ways:
         return sorted(ordered, key=lambda address: address != last.address)
 
     def links(self) -> tuple[LinkView, ...]:
-        """Every open connection to a member, summed up by peer and way, the best way first."""
+        """Return one view per peer and route of the open connections to members, best route first within a peer."""
         count: Counter[tuple[str, Way]] = Counter()
         seen: dict[tuple[str, Way], list[LinkFigures]] = {}
         for channel in self._channels:
@@ -95,7 +97,7 @@ def _fastest(figures: Iterable[LinkFigures]) -> float:
 
 
 def best_links(links: Iterable[LinkView]) -> dict[PeerId, LinkView]:
-    """To each peer the one that goes the best way."""
+    """Return the link with the best route to each peer."""
     ordered = sorted(links, key=lambda link: -_BEST_FIRST.index(link.way))
     return {PeerId(link.peer): link for link in ordered}
 
@@ -105,7 +107,7 @@ def better_than_relay(addresses: Iterable[str]) -> list[str]:
 
 
 def own_networks() -> tuple[Network, ...]:
-    """The networks this machine's interfaces are in, loopback left out: everybody has one of its own."""
+    """Networks of this machine's interfaces, without loopback, which every machine has."""
     networks = {
         ipaddress.ip_network(f"{entry.address.partition('%')[0]}/{entry.netmask}", strict=False)
         for entries in psutil.net_if_addrs().values()
@@ -116,7 +118,7 @@ def own_networks() -> tuple[Network, ...]:
 
 
 def _rank(address: str, networks: Sequence[Network]) -> int:
-    """Low ones are tried first."""
+    """Priority of an address; lower is tried first."""
     if parse_address(address, RELAY_SCHEME) is not None:
         return 4
     target = parse_address(address)

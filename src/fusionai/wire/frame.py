@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -32,8 +32,6 @@ MAGIC: Final = b"FA"
 FRAME_VERSION: Final = 1
 HEADER_BYTES: Final = 16
 _HEADER: Final = struct.Struct("<2sBBIQ")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +104,6 @@ def decode_message(data: bytes | bytearray | memoryview, limits: FrameLimits) ->
         raise WireError(f"expected a message as msgpack, got bytes that are not: {error}.") from error
     except RecursionError as error:
         raise WireError("expected a message of the protocol, got one nested too deeply.") from error
-
-
-def decode_part(raw: msgspec.Raw | bytes | memoryview, decoder: msgspec.msgpack.Decoder[T], what: str) -> T:
-    """A `msgspec.Raw` field (a profile, a plan) against the schema of the package it belongs to. Raises `WireError`."""
-    try:
-        return decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, OverflowError) as error:
-        raise WireError(f"expected {what} in the message, got something else: {error}.") from error
-    except RecursionError as error:
-        raise WireError(f"expected {what} in the message, got something nested too deeply.") from error
 
 
 def tensor_headers(message: Message) -> tuple[TensorHeader, ...]:

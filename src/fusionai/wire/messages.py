@@ -153,7 +153,6 @@ class JoinGranted(WireMessage, frozen=True, kw_only=True, tag="joined"):
     peer: Peer
     certificate: Blob
     authority: Blob
-    pool: Name
 
 
 class Register(WireMessage, frozen=True, kw_only=True, tag="register"):
@@ -167,7 +166,6 @@ class Register(WireMessage, frozen=True, kw_only=True, tag="register"):
 class Registered(WireMessage, frozen=True, kw_only=True, tag="registered"):
     """The broker has taken a provider in, and how often it wants to hear from it."""
 
-    lease_s: Seconds
     heartbeat_s: Seconds
     pool: Name
     near: Annotated[tuple[Near, ...], Meta(max_length=MAX_NEAR)] = ()
@@ -187,7 +185,6 @@ class Heartbeat(WireMessage, frozen=True, kw_only=True, tag="heartbeat"):
 class HeartbeatAck(WireMessage, frozen=True, kw_only=True, tag="heartbeat_ack"):
     """The lease runs anew from now."""
 
-    lease_s: Seconds
     wall_s: Seconds = 0.0
 
 
@@ -231,7 +228,6 @@ class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class PoolView(WireMessage, frozen=True, kw_only=True, tag="pool_view"):
     """Answer to `PoolQuery`."""
 
-    pool: Name
     members: Annotated[tuple[MemberView, ...], Meta(max_length=100_000)] = ()
 
 
@@ -400,7 +396,6 @@ class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     total_norm: float
     norms_hash: Name
     """SHA-256 over the canonical list of (parameter, norm): replay must reproduce it."""
-    data_cursor: Count
     fence: Fence
     loss: float
 
@@ -459,13 +454,9 @@ class Attach(WireMessage, frozen=True, kw_only=True, tag="attach"):
     fence: Fence
     job: Job
     stage: Count
-    stages: Count
     graph_hash: Name
     boundary: msgspec.Raw
     options: StageOptions
-    neighbours: Annotated[tuple[Neighbour, ...], Meta(max_length=4096)]
-    ticket: Blob
-    """The receiver's own ticket, for the connections it dials."""
     retain: bool = False
     """Whether boundary tensors are kept for a neighbour's replay until the line passes them (guarded jobs)."""
     guard: Peer = ""
@@ -660,7 +651,6 @@ class Prepared(WireMessage, frozen=True, kw_only=True, tag="prepared"):
     step: Count
     norms: Annotated[dict[Name, float], Meta(max_length=1_000_000)]
     spans: Annotated[tuple[Span, ...], Meta(max_length=100_000)] = ()
-    peak_memory_bytes: Count = 0
     marks: Annotated[tuple[Mark, ...], Meta(max_length=1_000_000)] = ()
     """Of all that the stage got and gave in this step, where the attach had a secret."""
 
@@ -751,7 +741,6 @@ class Rechecked(WireMessage, frozen=True, kw_only=True, tag="rechecked"):
     snapshot, of the parameters or of one kind of slot, whichever is most."""
     begin_apart: float = 0.0
     """For `first` = 0, the same of the snapshot of 0 and the parameters as their rules make them."""
-    busy_s: Seconds = 0.0
     reason: Text = ""
 
 
@@ -804,7 +793,6 @@ class Export(WireMessage, frozen=True, kw_only=True, tag="export"):
     fence: Fence
     stage: Count
     step: Count
-    parts: Annotated[tuple[Literal["model", "optimizer"], ...], Meta(max_length=2)] = ("model", "optimizer")
 
 
 class Detach(WireMessage, frozen=True, kw_only=True, tag="detach"):

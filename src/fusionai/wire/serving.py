@@ -20,7 +20,6 @@ from fusionai.wire.base import (
     Fence,
     Job,
     Name,
-    Neighbour,
     Peer,
     Seconds,
     Secret,
@@ -128,8 +127,6 @@ class Load(WireMessage, frozen=True, kw_only=True, tag="load"):
     weights: Annotated[tuple[WeightSpec, ...], Meta(max_length=100_000)] = ()
     sources: Annotated[tuple[WeightSource, ...], Meta(max_length=4096)] = ()
     """In order of preference; the job owner comes last."""
-    ticket: Annotated[bytes, Meta(max_length=65_536)] = b""
-    neighbours: Annotated[tuple[Neighbour, ...], Meta(max_length=4096)] = ()
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 

@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionai.backends.interface import Call, Speeds
-from fusionai.backends.null.backend import NullBackend
-from fusionai.backends.null.program import NullStageProgram
 from fusionai.backends.pace import LARGE, NARROW, SMALL, Sample, block_graph, fitted, measured_pace, with_pace
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.ir.cost import block_costs
 from fusionai.primitives.pace import Pace
 from fusionai.primitives.tensors import HostTensor
+from harness.null_backend import NullBackend, NullStageProgram
 
 
 class Machine:

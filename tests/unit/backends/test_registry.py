@@ -66,7 +66,7 @@ def test_a_machine_takes_the_framework_that_suits_it(
 
 def test_without_any_framework_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="no framework is installed") as raised:
+    with pytest.raises(UsageError, match="no supported framework is installed") as raised:
         open_backend("auto")
     assert raised.value.hint is not None
     assert "pip install torch" in raised.value.hint

@@ -160,7 +160,7 @@ def test_memory_is_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_operands_that_do_not_suit_the_cache_are_refused() -> None:
     text = Text()
-    with pytest.raises(ExecutionError, match="don't suit"):
+    with pytest.raises(ExecutionError, match="don't fit"):
         compiled_attention(text.span(0, 9), text.cache, text.q, scale=1.0, softcap=None, sinks=None)
     with pytest.raises(ExecutionError, match="sinks"):
         text.piece(0, 9, sinks=drawn(5))

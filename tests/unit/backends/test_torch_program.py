@@ -333,7 +333,7 @@ def test_memory_that_was_never_written_is_not_shown(kit, load):
 
 
 def test_an_optimizer_that_can_not_be_is_refused_at_load(kit, load):
-    with pytest.raises(ExecutionError, match="optimizer's settings"):
+    with pytest.raises(ExecutionError, match="invalid optimizer settings"):
         load(kit.mlp_graph(), optimizer=OptimizerSpec(kind="sgd", nesterov=True))
 
 

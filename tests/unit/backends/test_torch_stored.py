@@ -11,8 +11,9 @@ import torch
 from fusionai.backends.torch.operators import PLAIN
 from fusionai.backends.torch.stored import Reading, StoredWeight
 from fusionai.ir.schema import Node, ParamSpec, Ref, Stored
-from fusionai.ir.stored import pack_stored, unpack_stored
+from fusionai.ir.stored import pack_stored
 from fusionai.primitives.errors import ExecutionError
+from harness.opened_weights import unpack_stored
 
 LINEAR = Node(id=1, op="aten.linear.default", args=(Ref("x"), Ref("w")), outputs=("y",))
 EMBEDDING = Node(id=2, op="aten.embedding.default", args=(Ref("w"), Ref("ids")), outputs=("y",))

@@ -82,7 +82,7 @@ def test_pieces_of_an_update_become_lasting(away: WeightsAway):
 
 
 def test_a_device_that_can_not_is_said(tmp_path: Path):
-    with pytest.raises(ExecutionError, match="on mps weights can't be put elsewhere"):
+    with pytest.raises(ExecutionError, match="weights can't be offloaded on mps"):
         WeightsAway(ENTRIES, tmp_path, torch.device("mps"))
 
 

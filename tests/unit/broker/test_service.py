@@ -15,7 +15,6 @@ from fusionai.broker.journal import Journal
 from fusionai.broker.server import BrokerServer
 from fusionai.broker.service import MAX_PROFILE_BYTES, BrokerService, Outcome, remembered
 from fusionai.coordination.desk import DeskRules
-from fusionai.primitives.clock import VirtualClock
 from fusionai.primitives.errors import ChannelClosed, StorageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import host_tensor
@@ -24,7 +23,6 @@ from fusionai.transport.authority import Authority, load_authority, verify_certi
 from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.interface import Channel, Remote
 from fusionai.transport.invitation import parse_invitation
-from fusionai.transport.memory import MemoryNetwork
 from fusionai.transport.tickets import verify_ticket
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import (
@@ -60,7 +58,9 @@ from fusionai.wire.messages import (
     StateChunk,
     StopNotice,
 )
+from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
+from harness.virtual_clock import VirtualClock
 
 BROKER_KEY = public_bytes(Ed25519PrivateKey.from_private_bytes(bytes(32)).public_key())
 BROKER = peer_of(BROKER_KEY)
@@ -276,8 +276,8 @@ def test_a_member_registers_beats_and_is_seen(play):
     async def scene(bench: Bench) -> None:
         a = await bench.member(2)
         registered = await a.ask(registration(A))
-        assert registered == Registered(lease_s=12.0, heartbeat_s=3.0, pool="home", wall_s=bench.clock.wall_s())
-        assert await a.ask(Heartbeat(boot=1)) == HeartbeatAck(lease_s=12.0, wall_s=bench.clock.wall_s())
+        assert registered == Registered(heartbeat_s=3.0, pool="home", wall_s=bench.clock.wall_s())
+        assert await a.ask(Heartbeat(boot=1)) == HeartbeatAck(wall_s=bench.clock.wall_s())
         view = await a.ask(PoolQuery())
         assert isinstance(view, PoolView)
         assert [(m.peer, m.state, m.addresses) for m in view.members] == [(A, "idle", ("tcp://10.0.0.2:1",))]

@@ -13,7 +13,6 @@ from fusionai.broker.main import BrokerOptions, _admission
 from fusionai.broker.service import BrokerService
 from fusionai.coordination import requests
 from fusionai.coordination.desk import DeskRules
-from fusionai.primitives.clock import VirtualClock
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.types import Certificate, PeerProfile, Plan, StagePlacement
@@ -23,6 +22,7 @@ from fusionai.transport.endorsements import endorse, key_text
 from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.interface import Remote
 from fusionai.wire.messages import Done, Heartbeat, JobRequest, Message, Refused, Register, Registered
+from harness.virtual_clock import VirtualClock
 
 
 def peer_from(seed: bytes) -> PeerId:

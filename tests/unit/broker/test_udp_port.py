@@ -20,8 +20,8 @@ from fusionai.transport.authority import load_authority
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel, Remote
-from fusionai.transport.memory import MemoryNetwork
 from fusionai.wire.messages import Observe
+from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
 
 

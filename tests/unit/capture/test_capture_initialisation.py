@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -201,3 +202,69 @@ def test_a_module_that_needs_its_numbers_is_built_for_real() -> None:
     assert any("real memory" in note for note in built.notes)
     (value,) = dict(rebuild(built, frozenset({"weight"}))).values()
     assert value.abs().max().item() == built.module.scale
+
+
+class Copied(nn.Module):
+    """A layer and what is made of it: a deep copy, one that is changed, one of its own draws, a loaded state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.same, self.halved, self.other = (copy.deepcopy(self.first) for _ in range(3))
+        self.loaded = nn.Linear(6, 6)
+        self.loaded.load_state_dict(self.first.state_dict())
+        with torch.no_grad():
+            self.halved.weight.mul_(0.5)
+        nn.init.normal_(self.other.weight)
+        self.turned = nn.Parameter(self.first.weight.detach().t().clone())
+        self.alone = nn.Linear(6, 6)
+
+
+def test_copies_begin_with_the_same_values() -> None:
+    built = build(FactorySource(Copied), seed=3)
+    assert not built.real
+    assert built.notes == ()
+    assert all(parameter.is_meta for parameter in built.module.parameters())
+    values = {
+        key: initialise(key, tuple(parameter.shape), "float32", program, seed=3)
+        for key, parameter in built.parameters().items()
+        if (program := built.programs[key]) is not None
+    }
+    assert values.keys() == dict(built.module.named_parameters()).keys()
+    for name in ("weight", "bias"):
+        for copied in ("same", "loaded"):
+            assert np.array_equal(values[f"{copied}.{name}"], values[f"first.{name}"])
+    assert np.array_equal(values["halved.weight"], np.multiply(values["first.weight"], np.float32(0.5)))
+    assert np.array_equal(values["other.bias"], values["first.bias"])
+    for other in ("other.weight", "turned", "alone.weight"):
+        assert not np.isclose(values[other], values["first.weight"]).any()
+    alone = built.programs["alone.weight"]
+    assert alone is not None
+    assert [step.op for step in alone] == ["uniform"]
+
+
+def test_copies_of_what_has_no_program_are_made_again_alike() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            first = nn.Linear(6, 6)
+            nn.init.orthogonal_(first.weight)
+            self.layers = nn.ModuleList(copy.deepcopy(first) for _ in range(3))
+
+    built = build(FactorySource(Layers), seed=3)
+    assert not built.real
+    unknown = frozenset(key for key, program in built.programs.items() if program is None)
+    assert unknown == {f"layers.{i}.weight" for i in range(3)}
+    first, *others = dict(rebuild(built, unknown)).values()
+    assert torch.allclose(first @ first.T, torch.eye(6), atol=1e-5)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_layers_of_a_transformer_are_built_without_memory() -> None:
+    def model() -> nn.Module:
+        return nn.Transformer(8, 2, 2, 2, 16, batch_first=True)
+
+    built = build(FactorySource(model), seed=0)
+    assert not built.real
+    assert all(program is not None for program in built.programs.values())
+    assert built.parameters().keys() == dict(model().named_parameters()).keys()

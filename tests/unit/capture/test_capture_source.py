@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -139,11 +138,3 @@ def test_describing_a_model_loads_no_framework() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=CEILING_S)
-
-
-def test_a_copied_parameter_is_named_as_the_reason_for_real_memory() -> None:
-    layer = partial(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True)
-    built = build(FactorySource(lambda: nn.TransformerEncoder(layer(), 1)), 0)
-    assert built.real
-    (note,) = built.notes
-    assert "the parameter layers.0.self_attn.in_proj_weight is a copy, as copy.deepcopy makes" in note

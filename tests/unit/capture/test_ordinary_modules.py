@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributions import Normal, kl_divergence
+from torch.distributions import MultivariateNormal, Normal, kl_divergence
 from torch.nn.utils import parametrizations
 
 from fusionai.backends.interface import Call
@@ -90,6 +90,55 @@ def _variational(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return latent.rsample().tanh() + latent.log_prob(mean.tanh()) + kl_divergence(latent, prior)
 
 
+def _per_row(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Losses of each row, weighted by another value of the row."""
+    labels = (x.detach()[:, 0] > 0).long()
+    weight = torch.tensor([1.0, 2.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
+    likelihood = F.nll_loss(x.log_softmax(-1), labels, weight=weight, reduction="none", ignore_index=7)
+    return likelihood * x[:, 1] + F.cross_entropy(x, labels, reduction="none").view(x.shape[0])
+
+
+def _masked(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """By a buffer, by a constant and by a literal of true and false."""
+    seen = torch.tril(torch.ones(5, 5, dtype=torch.bool))
+    assert isinstance(inner.mask, torch.Tensor)
+    scores = torch.where(seen, x @ x.transpose(1, 2), -1e9).masked_fill(~inner.mask[:, : x.shape[1]], float("-inf"))
+    kept = torch.tensor([True, False, True, True, False])
+    return scores.softmax(-1).masked_fill(kept & ~seen, 0.25) @ x
+
+
+def _mask() -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("mask", torch.ones(1, 5, 5, dtype=torch.bool).tril(2))
+    return module
+
+
+def _statement(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A module that writes in place, called for nothing else."""
+    x = x * 1
+    inner(x)
+    return x
+
+
+def _warped(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    grid = F.affine_grid(inner(x.flatten(1)).view(-1, 2, 3), list(x.shape), align_corners=False)
+    ends = F.affine_grid(inner(x.flatten(1)).view(-1, 2, 3), [x.shape[0], 1, 3, 5], align_corners=True)
+    return torch.cat([F.grid_sample(x, at, align_corners=False).flatten(1) for at in (grid, ends)], 1)
+
+
+def _warped_volume(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    grid = F.affine_grid(inner(x.flatten(1)).view(-1, 3, 4), list(x.shape), align_corners=False)
+    return F.grid_sample(x, grid, align_corners=False)
+
+
+def _chosen(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Pairs of features, each once, and values at places that an input chooses."""
+    rows, columns = torch.tril_indices(8, 8, -1)
+    pairs = (x[:, :, None] * x[:, None, :].tanh())[:, rows, columns]
+    places = x.detach().argsort(1)
+    return torch.cat([pairs, torch.take_along_dim(x, places[:, :3], 1), x.take_along_dim(places, dim=-1)], 1)
+
+
 def _statistics(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
     deviation, mean = torch.std_mean(x, -1)
     low, high = torch.aminmax(x, dim=1)
@@ -128,8 +177,23 @@ MODULES: dict[str, Ordinary] = {
     "spectral_norm by a hook": Ordinary(lambda: nn.utils.spectral_norm(nn.Linear(8, 5)), FLAT),
     "weight_norm": Ordinary(lambda: parametrizations.weight_norm(nn.Linear(8, 5)), FLAT),
     "BatchNorm2d twice": Ordinary(lambda: nn.BatchNorm2d(4), IMAGE, _twice),
+    "BatchNorm2d, cumulative average": Ordinary(lambda: nn.BatchNorm2d(4, momentum=None), IMAGE),
+    "RReLU": Ordinary(lambda: nn.RReLU(), FLAT),
+    "RReLU in place": Ordinary(lambda: nn.RReLU(0.2, 0.4, inplace=True), FLAT, _statement),
+    "Dropout in place": Ordinary(lambda: nn.Dropout(0.3, inplace=True), FLAT, _statement),
+    "Dropout2d in place": Ordinary(lambda: nn.Dropout2d(0.3, inplace=True), IMAGE, _statement),
+    "losses per row": does(_per_row),
+    "masks of true and false": Ordinary(_mask, ROWS, _masked),
+    "affine_grid": Ordinary(lambda: nn.Linear(256, 6), IMAGE, _warped),
+    "affine_grid of volumes": Ordinary(lambda: nn.Linear(864, 12), VOLUME, _warped_volume),
+    "tril_indices, take_along_dim": does(_chosen),
+    "fill_diagonal_": does(lambda _, x: (x.T @ x).fill_diagonal_(0.5)),
+    "gaussian_nll_loss": does(
+        lambda _, x: F.gaussian_nll_loss(x[:, :2], x[:, 2:4], x[:, 4:6].exp(), full=True, reduction="none")
+    ),
     "distributions": does(_variational),
     "einsum": does(lambda _, x: torch.einsum("bsd,btd->bst", x, x.tanh()), ROWS),
+    "einsum of three": does(lambda _, x: torch.einsum("bi,bj,bk->bijk", x, x.tanh(), x[:, :3])),
     "assignments": does(_put),
     "scatter and gather": does(_gathered),
     "statistics": does(_statistics, ROWS),
@@ -203,3 +267,20 @@ def test_buffers_move_with_a_forward_in_training_and_stand_still_in_evaluation(n
 
 def buffers_of(module: nn.Module) -> Mapping[str, torch.Tensor]:
     return {key: value.clone() for key, value in module.named_buffers()}
+
+
+def test_a_triangular_system_is_solved_row_by_row() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raw = self.first(x)
+            factor = raw[:, :16].view(-1, 4, 4).tril(-1) + torch.diag_embed(raw[:, 16:20].exp())
+            solved = torch.linalg.solve_triangular(factor.mT, raw[:, None, 20:], upper=True, left=False)
+            return solved.square().mean() - MultivariateNormal(raw[:, 20:], scale_tril=factor).log_prob(x[:, :4]).mean()
+
+    example = example_of((4, 8), 1)
+    captured = capture(FactorySource(Mixture), task="module_loss", batch=(1, 8), seed=SEED, example_inputs=example)
+    self_check(captured)

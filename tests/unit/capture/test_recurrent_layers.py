@@ -16,20 +16,26 @@ pytestmark = pytest.mark.slow
 
 
 class _Net(nn.Module):
-    def __init__(self, kind: type[nn.GRU | nn.LSTM], directions: int) -> None:
+    def __init__(self, kind: type[nn.GRU | nn.LSTM | nn.RNN], directions: int, *, batch_first: bool = True) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(8, 8), nn.Linear(16 * directions, 1)
-        self.rnn = kind(8, 16, num_layers=2, dropout=0.25, batch_first=True, bidirectional=directions == 2)
+        self.rnn = kind(8, 16, num_layers=2, dropout=0.25, batch_first=batch_first, bidirectional=directions == 2)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.last(self.rnn(self.first(x))[0]).square().mean()}
+        x = self.first(x)
+        made, state = self.rnn(x if self.rnn.batch_first else x.transpose(0, 1))
+        first = state[0] if isinstance(state, tuple) else state
+        return {"loss": self.last(made).square().mean() + first.square().mean()}
 
 
-@pytest.mark.parametrize(("kind", "directions"), [(nn.GRU, 1), (nn.LSTM, 2)])
-def test_dropout_between_layers_is_in_the_graph(kind: type[nn.GRU | nn.LSTM], directions: int) -> None:
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(("kind", "directions"), [(nn.GRU, 1), (nn.LSTM, 2), (nn.RNN, 1)])
+def test_dropout_between_layers_is_in_the_graph(
+    kind: type[nn.GRU | nn.LSTM | nn.RNN], directions: int, batch_first: bool
+) -> None:
     generator = torch.Generator().manual_seed(1)
     batches = tuple({"x": torch.randn(4, 3, 8, generator=generator)} for _ in range(2))
-    source = FactorySource(lambda: _Net(kind, directions))
+    source = FactorySource(lambda: _Net(kind, directions, batch_first=batch_first))
     captured = capture(source, task="module_loss", batch=(1, 8), seed=SEED, example_inputs=batches[0])
     assert [node.kwargs["p"] for node in captured.graph.nodes if node.op == "fusion.dropout"] == [0.25]
     self_check(captured)

@@ -68,3 +68,13 @@ def test_the_functions_are_as_before_after_a_refusal() -> None:
             example_inputs={"x": torch.zeros(4, 5, 8)},
         )
     assert (torch.ctc_loss, torch._VF._pack_padded_sequence) == before
+
+
+def test_a_size_that_values_decide_is_named_as_the_reason() -> None:
+    def chosen(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = torch.where(x[:, 0] > 0)
+        return x[rows, 0, columns]
+
+    examples = {"x": torch.zeros(4, 5, 8)}
+    with pytest.raises(ModelError, match=r"aten\.nonzero.*the size of its result depends on values"):
+        capture(FactorySource(lambda: _Net(chosen)), task="module_loss", batch=(1, 8), example_inputs=examples)

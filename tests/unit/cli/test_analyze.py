@@ -64,7 +64,7 @@ def test_projections_are_not_passed_off_as_measurements(comparisons: list[Compar
     assert figures_of(comparisons)["projected"] is True
     assert measured(comparisons[0])[0].startswith("Nothing.")
     page = document(comparisons)
-    assert "### What was measured\n\nNothing." in page
+    assert "### Measurements\n\nNothing." in page
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_the_three_files_and_what_is_printed(tmp_path: Path, capsys: pytest.Capt
     assert page.count("<svg") == 4
     assert "{{" not in page
     assert not re.search(r'(?:src|href)="http', page)
-    for word in ("Are 50 x RTX 3080 comparable to 4 x H100 SXM?", "What is assumed", "What was measured"):
+    for word in ("Are 50 x RTX 3080 comparable to 4 x H100 SXM?", "Assumptions and sources", "Measurements"):
         assert word in page
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) == len(set(ids))
@@ -154,8 +154,8 @@ kind = "measured"
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--fleet", "fifty 3080"], "expected a number up to 10000 and a GPU such as '50 x RTX 3080'"),
-        (["--fleet", "0 x RTX 3080"], "expected a number"),
+        (["--fleet", "fifty 3080"], "expected a count of up to 10000 and a GPU, such as '50 x RTX 3080'"),
+        (["--fleet", "0 x RTX 3080"], "expected a count"),
         (["--against", "4 x H1000"], "The nearest: H100"),
         (["--catalogue", "none.toml"], "no catalogue file at none.toml"),
     ],

@@ -68,7 +68,7 @@ def test_a_failed_control_makes_the_audit_void(
         (["--depths", "1,x"], "expected whole numbers"),
         (["--depths", ","], "expected at least one"),
         (["--level", "none"], "is not one of"),
-        (["--model", "/nowhere"], "no model directory"),
+        (["--model", "/nowhere"], "not a model directory"),
     ],
 )
 def test_wrong_use_says_what_to_do(

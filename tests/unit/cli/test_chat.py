@@ -175,7 +175,7 @@ def test_a_conversation_in_plain_lines(
     assert "tiny: ready" in shown
     assert "me > ada > bob" in shown
     assert "recovering bob is gone" in shown
-    assert "There is no /what." in shown
+    assert "There is no command /what." in shown
     system = {"role": "system", "content": "Be brief."}
     answered = {"role": "assistant", "content": "Good \x1b[31mday"}
     assert gateway.asked[1]["messages"] == [
@@ -205,7 +205,7 @@ def test_a_model_with_little_room_answers_as_far_as_it_goes(
 
 def test_nobody_there_and_wrong_use(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:9"]) == 1
-    assert "nobody answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert "no gateway answers at http://127.0.0.1:9" in capsys.readouterr().err
     assert main(["chat", "--url", "ftp://x"]) == 2
     assert main(["chat", "m", "--url", "http://x"]) == 2
     assert main(["chat", "--local", "2"]) == 2

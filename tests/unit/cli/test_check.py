@@ -46,7 +46,7 @@ def test_a_model_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shown = capsys.readouterr().out
     assert "3 of 3 attention layers recognised" in shown
     assert "1-3" in shown
-    assert "It fits" in shown
+    assert "Supported" in shown
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_an_operator_nobody_knows_is_named(
     assert main(["check", "odd_model_of_this_test:build", "--task", "module_loss"]) == 1
     shown = capsys.readouterr().out
     assert "Unsupported: aten.linalg_svdvals.default" in shown
-    assert "It does not fit" in shown
+    assert "Not supported" in shown
 
 
 @pytest.mark.parametrize(
@@ -84,3 +84,34 @@ def test_an_operator_nobody_knows_is_named(
 def test_what_is_no_model_is_wrong_use(model: str, said: str, capsys: pytest.CaptureFixture[str]):
     assert main(["check", model]) == 2
     assert said in capsys.readouterr().err
+
+
+PLAIN = """
+import torch
+
+class Plain(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": x.square().mean()}
+
+def build():
+    return Plain(), {"x": torch.zeros(2, 8)}
+"""
+
+
+@pytest.mark.slow
+def test_the_graph_is_compared_with_the_module(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "plain_module.py").write_text(PLAIN)
+    monkeypatch.chdir(tmp_path)
+    figures = tmp_path / "check.json"
+    command = ["check", "plain_module:build", "--task", "module_loss", "--compare", "--json", str(figures)]
+    assert main(command) == 0
+    assert "Compared: graph and module differ by 0 relative at most, gradients by 0." in capsys.readouterr().out
+    assert json.loads(figures.read_text())["compared"]["forward_diff"] == 0.0

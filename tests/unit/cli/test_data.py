@@ -37,7 +37,7 @@ def test_rows_with_what_is_trained_on(tmp_path: Path, capsys: pytest.CaptureFixt
     figures = tmp_path / "data.json"
     assert main(["data", str(recipe), "--rows", "3", "--json", str(figures)]) == 0
     shown = capsys.readouterr().out
-    assert "6 rows are 2 steps of 4; the job takes 5" in shown
+    assert "6 rows are 2 steps of 4 rows; the job has 5" in shown
     assert "rows.jsonl, line 3: expected the key 'instruction'" in shown
     for number in range(3):
         assert f"user: Say {number}.\n\nassistant:[[ \N{REPLACEMENT CHARACTER}[31m{number}!\n\n<|endoftext|>]]" in shown

@@ -91,7 +91,7 @@ def test_other_frameworks_are_listed_with_their_speed_or_what_installs_them():
     ("addresses", "state", "said"),
     [
         (("192.168.1.7",), "note", "all of them private"),
-        (("192.168.1.7", "93.184.215.14"), "good", "93.184.215.14 can be reached"),
+        (("192.168.1.7", "93.184.215.14"), "good", "93.184.215.14 is reachable"),
         ((), "note", "no network but loopback"),
     ],
 )
@@ -128,7 +128,7 @@ SEEN = "203.0.113.7"
 def way_in(observed: Observed | None, monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...] = ()) -> findings.Finding:
     monkeypatch.setattr(findings, "_addresses", lambda: iter(own))
     (finding,) = findings._of_reach(Reach(0.1, 4712, observed, {}))
-    assert finding.area == "way in"
+    assert finding.area == "inbound"
     return finding
 
 
@@ -163,5 +163,5 @@ def test_doctor_says_which_way_each_link_goes():
     }
     reach = Reach(0.1, 4712, None, links)
     finding = list(findings._of_reach(reach))[-1]
-    figures = "round trip 2 ms; up to 5 MB/s so far; 0.50% sent again"
+    figures = "round trip 2 ms; up to 5 MB/s so far; 0.50% retransmitted"
     assert (finding.area, finding.what) == ("links", f"now: aaaaaaaa lan ({figures}), bbbbbbbb relay")

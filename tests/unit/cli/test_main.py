@@ -70,7 +70,7 @@ def test_python_dash_m_is_the_same_command():
     ("given", "said"),
     [
         (["jion"], "Did you mean 'join'?"),
-        (["frobnicate"], "There are: demo, broker"),
+        (["frobnicate"], "The commands are: demo, broker"),
         (["doctor", "--thread", "3"], "--threads"),
         (["doctor", "--threads", "none"], "'none' is not a valid integer"),
         (["pool", "unexpected"], "unexpected extra argument"),

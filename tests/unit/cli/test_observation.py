@@ -38,7 +38,6 @@ def step(step_s: float, spans: dict[int, tuple[Span, ...]] | None = None) -> Ste
         learning_rate=1e-3,
         total_norm=1.0,
         norms_hash="h",
-        data_cursor=0,
         fence=Fence(1, 1, 1),
         loss=1.0,
     )
@@ -149,7 +148,7 @@ def said(addresses: dict[str, tuple[str, ...]], *profiles: PeerProfile, cores: i
 def test_processes_of_this_machine_share_its_cores() -> None:
     owner = peer("o", roles=("owner",))
     assert said({"a": HERE, "b": HERE}, peer("a"), peer("b"), owner) == (
-        "ada, bob, job owner share the 2 cores of this machine; the plan predicts as if each had its own."
+        "ada, bob, job owner share the 2 cores of this machine; the plan's predictions assume that each has its own."
     )
     assert said({"a": HERE}, peer("a"), owner) == ""
     assert said({"a": HERE}, peer("a", threads=2), owner) != ""

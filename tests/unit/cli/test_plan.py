@@ -168,16 +168,16 @@ memory = "4GB"
     assert written["unguarded"] == []
     assert written["snapshot_every"] >= 1
     shown = capsys.readouterr().out
-    assert f"Stage 1 is guarded by {spare.pop()}." in shown
+    assert f"Stage 1 has the warm standby {spare.pop()}." in shown
     assert "Snapshots: a snapshot every " in shown
     assert planned(files, "--stages", "3", "--takeover", "exact") == 0
     written = json.loads((files / "plan.json").read_text())
     assert (written["guards"], written["unguarded"], written["snapshot_every"]) == ([], [0, 1, 2], 0)
-    assert "Stage 0 is not guarded: odd: it computes other bits" in capsys.readouterr().out
+    assert "Stage 0 has no warm standby: odd: it computes other bits" in capsys.readouterr().out
     # By default a machine of other numerics stands by where no equal one does.
     assert planned(files, "--stages", "3") == 0
     assert len(json.loads((files / "plan.json").read_text())["guards"]) == 3
-    assert "Stage 0 is guarded by odd, with other bits." in capsys.readouterr().out
+    assert "Stage 0 has the warm standby odd, with other numerics." in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -202,10 +202,10 @@ def test_what_several_holders_of_each_block_would_bring(
     assert 0 <= replicas["optimality_gap"] == pytest.approx(gap)
     # Two microbatches do not keep thirty machines busy, and their gradients take as long as ever.
     assert replicas["tokens_per_s"] < written["tokens_per_s"]
-    assert "2 microbatches per step one chain of" in replicas["warnings"][0]
+    assert "2 microbatches per step, one pipeline of" in replicas["warnings"][0]
     shown = capsys.readouterr()
-    assert "The live runtime runs one chain today: " in shown.out
-    assert "With replicas, 30 machines would pass " in shown.out
+    assert "Jobs run the one pipeline above: " in shown.out
+    assert "With replicas, 30 machines would reach " in shown.out
     assert "is faster than 30 machines with replicas" in shown.err
     assert "<svg" in (files / "plan-replicas.svg").read_text()
     (files / "plan-replicas.svg").unlink()
@@ -252,10 +252,10 @@ downlink = "20Mbit"
     assert apart["tokens_per_s"] == pytest.approx(expected)
     assert apart["tokens_per_s"] > 1.05 * written["tokens_per_s"]
     shown = capsys.readouterr().out
-    assert f"As {count} replicas that agree every 50 steps ([replicas] in the recipe): " in shown
+    assert f"As {count} replicas that synchronise every 50 steps ([replicas] in the recipe): " in shown
     assert planned(files, "--require", "fast-1") == 0
     assert json.loads((files / "plan.json").read_text())["local_updates"] is None
-    assert "replicas that agree" not in capsys.readouterr().out
+    assert "replicas that synchronise" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -282,8 +282,8 @@ def test_what_several_serving_lines_would_bring(
     assert replicas["bound_tokens_per_s"] >= replicas["tokens_per_s"]
     assert replicas["least_tokens_per_s"] == pytest.approx(written["tokens_per_s"] / 2)
     shown = capsys.readouterr()
-    assert "A serving job runs one line today: the plan above" in shown.out
-    assert f"{len(replicas['lines'])} lines would serve {replicas['sessions']} sessions with " in shown.out
+    assert "Serving jobs run the one pipeline above" in shown.out
+    assert f"{len(replicas['lines'])} pipelines would serve {replicas['sessions']} sessions with " in shown.out
     for warning in replicas["warnings"]:
         assert warning in shown.err
     assert "<svg" in (files / "plan-replicas.svg").read_text()
@@ -294,7 +294,7 @@ def test_what_several_serving_lines_would_bring(
     capsys.readouterr()
     assert planned(files, *flags, "--stages", "3") == 0
     assert json.loads((files / "plan.json").read_text())["replicas"] is None
-    assert "lines would serve" not in capsys.readouterr().out
+    assert "pipelines would serve" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -306,7 +306,7 @@ def test_an_impossible_plan_says_why(graph: None, files: Path, capsys: pytest.Ca
 
 def test_rows_that_can_not_be_parted_are_wrong_use(files: Path, capsys: pytest.CaptureFixture[str]):
     assert planned(files, "--batch", "5") == 2
-    assert "5 rows can't be parted into 2" in capsys.readouterr().err
+    assert "--batch 5 is not divisible into 2" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -364,7 +364,7 @@ def test_where_links_hold_a_job_up_smaller_codecs_are_offered(
     assert [offer["compression"] for offer in offers] == ["int8", "int4", "uneven"], "none that costs too much"
     speeds = [written["tokens_per_s"], *(offer["tokens_per_s"] for offer in offers)]
     assert all(later > 1.25 * earlier for earlier, later in pairwise(speeds))
-    assert "Links hold it up: with --compression int8 " in capsys.readouterr().out
+    assert "Links are the bottleneck: with --compression int8 " in capsys.readouterr().out
     assert planned(files, "--stages", "2", "--compression", "uneven") == 0
     packed = json.loads((files / "plan.json").read_text())
     assert packed["compression"] == "uneven"
@@ -372,7 +372,7 @@ def test_where_links_hold_a_job_up_smaller_codecs_are_offered(
     assert packed["lighter"] == []
     ratio = written["links"][0]["forward_bytes"] / packed["links"][0]["forward_bytes"]
     assert ratio == pytest.approx(1024 / 88)
-    assert "travel packed: uneven." in capsys.readouterr().out
+    assert "are compressed: uneven." in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -394,7 +394,7 @@ memory = "8GB"
     assert to_owner == "none"
     assert between_rigs != "none"
     assert written["lighter"] == []
-    assert f"travel packed: 0 to 1 {between_rigs}, 1 to 2 none." in capsys.readouterr().out
+    assert f"are compressed: 0 to 1 {between_rigs}, 1 to 2 none." in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -402,7 +402,7 @@ def test_where_computing_holds_it_up_none_is(graph: None, files: Path, capsys: p
     (files / "pool.toml").write_text(SLOW_LINKS.replace("1Mbit", "10Gbit").replace("1e11", "1e7"))
     assert planned(files, "--stages", "2") == 0
     assert json.loads((files / "plan.json").read_text())["lighter"] == []
-    assert "Links hold it up" not in capsys.readouterr().out
+    assert "Links are the bottleneck" not in capsys.readouterr().out
 
 
 def test_serving_has_no_compression(files: Path, capsys: pytest.CaptureFixture[str]):
@@ -435,7 +435,7 @@ def test_weights_away_are_for_training_and_ask_for_activations_made_again(
     assert planned(files, "--task", "serve", "--offload-weights", "never") == 2
     assert "--offload-weights is for --task train" in capsys.readouterr().err
     assert planned(files, "--recompute", "never", "--offload-weights", "always") == 2
-    assert "--offload-weights always asks for activations made again" in capsys.readouterr().err
+    assert "--offload-weights always needs recomputed activations" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -515,7 +515,7 @@ def test_wrong_use_is_answered_before_a_model_is_read(
 
 def test_a_catalogue_is_not_ignored_silently(files: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "model.json", "--catalogue", str(files / "pool.toml")]) == 2
-    assert "--catalogue is for the machines of a --pool file" in capsys.readouterr().err
+    assert "--catalogue needs --pool POOL.toml" in capsys.readouterr().err
 
 
 def test_an_unknown_gpu_is_wrong_use(files: Path, capsys: pytest.CaptureFixture[str]):
@@ -541,6 +541,6 @@ def test_the_models_ends_stay_with_the_owner_and_their_price_is_said(
     own = written["privacy"]["owner"]
     assert own["memory_bytes"] == first["memory_bytes"] + last["memory_bytes"]
     assert own["compute_s"] == pytest.approx(2 * (first["compute_s"] + last["compute_s"]))
-    assert "That costs this machine" in capsys.readouterr().out
+    assert "This level costs this machine" in capsys.readouterr().out
     assert planned(files, "--privacy", "split", pool="ownerless.toml") == 2
-    assert "of which the pool file says nothing" in capsys.readouterr().err
+    assert "the pool file does not describe that machine" in capsys.readouterr().err

@@ -109,11 +109,11 @@ def cost(**fields: object) -> Expense:
         (cost(), ["Energy: 2,000 kJ per million tokens, 300 W while", "Money: 0.25 EUR per million tokens."]),
         (
             cost(money=None, without_price=("a" * 52,)),
-            ["Energy: 2,000 kJ", "Money: not known; no price is given for desktop."],
+            ["Energy: 2,000 kJ", "Money: unknown, because no price is given for desktop."],
         ),
         (
             cost(power_w=None, joules=None, money=None, without_power=("b" * 52,), without_price=("b" * 52,)),
-            ["Energy: not known; no power is given for laptop."],
+            ["Energy: unknown, because no power is given for laptop."],
         ),
     ],
 )
@@ -131,7 +131,7 @@ def test_the_drawn_picture_stands_alone():
     found, between = planned(1e9)
     svg = plan_picture(found, between, NAMES)
     ElementTree.fromstring(svg)
-    for text in ("desktop", "laptop", "blocks", "Standing by: attic", "Slowest: compute of stage", "tokens/s"):
+    for text in ("desktop", "laptop", "blocks", "Spares: attic", "Slowest: compute of stage", "tokens/s"):
         assert text in svg
     assert "http" not in svg.replace("http://www.w3.org", "")
     assert all(f"#0{digit}0{digit}0{digit}" not in svg for digit in "123456789"), "every stand-in colour is replaced"

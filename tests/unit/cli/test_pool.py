@@ -23,8 +23,8 @@ def member(**changes: object) -> MemberView:
     ("view", "state", "part"),
     [
         (member(stages=(0, 2), job="job-1"), "working", "runs 0 2"),
-        (member(guards=(1, 3), job="job-1"), "working", "guards 1 3"),
-        (member(stages=(0,), guards=(1,), job="job-1"), "working", "runs 0, guards 1"),
+        (member(guards=(1, 3), job="job-1"), "working", "standby of 1 3"),
+        (member(stages=(0,), guards=(1,), job="job-1"), "working", "runs 0, standby of 1"),
         (member(state="idle"), "standing by", ""),
         (member(state="resting", rests_s=240.0), "resting 4 min 0 s", ""),
         (member(state="draining", stages=(1,), job="job-1"), "leaving", "runs 1"),

@@ -46,7 +46,6 @@ def done(step: int, *, step_s: float = 1.0, replayed: bool = False) -> progress.
         learning_rate=1e-3,
         total_norm=1.0,
         norms_hash="h",
-        data_cursor=0,
         fence=Fence(1, 1, 1),
         loss=3.0 - step,
     )
@@ -97,13 +96,13 @@ def test_a_line_for_each_thing_that_happened(told: Told) -> None:
     assert told.lines == [
         "step 2: SIGKILL for laptop (stage 1)",
         "step 2: laptop was killed (stage 1)",
-        "step 2: laptop was killed (stage 1); attic takes over from its snapshot of step 1; 1.4 s later step 2 is "
-        "committed",
-        "laptop is started again and joins the pool",
+        "step 2: laptop was killed (stage 1); attic takes over from its snapshot of step 1; recovered after 1.4 s "
+        "(step 2 committed)",
+        "laptop is restarted and rejoins the pool",
         "step 3: SIGKILL for the broker",
-        "step 3: the broker can't be reached (refused); the job goes on without it",
+        "step 3: the broker can't be reached (refused); the job continues without it",
         "the broker is back after 1 s",
-        "the broker is started again; all its members are registered",
+        "the broker is restarted; all its members are registered again",
     ]
 
 
@@ -146,7 +145,7 @@ def test_the_report_has_the_time_line(told: Told) -> None:
     assert (second.who, second.what, second.outcome) == (
         "the broker",
         "killed",
-        "the job went on without it; it is back",
+        "the job continued without it; it is back",
     )
     shown = {(one.peer, one.part, one.stage, round(one.from_s, 6), round(one.to_s, 6)) for one in made.tenures}
     assert shown == {

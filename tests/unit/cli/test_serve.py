@@ -26,11 +26,11 @@ def model(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--local", "2", "--invite", "x"), "--local brings up a pool of its own"),
-        (("--local", "2", "--stages", "2"), "--local brings up a pool of its own"),
+        (("--local", "2", "--invite", "x"), "--local starts its own pool"),
+        (("--local", "2", "--stages", "2"), "--local starts its own pool"),
         (("--host", "0.0.0.0"), "without API keys the gateway listens on this machine only"),
-        (("--api-key-file", "nowhere"), "there is no file of API keys nowhere"),
-        (("--host", "no.such.host.invalid"), "is no address to listen on"),
+        (("--api-key-file", "nowhere"), "there is no file nowhere"),
+        (("--host", "no.such.host.invalid"), "is not a valid address"),
         (("--weights", "fp64"), "'fp64' is not one of"),
         (("--local", "0"), "0 is not in the range"),
         (("--speculate", "16"), "expected auto, off or a number from 1 to 15, got 16"),

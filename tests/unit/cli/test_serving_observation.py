@@ -243,8 +243,8 @@ def test_rows_are_shown_with_what_limits_them(capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().out.splitlines()
     assert told[2].split() == ["2", "1", "3", "250", "ms", "500", "ms", "20", "-"]
     assert told[3:] == [
-        "1 answer is left out: a fault or another plan came in between.",
-        "1,500 tokens were guessed right; the plan predicts without guesses.",
+        "1 answer is left out: a fault or a change of plan occurred meanwhile.",
+        "1,500 speculative tokens were accepted; the plan predicts without speculation.",
         "a and b share.",
     ]
 

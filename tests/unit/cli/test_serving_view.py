@@ -34,7 +34,7 @@ def test_faults_and_waits_are_one_line_each(capsys: pytest.CaptureFixture[str]) 
     fault = progress.Fault(FaultNote(at_s=1.0, text="bob is gone; ada takes over stage 1", gap_s=0.5))
     assert lines(capsys, waiting, waiting, fault, progress.EngineReady(), waiting) == [
         "waiting for a peer that lends 1 GB (stage 1)",
-        "bob is gone; ada takes over stage 1 (tokens stood still for 500 ms)",
+        "bob is gone; ada takes over stage 1 (no tokens for 500 ms)",
         "waiting for a peer that lends 1 GB (stage 1)",
     ]
 

@@ -53,21 +53,21 @@ def test_who_is_there_is_planned_with_and_the_others_are_named(monkeypatch: pyte
     assert found.owner == OWNER
     assert {entry.peer: entry.reason for entry in found.absent} == {
         "cellar": "it is not connected.",
-        "den": "nothing has been heard from it lately.",
+        "den": "its heartbeats have stopped.",
         "eaves": "it is leaving.",
-        "flat": "it rests, having been lost often lately.",
+        "flat": "it was lost often lately and gets no work for now.",
     }
 
 
 def test_a_pool_of_absent_machines_is_wrong_use_and_says_who(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     pool_of(monkeypatch, member("cellar", "lost"))
-    with pytest.raises(UsageError, match=r"no peer in the pool that could be planned with \(cellar: it is not conn"):
+    with pytest.raises(UsageError, match=r"no peer in the pool can be planned with \(cellar: it is not conn"):
         session.pool_profiles(tmp_path)
 
 
 def test_an_empty_pool_is_wrong_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     pool_of(monkeypatch)
-    with pytest.raises(UsageError, match=r"no peer in the pool that could be planned with\."):
+    with pytest.raises(UsageError, match=r"no peer in the pool can be planned with\."):
         session.pool_profiles(tmp_path)
 
 

@@ -164,7 +164,7 @@ def test_without_an_owner_a_step_is_simulated_and_no_hours(tmp_path: Path, capsy
     found = figures(tmp_path, pool=POOL)
     assert "step_time_s" in found
     assert "goodput" not in found
-    assert "No hours are simulated" in capsys.readouterr().out
+    assert "Only single steps are simulated" in capsys.readouterr().out
 
 
 def test_a_feed_in_the_pool_is_simulated_for_a_step_and_no_hours(
@@ -173,7 +173,7 @@ def test_a_feed_in_the_pool_is_simulated_for_a_step_and_no_hours(
     """Its machine would be replaced like any other, and no job is fed that way."""
     found = figures(tmp_path, pool=POOL + OWNER + '[constraints]\nfeed = "pool"\nloss = "pool"\n')
     assert ("step_time_s" in found, "goodput" in found) == (True, False)
-    assert 'Set feed = "owner" for hours' in capsys.readouterr().out
+    assert 'Set feed = "owner" to simulate hours' in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_compression_spares_the_links(tmp_path: Path) -> None:
     ("wrong", "sentence"),
     [
         ('away = "5min"', "did you mean 'away'"),
-        ("microbatches = 8", "16 rows can't be parted into 7 equal microbatches"),
+        ("microbatches = 8", "16 rows is not divisible into 7 equal microbatches"),
         ('stay = "20min"', "churn.stay: expected a duration"),
         ('freeze = "4s"', "more than 0 s"),
     ],
@@ -215,7 +215,7 @@ def test_mistakes_name_the_key(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_link_that_loses_everything_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="nothing arrives"):
+    with pytest.raises(RecipeError, match="expected a loss below 100%"):
         read_scenario(written(tmp_path, scenario=SCENARIO + '[links]\nloss = "100%"\n'))
 
 

@@ -38,26 +38,26 @@ def test_a_circle_from_its_first_key_to_a_revocation(tmp_path: Path):
     assert "fusion trust carry" in done("sign", peer, "--name", "bob", "--home", home, "--json", written)
     line = json.loads(written.read_text())["endorsement"]
     assert load_circle(home / "trust.json").endorsements == (parse_line(line),)
-    assert "Carried, until" in done("carry", line, "--home", member)
+    assert "Carried until" in done("carry", line, "--home", member)
     assert carried_endorsements(member) == (parse_line(line),)
     # Another owner trusts the same signing key.
     other = tmp_path / "other"
     done("add", key, "--name", "alice", "--home", other)
     load_circle(other / "trust.json").endorsement_of(peer, carried_endorsements(member), time.time())
-    assert "holds until" in done("list", "--home", home)
+    assert "valid until" in done("list", "--home", home)
     done("revoke", peer, "--home", home)
     assert "revoked" in done("list", "--home", home)
     assert "revoke --undo" in refused("sign", peer, "--home", home).err
     done("revoke", peer, "--undo", "--home", home)
-    assert "holds until" in done("list", "--home", home)
+    assert "valid until" in done("list", "--home", home)
     done("remove", key, "--home", other)
     assert "is not trusted here" in refused("remove", key, "--home", other).err
 
 
 @pytest.mark.parametrize("wrong", ["bob", "a" * 51, "signing-" + "a" * 52, "b" * 52])
 def test_machines_are_named_by_their_full_keys_alone(tmp_path: Path, wrong: str):
-    assert "a machine's key in full" in refused("sign", wrong, "--home", tmp_path).err
-    assert "a machine's key in full" in refused("revoke", wrong, "--home", tmp_path).err
+    assert "a machine's full key" in refused("sign", wrong, "--home", tmp_path).err
+    assert "a machine's full key" in refused("revoke", wrong, "--home", tmp_path).err
     assert not (tmp_path / "trust.json").exists()
 
 
@@ -99,4 +99,4 @@ def test_confidential_asks_for_trusted_peers(tmp_path: Path, command: str):
     for level in ([], ["--privacy", "split"], ["--privacy", "open"]):
         said = fusion(command, tmp_path, "--confidential", *level, "--home", tmp_path)
         assert said.code == 2
-        assert "asks for trusted peers" in said.err
+        assert "needs --privacy trusted" in said.err

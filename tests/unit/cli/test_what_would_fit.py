@@ -96,7 +96,7 @@ def test_nothing_is_said_where_nothing_helps():
 def test_the_ends_of_the_model_may_be_what_is_in_the_way():
     ends = (RolePlacement(role="feed"), RolePlacement(role="loss"))
     owner = peer("me", 1)
-    assert what_would_fit(problem(peer("a", 30), owner=owner, roles=ends)) == ["with the model's ends in the pool"]
+    assert what_would_fit(problem(peer("a", 30), owner=owner, roles=ends)) == ["with embedding and head in the pool"]
 
 
 def test_a_split_that_the_owner_has_no_memory_for() -> None:

@@ -41,7 +41,7 @@ def test_depths_are_those_that_leave_home(options: AuditOptions, depths: tuple[i
     ],
 )
 def test_a_depth_that_nobody_sees_is_refused(options: AuditOptions):
-    with pytest.raises(UsageError, match="home"):
+    with pytest.raises(UsageError, match="peers"):
         audit._depths(options, 4)
 
 

@@ -35,7 +35,6 @@ def record() -> CommitRecord:
         learning_rate=1.0,
         total_norm=1.0,
         norms_hash="",
-        data_cursor=1,
         fence=Fence(7, 1, 0),
         loss=1.0,
     )
@@ -169,7 +168,7 @@ def test_but_not_for_ever_where_others_will_do(start: Begin, monkeypatch: pytest
 
 def test_a_pool_that_only_clears_ends_the_patience(start: Begin, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(beginning, "PLAN_PAUSE_S", 0.0)
-    with pytest.raises(PlanError, match="no peer stands by"):
+    with pytest.raises(PlanError, match="no peer is free"):
         start((member("c", clears="another"),), had=None)
 
 

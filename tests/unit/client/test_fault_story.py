@@ -37,7 +37,6 @@ def committed(step: int, *, replayed: bool = False) -> progress.StepDone:
         learning_rate=1e-3,
         total_norm=1.0,
         norms_hash="h",
-        data_cursor=0,
         fence=Fence(1, 1, 1),
         loss=2.0,
     )
@@ -65,7 +64,7 @@ def test_a_takeover_is_told_in_a_line(story: FaultStory) -> None:
     assert story.see(committed(11), 6.5) == ()
     assert story.see(progress.Recovered(11, 1.5), 6.5) == (
         "step 12: laptop is lost (stage 1): connection closed; attic takes over from its snapshot of step 10, "
-        "1 step again; 1.5 s later step 12 is committed",
+        "with 1 step recomputed; recovered after 1.5 s (step 12 committed)",
     )
     (episode,) = story.episodes
     assert (episode.exact, episode.takeover, episode.over_s, episode.recovered_s) == (True, {1: ATTIC}, 6.5, 1.5)
@@ -94,7 +93,7 @@ def test_other_numerics_are_said(story: FaultStory) -> None:
 
 def test_a_lost_guard_stops_nothing(story: FaultStory) -> None:
     assert story.see(lost(ATTIC, "guard", ()), 5.0) == (
-        "step 12: attic, which guarded stage 1, is lost: connection closed; the job goes on",
+        "step 12: attic, warm standby of stage 1, is lost: connection closed; the job continues",
     )
     assert story.open() == []
     assert story.episodes[0].stages == (1,)
@@ -107,8 +106,8 @@ def test_two_at_once_are_two_faults_of_one_recovery(story: FaultStory) -> None:
     story.see(progress.PlanChanged(plan(2, HERON, ATTIC), "x"), 5.6)
     story.see(progress.Restored(11, 10, (0, 1), False), 5.7)
     first, second = story.see(progress.Recovered(11, 2.0), 7.0)
-    assert "heron takes over from a kept state of step 10, 1 step again; 2 s later" in first
-    assert "attic takes over from its snapshot of step 10, 1 step again; 1.5 s later" in second
+    assert "heron takes over from a stored state of step 10, with 1 step recomputed; recovered after 2 s" in first
+    assert "attic takes over from its snapshot of step 10, with 1 step recomputed; recovered after 1.5 s" in second
 
 
 def test_a_broken_link_that_was_a_death_is_one_fault(story: FaultStory) -> None:
@@ -121,7 +120,7 @@ def test_a_broken_link_that_was_a_death_is_one_fault(story: FaultStory) -> None:
 
 def test_a_broken_link_alone_costs_no_state(story: FaultStory) -> None:
     story.see(lost(kind="link"), 5.0)
-    assert "every stage kept its state; 1 s later" in story.see(progress.Recovered(11, 1.0), 6.0)[0]
+    assert "every stage kept its state; recovered after 1 s" in story.see(progress.Recovered(11, 1.0), 6.0)[0]
 
 
 def test_a_rollback_is_called_so(story: FaultStory) -> None:
@@ -130,22 +129,25 @@ def test_a_rollback_is_called_so(story: FaultStory) -> None:
     assert "with all stages from the checkpoint of step 8" in story.see(progress.Recovered(11, 9.0), 14.0)[0]
     story.see(lost(), 20.0)
     story.see(progress.Restored(11, 0, (0, 1), True), 20.2)
-    assert "with all stages from the beginning, 11 steps again" in story.see(progress.Recovered(11, 9.0), 29.0)[0]
+    assert (
+        "with all stages from the beginning, with 11 steps recomputed"
+        in story.see(progress.Recovered(11, 9.0), 29.0)[0]
+    )
 
 
 def test_waiting_says_for_what_and_what_to_do_once(story: FaultStory) -> None:
     story.see(lost(), 5.0)
     (line,) = story.see(progress.Waiting("waiting for a peer that lends 75 MB (stage 1)."), 5.1)
-    assert line.startswith("step 12: the job waits for a peer that lends 75 MB (stage 1). It goes on by itself")
+    assert line.startswith("step 12: the job waits for a peer that lends 75 MB (stage 1). It continues by itself")
     (line,) = story.see(progress.Waiting("the broker can't be reached"), 5.15)
-    assert "the job waits: the broker can't be reached. It goes on by itself when the broker is there;" in line
+    assert "the job waits: the broker can't be reached. It continues by itself when the broker is back;" in line
     (line,) = story.see(progress.Waiting("no peer stands by for stage 1"), 5.2)
     assert "the job waits: no peer stands by for stage 1" in line
     assert "`fusion invite`" in line
     assert story.see(progress.Waiting("no peer stands by for stage 1"), 6.2) == ()
     story.see(progress.PlanChanged(plan(2, TOWER, LAPTOP), "x"), 9.0)
     story.see(progress.Restored(11, 8, (1,), True), 9.2)
-    assert "laptop is back and goes on with all stages from the checkpoint of step 8" in story.sentence(
+    assert "laptop is back and continues with all stages from the checkpoint of step 8" in story.sentence(
         story.episodes[0]
     )
     story.see(committed(11), 10.0)
@@ -154,7 +156,7 @@ def test_waiting_says_for_what_and_what_to_do_once(story: FaultStory) -> None:
 
 def test_the_broker_goes_and_comes(story: FaultStory) -> None:
     (away,) = story.see(progress.BrokerAway("connection refused"), 5.0)
-    assert away == "step 12: the broker can't be reached (connection refused); the job goes on without it"
+    assert away == "step 12: the broker can't be reached (connection refused); the job continues without it"
     assert story.open() == []
     assert story.see(progress.BrokerBack(), 7.5) == ("the broker is back after 2.5 s",)
     (episode,) = story.episodes
@@ -170,18 +172,18 @@ def test_a_stranger_is_called_by_its_key(story: FaultStory) -> None:
 def test_a_liar_is_named_with_what_it_did_and_what_follows(story: FaultStory) -> None:
     wrong = progress.FaultSeen("liar", LAPTOP, (1,), 11, "activations for stage 2 differ by 0.01 of their size")
     what = "activations for stage 2 differ by 0.01 of their size"
-    said = f"stage 1 on laptop gave wrong results and gets no more work of this job: {what}"
+    said = f"stage 1 on laptop gave wrong results and gets no more work from this job: {what}"
     assert story.see(wrong, 5.0) == (f"step 12: {said}",)
     story.see(progress.PlanChanged(plan(2, TOWER, HERON), "x"), 5.1)
     story.see(progress.Restored(8, 8, (0, 1), False), 5.2)
     (line,) = story.see(progress.Recovered(8, 1.5), 6.5)
-    assert "heron takes over from a kept state of step 8" in line
+    assert "heron takes over from a stored state of step 8" in line
 
 
 def test_a_guard_that_accused_the_honest_stops_nothing(story: FaultStory) -> None:
     wrong = progress.FaultSeen("liar", ATTIC, (), 11, "its word against another peer did not hold")
     (line,) = story.see(wrong, 5.0)
-    assert line.endswith("its word against another peer did not hold; the job goes on")
+    assert line.endswith("its word against another peer did not hold; the job continues")
     assert line.startswith("step 12: attic, a spare, gave wrong results")
     assert story.open() == []
 
@@ -191,7 +193,7 @@ def test_a_count_down_is_said_once_whole_and_then_in_short(story: FaultStory) ->
     waits = "waiting for a peer that lends 1 GB (stage 1); cutting the model anew over 1 machine (tower) in {} s"
     (first,) = story.see(progress.Waiting(waits.format(30)), 5.1)
     assert first.startswith("step 12: the job waits for a peer that lends 1 GB (stage 1); cutting the model anew")
-    assert "in 30 s. With such a machine before that" in first
+    assert "in 30 s. If such a machine joins before that" in first
     assert story.see(progress.Waiting(waits.format(30)), 5.6) == ()
     assert story.see(progress.Waiting(waits.format(20)), 15.1) == (
         "step 12: cutting the model anew over 1 machine (tower) in 20 s",
@@ -213,8 +215,8 @@ def test_a_model_cut_anew_is_told_with_its_machines(story: FaultStory) -> None:
     (said,) = story.see(progress.Recovered(11, 31.0), 36.0)
     assert said == (
         "step 12: laptop is lost (stage 1): connection closed; the model is cut anew over tower and heron with all "
-        "stages from the checkpoint of step 8, 3 steps again (other numerics: tolerant, not bit-exact, losses within "
-        "1e-05); 31 s later step 12 is committed"
+        "stages from the checkpoint of step 8, with 3 steps recomputed (other numerics: tolerant, not bit-exact, "
+        "losses within 1e-05); recovered after 31 s (step 12 committed)"
     )
     (episode,) = story.episodes
     assert (episode.recut, episode.exact, episode.tolerance) == ((TOWER, HERON), False, 1e-5)

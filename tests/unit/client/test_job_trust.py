@@ -56,7 +56,7 @@ def test_a_confidential_job_is_refused_at_every_level_but_trusted(tmp_path: Path
 def test_without_a_trust_file_a_trusted_job_reaches_nobody_but_its_owner(tmp_path: Path):
     trust = job_trust(tmp_path, membership(), "trusted", confidential=True)
     trust.check(ME)
-    with pytest.raises(TrustError, match="trusts nobody yet"):
+    with pytest.raises(TrustError, match="has no trust list yet"):
         trust.check(ADA)
 
 

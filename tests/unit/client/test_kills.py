@@ -109,7 +109,6 @@ def record(step: int, loss: float = 2.0) -> CommitRecord:
         learning_rate=1e-3,
         total_norm=1.0,
         norms_hash="h",
-        data_cursor=0,
         fence=Fence(1, 1, 1),
         loss=loss,
     )

@@ -40,15 +40,15 @@ def test_a_killed_peer_and_a_killed_broker_are_who_they_were(tmp_path: Path) -> 
         async with LocalPool(tmp_path, [LocalPeer("laptop")]) as pool:
             (peer,) = pool.names
             invitation, pids = pool.invitation, {name: pool.pid(name) for name in ("laptop", BROKER)}
-            with pytest.raises(FusionError, match="still runs"):
+            with pytest.raises(FusionError, match="still running"):
                 await pool.start_again("laptop")
-            with pytest.raises(FusionError, match="expected one of broker, laptop, got 'desktop'"):
+            with pytest.raises(FusionError, match="expected a process of broker, laptop, got 'desktop'"):
                 await pool.kill("desktop")
 
             await pool.kill("laptop")
             assert not runs(pids["laptop"])
             assert not pool.lives("laptop")
-            with pytest.raises(FusionError, match="ended already"):
+            with pytest.raises(FusionError, match="already ended"):
                 await pool.kill("laptop")
             await pool.start_again("laptop")
             assert pool.lives("laptop")
@@ -76,7 +76,7 @@ def test_a_peer_that_somebody_else_kills_comes_back(tmp_path: Path) -> None:
 
         def say(text: str) -> None:
             said.append(text)
-            if text == "laptop runs again":
+            if text == "laptop is running again":
                 back.set()
 
         async with LocalPool(tmp_path, [LocalPeer("laptop")], say=say) as pool:
@@ -91,4 +91,4 @@ def test_a_peer_that_somebody_else_kills_comes_back(tmp_path: Path) -> None:
         assert not runs(last)
 
     asyncio.run(story())
-    assert said == ["laptop was killed (signal 9); it is started again in 1 s", "laptop runs again"]
+    assert said == ["laptop was killed (signal 9); it is restarted in 1 s", "laptop is running again"]

@@ -110,7 +110,10 @@ def _flipped(data: bytes) -> bytes:
 
 SLIPPED_IN: dict[str, tuple[Callable[[MaliciousPool, str], tuple[bytes, ...]], str]] = {
     "unsigned": (lambda _pool, _name: (), "no key that this machine trusts"),
-    "with another's endorsement": (lambda pool, _name: (pool.endorsement("ada"),), "endorsement of another key"),
+    "with another's endorsement": (
+        lambda pool, _name: (pool.endorsement("ada"),),
+        "endorsement it shows is for another key",
+    ),
     "signed by the broker": (lambda pool, name: (pool.endorsement(name, key=BROKERS_KEY),), "not a key trusted here"),
     "signed by the pool's authority": (
         lambda pool, name: (pool.endorsement(name, key=pool.authority.key),),
@@ -213,7 +216,7 @@ async def test_a_plan_that_the_broker_changes_is_not_obeyed_at_any_level(
             lambda plan: msgspec.structs.replace(plan, stages=plan.stages[::-1]),
         ):
             pool.service.lie = granting(change)
-            with pytest.raises(TrustError, match="granted another plan than"):
+            with pytest.raises(TrustError, match="granted a different plan than"):
                 await begun(pool, replanner_of(pool, task), task)
 
 
@@ -231,7 +234,7 @@ async def test_an_old_grant_is_not_taken_for_a_new_one(tmp_path: Path, task: Tas
         pool.service.lie = granting(lambda plan: msgspec.structs.replace(plan, version=first.plan.version))
         with pytest.raises(TrustError, match="can't be its next"):
             await replanner.renewed(second)
-        with pytest.raises(TrustError, match="after version"):
+        with pytest.raises(TrustError, match="not above version"):
             await replanner.make_real(msgspec.structs.replace(second.plan, version=0))
 
 
@@ -312,7 +315,7 @@ async def test_without_a_trust_file_that_can_be_read_nobody_is_asked(tmp_path: P
         opening = wire.OpenJob(job=JOB, fence=Fence(1, 1, 0), ticket=b"")
         for harm in BROKEN.values():
             harm(pool.circle.path)
-            with pytest.raises(PlanError, match="no trusted peer stands by"):
+            with pytest.raises(PlanError, match="no trusted peer is free"):
                 await begun(pool, replanner_of(pool, task), task)
             with pytest.raises(RefusedError, match="may not work for this job"):
                 await replanner.renewed(deployment)

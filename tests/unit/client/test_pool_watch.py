@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_a_machine_that_joins_guards_what_nobody_guards(bench: Make):
     ((found, reason),) = one.driver.offers
     assert places(found.plan) == places(one.driver.plan)
     assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "d", 1: "d"}
-    assert reason == "stages 0, 1 can be guarded now"
+    assert reason == "a warm standby for stages 0, 1 is available"
 
 
 def test_a_guard_that_is_left_takes_on_the_stage_of_one_that_was_lost(bench: Make):
@@ -132,7 +133,7 @@ def test_a_guard_that_is_left_takes_on_the_stage_of_one_that_was_lost(bench: Mak
     one.look()
     ((found, reason),) = one.driver.offers
     assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "c", 1: "c"}
-    assert reason == "stage 1 can be guarded now"
+    assert reason == "a warm standby for stage 1 is available"
 
 
 def test_a_lost_guard_is_made_up_for_by_another_at_the_next_look(bench: Make):
@@ -144,7 +145,7 @@ def test_a_lost_guard_is_made_up_for_by_another_at_the_next_look(bench: Make):
     one.look()
     ((found, reason),) = one.driver.offers
     assert {guard.stage: guard.peer for guard in found.plan.guards} == {0: "d", 1: "d"}
-    assert reason == "stages 0, 1 can be guarded now"
+    assert reason == "a warm standby for stages 0, 1 is available"
 
 
 @pytest.mark.parametrize("state", ["idle", "active"])
@@ -167,6 +168,53 @@ def test_a_lost_guard_that_is_heard_again_guards_again(bench: Make, state: str):
     one.clock.seconds += 2.0
     one.look()
     assert len(one.driver.offers) == 1, "the second time it must have been there for longer"
+
+
+def test_a_guard_that_fails_each_time_is_asked_ever_more_seldom_until_it_joins_anew(bench: Make):
+    """Its process never ends: nothing of it has changed."""
+    one = bench((*ALL, member("c")), guarded=True)
+    one.driver.deployment = Deployment(
+        plan=msgspec.structs.replace(one.driver.plan, guards=()), tickets=one.driver.deployment.tickets
+    )
+    said: list[str] = []
+    one.watch._replanner.say = said.append
+    asked_s: list[float] = []
+    while one.clock.seconds < 100.0 + 6 * 3600:
+        one.clock.seconds += pool_watch.LOOK_S
+        before = len(one.driver.offers)
+        one.look()
+        if len(one.driver.offers) > before:
+            asked_s.append(one.clock.seconds)
+            one.driver.adopt()
+            one.lose_guard("c")
+    waits_s = [later - earlier for earlier, later in itertools.pairwise(asked_s)]
+    assert waits_s == sorted(waits_s)
+    assert waits_s[-1] == 3600
+    assert len(asked_s) < 20
+    assert said == [
+        "c was lost or failed 6 times in a row: it is asked again after pauses that double up to 60 minutes, or when "
+        "it has joined anew"
+    ]
+    one.clock.seconds += 31.0
+    one.pool.looks = [(*ALL, member("c", boot=2))]
+    before = len(one.driver.offers)
+    one.look()
+    assert len(one.driver.offers) == before + 1
+
+
+def test_a_guard_that_stood_by_for_long_is_asked_soon_after_its_loss(bench: Make):
+    one = bench((*ALL, working("c")), guarded=True)
+    for _ in range(8):
+        one.watch._replanner.note_lost("c")
+    one.watch._replanner._missing.clear()
+    one.driver.sheltered = frozenset({0, 1})
+    one.look()
+    one.clock.seconds += 121.0
+    one.look()
+    one.lose_guard("c")
+    one.clock.seconds += 1.0
+    one.look()
+    assert len(one.driver.offers) == 1
 
 
 def test_a_plan_whose_guard_falls_while_it_is_made_is_not_offered(bench: Make):
@@ -357,9 +405,7 @@ def test_a_faster_machine_guards_a_stage_and_then_changes_places(bench: Make):
 
 def step_done(step_s: float) -> progress.StepDone:
     fence = Fence(plan_version=1, incarnation=1, attempt=1)
-    record = CommitRecord(
-        step=1, scale=1.0, learning_rate=0.0, total_norm=1.0, norms_hash="n", data_cursor=1, fence=fence, loss=1.0
-    )
+    record = CommitRecord(step=1, scale=1.0, learning_rate=0.0, total_norm=1.0, norms_hash="n", fence=fence, loss=1.0)
     return progress.StepDone(record, (), step_s, 1.0, False, {})
 
 
@@ -457,5 +503,5 @@ def test_machines_that_come_again_are_taken_in_where_the_model_was_cut_anew_with
     one.look()
     ((found, reason),) = one.driver.offers
     assert len(set(places(found.plan).values()) - {"owner"}) == 2
-    assert reason.startswith("there are machines again: cutting the model anew over 2 machines (")
+    assert reason.startswith("machines have joined: cutting the model anew over 2 machines (")
     assert found.plan.tolerant_takeovers == ()

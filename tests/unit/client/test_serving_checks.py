@@ -18,18 +18,17 @@ def said(guards: dict[int, str], checkable: set[int], *, spot: bool = True, peer
 
 def test_checked_stages_and_those_that_are_not_are_named():
     both = {1: "g", 2: "g"}
-    assert said(both, {0, 1, 2}) == ("spot checks: machines that stand by read part of the texts of stages 1, 2 again")
+    assert said(both, {0, 1, 2}) == ("spot checks: warm standbys recompute part of the texts of stages 1, 2")
     assert said({1: "g"}, {0, 1, 2}) == (
-        "spot checks: machines that stand by read part of the texts of stage 1 again; "
-        "nobody checks stage 2: none stands by for it"
+        "spot checks: warm standbys recompute part of the texts of stage 1; not checked: stage 2, which has no standby"
     )
-    assert said({}, {0, 1, 2}) == "nobody checks stages 1, 2: none stands by for them"
+    assert said({}, {0, 1, 2}) == "not checked: stages 1, 2, which have no standby"
     assert said(both, {0, 1}) == (
-        "spot checks: machines that stand by read part of the texts of stage 1 again; "
-        "nobody checks stage 2: what goes in or comes out is seen by no other stage"
+        "spot checks: warm standbys recompute part of the texts of stage 1; "
+        "not checked: stage 2, whose inputs or outputs no other stage sees"
     )
 
 
 def test_where_nothing_is_to_be_checked_that_is_all_there_is_to_say():
-    assert said({1: "g"}, {0, 1, 2}, spot=False) == "nobody checks what the machines compute (--checks off)"
+    assert said({1: "g"}, {0, 1, 2}, spot=False) == "the peers' results are not checked (--checks off)"
     assert said({}, {0, 1, 2}, peers="oooo") is None

@@ -90,7 +90,6 @@ def record(step: int, loss: float = 1.5) -> CommitRecord:
         learning_rate=0.5 / (step + 1),
         total_norm=2.5,
         norms_hash=norms_hash({"a": 1.0, "b": 2.0}),
-        data_cursor=2 * (step + 1),
         fence=FENCE,
         loss=loss,
     )
@@ -453,7 +452,6 @@ def test_what_is_not_journalled_is_not_sent():
             learning_rate=0.5,
             total_norm=2.5,
             norms_hash=norms_hash({"a": 1.0, "b": 2.0}),
-            data_cursor=2,
             fence=FENCE,
             loss=1.5,
         )

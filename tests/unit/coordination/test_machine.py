@@ -14,7 +14,6 @@ from fusionai.coordination.machine import (
     State,
     Transition,
     rows,
-    stay,
 )
 
 
@@ -100,10 +99,3 @@ def test_rows_are_every_arrow_of_the_table():
         ("open", "Coin", "open", "paid"),
         ("open", "Push", "locked", ""),
     )
-    assert MACHINE.phases == ("locked", "open")
-
-
-def test_allows_and_stay():
-    assert MACHINE.allows(NEW, Coin)
-    assert not MACHINE.allows(NEW, Push)
-    assert stay(NEW, Push()) == (NEW, ())

@@ -51,9 +51,9 @@ def phases(pool: Pool) -> dict[str, str]:
 START = [invited(), *joined(A), *joined(B), *joined(C)]
 
 
-def test_registered_members_are_the_backup_pool():
+def test_registered_members_are_idle():
     pool = replay(START)
-    assert [member.peer for member in pool.backup_pool()] == [A, B, C]
+    assert phases(pool) == {"a": "idle", "b": "idle", "c": "idle"}
     assert pool.invitations["inv"].uses_left == 7
 
 

@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.coordination.reputation import (
+    CHEATED,
     LEAST,
+    MISSED,
     MOST,
     NEEDED,
     PROMISED_TASKS,
     Reputation,
     drawn,
     floor,
-    found_within_tasks,
 )
 
 
@@ -42,6 +43,16 @@ def test_one_that_does_not_hold_begins_again(times: int, partner: str):
     doubted = held(times).doubted(partner)
     assert doubted.chance(1) == 1.0
     assert doubted.held().partners == doubted.partners == ({partner} if partner else set())
+
+
+def found_within_tasks(tasks: int) -> float:
+    """By how many tasks a trusted peer that falsifies `CHEATED` of them is found in all but `MISSED` of cases: checked
+    at the floor, in stretches of `tasks`."""
+    caught = floor(tasks) * (1 - (1 - CHEATED) ** tasks)
+    stretches, left = 0, 1.0
+    while left > MISSED:
+        stretches, left = stretches + 1, left * (1 - caught)
+    return float(stretches * tasks)
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 4, 8])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.silence import DEADLINE_S, LEARNING_S, LONGEST_S, MEMORY_S, PING_S, SHORTEST_S, Silence
+from fusionai.coordination.silence import DEADLINE_S, LEARNING_S, LONGEST_S, MEMORY_S, SHORTEST_S, Silence
 
 
 def lives(silence: Silence, start_s: float, *gaps_s: float) -> float:
@@ -54,7 +54,6 @@ def test_several_are_named_together_in_order() -> None:
     for who in ("cyd", "ada", "bob"):
         silence.watch(who, 0.0)
     assert ticks(silence, 0.0, 6.0) == [(4.0, "ada"), (4.0, "bob"), (4.0, "cyd")]
-    assert silence.next_tick_s() is None
 
 
 def test_the_watchers_own_sleep_is_nobodys_silence() -> None:
@@ -99,16 +98,6 @@ def test_late_words_of_the_suspected_and_the_forgotten_start_nothing() -> None:
     assert ticks(silence, 20.0, 30.0) == [(24.0, "ada")]
 
 
-def test_the_next_tick_is_a_ping_away_or_at_the_first_deadline() -> None:
-    silence = Silence(ping_s=0.5, deadline_s=4.2)
-    assert silence.next_tick_s() is None
-    silence.watch("ada", 0.0)
-    assert silence.next_tick_s() == 0.5
-    assert ticks(silence, 0.0, 4.0) == []
-    assert silence.next_tick_s() == pytest.approx(4.2)
-    assert silence.tick(4.2) == {"ada": 4.2}
-
-
 def test_time_that_runs_backwards_changes_nothing() -> None:
     silence = Silence()
     silence.watch("ada", 10.0)
@@ -119,7 +108,6 @@ def test_time_that_runs_backwards_changes_nothing() -> None:
     silence.heard("ada", 9.0)
     assert silence.tick(8.0) == {}
     assert silence.silent_s("ada") == 0.0
-    assert silence.next_tick_s() == 11.0 + PING_S
 
 
 def test_a_prompt_peer_is_missed_soon() -> None:
@@ -217,12 +205,9 @@ def test_everybody_has_a_deadline_of_their_own() -> None:
     silence.watch("ada", 0.0)
     now_s = lives(silence, 0.0, *prompt(LEARNING_S))
     silence.watch("bob", now_s)
-    assert silence.next_tick_s() == now_s + 0.5
     assert ticks(silence, now_s, now_s + 1.5) == []
     silence.tick(now_s + 1.75)
-    assert silence.next_tick_s() == now_s + 2.0, "ada's, though bob is watched too"
     assert silence.tick(now_s + 2.0) == {"ada": 2.0}
-    assert silence.next_tick_s() == now_s + 2.5
     assert ticks(silence, now_s + 2.0, now_s + 3.5) == []
     assert silence.tick(now_s + 4.0) == {"bob": 4.0}
 

@@ -67,7 +67,6 @@ def record(step: int, scale: float = 1.0) -> CommitRecord:
         learning_rate=0.1,
         total_norm=1.0,
         norms_hash="",
-        data_cursor=step + 1,
         fence=FIRST,
         loss=1.0,
     )

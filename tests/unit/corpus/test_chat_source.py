@@ -183,7 +183,6 @@ def test_pure_and_dealt(tmp_path: Path) -> None:
     assert bytes(again.microbatch(7, 0)["labels"].data) == first
     assert again.fingerprint == source.fingerprint
     assert bytes(source.dealt(Deal(1, 2)).microbatch(3, 0)["labels"].data) == first
-    assert source.cursor(7) == 7
     write(tmp_path, [{"messages": TALKS[number % 2]} for number in range(10)])
     assert chat_source(tmp_path).fingerprint != source.fingerprint
 
@@ -214,19 +213,19 @@ def test_bad_rows_within_the_limit_are_left_out_counted_and_listed(tmp_path: Pat
     assert [entry["place"].rpartition("/")[2] for entry in listed] == ["rows.jsonl, line 2", "rows.jsonl, line 3"]
     assert listed[1]["problem"] == "expected messages to be a list of messages, got a text."
     told = "\n".join(source.notes)
-    assert "2 of 4 rows are bad" in told
+    assert "2 of 4 rows are invalid" in told
     assert "rows.jsonl, line 3: expected messages" in told
     assert "private" not in told
     # Nothing is read a second time, and the limit still holds.
     assert chat_source(tmp_path, bad_rows=limit).notes == source.notes
-    with pytest.raises(DataError, match="2 of the first 4 rows are bad"):
+    with pytest.raises(DataError, match="2 of the first 4 rows are invalid"):
         chat_source(tmp_path, bad_rows=1)
 
 
 @pytest.mark.parametrize("limit", [1, 0.4])
 def test_more_bad_rows_than_the_limit(tmp_path: Path, limit: float) -> None:
     write(tmp_path, BAD)
-    with pytest.raises(DataError, match=r"2 of the first [34] rows are bad.*line 2: not valid JSON") as raised:
+    with pytest.raises(DataError, match=r"2 of the first [34] rows are invalid.*line 2: not valid JSON") as raised:
         chat_source(tmp_path, bad_rows=limit)
     assert "bad_rows.jsonl" in (raised.value.hint or "")
     assert len((tmp_path / "tokens/bad_rows.jsonl").read_text().splitlines()) == 2
@@ -259,7 +258,7 @@ def test_a_template_that_rewrites_what_was_said_is_refused_row_by_row(tmp_path: 
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     write(tmp_path, [{"messages": TALKS[0]}, {"messages": TALKS[1]}])
-    with pytest.raises(DataError, match=r"line 1: the model's chat template writes message 3 or those before"):
+    with pytest.raises(DataError, match=r"line 1: the model's chat template renders message 3 or those before"):
         chat_source(tmp_path, template="own.jinja")
 
 
@@ -273,10 +272,10 @@ def test_conversations_that_are_too_long(tmp_path: Path, too_long: str, left: in
     assert source.samples == left
     told = "\n".join(source.notes)
     if too_long == "truncate":
-        assert "2 conversations are longer than 60 tokens and cut there" in told
-        assert "1 conversations have no answer within 60 tokens and are left out" in told
+        assert "2 conversations are longer than 60 tokens and were cut there" in told
+        assert "1 conversations have no answer within 60 tokens and were left out" in told
     else:
-        assert "2 conversations are longer than 60 tokens and left out" in told
+        assert "2 conversations are longer than 60 tokens and were left out" in told
 
 
 def test_parquet_and_tools(tmp_path: Path) -> None:
@@ -303,7 +302,7 @@ def test_nothing_to_train_on(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the training part of the data has no conversation with an answer"):
         chat_source(tmp_path)
     write(tmp_path, [{"messages": TALKS[0]}] * 3)
-    with pytest.raises(DataError, match="the evaluation part has 1 rows, a microbatch takes 2"):
+    with pytest.raises(DataError, match="the evaluation part has 1 rows, fewer than a microbatch of 2"):
         chat_source(tmp_path, evaluation_fraction=0.4, train={"batch_size": 2})
     with pytest.raises(DataError, match="no chat template at"):
         chat_source(tmp_path, template="absent.jinja")

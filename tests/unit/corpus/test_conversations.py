@@ -69,10 +69,13 @@ def test_alpacas_layout(row: dict[str, object], asked: str) -> None:
         ({"messages": [{"content": "x"}, ANSWER]}, "got nothing."),
         ({"messages": [{"role": "user", "content": 3}, ANSWER]}, "message 1: expected the content to be a text, got"),
         ({"messages": [{"role": "user"}, ANSWER]}, "message 1: expected the key 'content', got none."),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "parts of the content to be texts"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "part of the content to be a text"),
         ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "message 2: expected an answer, got an empty"),
         ({"messages": [USER, {**ANSWER, "tool_calls": "f"}]}, "tool_calls to be a list of tables, got a text."),
-        ({"messages": [{**USER, "tool_calls": [{}]}, ANSWER]}, "tool_calls of an assistant alone, got some of role"),
+        (
+            {"messages": [{**USER, "tool_calls": [{}]}, ANSWER]},
+            "tool_calls only in an assistant's message, got some in a message of role",
+        ),
         ({"messages": [USER, ANSWER], "tools": "secret"}, "tools to be a list of tables, got a text."),
     ],
 )
@@ -88,8 +91,8 @@ def test_what_is_no_chat(row: dict[str, object], said: str) -> None:
     [
         ({"instruction": "x"}, "expected the key 'output'; known: instruction."),
         ({"instruction": "x", "output": 3}, "expected output to be a text, got a number."),
-        ({"instruction": "x", "output": " "}, "expected output to say something, got an empty text."),
-        ({"instruction": "", "output": "x"}, "expected instruction to say something, got an empty text."),
+        ({"instruction": "x", "output": " "}, "expected output not to be empty, got an empty text."),
+        ({"instruction": "", "output": "x"}, "expected instruction not to be empty, got an empty text."),
         ({"instruction": "x", "input": [], "output": "x"}, "expected input to be a text, got a list."),
     ],
 )

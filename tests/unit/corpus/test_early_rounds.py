@@ -60,7 +60,7 @@ def test_they_follow_the_warm_up(made: Recipe, expected: tuple[int, int, int]):
 
 
 def test_a_recipe_says_them_in_words():
-    assert "every 50 steps, every 10 in 200 of the first" in recipe().describe()
+    assert "every 50 steps, every 10 during 200 early steps" in recipe().describe()
     assert "every 10" not in recipe(early_steps=0).describe()
 
 

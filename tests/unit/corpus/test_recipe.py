@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fusionai.corpus.outer_step import outer_step
-from fusionai.corpus.recipe import known_input, load_recipe, recipe_from_table
+from fusionai.corpus.recipe import load_recipe, recipe_from_table
 from fusionai.corpus.resume import check_resumable, differences, encode_recipe
 from fusionai.corpus.tables import (
     ConfigModel,
@@ -106,11 +106,11 @@ def test_replicas() -> None:
     assert not recipe.optimizer.overlapped
     beside = recipe_from_table(changed(replicas={"count": 3, "every": 5, "overlap": 4}), FILE)
     assert beside.optimizer.overlapped
-    assert "exchange every 5 steps in int4, 4 steps beside" in beside.describe()
+    assert "exchange every 5 steps in int4, overlapped with 4 steps" in beside.describe()
     free = recipe_from_table(changed(replicas={"count": "auto", "every": 10}), FILE)
     assert free.replicas is not None
     assert free.replicas.most == 64
-    assert "as many replicas as pay that exchange every 10 steps in int4" in free.describe()
+    assert "as many replicas as pay off that exchange every 10 steps in int4" in free.describe()
 
 
 def test_replicas_whose_gradients_are_summed() -> None:
@@ -121,7 +121,7 @@ def test_replicas_whose_gradients_are_summed() -> None:
     assert "2 replicas, gradients summed at every step" in recipe.describe()
     free = recipe_from_table(changed(replicas={"count": "auto", "gradients": "summed"}), FILE)
     assert free.summed == "auto"
-    assert "as many replicas as pay, gradients summed" in free.describe()
+    assert "as many replicas as pay off, gradients summed" in free.describe()
     local = recipe_from_table(changed(replicas={"count": 2, "gradients": "local", "every": 5}), FILE)
     assert local.summed == 1
     assert local.replicas is not None
@@ -192,7 +192,7 @@ ARRAYS = {"files": ["a.parquet"], "format": "tensors"}
         ({"train__warmup_steps": 11}, "warmup_steps 11 is above the job's 10 steps."),
         (
             {"train__offload_weights": "always", "train__recompute": "never"},
-            "offload_weights = 'always' asks for activations made again",
+            "offload_weights = 'always' needs recomputed activations",
         ),
         ({"train__minimum_ratio": 0.1}, "minimum_ratio = 0.1 has no effect with schedule = 'constant'."),
         ({"data__tokenizer": {}}, "expected exactly one of train, path, hub, got none of them."),
@@ -217,7 +217,7 @@ ARRAYS = {"files": ["a.parquet"], "format": "tensors"}
         ({"model__config": "nope.json"}, "config nope.json: can't be read"),
         ({"model__config": None, "model__factory": "nope"}, "expected a name such as 'my_models:build', got 'nope'."),
         ({"job__name": "A b"}, "expected lower-case letters, digits and hyphens, got 'A b'."),
-        ({"evaluation__every": 5}, "there is no data for it."),
+        ({"evaluation__every": 5}, "there is no data for evaluation."),
         ({"placement": {"required": ["p"], "excluded": ["p"]}}, "peer 'p' is both required and excluded."),
         ({"replicas": {"count": 1}}, "key 'count' in [replicas]: expected a whole number >= 2 or 'auto', got 1."),
         ({"replicas": {"count": "all"}}, "expected a whole number >= 2 or 'auto', got 'all'."),
@@ -230,7 +230,7 @@ ARRAYS = {"files": ["a.parquet"], "format": "tensors"}
         ),
         (
             {"replicas": {"count": 9, "gradients": "summed"}},
-            "9 replicas need a microbatch each in every step, [train] has microbatches = ",
+            "9 replicas need a microbatch each in every step, but [train] has microbatches = ",
         ),
         ({"replicas": {"count": 2, "gradients": "mean"}}, "key 'gradients' in [replicas]: expected one of 'local'"),
         ({"replicas": {"count": 2, "every": 5}, "placement": {"required": ["p"]}}, "has no effect with [replicas]"),
@@ -259,13 +259,6 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
         load_recipe(tmp_path)
 
 
-def test_columns_must_be_inputs_of_the_model() -> None:
-    recipe = load_recipe(EXAMPLES / "cnn_classifier.toml")
-    known_input("image", ("image", "labels"), recipe)
-    with pytest.raises(RecipeError, match=r"columns: the model has no input 'imag'; did you mean 'image'\?"):
-        known_input("imag", ("image", "labels"), recipe)
-
-
 def test_resuming_refuses_changes_that_would_change_history() -> None:
     before = recipe_from_table(BASE, FILE)
     kept = encode_recipe(before)
@@ -284,7 +277,7 @@ def test_resuming_refuses_changes_that_would_change_history() -> None:
     kept_beside = encode_recipe(recipe_from_table(changed(replicas=beside), FILE))
     with pytest.raises(RecipeError, match=r"job\.steps"):
         check_resumable(kept_beside, recipe_from_table(changed(replicas=beside, job__steps=20), FILE))
-    with pytest.raises(RecipeError, match="not understood"):
+    with pytest.raises(RecipeError, match="can't be read"):
         check_resumable(b"{}", before)
 
 
@@ -371,7 +364,7 @@ def test_an_adapter_stays_with_the_owner_where_the_models_ends_do() -> None:
     assert held.adapter is not None
     assert held.adapter.holder == "owner"
     assert "held by the job owner" in held.describe()
-    with pytest.raises(RecipeError, match="keeps the model's ends here, got 'open'"):
+    with pytest.raises(RecipeError, match="keeps the model's ends with the owner, got 'open'"):
         recipe_from_table(changed(adapter={"holder": "owner"}, privacy={"level": "open"}), FILE)
     with pytest.raises(RecipeError, match="compression = 'int8' would change"):
         recipe_from_table(changed(adapter={"holder": "owner"}, train__compression="int8"), FILE)

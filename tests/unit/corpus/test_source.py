@@ -15,7 +15,7 @@ import pytest
 
 from fusionai.corpus.order import Deal
 from fusionai.corpus.recipe import Recipe, recipe_from_table
-from fusionai.corpus.source import TokenSource, open_source, plain_batch, shifted
+from fusionai.corpus.source import TokenSource, open_source, shifted
 from fusionai.corpus.tables import HubTokenizer, LocalTokenizer
 from fusionai.corpus.tensors import TensorSource
 from fusionai.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
@@ -77,7 +77,6 @@ def test_inputs_and_shifted_labels(tmp_path: Path) -> None:
     assert (labels[:, :-1] == ids[:, 1:]).all()
     assert (labels[:, -1] == -100).all()
     assert (array(batch["position_ids"]) == np.arange(16)).all()
-    assert plain_batch(batch) == {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
 
 
 @pytest.mark.slow
@@ -121,8 +120,6 @@ def test_evaluation_part_is_apart_and_fixed(tmp_path: Path) -> None:
     words = source.tokenizer.decode(trained.reshape(-1).tolist())
     numbers = {number for number in range(40) if f"Document {number}." in words}
     assert 29 <= len(numbers) <= 31, "a quarter of the documents is kept apart"
-    assert source.cursor(4) == 24
-    assert source.data_epoch(steps) == 1
 
 
 def test_the_cache_is_keyed_by_content_and_settings(tmp_path: Path) -> None:
@@ -198,10 +195,10 @@ def test_a_damaged_cache_is_named_and_an_interrupted_one_made_anew(
 
 def test_too_little_data_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(DataError, match=r"the training part has \d tokens, that is 0 rows of 16; at least 1"):
+    with pytest.raises(DataError, match=r"the training part has \d tokens, enough for 0 rows of 16; at least 1"):
         text_source(tmp_path)
     write_corpus(tmp_path, 3)
-    with pytest.raises(DataError, match="the evaluation part has 0 tokens, that is 0 rows of 16; at least 2"):
+    with pytest.raises(DataError, match="the evaluation part has 0 tokens, enough for 0 rows of 16; at least 2"):
         text_source(tmp_path, evaluation_fraction=0.001)
 
 
@@ -268,7 +265,7 @@ def test_tokenizers_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(DataError, match=r"org/empty: has no tokenizer\.json on the hub"):
         load_tokenizer(HubTokenizer(hub="org/empty"))
     answer["org/away"] = LocalEntryNotFoundError("offline")
-    with pytest.raises(DataError, match=r"org/away: it is not in the local cache and the hub can't be"):
+    with pytest.raises(DataError, match=r"org/away: not in the local cache, and the hub can't be"):
         load_tokenizer(HubTokenizer(hub="org/away"))
     answer["org/bad"] = ValueError("401 Client Error\nmore")
     with pytest.raises(DataError, match=r"tokenizer of org/bad: can't be downloaded: 401 Client Error$"):
@@ -295,8 +292,8 @@ def test_transformers_loads_the_tokenizer_and_gives_the_same_loss(tmp_path: Path
     )
     model = LlamaForCausalLM(config)
     batch = source.microbatch(0, 0)
-    plain = {name: torch.from_numpy(array(tensor).copy()) for name, tensor in plain_batch(batch).items()}
-    output = model(**plain)
+    ids = torch.from_numpy(array(batch["input_ids"]).copy())
+    output = model(input_ids=ids, labels=ids)  # transformers shifts labels itself
     labels = torch.from_numpy(array(batch["labels"]).copy())
     ours = cross_entropy(output.logits.float().view(-1, len(theirs)), labels.view(-1), ignore_index=-100)
     assert ours.item() == output.loss.item()
@@ -344,8 +341,6 @@ def test_columns_become_arrays(tmp_path: Path) -> None:
             seen += digits.tolist()
         seen += array(source.evaluation(0)["labels"]).tolist()
         assert sorted(seen) == list(range(10))
-        assert source.data_epoch(2) == 1
-        assert source.cursor(3) == 12
         assert "8 training records" in source.describe()
     assert sources[0].fingerprint == sources[1].fingerprint
 
@@ -377,7 +372,7 @@ def test_broken_columns_are_named(tmp_path: Path, lines: list[str], message: str
 
 def test_too_few_evaluation_records(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n' * 9)
-    with pytest.raises(DataError, match="the evaluation part has 1 records, a microbatch takes 2"):
+    with pytest.raises(DataError, match="the evaluation part has 1 records, fewer than a microbatch of 2"):
         open_source(tensor_recipe(tmp_path, "a.jsonl", {"x": "x"}, evaluation_fraction=0.11), tmp_path)
 
 
@@ -393,6 +388,5 @@ def test_replicas_share_the_data(tmp_path: Path, task: str) -> None:
             assert {name: bytes(tensor.data) for name, tensor in theirs.items()} == {
                 name: bytes(tensor.data) for name, tensor in whole.items()
             }
-            assert share.cursor(step) == alone.cursor(2 * (step + 1) + number)
         assert bytes(share.evaluation(0)["input_ids"].data) == bytes(alone.evaluation(0)["input_ids"].data)
         assert share.fingerprint == alone.fingerprint

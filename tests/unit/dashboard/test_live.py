@@ -98,7 +98,7 @@ def test_names_are_not_markup(problem: Problem) -> None:
 def test_a_new_plan_is_shown(problem: Problem) -> None:
     shown, out = view(problem, terminal=False)
     shown.plan_changed(msgspec.structs.replace(plan(problem), version=2), "a better one")
-    assert "another plan (a better one): plan 2, " in out.getvalue()
+    assert "new plan (a better one): plan 2, " in out.getvalue()
 
 
 def test_a_log_has_what_is_new_of_a_fault_and_each_step_done_again(problem: Problem) -> None:
@@ -108,7 +108,7 @@ def test_a_log_has_what_is_new_of_a_fault_and_each_step_done_again(problem: Prob
     shown.replayed(3)
     shown.faults([FaultLine(text="a is lost; b takes over", over=True)], ["a is lost; b takes over"])
     said = out.getvalue().splitlines()[before:]
-    assert said == ["a is lost", "step 3/10  computed again from its record", "a is lost; b takes over"]
+    assert said == ["a is lost", "step 3/10  recomputed from the journal", "a is lost; b takes over"]
 
 
 def test_a_terminal_shows_the_time_line_of_faults(problem: Problem) -> None:
@@ -122,7 +122,7 @@ def test_a_terminal_shows_the_time_line_of_faults(problem: Problem) -> None:
     assert "✗ fault 9" in last
     assert "✓ fault 8" in last
     assert "fault 3" not in last
-    assert "computing step 3 again" in last
+    assert "recomputing step 3" in last
 
 
 def test_the_next_step_ends_a_replay(problem: Problem) -> None:
@@ -131,4 +131,4 @@ def test_the_next_step_ends_a_replay(problem: Problem) -> None:
     shown.replayed(3)
     shown.step(update(5, 3.0))
     shown.close()
-    assert "again" not in out.getvalue()[out.getvalue().rindex("╭") :]
+    assert "recomputing" not in out.getvalue()[out.getvalue().rindex("╭") :]

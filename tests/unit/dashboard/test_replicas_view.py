@@ -37,7 +37,7 @@ def test_on_a_terminal_each_replica_has_its_line() -> None:
     picture = shown(terminal=True)
     for words in (
         *("homes", "anna, [bold]ben[/]", "carl", "7/100", "2.5000", "1,234", "500 ms", "waits: carl is gone"),
-        *("together 1,234 tokens/s", "last exchange: round 3: 2 replicas agree (1.2 MB)", "replica 1: carl was lost"),
+        *("total 1,234 tokens/s", "last exchange: round 3: 2 replicas agree (1.2 MB)", "replica 1: carl was lost"),
     ):
         assert words in picture, words
 

@@ -134,7 +134,7 @@ def test_page_says_what_was_found(report_data: ReportData) -> None:
 def test_faults_are_told_and_drawn(report_data: ReportData) -> None:
     text = render_report(with_faults(report_data))
     assert "3 steps: the pool&#39;s loss equals one process bit for bit, through 3 faults." in text
-    assert "3; the job stood still for 1.5 s in all" in text
+    assert "3; training paused for 1.5 s in total" in text
     assert "machine c takes over from its snapshot of step 1" in text
     assert "committed steps lost" in text
     row = text[text.index("the broker</th>") :]
@@ -153,9 +153,9 @@ def test_faults_are_told_and_drawn(report_data: ReportData) -> None:
         ({"losses": (3.0, 2.5, 2.5)}, "differs from one process by up to 0.25 within 3 steps"),
         ({"losses": (3.0, 2.5, float("nan"))}, "differs from one process by up to inf"),
         ({"losses_reference": None}, "no reference run to compare with"),
-        ({"generation_equal": False}, "the exported model behaves differently"),
-        ({"checkpoint_loss_diff": 1e-9}, "the exported model behaves differently"),
-        ({"lost_steps": 1}, "1 committed ones were lost on the way"),
+        ({"generation_equal": False}, "the exported model gives different results"),
+        ({"checkpoint_loss_diff": 1e-9}, "the exported model gives different results"),
+        ({"lost_steps": 1}, "1 committed steps were lost"),
         ({"status": "failed"}, "The job failed after 3 steps."),
     ],
 )

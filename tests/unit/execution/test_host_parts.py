@@ -17,13 +17,13 @@ from fusionai.execution.links import Links, dials
 from fusionai.execution.local import LocalChannel
 from fusionai.execution.outbox import Outbox
 from fusionai.execution.state import CHUNK_BYTES, chunks
-from fusionai.primitives.clock import VirtualClock
 from fusionai.primitives.errors import ChannelClosed, ExecutionError, TransportError, WireError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Envelope
-from fusionai.transport.memory import MemoryNetwork
 from fusionai.wire import messages as wire
+from harness.memory_transport import MemoryNetwork
 from harness.pool import peer_id
+from harness.virtual_clock import VirtualClock
 
 ME, OTHER, OWNER = peer_id(0), peer_id(1), peer_id(2)
 

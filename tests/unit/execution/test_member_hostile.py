@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fusionai.execution import member as member_module
+from fusionai.execution import driven_part
 from fusionai.execution import stages as stages_module
 from fusionai.execution.boundary import GradientPort, Port, boundaries
 from fusionai.execution.state import headers
@@ -302,7 +302,7 @@ def test_what_no_work_can_use_takes_no_memory(name: str):
         await running.return_gradient(1)
         assert isinstance((await receive(running.control)).message, wire.Prepared)
         runtime = running.stand.member._stages[0]
-        assert runtime.dropped == 20
+        assert runtime._machine.dropped == 20
         assert runtime.held.nbytes == 0
         assert runtime.held.microbatches == 0
 
@@ -342,7 +342,7 @@ def test_duplicates_are_summed_once():
         await running.feed_microbatch(1)
         await running.return_gradient(1)
         assert isinstance((await receive(running.control)).message, wire.Prepared)
-        assert running.stand.member._stages[0].dropped == 4
+        assert running.stand.member._stages[0]._machine.dropped == 4
 
     with_running(body)
 
@@ -572,7 +572,7 @@ def test_what_has_no_place_on_a_control_connection_ends_it_with_a_reason(message
 
 
 def test_a_driver_that_never_reads_is_shown_out(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(member_module, "MAX_UNREAD", 50)
+    monkeypatch.setattr(driven_part, "MAX_UNREAD", 50)
 
     async def body(stand: Stand) -> None:
         stalled = asyncio.Event()
@@ -583,7 +583,7 @@ def test_a_driver_that_never_reads_is_shown_out(monkeypatch: pytest.MonkeyPatch)
                 await stalled.wait()
 
         stand.pool.network.delay = delay
-        monkeypatch.setattr("fusionai.transport.memory.HIGH_WATER_BYTES", 100)
+        monkeypatch.setattr("harness.memory_transport.HIGH_WATER_BYTES", 100)
         monkeypatch.setattr("fusionai.execution.outbox.FLUSH_TIMEOUT_S", 0.05)
 
         async def flood() -> None:
@@ -716,7 +716,7 @@ def test_a_backend_that_can_not_load_reaches_the_driver_as_a_report(monkeypatch:
     def broken(*args: object, **kwargs: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("fusionai.backends.null.backend.NullStageProgram", broken)
+    monkeypatch.setattr("harness.null_backend.NullStageProgram", broken)
 
     async def body(stand: Stand) -> None:
         _, answer = await stand.attached()

@@ -18,16 +18,16 @@ from fusionai.execution.links import Links
 from fusionai.execution.state import headers
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
-from fusionai.primitives.clock import VirtualClock
 from fusionai.primitives.errors import FusionError, TransportError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.interface import Channel, Envelope, Remote
-from fusionai.transport.memory import MemoryNetwork
 from fusionai.wire import messages as wire
 from fusionai.wire.frame import STREAM_LIMITS, encode_frame_head
 from fusionai.wire.messages import Fence
+from harness.memory_transport import MemoryNetwork
 from harness.pool import OWNER, peer_id, tensor
 from harness.stand import FENCE, NEIGHBOUR, PATIENCE_S, Running, Stand, commit, forward, layers, receive, rows, until
+from harness.virtual_clock import VirtualClock
 
 LATER = Fence(1, 1, 1)
 

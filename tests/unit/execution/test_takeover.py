@@ -73,7 +73,6 @@ def record(step: int) -> CommitRecord:
         learning_rate=0.1 / (step + 1),
         total_norm=1.0,
         norms_hash="",
-        data_cursor=0,
         fence=FENCE,
         loss=1.0,
     )

@@ -23,10 +23,10 @@ from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
 from fusionai.storage.weight_pieces import make_spec
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Channel
-from fusionai.transport.memory import MemoryNetwork
 from fusionai.wire import messages as wire
 from fusionai.wire.frame import describe
 from fusionai.wire.serving import PIECE_BYTES, WeightSource, WeightSpec
+from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
 
 MIB = 2**20

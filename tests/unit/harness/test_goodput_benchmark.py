@@ -66,7 +66,6 @@ RECORD = CommitRecord(
     learning_rate=0.1,
     total_norm=2.0,
     norms_hash="ab",
-    data_cursor=4,
     fence=Fence(1, 1, 0),
     loss=1.5,
 )

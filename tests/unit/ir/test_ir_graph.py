@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusionai.ir.graph import cheap_nodes, consumers, last_uses, producers, prune, reads, with_symbols
+from fusionai.ir.graph import cheap_nodes, consumers, producers, prune, reads
 from fusionai.ir.schema import Graph, ListArg, Ref
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import GraphError
@@ -50,16 +50,6 @@ def test_producers_and_consumers(model: Graph) -> None:
     assert {value for value in made if value not in read} == {model.outputs["loss"]}
 
 
-def test_last_uses_free_each_value_once_and_never_too_early(model: Graph) -> None:
-    order = {node.id: place for place, node in enumerate(model.nodes)}
-    freed = [(value, order[node_id]) for node_id, values in last_uses(model).items() for value in values]
-    assert len({value for value, _ in freed}) == len(freed)
-    for value, place in freed:
-        assert all(order[node.id] <= place for node in consumers(model).get(value, ()))
-    everything = {*model.values} - {*model.params} - {*model.outputs.values()}
-    assert {value for value, _ in freed} == everything
-
-
 def test_cheap_nodes(model: Graph) -> None:
     cheap = cheap_nodes(model)
     assert {node.path for node in model.nodes if node.id in cheap and not node.path.startswith("layers")} == {
@@ -79,10 +69,3 @@ def test_dropout_and_written_buffers_are_not_cheap(make: Callable[..., Any]) -> 
     g.node("aten.add.Scalar", g.param("fixed", (), kind="constant"), 1)
     g.node("aten.relu.default", g.input("image", (4,), "float32"), shape=(4,))
     assert cheap_nodes(g.graph()) == {2}
-
-
-def test_with_symbols_only_lowers(model: Graph) -> None:
-    assert with_symbols(model, {"b": 4}).symbols == {"b": (1, 4), "s": (1, 64)}
-    for wrong in ({"b": 9}, {"b": 0}, {"heads": 1}):
-        with pytest.raises(GraphError, match="symbol"):
-            with_symbols(model, wrong)

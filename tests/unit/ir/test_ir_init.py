@@ -119,3 +119,13 @@ def test_numbers_that_are_whole_are_written_as_they_will_be_read():
         }
     )
     assert content_hash(decode(encode(graph))) == content_hash(graph)
+
+
+def test_shared_draws_depend_on_their_number_alone() -> None:
+    def drawn(key: str, number: float, seed: int = 1) -> list[float]:
+        return initialise(key, (9,), "float32", (InitOp("shared", (number,)), *NORMAL), seed).tolist()
+
+    assert drawn("a", 5) == drawn("b", 5)
+    assert drawn("a", 5) != drawn("a", 6)
+    assert drawn("a", 5) != drawn("a", 5, seed=2)
+    assert drawn("5", 5) != initialise("5", (9,), "float32", NORMAL, seed=1).tolist()

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from fusionai.ir.blocks import assign_blocks
-from fusionai.ir.partition import FEED, Route, SharedParam, cut, cut_blocks, holders
+from fusionai.ir.partition import FEED, Route, SharedParam, cut, cut_blocks
 from fusionai.ir.schema import Graph, ListArg, Ref
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import GraphError
+from harness.held_state import holders
 
 
 def ids(*numbers: int) -> frozenset[int]:

@@ -260,7 +260,7 @@ def test_memory_bombs_by_arguments(make: Callable[..., Any], op: str, args: tupl
     g.params["kernel"] = g.params.pop("p_kernel")
     g.values["kernel"] = g.values.pop("p_kernel")
     g.outputs["y"] = g.node(op, *args, shape=(1,))
-    with pytest.raises(GraphError, match=r"may take|step|number of classes|outside every limit"):
+    with pytest.raises(GraphError, match=r"may take|step|number of classes|exceeds the limits"):
         validate(g.graph())
 
 
@@ -341,7 +341,7 @@ def test_floats_are_finite_or_spelt(make: Callable[..., Any], arg: float) -> Non
 def test_strings_are_a_closed_set(make: Callable[..., Any]) -> None:
     g = make()
     g.node("aten.gelu.default", g.input("x", (1,), "float32"), approximate="/etc/passwd", shape=(1,))
-    with pytest.raises(GraphError, match="no word"):
+    with pytest.raises(GraphError, match="not an allowed string"):
         validate(g.graph())
 
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionai.ir.schema import ParamSpec, Stored
-from fusionai.ir.stored import form_of, group_of, pack_stored, stored_bytes, unpack_stored
+from fusionai.ir.stored import form_of, group_of, pack_stored, stored_bytes
 from fusionai.primitives.errors import GraphError
+from harness.opened_weights import unpack_stored
 
 WEIGHTS = hnp.arrays(
     np.float32,
@@ -71,8 +72,3 @@ def test_who_may_be_kept_in_four_bits(changes: dict[str, object], form: Stored):
 def test_what_is_not_a_number_is_refused():
     with pytest.raises(GraphError, match="not finite"):
         pack_stored(np.full((64, 64), np.nan, np.float32), "int8")
-
-
-def test_bytes_of_another_size_are_refused():
-    with pytest.raises(GraphError, match="expected 4224 bytes"):
-        unpack_stored(np.zeros(5, np.uint8), (64, 64), "int8")

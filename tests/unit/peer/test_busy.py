@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.peer.busy import BUSY_AFTER_S, BUSY_SHARE, QUIET_AFTER_S, QUIET_SHARE, BusyWatch
+from fusionai.peer.lending import BUSY_AFTER_S, BUSY_SHARE, QUIET_AFTER_S, QUIET_SHARE, BusyWatch
 
 
 def told(watch: BusyWatch, *measured: tuple[float, float]) -> list[bool]:

@@ -6,14 +6,14 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from fusionai.backends.null.backend import NullBackend
 from fusionai.execution.links import open_job
 from fusionai.primitives.errors import RefusedError
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Channel
-from fusionai.transport.memory import MemoryChannel
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
+from harness.memory_transport import MemoryChannel
+from harness.null_backend import NullBackend
 from harness.pool import JOB, OWNER, MemoryPool
 
 FENCE = Fence(1, 0, 0)

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from fusionai.backends.interface import DeviceReport, Speeds
-from fusionai.backends.null.backend import NullBackend
 from fusionai.peer import measurement
 from fusionai.peer.measurement import FILE, LONGEST_AGE_S, measured_device
-from fusionai.primitives.clock import VirtualClock
+from harness.null_backend import NullBackend
+from harness.virtual_clock import VirtualClock
 
 DAY_S = 86_400.0
 

@@ -11,11 +11,11 @@ import pytest
 
 from fusionai.peer import near as module
 from fusionai.peer.near import NearLinks
-from fusionai.primitives.clock import VirtualClock
 from fusionai.primitives.errors import TransportError
 from fusionai.transport.links import LinkMeasurement
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.wire.messages import LinkView, Near
+from harness.virtual_clock import VirtualClock
 
 A, B, C = (Near(letter * 52, (f"tcp://{letter}:1",)) for letter in "abc")
 FOUND = LinkMeasurement(round_trip_s=0.002, latency_s=0.001, bandwidth_bytes_per_s=1e8, probed_bytes=1)

@@ -15,7 +15,7 @@ from fusionai.primitives.clock import SystemClock
 from fusionai.scheduling.types import Link
 from fusionai.transport.interface import Channel
 from fusionai.transport.links import answer_probe
-from fusionai.transport.memory import MemoryNetwork
+from harness.memory_transport import MemoryNetwork
 from harness.pool import peer_id
 
 

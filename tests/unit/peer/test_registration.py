@@ -15,13 +15,13 @@ from fusionai.primitives.errors import FusionError, RefusedError, StorageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.types import PeerProfile
 from fusionai.transport.interface import Channel
-from fusionai.transport.memory import MemoryNetwork
 from fusionai.wire import messages as wire
+from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
 
 PEER, BROKER = PeerId("a" * 52), PeerId("y" * 52)
-REGISTERED = wire.Registered(lease_s=12.0, heartbeat_s=0.0, pool="home")
-ACK = wire.HeartbeatAck(lease_s=12.0)
+REGISTERED = wire.Registered(heartbeat_s=0.0, pool="home")
+ACK = wire.HeartbeatAck()
 STALE = wire.Refused(code="stale_fence", reason="clear your stages and register again.")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fusionai.primitives.clock import PoolClock, VirtualClock
+from fusionai.primitives.clock import PoolClock
+from harness.virtual_clock import VirtualClock
 
 
 def test_a_pool_clock_shows_the_brokers_time_whatever_the_machines_own_says():

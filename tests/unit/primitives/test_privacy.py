@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-from fusionai.primitives.privacy import LEVELS, STAYS, at_least, keeps_ends
+from fusionai.primitives.privacy import LEVELS, STAYS, keeps_ends
 
 
 def test_levels_are_in_order_and_each_says_what_stays() -> None:
     assert LEVELS == ("open", "encrypted", "split", "split-k", "trusted")
     assert tuple(STAYS) == LEVELS
-    assert [level for level in LEVELS if at_least(level, "split")] == ["split", "split-k", "trusted"]
 
 
 def test_what_keeps_the_models_ends() -> None:

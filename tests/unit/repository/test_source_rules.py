@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -136,13 +137,14 @@ def test_every_module_says_what_it_is():
     assert not silent, f"without a module docstring: {silent}"
 
 
-def test_every_package_names_its_neighbours():
-    silent = []
+def test_every_package_names_packages_that_it_works_with():
+    silent: list[str] = []
     for package in PACKAGES:
         said = ast.get_docstring(tree(package / "__init__.py")) or ""
-        if package.name != "primitives" and "eighbour" not in said:
+        others = {other.name for other in PACKAGES} - {package.name}
+        if package.name != "primitives" and not set(re.findall(r"`(\w+)", said)) & others:
             silent.append(relative(package))
-    assert not silent, f"a package's docstring says what it decides, what it never does, and its neighbours: {silent}"
+    assert not silent, f"a package's docstring says what it is responsible for, and which packages use it: {silent}"
 
 
 def test_every_public_function_is_typed():

@@ -39,10 +39,10 @@ from fusionai.scheduling.analysis_cases import (
     verdict,
 )
 from fusionai.scheduling.analysis_measured import EFFECTS, LOCAL_PART, boundary_part, exchange_part
-from fusionai.scheduling.analysis_problem import problem_of
 from fusionai.scheduling.analysis_sensitivity import PART, scaled, swings
 from fusionai.scheduling.closed_form import GenerationTerms, PipelineTerms
 from fusionai.scheduling.planner import plan
+from harness.closed_form_plans import problem_of
 
 INT8 = "overlap, 8-bit, local updates"
 FULL = "overlap, 2-bit, local updates, no recomputation"

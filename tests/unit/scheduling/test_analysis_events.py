@@ -23,10 +23,10 @@ from fusionai.scheduling.analysis_cases import (
     MBIT,
     TRAINING_LEVERS,
 )
-from fusionai.scheduling.analysis_problem import passes_plan_of, passes_problem_of, plan_of, problem_of
 from fusionai.scheduling.closed_form import GenerationTerms, PipelineTerms
 from fusionai.simulator.generation import simulate_tokens
 from fusionai.simulator.step import BARE, simulate_steps
+from harness.closed_form_plans import passes_plan_of, passes_problem_of, plan_of, problem_of
 
 MOST = 0.05
 PLACES = [(10, 100), (100, 50), (1_000, 20), (10_000, 1)]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fusionai.scheduling.commit import commit_s, first_stages
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.prediction import predict
+from fusionai.scheduling.prediction import commit_s, first_stages, predict
 from fusionai.scheduling.replicated import plan as replicated
 from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement

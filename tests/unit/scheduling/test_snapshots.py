@@ -56,7 +56,6 @@ def test_a_small_model_on_a_fast_link_is_snapshot_nearly_every_step() -> None:
     assert found.snapshot_every == interval.every in (1, 2)
     assert interval.replay_s <= 1.0
     assert interval.reason.startswith("a snapshot every step: a snapshot costs little")
-    assert interval.traffic_bytes_per_step == 12_000_000
 
 
 def test_a_large_state_on_a_slow_link_goes_as_rarely_as_the_link_demands() -> None:
@@ -106,7 +105,6 @@ def test_memory_for_retained_tensors_limits_the_interval() -> None:
     )
     interval = snapshot_interval(found, msgspec.structs.replace(problem, peers=peers))
     assert interval.every == 3
-    assert interval.retained_bytes == 7 * per_step
     assert f"memory of {found.stages[1].peer} holds no more steps" in interval.reason
 
 

@@ -174,16 +174,16 @@ def test_generations_of_one_form_are_apart() -> None:
     ("schema", "reason"),
     [
         ("{", "not JSON"),
-        ("[1]", "a schema is an object, got list"),
-        ("false", "nothing fits"),
+        ("[1]", "expected the schema to be a JSON object, got list"),
+        ("false", "no JSON value is valid"),
         ('{"type": "wat"}', "wat"),
         ('{"not": {"type": "string"}}', "not"),
         ('{"$ref": "http://example.org/schema"}', "not present"),
-        ('{"$ref": "#"}', "no text has it"),
+        ('{"$ref": "#"}', "no text fits it"),
         ('{"enum": []}', "empty|Unsatisfiable|no text"),
         ('{"anyOf": [' * 20 + "{}" + "]}" * 20, "deeper than 32"),
         ("[" * 30_000, "not JSON"),
-        (json.dumps({"enum": ["x" * 70_000]}), "70.* characters, at most 65536"),
+        (json.dumps({"enum": ["x" * 70_000]}), "70.* characters; at most 65536"),
         (json.dumps({"allOf": [{"pattern": "^(.*a.{20}|b.{19}c.*)$"}, {"pattern": "^.*x.{15}$"}]}), "can't be used"),
     ],
 )
@@ -347,7 +347,7 @@ def test_tools_that_cannot_be_wanted() -> None:
     ]:
         with pytest.raises(ConstraintError, match=reason):
             call_grammar(ToolForm.HERMES, tools, model)
-    with pytest.raises(ConstraintError, match="of a parameter"):
+    with pytest.raises(ConstraintError, match="the parameter name"):
         call_grammar(ToolForm.QWEN_XML, [Tool("f", {"type": "object", "properties": {"a>": {}}})], model)
     with pytest.raises(ConstraintError, match="wat"):
         compiler().compile_now(call_grammar(ToolForm.HERMES, [Tool("f", {"type": "wat"})], model))

@@ -1,14 +1,14 @@
-"""How long tokens stood still: only while somebody waited for them."""
+"""What is said of faults, and how long tokens stood still: only while somebody waited for them."""
 
 from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.serving_commands import TellFault
-from fusionai.primitives.clock import VirtualClock
+from fusionai.coordination.serving_commands import TellFault, TellRebuilding
 from fusionai.serving.faults import FaultLog
 from fusionai.serving.interface import FaultNote
 from harness.pool import peer_id
+from harness.virtual_clock import VirtualClock
 
 LOST = TellFault(kind="peer", peer=peer_id(1), stages=(0,), heirs={}, reason="it closed the connection")
 
@@ -57,3 +57,12 @@ def test_no_tokens_stood_still_where_nobody_asked_until_it_was_over(story: Story
     story.clock.advance(0.9)
     story.log.flowed()
     assert story.gaps_s == [None]
+
+
+def test_caches_that_are_rebuilt_are_counted_in_words(story: Story):
+    story.log.rebuilding(TellRebuilding(stages=(2,), sessions=1, positions=62))
+    story.log.rebuilding(TellRebuilding(stages=(0, 1), sessions=2, positions=384))
+    assert [note.text for note in story.told] == [
+        "stage 2 recomputes its cache: 62 positions of 1 generation",
+        "stages 0, 1 recompute their caches: 384 positions of 2 generations",
+    ]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fusionai.serving.logprobs import prompt_logprobs, token_logprob
+from fusionai.serving.logprobs import token_logprob
 
 
 def test_they_are_the_logarithm_of_the_softmax() -> None:
@@ -28,10 +28,3 @@ def test_equals_are_told_by_the_smaller_id_and_no_more_than_there_are() -> None:
 
 def test_a_token_the_model_rules_out() -> None:
     assert token_logprob(np.array([1.0, -np.inf], dtype=np.float32), 1, 1).logprob == -math.inf
-
-
-def test_of_a_prompt() -> None:
-    logits = np.random.default_rng(0).standard_normal((3, 11)).astype(np.float32)
-    told = prompt_logprobs(logits, (4, 7, 2), 1)
-    assert [entry.token for entry in told] == [7, 2]
-    assert told[1] == token_logprob(logits[1], 2, 1)

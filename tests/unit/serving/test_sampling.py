@@ -8,7 +8,7 @@ import pytest
 from fusionai.primitives.errors import ExecutionError
 from fusionai.serving.history import History
 from fusionai.serving.interface import Sampling
-from fusionai.serving.sampling import choose, choose_rows, uniform
+from fusionai.serving.sampling import choose, uniform
 
 VOCABULARY = 97
 FIRST_DRAWS = [0.011546754286331562, 0.30931491118583454, 0.3336157643809733]
@@ -91,10 +91,9 @@ def test_border_of_top_k_and_top_p_among_equals_is_the_smaller_id() -> None:
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
     logits = np.stack([row(n, spread=1) for n in range(6)])
     sampling = [Sampling(seed=n, temperature=1.3 if n % 2 else 0) for n in range(6)]
-    alone = [choose(logits[n], sampling[n], History(), 10 + n) for n in range(6)]
-    assert choose_rows(logits, sampling, [History()] * 6, range(10, 16)) == alone
-    backwards = choose_rows(logits[::-1], sampling[::-1], [History()] * 6, range(15, 9, -1))
-    assert backwards[::-1] == alone
+    forwards = [choose(logits[n], sampling[n], History(), 10 + n) for n in range(6)]
+    backwards = [choose(logits[n], sampling[n], History(), 10 + n) for n in reversed(range(6))]
+    assert backwards[::-1] == forwards
     assert len({uniform(seed, position) for seed in range(30) for position in range(30)}) == 900
     assert uniform(7, 0) == uniform(7 + 2**64, 0)
     assert uniform(-1, 5) == uniform(2**64 - 1, 5)
@@ -158,8 +157,6 @@ def test_logits_that_are_no_numbers_are_named(value: float, sampling: Sampling) 
     message = f"got {value} at token 31"
     with pytest.raises(ExecutionError, match=message):
         choose(logits, sampling, History(), 0)
-    with pytest.raises(ExecutionError, match=message):
-        choose_rows(logits[None], [sampling], [History()], [0])
     with pytest.raises(ExecutionError, match=message):
         # Even where the mask hides it: the model is broken.
         choose(logits, sampling, History(), 0, mask_of([1]))

@@ -98,7 +98,7 @@ def test_what_is_no_number_for_both_is_the_same():
     infinite[2] = np.inf
     again = replace(HONEST, gave=infinite)
     assert judged(replace(HONEST, gave=infinite.copy()), again) == Opinion()
-    assert "no numbers" in judged(HONEST, again).own or "not there" in judged(HONEST, again).own
+    assert "missing or not finite" in judged(HONEST, again).own
 
 
 def test_where_rounding_chooses_a_few_rows_may_be_others():

@@ -5,13 +5,14 @@ import os
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.coordination.evaluations import Evaluation
 from fusionai.primitives.errors import StorageError
-from fusionai.storage.commits import AdoptedPlan, CommitJournal
+from fusionai.storage.commits import _ROOT_HASH, AdoptedPlan, CommitJournal, _chained, read_commits
 from fusionai.storage.lock import JobLock
 from fusionai.storage.rundir import RunDirectory
 from fusionai.wire.messages import CommitRecord, Fence
@@ -25,7 +26,6 @@ def commit(step: int, loss: float = 2.5, scale: float = 1.0) -> CommitRecord:
         learning_rate=1e-3,
         total_norm=0.1 + step,
         norms_hash="ab" * 32,
-        data_cursor=8 * (step + 1),
         fence=Fence(1, 1, 0),
         loss=loss,
     )
@@ -168,6 +168,23 @@ def test_a_journal_of_the_layout_before_goes_on(tmp_path: Path) -> None:
         assert journal.evaluations == (Evaluation(4, 0.5),)
 
 
+def test_records_of_a_version_with_more_fields_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    filled(path)
+    database = sqlite3.connect(path)
+    digest = _ROOT_HASH
+    for step in range(4):
+        content = msgspec.msgpack.encode({**msgspec.to_builtins(commit(step)), "data_cursor": 8 * (step + 1)})
+        digest = _chained(digest, content)
+        database.execute("UPDATE commits SET record = ?, hash = ? WHERE step = ?", (content, digest, step))
+    database.commit()
+    database.close()
+    with CommitJournal(path) as journal:
+        assert list(journal.records()) == [commit(step) for step in range(4)]
+        journal.append(commit(4))
+    assert read_commits(path) == tuple(commit(step) for step in range(5))
+
+
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
@@ -241,7 +258,7 @@ def test_run_directory(tmp_path: Path) -> None:
     assert run.kept_recipe() is None
     run.keep_recipe(b"{}")
     assert RunDirectory(run.root).kept_recipe() == b"{}"
-    assert {path.parent for path in (run.journal, run.telemetry, run.report, run.tensorboard)} == {run.root}
+    assert {path.parent for path in (run.journal, run.telemetry, run.tensorboard)} == {run.root}
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="is a file, not a directory"):
         RunDirectory(tmp_path / "file")

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from fusionai.backends.null.backend import NullBackend
 from fusionai.execution import connections
 from fusionai.execution.member import JobMember
 from fusionai.execution.state import headers
@@ -21,6 +20,7 @@ from fusionai.training import progress
 from fusionai.training.driver import Driver
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
+from harness.null_backend import NullBackend
 from harness.pool import OWNER, Data, Job, MemoryPool, Run, peer_id, tensor
 from harness.stand import RANGES, layers, rows
 

@@ -46,7 +46,7 @@ def test_who_is_endorsed_by_a_trusted_key_is_in():
     [
         (Circle(), (endorsement(),), "trusts no signing key"),
         (Circle(signers=(SIGNER,)), (), "no key that this machine trusts has endorsed it"),
-        (Circle(signers=(SIGNER,)), (endorsement(OTHER),), "endorsement of another key"),
+        (Circle(signers=(SIGNER,)), (endorsement(OTHER),), "endorsement it shows is for another key"),
         (Circle(signers=(SIGNER,)), (b"",), "bytes, got 0"),
         (
             Circle(signers=(SIGNER,)),
@@ -58,7 +58,7 @@ def test_who_is_endorsed_by_a_trusted_key_is_in():
             (endorsement(serial=1),),
             "revoked",
         ),
-        (Circle(signers=(SIGNER,)), (*[b"x" * 80] * MAX_CARRIED, endorsement()), "another content"),
+        (Circle(signers=(SIGNER,)), (*[b"x" * 80] * MAX_CARRIED, endorsement()), "content that can't be decoded"),
     ],
 )
 def test_nobody_else_is_in(circle: Circle, carried: tuple[bytes, ...], reason: str):
@@ -101,7 +101,7 @@ def test_a_broken_file_says_nothing_for_anybody(tmp_path: Path, content: bytes):
 def test_what_the_file_says_counts_at_once(tmp_path: Path):
     path = tmp_path / "trust.json"
     circle = CircleFile(path, lambda: NOW_S)
-    with pytest.raises(TrustError, match="trusts nobody yet"):
+    with pytest.raises(TrustError, match="has no trust list yet"):
         circle.check(PEER, (endorsement(),))
     keep_circle(path, Circle(signers=(SIGNER,)))
     assert circle.check(PEER, (endorsement(),)).peer == PEER
@@ -111,7 +111,7 @@ def test_what_the_file_says_counts_at_once(tmp_path: Path):
     keep_circle(path, Circle(signers=(SIGNER,)))
     assert circle.check(PEER, (endorsement(),)).peer == PEER
     path.unlink()
-    with pytest.raises(TrustError, match="trusts nobody yet"):
+    with pytest.raises(TrustError, match="has no trust list yet"):
         circle.check(PEER, (endorsement(),))
     path.mkdir()
     with pytest.raises(FusionError):

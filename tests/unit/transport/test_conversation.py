@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from fusionai.primitives.errors import ChannelClosed, RefusedError, WireError
+from fusionai.primitives.errors import ChannelClosed, RefusedError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.interface import Channel
-from fusionai.transport.memory import MemoryNetwork
-from fusionai.wire.messages import Done, LeaveNotice, Message, Ping, Pong, Refused, StopNotice
+from fusionai.wire.messages import REFUSAL_SENTENCES, Done, LeaveNotice, Message, Ping, Pong, Refused, StopNotice
+from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
 
 
@@ -92,7 +93,7 @@ def test_notices_come_between_and_a_failing_callback_ends_nothing(caplog: pytest
         assert got == [LeaveNotice(drain=True), StopNotice(job="x-1")]
 
     converse(serve, talk, on_notice)
-    assert "taking a notice failed" in caplog.text
+    assert "the handler of a notice failed" in caplog.text
 
 
 def test_a_cancelled_question_keeps_its_place():
@@ -127,7 +128,6 @@ def test_the_end_of_the_channel_ends_every_question():
         for task in asked:
             with pytest.raises(ChannelClosed, match="the conversation is over"):
                 await task
-        assert isinstance(await conversation.wait_closed(), ChannelClosed)
         with pytest.raises(ChannelClosed):
             await conversation.ask(ping(9))
 
@@ -149,24 +149,21 @@ def test_closing_here_ends_open_questions():
     converse(serve, talk)
 
 
-def test_an_answer_nobody_asked_for_ends_the_conversation():
+@pytest.mark.parametrize(
+    ("unasked", "said"),
+    [(Done(), "got done unasked"), (Refused(code="unknown_peer"), REFUSAL_SENTENCES["unknown_peer"])],
+)
+def test_an_answer_nobody_asked_for_ends_the_conversation_and_is_named(unasked: Message, said: str):
     async def serve(channel: Channel) -> None:
-        await channel.send(Done())
-        await channel.receive()
+        await channel.send(unasked)
+        with pytest.raises(ChannelClosed):
+            await channel.receive()
+        over.set()
 
     async def talk(conversation: Conversation) -> None:
-        assert isinstance(await conversation.wait_closed(), WireError)
+        await over.wait()
+        with pytest.raises(ChannelClosed, match=f"the conversation is over: .*{re.escape(said)}"):
+            await conversation.ask(ping(9))
 
-    converse(serve, talk)
-
-
-def test_an_unasked_refusal_is_the_reason_of_the_end():
-    async def serve(channel: Channel) -> None:
-        await channel.send(Refused(code="unknown_peer"))
-
-    async def talk(conversation: Conversation) -> None:
-        reason = await conversation.wait_closed()
-        assert isinstance(reason, RefusedError)
-        assert reason.code == "unknown_peer"
-
+    over = asyncio.Event()
     converse(serve, talk)

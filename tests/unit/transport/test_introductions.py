@@ -11,8 +11,8 @@ from fusionai.primitives.ids import PeerId
 from fusionai.transport import introductions
 from fusionai.transport.interface import Channel, Listener
 from fusionai.transport.introductions import Introductions
-from fusionai.transport.memory import MemoryNetwork
 from fusionai.wire.messages import Done, Introduced, Meet, Message, Observe, Observed, Refused
+from harness.memory_transport import MemoryNetwork
 
 ME, OTHER, BROKER = (PeerId(letter * 52) for letter in "aby")
 

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from fusionai.primitives.clock import VirtualClock
 from fusionai.primitives.errors import WireError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.interface import Channel, Remote
 from fusionai.transport.links import LinkMeasurement, answer_probe, measure_link
-from fusionai.transport.memory import MemoryNetwork
 from fusionai.wire.messages import Done, Hello
+from harness.memory_transport import MemoryNetwork
+from harness.virtual_clock import VirtualClock
 
 
 async def answering(channel: Channel) -> None:

@@ -71,7 +71,7 @@ def test_a_placement_has_one_spelling():
     longer = b"\xdc\x00\x07" + content[1:]
     assert content[0] == 0x97
     signature = KEY.sign(b"fusionai placement 1\x00" + longer)
-    with pytest.raises(TrustError, match="one spelling"):
+    with pytest.raises(TrustError, match="canonical encoding"):
         verify_placement(signature + longer, OWNER, job="job-1", fence=FENCE)
 
 

@@ -145,7 +145,7 @@ def test_a_killed_process_is_missed_within_seconds(pool: Any, tmp_path: Path):
             await channel.receive()
             process.kill()
             killed_s = time.monotonic()
-            with pytest.raises(ChannelClosed, match="said nothing"):
+            with pytest.raises(ChannelClosed, match="sent nothing"):
                 await channel.receive()
             assert time.monotonic() - killed_s < 6.0
             await channel.close()

@@ -1,1 +1,1 @@
-"""Stages run by JAX: a process with this backend never loads torch. Neighbours: `backends.interface`."""
+"""The JAX backend. A process with this backend never loads torch. Neighbours: `backends.interface`."""

@@ -1,7 +1,8 @@
-"""`fusion.attention` on dense tensors: training and evaluation. Decides nothing but the order of sums.
+"""`fusion.attention` on dense tensors, for training and evaluation.
 
-The formula is that of `backends.torch.attention`'s explicit path; softmax runs in float32. Grouped queries share their
-keys without copying them. Neighbours: `operators` maps the op name here, `dropout` makes the mask.
+The formula is that of the explicit path in `backends.torch.attention`, with another order of sums; softmax runs in
+float32. Grouped queries share their keys without copying them. Neighbours: `operators` maps the operator's name to this
+module, `dropout` makes the mask.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ def attention(
     dropout: float = 0.0,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] -> [B, Hq, S, Dv]; arguments as the torch backend has them.
-    `key`: of this node's dropout, where there is any."""
+    """Return [B, Hq, S, Dv] for q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv]; arguments as in the torch
+    backend.
+
+    `key`: key of this node's dropout, needed if `dropout` is above 0.
+    """
     batch, heads, queries, _ = q.shape
     shared = k.shape[1]
     grouped = q.reshape(batch, shared, heads // shared, queries, q.shape[-1])
@@ -53,7 +57,7 @@ def attention(
 def _visible(
     q: jax.Array, k: jax.Array, *, causal: bool, window: int | None, key_mask: jax.Array | None
 ) -> jax.Array | None:
-    """bool [B or 1, 1, S, T], True where query s may see key t; None where it may see all."""
+    """Return bool [B or 1, 1, S, T], True where query s may see key t; None if every query sees every key."""
     queries = jnp.arange(q.shape[2])[:, None]
     keys = jnp.arange(k.shape[2])[None, :]
     visible = None

@@ -1,7 +1,7 @@
-"""The JAX backend: CPU and CUDA. Decides device, threads and numerics for the whole process.
+"""The JAX backend: CPU and CUDA. Sets device, threads and numerics for the whole process.
 
-Integers have 64 bits as everywhere else in a job, and float32 products are float32's, on GPUs too. Neighbours:
-`program` is a loaded stage, `probe` measures the device, `operators` says what can run.
+Integers have 64 bits as everywhere else in a job, and float32 products keep float32 precision, on GPUs too. Neighbours:
+`program` is a loaded stage, `probe` measures the device, `operators` lists what can run.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fusionai.wire.messages import StageOptions
 from fusionai.wire.serving import ServeOptions
 
 _KINDS = {"cpu": "cpu", "cuda": "gpu"}
-"""What this program and what JAX call a device."""
+"""Device name in FusionAI -> device name in JAX."""
 
 
 class JaxBackend:
-    """Implements `backends.interface.Backend`. `threads` limits this process's threads; it counts only before JAX is
-    first used."""
+    """Implements `backends.interface.Backend`. `threads` limits this process's threads; it has an effect only before
+    JAX is first used."""
 
     name = "jax"
 
@@ -50,13 +50,13 @@ class JaxBackend:
         return "threads" if self.device == "cpu" else "device"
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
-        """Takes about a second and some compilations; less with `speeds`."""
+        """Take about a second and some compilations; less with `speeds`."""
         known = speeds or with_pace(measure_speeds(self._device, self.device), self, lambda call: 1 / calls_per_s(call))
         report = describe_device(self._device, self.device, self._threads, known)
         return replace(report, unsupported_ops=self.unsupported(OPERATORS), weight_formats=tuple(KEPT_AS))
 
     def warm_up(self) -> None:
-        """The compiler starts with the first thing it compiles."""
+        """Compile a trivial function: the compiler starts with the first compilation."""
         jax.jit(lambda x: x * x)(jax.device_put(np.zeros(1, np.float32), self._device)).block_until_ready()
 
     def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ class JaxBackend:
         return JaxServingProgram(graph, options=options, device=self._device, memory_limit_bytes=memory_limit_bytes)
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
-        """In float32, as torch computes them; the last bit may differ."""
+        """Return (total norm, scale) in float32, as torch computes them; the last bit may differ."""
         if not norms:
             return 0.0, 1.0
         total = np.sqrt(np.sum(np.square(np.asarray(norms, np.float32)), dtype=np.float32))

@@ -1,7 +1,7 @@
-"""Dropout and random numbers as pure functions of counters, the same bits as on every other backend.
+"""Dropout and random numbers as pure functions of counters, with the same bits as on every other backend.
 
-The hash is that of `backends.counters`; here it runs on unsigned 32-bit integers, whose products wrap. Keys of the run
-are folded outside and come in as numbers, so that a step compiles nothing anew. Neighbours: `attention`, `operators`.
+The hash is that of `backends.counters`, on unsigned 32-bit integers, whose products wrap. The run's keys are folded
+outside and passed in as numbers, so that a new step compiles nothing. Neighbours: `attention`, `operators`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fusionai.backends.counters import FIRST_MULTIPLIER, SECOND_MULTIPLIER, UNIF
 
 
 def scaled_mask(shape: tuple[int, ...], p: float, key: jax.Array, *, dtype: Any) -> jax.Array:
-    """0 where dropped and 1 / (1 - p) where kept (all 0 for p = 1). `key` [2]: the node's two folds, uint32."""
+    """Return 0 where dropped and 1 / (1 - p) where kept (all 0 for p = 1). `key` [2]: the node's two folds, uint32."""
     if p >= 1.0:
         return jnp.zeros(shape, dtype)
     keep = _hashed(prod(shape), key) >= jnp.uint32(floor(p * 2**32))
-    # As torch multiplies: a truth value in the tensor's own precision by the rounded factor.
+    # Multiplied as in torch: a boolean in the tensor's own precision times the rounded factor.
     return (keep.astype(dtype) * jnp.asarray(1.0 / (1.0 - p), dtype)).reshape(shape)
 
 
@@ -29,7 +29,7 @@ def dropout(x: jax.Array, p: float, key: jax.Array) -> jax.Array:
 
 
 def uniform(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Numbers in [0, 1) of the shape and the dtype of x, whose values don't matter."""
+    """Return random numbers in [0, 1) with the shape and dtype of x; the values of x are not used."""
     bits = UNIFORM_BITS[str(x.dtype)]
     drawn = (_hashed(x.size, key) >> (32 - bits)).astype(x.dtype)
     return (drawn * jnp.asarray(2.0**-bits, x.dtype)).reshape(x.shape)

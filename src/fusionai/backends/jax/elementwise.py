@@ -1,7 +1,7 @@
-"""Operators that work number by number, as torch defines them. Decides nothing; every name is of `ir.operators`.
+"""Elementwise operators as torch defines them; every name is in `ir.operators`.
 
-Where a function has a kink, gradients there are torch's. Neighbours: `promotion` says in which dtype, `operators` joins
-the tables.
+Where a function has a kink, its gradient is torch's. Neighbours: `promotion` chooses dtypes, `operators` joins the
+tables.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _pow(base: Operand, exponent: Operand) -> jax.Array:
 
 
 def _clamp(x: jax.Array, low: Operand | None = None, high: Operand | None = None) -> jax.Array:
-    """Gradients pass at the borders, too."""
+    """Clamp x. Gradients also pass where x equals a limit, as in torch."""
     dtype = result_type(*(one for one in (x, low, high) if one is not None))
     x = x.astype(dtype)
     if low is not None:
@@ -158,7 +158,7 @@ def _copysign(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _unary(compute: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """Of a function whose results are no integers."""
+    """Wrap a function whose results are floats: integers are converted first."""
     return lambda x: compute(floating(x))
 
 

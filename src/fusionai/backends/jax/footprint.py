@@ -1,8 +1,8 @@
-"""What a stage takes before anything of it is allocated. Decides nothing: it traces shapes and adds them up.
+"""Computes the memory that a stage needs before anything is allocated, by tracing shapes.
 
-Every value's size at given sizes of the symbols is compared with what the graph declares; what a microbatch keeps for
-its backward is what `jax.vjp` would keep, less the parameters, which are there anyway. Neighbours: `program` asks,
-`tracing` runs the graph.
+Every output's size at given sizes of the symbols is compared with the graph's declaration. What a microbatch keeps for
+its backward is what `jax.vjp` keeps, without the parameters, which are counted elsewhere. Neighbours: `program` calls
+this, `tracing` runs the graph.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from fusionai.primitives.errors import ExecutionError
 def footprint_bytes(
     graph: Graph, program: Program, symbols: Mapping[str, int], grad_inputs: Collection[str], *, training: bool
 ) -> int:
-    """Of one microbatch in flight. Raises `ExecutionError` where a value differs from its declaration."""
+    """Return the bytes of one microbatch in flight. Raises `ExecutionError` if an output differs from its
+    declaration."""
     sizes = {name: evaluate(name, symbols) for name in program.inputs if graph.values[name].dtype == "symint"}
     given = {
         name: jax.ShapeDtypeStruct(_shape(graph, name, symbols), DTYPES[graph.values[name].dtype])
@@ -80,7 +81,7 @@ def _compare(graph: Graph, program: Program, outputs: Mapping[str, Value], symbo
         declared = _shape(graph, name, symbols)
         if tuple(value.shape) != declared:
             raise ExecutionError(
-                f"output {meaning!r} has the shape {list(value.shape)}, the graph declares {list(declared)}."
+                f"output {meaning!r} has shape {list(value.shape)}, but the graph declares {list(declared)}."
             )
 
 

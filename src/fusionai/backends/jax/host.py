@@ -1,6 +1,6 @@
-"""Between host tensors and JAX arrays. Never changes a bit of them; always copies, so nobody's memory is shared.
+"""Converts between host tensors and JAX arrays. Never changes a bit, and always copies, so no memory is shared.
 
-Neighbours: `program` calls these at its boundary, `primitives.tensors` says what a host tensor is.
+Neighbours: `program` calls these at its boundary, `primitives.tensors` defines host tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def to_jax(tensor: HostTensor, device: Device) -> jax.Array:
 
 
 def to_host(value: jax.Array | int) -> HostTensor:
-    """A size computed in the graph becomes an int64 of shape ()."""
+    """Return the bytes of an array; a size computed in the graph becomes an int64 of shape ()."""
     array = np.asarray(value, np.int64) if isinstance(value, int) else np.asarray(value)
     name = NAMES.get(array.dtype)
     if name is None:

@@ -1,7 +1,7 @@
-"""Operators that read or write at given places, as torch defines them. Decides what a place outside gives: NaN.
+"""Operators that read or write at given indices, as torch defines them. An index out of range gives NaN.
 
-Compiled code can't refuse: what is looked up outside of a table of floats comes back as not a number, never as some
-other row. Indices that come in as inputs are checked before the run (`program`). Neighbours: `operators`.
+Compiled code can't raise errors: a lookup outside a table of floats returns NaN, never another row. Indices that are
+inputs of the graph are checked before the run (`program`). Neighbours: `operators`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _embedding(
     indices: jax.Array,
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
-    sparse: bool = False,  # noqa: ARG001 — a hint about how gradients are kept
+    sparse: bool = False,  # noqa: ARG001 — a hint about how gradients are stored
 ) -> jax.Array:
     if scale_grad_by_freq:
         raise ExecutionError("this backend has no embedding whose gradient is scaled by frequency.")
@@ -33,7 +33,7 @@ def _embedding(
 
 
 def _upwards(indices: jax.Array) -> jax.Array:
-    """Negative ones are outside here, whatever numpy makes of them."""
+    """Return indices with negative ones moved out of range; numpy would count them from the end."""
     return jnp.where(indices < 0, jnp.iinfo(indices.dtype).max, indices)
 
 
@@ -55,7 +55,7 @@ def _gather(x: jax.Array, dim: int, indices: jax.Array, sparse_grad: bool = Fals
 
 def _index(x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
     if any(one is not None and one.dtype == jnp.bool_ for one in indices):
-        raise ExecutionError("this backend can't choose by a mask: how much is chosen would depend on the data.")
+        raise ExecutionError("this backend can't index by a boolean mask: the result's size would depend on the data.")
     places = tuple(slice(None) if one is None else one for one in indices)
     return x.at[places].get(mode="fill")
 
@@ -70,14 +70,14 @@ def _scatter(x: jax.Array, dim: int, indices: jax.Array, value: Scalar) -> jax.A
 
 
 def _grid(x: jax.Array, dim: int, indices: jax.Array) -> tuple[jax.Array, ...]:
-    """Places in x for each of `indices` along `dim`."""
+    """Return the places in x for each of `indices` along `dim`."""
     places = list(jnp.indices(indices.shape, sparse=True))
     places[dim % x.ndim] = indices
     return tuple(places)
 
 
 def _within(source: jax.Array, indices: jax.Array) -> jax.Array:
-    """The part of `source` that has an index."""
+    """Return the part of `source` that has an index."""
     return source[tuple(slice(size) for size in indices.shape)]
 
 
@@ -114,7 +114,7 @@ def _index_put(
     masks = [one for one in indices if one is not None and one.dtype == jnp.bool_]
     if masks:
         if len(indices) > 1 or values.size != 1:
-            raise ExecutionError("this backend can put one number where a mask is, not a tensor.")
+            raise ExecutionError("with a boolean mask, this backend can write only a single number, not a tensor.")
         mask = masks[0].reshape(masks[0].shape + (1,) * (x.ndim - masks[0].ndim))
         value = values.reshape(()).astype(x.dtype)
         return jnp.where(mask, x + value if accumulate else value, x)
@@ -132,7 +132,8 @@ def _embedding_bag(
     last_offset: bool = False,
     padding: int = -1,
 ) -> jax.Array:
-    """Sums (0), means (1) or maxima (2) of bags of rows: indices [n], `offsets` [bags] where each begins."""
+    """Return sums (mode 0), means (1) or maxima (2) of bags of rows: indices [n], `offsets` [bags] with each bag's
+    first index."""
     if by_frequency:
         raise ExecutionError("this backend has no embedding whose gradient is scaled by frequency.")
     count = offsets.shape[0] - (1 if last_offset else 0)
@@ -155,7 +156,7 @@ def _bucketize(x: jax.Array, boundaries: jax.Array, out_int32: bool = False, rig
 
 def _one_hot(indices: jax.Array, num_classes: int = -1) -> jax.Array:
     if num_classes < 0:
-        raise ExecutionError("this backend needs one_hot's number of classes: it would depend on the data.")
+        raise ExecutionError("one_hot needs num_classes on this backend: the result's size would depend on the data.")
     return jax.nn.one_hot(indices, num_classes, dtype=jnp.int64)
 
 

@@ -1,4 +1,4 @@
-"""Losses, as torch defines them. Decides nothing. `reduction`: 0 none, 1 mean, 2 sum, torch's own numbers.
+"""Losses, as torch defines them. `reduction` is torch's number: 0 none, 1 mean, 2 sum.
 
 Neighbours: `operators` joins the tables.
 """
@@ -28,7 +28,8 @@ def _reduced(x: jax.Array, reduction: int) -> jax.Array:
 def _picked(
     log_probabilities: jax.Array, target: jax.Array, weight: jax.Array | None, ignore_index: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(-log p of each target, its weight), both 0 where it is ignored. Classes: along dimension 1, or the only one."""
+    """Return (-log p of each target, its weight), both 0 where ignored. Classes are along dimension 1, or the only
+    one."""
     axis = 1 if log_probabilities.ndim > 1 else 0
     counted = target != ignore_index
     classes = jnp.where(counted, target, 0)
@@ -51,7 +52,7 @@ def _nll(
 def nll_forward(
     x: jax.Array, target: jax.Array, weight: jax.Array | None, reduction: int, ignore_index: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(loss, sum of weights)."""
+    """Return (loss, sum of weights)."""
     lost, weights = _picked(x, target, weight, ignore_index)
     total = jnp.sum(weights)
     match reduction:
@@ -129,7 +130,7 @@ def _binary_cross_entropy_with_logits(
 def _binary_cross_entropy(
     x: jax.Array, target: jax.Array, weight: jax.Array | None = None, reduction: int = 1
 ) -> jax.Array:
-    """Logarithms are at least -100, as torch has them."""
+    """Return binary cross-entropy; logarithms are at least -100, as in torch."""
     lost = -target * jnp.maximum(jnp.log(x), -100) - (1 - target) * jnp.maximum(jnp.log1p(-x), -100)
     return _reduced(lost if weight is None else lost * weight, reduction)
 

@@ -1,6 +1,6 @@
-"""Normalisation and softmax, as torch defines them. Decides nothing. Half floats are normalised in float32.
+"""Normalisation and softmax, as torch defines them. 16-bit floats are normalised in float32.
 
-Batch statistics depend on the mode: outside training those that were learned count. Neighbours: `operators`.
+Batch normalisation depends on the mode: outside training it uses the learned statistics. Neighbours: `operators`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def _normalised(x: jax.Array, axes: tuple[int, ...], eps: Scalar) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(normalised, mean, inverse deviation), in float32 or wider, the latter two with all dimensions."""
+    """Return (normalised, mean, inverse deviation) in float32 or wider; the last two keep all dimensions."""
     wide = _wide(x)
     mean = jnp.mean(wide, axis=axes, keepdims=True)
     inverse = lax.rsqrt(jnp.mean(jnp.square(wide - mean), axis=axes, keepdims=True) + eps)
@@ -128,8 +128,11 @@ def batch_norm_functional(
     momentum: float,
     eps: float,
 ) -> tuple[jax.Array, ...]:
-    """`training`: the run's mode. (y, saved mean, saved inverse deviation, new running mean, new running variance); the
-    latter two unchanged outside training."""
+    """Return (y, saved mean, saved inverse deviation, new running mean, new running variance); the last two are
+    unchanged outside training.
+
+    `training`: the run's mode.
+    """
     if not (training and in_training):
         y = _with_learned_statistics(x, weight, bias, mean, variance, eps)
         nothing = jnp.zeros((0,), x.dtype)
@@ -208,7 +211,7 @@ def _half_to_float(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array
 
 
 def _weight_norm(direction: jax.Array, length: jax.Array, dim: int = 0) -> tuple[jax.Array, jax.Array]:
-    """(weights of these lengths along `dim`, lengths of the directions)."""
+    """Return (weights of these lengths along `dim`, lengths of the directions)."""
     others = tuple(axis for axis in range(direction.ndim) if axis != dim)
     norm = jnp.sqrt(jnp.sum(jnp.square(direction), axis=others, keepdims=True))
     return direction * (length / norm), norm

@@ -1,8 +1,9 @@
-"""The table from operator names to JAX functions. Decides what this backend can run; resolves no name it receives.
+"""The table from operator names to JAX functions: what this backend can run. Resolves no name that it receives.
 
-Every name is of `ir.operators.OPERATORS`; functions take what torch's take, sizes as plain numbers. Operators that
-depend on the mode or on counters get the run's `Context` and the node's id first. Neighbours: `tracing` binds these to
-a graph's values; the modules beside this one have the functions by kind.
+Every name is in `ir.operators.OPERATORS`. Functions take the arguments of torch's operators, with sizes as plain
+numbers. Operators that depend on the mode or on counters get the run's `Context` and the node's id as first arguments.
+Neighbours: `tracing` binds these to a graph's values; the other modules of this package implement the functions by
+kind.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fusionai.backends.size_arithmetic import SIZES
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a run is about. `keys`: node that draws -> its two folds, uint32 [2]."""
+    """Properties of a run. `keys`: node that draws random numbers -> its two folds, uint32 [2]."""
 
     training: bool
     keys: Mapping[int, jax.Array]

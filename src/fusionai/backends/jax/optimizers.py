@@ -1,8 +1,9 @@
-"""AdamW and SGD as torch computes them, one parameter at a time. Decides nothing; state is complete at every time.
+"""AdamW and SGD as torch computes them, one parameter at a time; state is complete at every time.
 
-Before the first step slots hold values from which that step comes out as from none at all, the same as on torch, so
-state moves between the two. Factors that depend on the step are computed in double precision on the host and rounded
-once, as torch does. Neighbours: `program` owns parameters and calls `step` per commit; `backends.state` names slots.
+Before the first step, slots hold values from which that step gives the same result as from no state, as on torch, so
+that state can move between the two. Factors that depend on the step are computed in double precision on the host and
+rounded once, as torch does. Neighbours: `program` owns the parameters and calls `step` per commit; `backends.state`
+names slots.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ State = dict[str, jax.Array]
 
 
 class StageOptimizer:
-    """`shapes`: key -> (dtype, shape) of the parameters. Raises `ExecutionError` for settings it has not."""
+    """Optimizer of a stage. `shapes`: key -> (dtype, shape) of the parameters. Raises `ExecutionError` for settings
+    that it lacks."""
 
     def __init__(self, spec: OptimizerSpec, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
         if spec.state_bits != 32:
             raise ExecutionError(
                 f"this backend keeps optimizer state in 32 bits, not in {spec.state_bits}.",
-                hint="Let machines with backend torch run the job, or take state_bits = 32 in the recipe.",
+                hint="Let machines with backend torch run the job, or set state_bits = 32 in the recipe.",
             )
         self._spec = spec
         self._slots = {key: optimizer_slots(spec, *shape) for key, shape in shapes.items()}
@@ -38,7 +40,7 @@ class StageOptimizer:
         self._steps: dict[str, float] = {}
 
     def step(self, key: str, parameter: jax.Array, gradient: jax.Array, learning_rate: float) -> jax.Array:
-        """The parameter after one update. State of `key` moves with it."""
+        """Return the parameter after one update; also updates the state of `key`."""
         decay = self._spec.weight_decay if key in self._decays else 0.0
         state = self._state.setdefault(key, {})
         for slot in self._slots[key]:
@@ -79,7 +81,7 @@ class StageOptimizer:
         self._steps.clear()
 
     def read(self, key: str, slot: str) -> jax.Array:
-        """A slot as it is, or as it stands for "no step yet"."""
+        """Return a slot, or its value before the first step if it is empty."""
         if slot == "step":
             return jnp.asarray(self._steps.get(key, 0.0), jnp.float32)
         held = self._state.get(key, {}).get(slot)
@@ -97,7 +99,7 @@ class StageOptimizer:
 
     def _empty(self, key: str, slot: str) -> jax.Array:
         dtype, shape = self._slots[key][slot]
-        # The first momentum buffer is the gradient itself; only -0.0 added to it changes no bit (0.0 + -0.0 is 0.0).
+        # The first momentum buffer is the gradient itself; only adding it to -0.0 changes no bit (0.0 + -0.0 is 0.0).
         initial = -0.0 if slot == "momentum_buffer" else 0.0
         return jnp.full(shape, initial, DTYPES["float32" if slot in OWN_FLOAT32 else dtype])
 
@@ -106,7 +108,7 @@ class StageOptimizer:
 def _adamw(
     parameter: jax.Array, gradient: jax.Array, average: jax.Array, squares: jax.Array, factors: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """In the order of `torch.optim.adamw._single_tensor_adamw`."""
+    """Compute in the order of `torch.optim.adamw._single_tensor_adamw`."""
     decayed, towards, kept, fresh, root, eps, step = (factors[place] for place in range(7))
     gradient = gradient.astype(parameter.dtype)
     parameter = parameter * decayed
@@ -119,7 +121,7 @@ def _adamw(
 def _sgd(
     parameter: jax.Array, gradient: jax.Array, buffer: jax.Array | None, factors: jax.Array, *, nesterov: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """In the order of `torch.optim.sgd._single_tensor_sgd`."""
+    """Compute in the order of `torch.optim.sgd._single_tensor_sgd`."""
     decay, momentum, step = (factors[place] for place in range(3))
     gradient = gradient.astype(parameter.dtype) + decay * parameter
     if buffer is None:

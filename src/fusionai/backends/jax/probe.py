@@ -1,7 +1,7 @@
-"""What a device can do, measured with JAX. Decides the fingerprint that says whether two peers compute the same bits.
+"""Measures a device with JAX, and computes the fingerprint by which two peers know that they compute the same bits.
 
-A fingerprint of this backend never equals one of another: a stage that moves between frameworks moves tolerantly.
-Neighbours: `backend.JaxBackend.probe` calls this.
+This backend's fingerprints never equal another backend's: a stage that moves between frameworks is compared with a
+tolerance. Neighbours: `backend.JaxBackend.probe` calls this.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from fusionai.backends.jax.promotion import Device
 from fusionai.backends.scratch import scratch_bytes_per_s
 
 MEASURE_S: Final = 0.2
-"""How long each of the two speeds is measured."""
+"""Time for each measurement, in seconds; chosen."""
 MATRIX_SIZE: Final = {"cpu": 512, "cuda": 4096}
+"""Rows and columns of the measured matrix product, per device; chosen."""
 COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Bytes of the measured copy, per device; chosen."""
 
 
 def describe_device(device: Device, kind: str, threads: int, speeds: Speeds) -> DeviceReport:
-    """All but the speeds is found out now. `kind`: what this program calls the device."""
+    """Return a report with the given speeds; everything else is determined now. `kind`: FusionAI's name of the
+    device."""
     return DeviceReport(
         backend="jax",
         backend_version=jax.__version__,
@@ -48,7 +51,7 @@ def describe_device(device: Device, kind: str, threads: int, speeds: Speeds) -> 
 
 
 def measure_speeds(device: Device, kind: str) -> Speeds:
-    """With the threads this process may use now."""
+    """Measure speeds with the threads this process may use now."""
     size = MATRIX_SIZE[kind]
     left = jax.device_put(jnp.ones((size, size), jnp.float32), device)
     multiply = jax.jit(jnp.matmul)
@@ -60,7 +63,7 @@ def measure_speeds(device: Device, kind: str) -> Speeds:
 
 
 def device_name(device: Device, kind: str) -> str:
-    """What people call it."""
+    """Return the device's product name."""
     if kind != "cpu":
         return str(device.device_kind)
     try:
@@ -72,7 +75,7 @@ def device_name(device: Device, kind: str) -> str:
 
 
 def memory_bytes(device: Device, kind: str) -> int:
-    """All memory of the device, free or not."""
+    """Return the device's total memory, free or not."""
     if kind == "cpu":
         return psutil.virtual_memory().total
     stats: dict[str, Any] = device.memory_stats() or {}
@@ -80,7 +83,8 @@ def memory_bytes(device: Device, kind: str) -> int:
 
 
 def fingerprint(device: Device, kind: str, threads: int) -> str:
-    """Hex SHA-256 over versions, instruction set, device, threads and the bits of a small training computation."""
+    """Return a hex SHA-256 over versions, instruction set, device, threads and the bits of a small training
+    computation."""
     described = ("jax", jax.__version__, *arithmetic(), kind, device_name(device, kind), str(threads))
     digest = hashlib.sha256("\n".join(described).encode())
     for value in jax.jit(_probe_computation)(*(jax.device_put(one, device) for one in _patterns())):
@@ -89,7 +93,7 @@ def fingerprint(device: Device, kind: str, threads: int) -> str:
 
 
 def _patterns() -> list[np.ndarray[Any, Any]]:
-    """Exact in float32 on every device: multiples of 2**-10 below 1."""
+    """Return inputs that are exact in float32 on every device: multiples of 2**-10 below 1."""
     shapes = ((3, 67, 96), (160, 96), (96, 160))
     return [
         ((np.arange(np.prod(shape), dtype=np.int64) * 2_654_435_761 % 2_039 - 1_019) / 1_024)
@@ -110,7 +114,7 @@ def _probe_computation(x: jax.Array, first: jax.Array, second: jax.Array) -> lis
 
 
 def calls_per_s(call: Callable[[], object]) -> float:
-    """One after the other, each waited for."""
+    """Return how many calls per second run one after the other, each completed before the next starts."""
     jax.block_until_ready(call())
     calls, start_s = 0, time.perf_counter()
     while (elapsed_s := time.perf_counter() - start_s) < MEASURE_S or not calls:

@@ -1,4 +1,4 @@
-"""Matrix products, convolutions and pooling, as torch defines them. Decides nothing.
+"""Matrix products, convolutions and pooling, as torch defines them.
 
 Neighbours: `operators` joins the tables.
 """
@@ -22,13 +22,14 @@ _LETTERS: Final = "DHW"
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x [..., I], weight [O, I] -> [..., O]."""
+    """Return [..., O] for x [..., I], weight [O, I]."""
     y = lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
     return y if bias is None else y + bias
 
 
 def expert_linear(x: jax.Array, weight: jax.Array, experts: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """x [rows, in], weight [experts, out, in] (`transposed`: [experts, in, out]), experts [rows] -> [rows, out]."""
+    """Return [rows, out] for x [rows, in], weight [experts, out, in] (`transposed`: [experts, in, out]), experts
+    [rows]."""
     order = jnp.argsort(experts, stable=True)
     counts = jnp.bincount(experts, length=weight.shape[0]).astype(jnp.int32)
     made = lax.ragged_dot(x[order], weight if transposed else jnp.swapaxes(weight, 1, 2), counts)
@@ -56,7 +57,7 @@ def _convolution(
     output_padding: Sizes = 0,
     groups: int = 1,
 ) -> jax.Array:
-    """x [N, C, ...] or [C, ...]; weight [O, C / groups, ...], transposed [C, O / groups, ...]."""
+    """Convolve x [N, C, ...] or [C, ...] with weight [O, C / groups, ...], or [C, O / groups, ...] if `transposed`."""
     spatial = weight.ndim - 2
     batched = x.ndim == weight.ndim
     x = x if batched else x[None]
@@ -111,7 +112,7 @@ def _conv_transpose(
 
 
 class _Window:
-    """How a window moves over the last dimensions of x."""
+    """A window that moves over the last dimensions of x."""
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class _Window:
             span = size + 2 * p - d * (k - 1) - 1
             outputs = (-(-span // s) if ceil else span // s) + 1
             if ceil and (outputs - 1) * s >= size + p:
-                outputs -= 1  # a window that begins in the padding behind is left out
+                outputs -= 1  # a window that begins in the padding at the end is left out
             pads.append((p, max(p, (outputs - 1) * s + d * (k - 1) + 1 - size - p)))
         self.window = (*(1,) * lead, *self.sizes)
         self.strides = (*(1,) * lead, *steps)
@@ -168,7 +169,7 @@ def _max_pool_with_places(
     ceil_mode: bool = False,
     spatial: int = 2,
 ) -> tuple[jax.Array, jax.Array]:
-    """Places: flat, in the last dimensions; of equals the first."""
+    """Return (maxima, their flat places in the last dimensions); among equal elements, the first counts."""
     window = _Window(x, kernel, stride, padding, dilation, ceil_mode, spatial)
     image = x.shape[-spatial:]
     places = jnp.broadcast_to(jnp.arange(prod(image), dtype=jnp.int64).reshape(image), x.shape)
@@ -194,12 +195,12 @@ def _average_pool(spatial: int) -> Callable[..., jax.Array]:
         divisor_override: int | None = None,
     ) -> jax.Array:
         window = _Window(x, kernel, stride, padding, 1, ceil_mode, spatial)
-        zero = np.zeros((), x.dtype)  # JAX knows gradients of windows that begin with a constant
+        zero = np.zeros((), x.dtype)  # JAX can differentiate a window reduction only if it starts from a constant
         total = window.reduced(x, zero, lax.add)
         if divisor_override is not None:
             return total / divisor_override
         inside = jnp.ones(x.shape[x.ndim - spatial :], x.dtype)
-        if count_include_pad:  # padding counts, what a last window reaches beyond it does not
+        if count_include_pad:  # padding counts, but not what the last window covers beyond it
             inside = jnp.pad(inside, [(one, one) for one in window.given], constant_values=1)
             again = _Window(inside, kernel, stride, 0, 1, ceil_mode, spatial)
             again.pads = [
@@ -213,7 +214,10 @@ def _average_pool(spatial: int) -> Callable[..., jax.Array]:
 
 
 def _adaptive(spatial: int) -> Callable[..., jax.Array]:
-    """Output i of n is the mean of inputs floor(i * size / n) to ceil((i + 1) * size / n): a matrix per dimension."""
+    """Return a pool whose output i of n is the mean of inputs floor(i * size / n) to ceil((i + 1) * size / n).
+
+    Computed as a product with one matrix per dimension.
+    """
 
     def pool(x: jax.Array, output: Sizes) -> jax.Array:
         wanted = _many(output, spatial)
@@ -239,7 +243,7 @@ def _trilinear(
     expand2: Sequence[int],
     expand3: Sequence[int],
     sumdim: Sequence[int],
-    unroll_dim: int = 1,  # noqa: ARG001 - in which order torch goes
+    unroll_dim: int = 1,  # noqa: ARG001 - the order of torch's loops
 ) -> jax.Array:
     factors = zip((one, two, three), (expand1, expand2, expand3), strict=True)
     first, second, third = (jnp.expand_dims(x, tuple(dims)) for x, dims in factors)
@@ -247,7 +251,7 @@ def _trilinear(
 
 
 def _distances(one: jax.Array, two: jax.Array, p: float, compute_mode: int | None = None) -> jax.Array:  # noqa: ARG001
-    """Of equal points 0, whose gradient is 0."""
+    """Return the distances of all pairs of points; for equal points the distance and its gradient are 0."""
     apart = jnp.abs(one[..., :, None, :] - two[..., None, :, :])
     if p == float("inf"):
         return jnp.max(apart, axis=-1)

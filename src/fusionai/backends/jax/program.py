@@ -1,10 +1,9 @@
-"""One stage on JAX: parameters, what forward left for backward, gradient sums, the optimizer.
+"""One stage on JAX: parameters, what forward keeps for backward, gradient sums, the optimizer.
 
-Decides nothing about jobs or time. Forward and backward are compiled once for each set of sizes; what backward needs is
-what `jax.vjp` keeps, and comes out of the compiled forward. Gradients are summed microbatch by microbatch. Buffers that
-a training microbatch rewrites are rebound, and the values of the last applied step are kept until the next, so that a
-discarded step leaves no trace. Neighbours: `tracing` is the graph as a function, `footprint` checks it beforehand,
-`optimizers` updates.
+Forward and backward are compiled once for each set of sizes. Backward needs what `jax.vjp` keeps, which the compiled
+forward returns. Gradients are summed microbatch by microbatch. Buffers that a training microbatch rewrites are rebound,
+and the values of the last applied step are kept until the next, so that a discarded step leaves no trace. Neighbours:
+`tracing` turns the graph into a function, `footprint` checks it beforehand, `optimizers` updates.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from fusionai.wire.messages import StageOptions
 
 Arrays = dict[str, jax.Array]
 MOST_COMPILED: Final = 64
-"""Programs of different sizes that are kept."""
+"""Compiled programs for different sizes that are kept at a time; chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +47,17 @@ class _InFlight:
 
     pull: Any
     outputs: dict[str, tuple[tuple[int, ...], Any]]
-    """Those that carry gradient: shape, dtype."""
+    """Outputs that carry a gradient: name -> (shape, dtype)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """`forward(trained, leaves, others, params, keys)` of fixed sizes."""
+    """`forward(trained, leaves, others, params, keys)`, compiled for fixed sizes."""
 
     program: Program
     forward: Callable[..., Any]
     drops: tuple[int, ...]
-    """Nodes that draw masks or numbers."""
+    """Nodes that draw dropout masks or random numbers."""
 
 
 class JaxStageProgram(StageBase[_InFlight]):
@@ -76,12 +75,12 @@ class JaxStageProgram(StageBase[_InFlight]):
         if options.offload:
             raise ExecutionError(
                 "this backend keeps optimizer state in memory, not in a file.",
-                hint='Take offload = "never" in the recipe, or let machines with backend torch run the job.',
+                hint='Set offload = "never" in the recipe, or let machines with backend torch run the job.',
             )
         if options.offload_weights:
             raise ExecutionError(
                 "this backend keeps weights in its device's memory.",
-                hint='Take offload_weights = "never" in the recipe, or let machines with backend torch run the job.',
+                hint='Set offload_weights = "never" in the recipe, or let machines with backend torch run the job.',
             )
         super().__init__(graph, grad_inputs=grad_inputs, options=options)
         self._device = device
@@ -98,7 +97,7 @@ class JaxStageProgram(StageBase[_InFlight]):
             for key in self._specs
         }
         self._committed: Arrays = {}
-        """Buffers rewritten since the last apply: their values of then."""
+        """Buffers rewritten since the last apply: their values at that apply."""
         self._sums: Arrays = {}
 
     # ------------------------------------------------------------------------------------------------------ running
@@ -133,8 +132,10 @@ class JaxStageProgram(StageBase[_InFlight]):
     def backward(
         self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
     ) -> dict[str, HostTensor]:
-        """See `StageProgram.backward`. An input that the named outputs do not depend on is absent from the result. The
-        compiled backward sums this stage's own uses; what has been begun is added to that sum."""
+        """See `StageProgram.backward`. An input that the named outputs do not depend on is absent from the result.
+
+        The compiled backward sums this stage's own uses; the contributions in `begun` are added to that sum.
+        """
         held = self._take(call, gradients, begun)
         roots: Arrays = {}
         for name, gradient in gradients.items():
@@ -162,7 +163,7 @@ class JaxStageProgram(StageBase[_InFlight]):
         return returned
 
     def _own_gradients(self, held: _InFlight, roots: Arrays) -> Arrays:
-        """By value name: of inputs and parameters that these outputs depend on."""
+        """Return value name -> gradient, for the inputs and parameters that these outputs depend on."""
         all_roots = {
             name: roots[name] if name in roots else jnp.zeros(shape, dtype)
             for name, (shape, dtype) in held.outputs.items()
@@ -173,7 +174,7 @@ class JaxStageProgram(StageBase[_InFlight]):
         return found | {value: trained[key] for value, key in self._trained_values.items() if value in values}
 
     def weight_gradients(self, call: Call) -> None:
-        """Nothing is left undone."""
+        """Do nothing: backward defers nothing."""
 
     # -------------------------------------------------------------------------------------------------- the update
 
@@ -192,7 +193,7 @@ class JaxStageProgram(StageBase[_InFlight]):
     def apply(self, *, scale: float, learning_rate: float) -> None:
         self._require_idle("apply")
         self._require_optimizer()
-        assert self._optimizer is not None, "there is one where the options name one"
+        assert self._optimizer is not None, "the options name an optimizer"
         factor = np.float32(scale)
         for key in self._trainable:
             gradient = self._sums.pop(key, None)
@@ -227,7 +228,7 @@ class JaxStageProgram(StageBase[_InFlight]):
             if spec.stored:
                 self._set(key, jax.device_put(pack_stored(values, spec.stored), self._device))
                 continue
-            # numpy has no bfloat16: it comes as raw bits.
+            # numpy has no bfloat16: the values come as raw bits.
             typed = values.view(jnp.bfloat16) if spec.dtype == "bfloat16" else values.astype(DTYPES[spec.dtype])
             self._set(key, jax.device_put(typed, self._device))
         return tuple(missing)
@@ -251,7 +252,7 @@ class JaxStageProgram(StageBase[_InFlight]):
 
     def _copy(self, entry: StateEntry) -> HostTensor:
         if entry.slot:
-            assert self._optimizer is not None, "or there would be no such entry"
+            assert self._optimizer is not None, "otherwise there would be no such entry"
             return to_host(self._optimizer.read(entry.key, entry.slot))
         return to_host(self._committed.get(entry.key, self._tensors[entry.key]))
 
@@ -267,7 +268,7 @@ class JaxStageProgram(StageBase[_InFlight]):
         return self._graph.values[name].dtype == "symint"
 
     def _parameters(self) -> tuple[Arrays, Arrays]:
-        """(trained, all others), by key."""
+        """Return (trained parameters, all other parameters), by key."""
         trained = {key: self._tensors[key] for key in self._trainable}
         return trained, {key: value for key, value in self._tensors.items() if key not in trained}
 
@@ -286,7 +287,7 @@ class JaxStageProgram(StageBase[_InFlight]):
     def _of_sizes(
         self, program: Program, names: frozenset[str], training: bool, inputs: Mapping[str, HostTensor]
     ) -> _Compiled:
-        """Compiled for these sizes; what is checked is checked while it is traced."""
+        """Return the program compiled for these sizes. Checks of sizes run while it is traced."""
         sizes = {name: int(to_jax(inputs[name], self._device)) for name in program.inputs if self._is_size(name)}
         shapes = tuple((name, inputs[name].shape, inputs[name].dtype) for name in program.inputs)
         at = (names, training, shapes, tuple(sorted(sizes.items())))
@@ -300,7 +301,8 @@ class JaxStageProgram(StageBase[_InFlight]):
         return compiled
 
     def _check_memory(self, limit_bytes: int | None) -> None:
-        """At the symbols' largest values: parameters, gradients, optimizer slots and what microbatches keep."""
+        """Check the limit at the symbols' largest values: parameters, gradients, optimizer slots and what microbatches
+        keep."""
         training = self._options.optimizer is not None
         held_bytes = self._state_bytes()
         self._require_room(held_bytes, limit_bytes)
@@ -312,8 +314,11 @@ class JaxStageProgram(StageBase[_InFlight]):
 
 
 def traced_forward(graph: Graph, program: Program, sizes: Mapping[str, int], training: bool) -> Callable[..., Any]:
-    """(trained, leaves, others, fixed, keys) -> in training ((float outputs, pull), (other outputs, writes)), else
-    ((float outputs, other outputs), writes). Parameters by key, inputs by name."""
+    """Return a function (trained, leaves, others, fixed, keys) that JAX can trace.
+
+    In training it returns ((float outputs, pull), (other outputs, writes)), otherwise ((float outputs, other outputs),
+    writes). Parameters are keyed by key, inputs by name.
+    """
     key_of = {value: graph.params[value].key for value in program.params}
 
     def run(

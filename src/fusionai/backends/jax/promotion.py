@@ -1,7 +1,8 @@
-"""Which dtype operands of several dtypes are computed in: torch's rules, which are the graph's. Computes nothing.
+"""Result dtypes of operands with several dtypes, by torch's rules, which are the graph's.
 
-Tensors with dimensions decide; tensors of rank 0 and plain numbers only where they are of a higher kind (a float among
-integers). JAX's own rules differ: an integer times 0.5 would become float64 there. Neighbours: the operators.
+Tensors with dimensions determine the dtype; tensors of rank 0 and plain numbers change it only if they are of a higher
+kind (a float among integers). JAX's own rules differ: an integer times 0.5 would become float64. Neighbours: the
+operator modules.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ DTYPES: Final[dict[str, Any]] = {
     "uint8": jnp.uint8,
     "bool": jnp.bool_,
 }
-"""What a graph calls them."""
+"""Dtype name in a graph -> JAX dtype."""
 Scalar = bool | int | float
 Device = Any
-"""Of JAX, whose class has no public name for type checkers."""
+"""JAX's device class, which has no public name for type checkers."""
 
 
 def result_type(*operands: jax.Array | Scalar) -> np.dtype[Any]:
-    """As `torch.result_type` of two, of any number."""
+    """Return the dtype that `torch.result_type` gives, for any number of operands."""
     tensors = [x.dtype for x in operands if isinstance(x, jax.Array) and x.ndim]
     points = [x.dtype for x in operands if isinstance(x, jax.Array) and not x.ndim]
     numbers = [_of_number(x) for x in operands if not isinstance(x, jax.Array)]
@@ -42,13 +43,13 @@ def result_type(*operands: jax.Array | Scalar) -> np.dtype[Any]:
 
 
 def promoted(*operands: jax.Array | Scalar) -> list[jax.Array]:
-    """All of them in the dtype they are computed in."""
+    """Return all operands converted to their result dtype."""
     dtype = result_type(*operands)
     return [jnp.asarray(x, dtype) for x in operands]
 
 
 def floating(x: jax.Array) -> jax.Array:
-    """Integers and truth values become float32, as for every function whose results are no integers."""
+    """Return integers and booleans as float32, for functions whose results are floats."""
     return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
 
 
@@ -72,7 +73,7 @@ def _joined(dtypes: Sequence[Any]) -> np.dtype[Any] | None:
 
 
 def _over(higher: np.dtype[Any] | None, lower: np.dtype[Any] | None) -> np.dtype[Any] | None:
-    """`combine_categories` of torch's c10."""
+    """Combine two dtypes as `combine_categories` in torch's c10 does."""
     if higher is None or lower is None:
         return lower if higher is None else higher
     if is_floating(higher):

@@ -1,7 +1,6 @@
-"""Which values of a graph outputs depend on by way of gradients. Decides nothing; computes nothing.
+"""Finds the values of a graph that outputs depend on through gradients.
 
-Where JAX gives zeros, torch gives no gradient at all, and an optimizer leaves such a parameter alone. Neighbour:
-`program`.
+Where JAX gives zero gradients, torch gives none, and an optimizer leaves such a parameter alone. Neighbour: `program`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from fusionai.ir.schema import Graph
 
 
 def reached(graph: Graph, roots: Collection[str]) -> frozenset[str]:
-    """`roots`: values."""
+    """Return the values that these values (`roots`) depend on through differentiable operators."""
     found = set(roots)
     for node in reversed(graph.nodes):
         if OPERATORS[node.op].differentiable and not found.isdisjoint(node.outputs):

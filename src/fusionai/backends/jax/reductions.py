@@ -1,6 +1,7 @@
-"""Operators that sum, choose and order along dimensions, as torch defines them. Decides nothing.
+"""Operators that sum, select and sort along dimensions, as torch defines them.
 
-Of equals the first is chosen, and it alone gets the gradient where torch gives it to one. Neighbours: `operators`.
+Among equal elements the first is selected, and it alone gets the gradient where torch gives it to one element.
+Neighbours: `operators`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ Dims = int | Sequence[int] | None
 
 
 def _axes(dims: Dims) -> tuple[int, ...] | None:
-    """None: all of them, which torch also says by an empty list."""
+    """Return the axes as a tuple; None means all axes, for which torch also uses an empty list."""
     if dims is None:
         return None
     return (dims,) if isinstance(dims, int) else tuple(dims) or None
 
 
 def _summable(x: jax.Array, dtype: Any) -> jax.Array:
-    """Integers and truth values are summed as int64."""
+    """Return x as summed: integers and booleans as int64."""
     if dtype is not None:
         return x.astype(dtype)
     return x if is_floating(x.dtype) else x.astype(jnp.int64)
@@ -102,7 +103,7 @@ def _topk(
     k: int,
     dim: int = -1,
     largest: bool = True,
-    sorted: bool = True,  # noqa: A002, ARG001 — torch's own name; sorted is one of the orders that may be had unsorted
+    sorted: bool = True,  # noqa: A002, ARG001 — torch's name; a sorted result is valid for either value
 ) -> tuple[jax.Array, jax.Array]:
     keys = x if largest else -x if is_floating(x.dtype) else ~x
     _, places = lax.top_k(jnp.moveaxis(keys, dim, -1), k)
@@ -125,7 +126,7 @@ def _kth(x: jax.Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[ja
 
 
 def _median(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Of an even number the lower of the two in the middle."""
+    """Return the median; for an even number of elements, the lower of the two middle ones."""
     return _kth(x, (x.shape[dim] + 1) // 2 if x.ndim else 1, dim, keepdim)
 
 

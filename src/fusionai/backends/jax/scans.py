@@ -1,7 +1,6 @@
-"""`fusion.linear_scan` and `fusion.linear_attention`: what state-space and linear-attention models carry from position
-to position. Decides nothing but the order of sums, which is that of `backends.torch.scans`.
+"""`fusion.linear_scan` and `fusion.linear_attention`: the recurrences of state-space and linear-attention models.
 
-Neighbours: `operators` has the names.
+The order of sums is that of `backends.torch.scans`. Neighbours: `operators` maps the names.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ import jax
 import jax.numpy as jnp
 
 CHUNK: Final = 64
+"""Positions whose mutual influence is computed at once."""
 
 
 def linear_scan(decay: jax.Array, x: jax.Array) -> jax.Array:
-    """`h[t] = decay[t] * h[t - 1] + x[t]`; decay and x [batch, positions, ...] of one shape, as the result."""
+    """Return all `h[t] = decay[t] * h[t - 1] + x[t]`; decay, x and the result have the same shape [batch, positions,
+    ...]."""
     if decay.shape != x.shape:
         raise ValueError(f"expected decays and inputs of one shape, got {list(decay.shape)} and {list(x.shape)}")
 
@@ -33,8 +34,11 @@ def linear_scan(decay: jax.Array, x: jax.Array) -> jax.Array:
 def linear_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, decay: jax.Array, beta: jax.Array | None = None
 ) -> jax.Array:
-    """query and key [batch, positions, heads, key width], value [batch, positions, heads, value width], decay and beta
-    [batch, positions, heads]; result as value. The formula stands with the torch backend's."""
+    """Compute the formula of `backends.torch.scans.linear_attention`.
+
+    query and key [batch, positions, heads, key width], value [batch, positions, heads, value width], decay and beta
+    [batch, positions, heads]; the result has value's shape.
+    """
     batch, positions, heads, width = value.shape
     chunk = max(1, min(CHUNK, positions))
     missing = -positions % chunk
@@ -47,7 +51,7 @@ def linear_attention(
     q, k, v = chunked(query), chunked(key), chunked(value)
     total = jnp.cumsum(chunked(decay), axis=3)
     earlier = jnp.tril(jnp.ones((chunk, chunk), jnp.bool_))
-    # Masked before exp: what lies behind could overflow, and its gradient with it.
+    # Masked before exp: later positions could overflow, and so could their gradients.
     between = jnp.exp(jnp.where(earlier, total[..., :, None] - total[..., None, :], -jnp.inf))
     inside = (q @ jnp.swapaxes(k, -1, -2)) * between
     faded = k * jnp.exp(total)[..., None]

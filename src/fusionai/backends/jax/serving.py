@@ -1,4 +1,4 @@
-"""One stage on JAX that serves: weights as the job wants them kept, parts compiled for their numbers of rows.
+"""One serving stage on JAX: weights in the job's format, parts compiled for each number of rows.
 
 Neighbours: `parted_serving` cuts the graph and has caches and attention, `tracing` runs nodes.
 """
@@ -28,6 +28,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.serving import ServeOptions, WeightFormat
 
 KEPT_AS: Final[dict[WeightFormat, Any]] = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
+"""Supported weight formats -> JAX dtypes."""
 _CONTEXT: Final = Context(training=False, keys={})
 
 
@@ -39,7 +40,7 @@ class JaxServingProgram(PartedServing):
         if options.weights not in KEPT_AS:
             raise ExecutionError(
                 f"this backend keeps weights as {', '.join(KEPT_AS)}, not as {options.weights}.",
-                hint="Ask for one of those, or let machines with backend torch serve the model.",
+                hint="Use one of those formats, or let machines with backend torch serve the model.",
             )
         self._device = device
         self._whole = program_of(graph, graph.outputs, with_state_writes=False, mixed=False, recompute=False)
@@ -47,7 +48,7 @@ class JaxServingProgram(PartedServing):
         self._specs = {spec.key: spec for spec in graph.params.values()}
         self._waiting = set(self._specs)
         self._tensors: dict[str, jax.Array] = {}
-        """By key, as they are kept."""
+        """Weights by key, in the format they are kept in."""
         self._sizes: dict[int, dict[str, int]] = {}
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
@@ -90,7 +91,7 @@ class JaxServingProgram(PartedServing):
         return run
 
     def _sizes_at(self, rows: int) -> dict[str, int]:
-        """Every size that the graph computes, where there are so many rows."""
+        """Return every size that the graph computes for this number of rows."""
         if rows not in self._sizes:
             symbols = {**dict.fromkeys(self._graph.symbols, 1), SEQUENCE: rows, BATCH: 1}
             abstract = {
@@ -112,18 +113,19 @@ class JaxServingProgram(PartedServing):
         return self._sizes[rows]
 
     def _kept(self, key: str, value: jax.Array) -> jax.Array:
-        """Matrices as the job says, everything else as the graph has it."""
+        """Return a weight in the format it is kept in: matrices in the job's format, everything else in the graph's
+        dtype."""
         narrow = KEPT_AS[self._options.weights]
         if value.ndim < 2 or not is_floating(value.dtype) or narrow == jnp.float32:
             return value
         kept = value.astype(narrow)
         if not bool(jnp.isfinite(kept).all()) and bool(jnp.isfinite(value).all()):
             most = float(jnp.abs(value).max())
-            raise ExecutionError(f"{key} holds {most:g}, which {self._options.weights} can't express.")
+            raise ExecutionError(f"{key} holds {most:g}, out of range for {self._options.weights}.")
         return kept
 
     def _check_memory(self, limit_bytes: int | None) -> None:
-        """Weights as kept, caches, and what the largest pass takes and gives."""
+        """Check the limit: weights as kept, caches, and inputs and outputs of the largest pass."""
         width = jnp.dtype(KEPT_AS[self._options.weights]).itemsize
         weights_bytes = 0
         for spec in {spec.key: spec for spec in self._graph.params.values()}.values():
@@ -135,7 +137,7 @@ class JaxServingProgram(PartedServing):
             raise ExecutionError(
                 f"the stage takes {weights_bytes} bytes of weights as {self._options.weights} and {cache_bytes} of "
                 f"caches; the limit is {limit_bytes}.",
-                hint="Take fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
+                hint="Use fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
             )
         symbols = largest(self._graph)
         if SEQUENCE in symbols:

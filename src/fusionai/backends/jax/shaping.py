@@ -1,4 +1,4 @@
-"""Operators that rearrange, copy, join and make tensors, as torch defines them. Decides nothing.
+"""Operators that rearrange, copy, join and make tensors, as torch defines them.
 
 Neighbours: `operators` joins the tables, `promotion` names dtypes.
 """
@@ -51,7 +51,7 @@ def _unsqueeze(x: jax.Array, dim: int) -> jax.Array:
 
 
 def _bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
-    """Half-open, as torch clamps them."""
+    """Return half-open bounds, clamped as in torch."""
     first = 0 if start is None else start + size if start < 0 else start
     last = size if end is None else end + size if end < 0 else end
     first = min(max(first, 0), size)
@@ -202,7 +202,8 @@ def _repeat_interleave(x: jax.Array, repeats: int, dim: int | None = None, **_: 
 
 
 def _pad(x: jax.Array, pad: Ints, value: Scalar = 0.0) -> jax.Array:
-    """`pad`: (before, after) of the last dimension, then of the one before; below 0 something is cut off."""
+    """Pad x. `pad`: (before, after) for the last dimension, then for the one before, and so on; negative values cut
+    off."""
     widths = [(0, 0, 0)] * x.ndim
     for place in range(len(pad) // 2):
         widths[x.ndim - 1 - place] = (pad[2 * place], pad[2 * place + 1], 0)
@@ -233,7 +234,7 @@ def _diff(
 
 
 def _unfold(x: jax.Array, dim: int, size: int, step: int) -> jax.Array:
-    """Windows along `dim`, their elements in a last dimension."""
+    """Return windows along `dim`, with their elements in a new last dimension."""
     if not x.ndim:
         return x.reshape(1)
     axis, count = _axis(x, dim), (x.shape[_axis(x, dim)] - size) // step + 1
@@ -242,7 +243,7 @@ def _unfold(x: jax.Array, dim: int, size: int, step: int) -> jax.Array:
 
 
 def _im2col(x: jax.Array, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> jax.Array:
-    """x [..., C, H, W] -> [..., C * kernel, places]."""
+    """Return [..., C * kernel, places] for x [..., C, H, W]."""
     lead, channels = x.shape[:-3], x.shape[-3]
     padded = jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), *[(one, one) for one in padding]])
     counts = [
@@ -263,7 +264,7 @@ def _im2col(x: jax.Array, kernel: Ints, dilation: Ints, padding: Ints, stride: I
 
 
 def _col2im(x: jax.Array, size: Ints, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> jax.Array:
-    """What `_im2col` took apart, summed where windows overlap."""
+    """Reverse `_im2col`, summing where windows overlap."""
     channels = x.shape[-2] // (kernel[0] * kernel[1])
     like = jax.ShapeDtypeStruct((*x.shape[:-2], channels, *size), x.dtype)
     (image,) = jax.linear_transpose(lambda whole: _im2col(whole, kernel, dilation, padding, stride), like)(x)

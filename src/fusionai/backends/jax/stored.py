@@ -1,7 +1,7 @@
-"""Frozen weights in fewer bits on JAX: float32 again where they are read. Decides nothing.
+"""Frozen weights in fewer bits on JAX: unpacked to float32 where they are read.
 
-Neighbours: `ir.stored` has the forms; `tracing` calls it within what backward runs again, so that bytes are all that is
-kept.
+Neighbours: `ir.stored` defines the forms; `tracing` unpacks inside functions that backward recomputes, so that only the
+packed bytes are kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fusionai.ir.stored import group_of
 
 
 def opened(data: jax.Array, spec: ParamSpec) -> jax.Array:
-    """Flat uint8 -> float32 of the parameter's shape."""
+    """Return flat uint8 unpacked as float32 in the parameter's shape."""
     shape, count = tuple(spec.shape), prod(spec.shape)
     columns = shape[-1]
     match spec.stored:
@@ -36,5 +36,5 @@ def opened(data: jax.Array, spec: ParamSpec) -> jax.Array:
 
 
 def _halves(data: jax.Array) -> jax.Array:
-    """bfloat16 as bytes -> float32."""
+    """Return bfloat16 given as bytes as float32."""
     return jax.lax.bitcast_convert_type(data.reshape(-1, 2), jnp.bfloat16).astype(jnp.float32)

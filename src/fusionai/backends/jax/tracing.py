@@ -1,8 +1,8 @@
-"""A graph as a function that JAX can trace: its nodes one after the other over named values. Decides nothing.
+"""Turns a graph into a function that JAX can trace: its nodes, one after the other, over named values.
 
-Sizes are plain integers while it is traced: of one compiled program all sizes are fixed. Under `bf16`, products take
-bfloat16 and reductions float32, as torch's autocast has it. With `recompute` the nodes of each block are a unit that
-keeps what enters it and runs again in backward. Neighbours: `operators` has the functions, `program` compiles.
+Sizes are plain integers during tracing: a compiled program has fixed sizes. Under `bf16`, products take bfloat16 and
+reductions float32, as with torch's autocast. With `recompute`, the nodes of each block form a unit that keeps only its
+inputs and is recomputed in backward. Neighbours: `operators` has the functions, `program` compiles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from fusionai.primitives.errors import ExecutionError, FusionError
 
 Value = jax.Array | int
 _IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "scan", "loss"})
+"""Categories of operators that run in float32 under bf16 precision."""
 _IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
+"""Categories of operators whose operands are converted to bfloat16 under bf16 precision."""
 _FAILURES: Final = (
     RuntimeError,
     IndexError,
@@ -36,12 +38,12 @@ _FAILURES: Final = (
     ArithmeticError,
     NotImplementedError,
 )
-"""What JAX raises on operands that do not fit, of whatever kind."""
+"""Errors that JAX raises on operands that do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What `wanted` outputs of a graph need. `inputs`, `params`: names of values. `outputs`: meaning -> value;
+    """The part of a graph that `wanted` outputs need. `inputs`, `params`: value names. `outputs`: meaning -> value;
     `writes`: buffer key -> value."""
 
     nodes: tuple[Node, ...]
@@ -52,12 +54,12 @@ class Program:
     mixed: bool
     recompute: bool
     stored: Mapping[str, ParamSpec]
-    """Parameters that are given as bytes."""
+    """Parameters given in packed form."""
 
     def run(
         self, context: Context, values: Mapping[str, Value], params: Mapping[str, jax.Array]
     ) -> tuple[dict[str, Value], dict[str, jax.Array]]:
-        """(outputs by meaning, new buffers by key). Raises `ExecutionError` naming the node that failed."""
+        """Return (outputs by meaning, new buffers by key). Raises `ExecutionError` naming the node that failed."""
         known: dict[str, Value] = {**values, **params}
         if self.recompute and context.training:
             for _, group in groupby(self.nodes, key=lambda node: node.block):
@@ -68,7 +70,7 @@ class Program:
         return outputs, {key: jnp.asarray(known[value]) for key, value in self.writes.items()}
 
     def _again(self, context: Context, nodes: Sequence[Node], known: dict[str, Value]) -> None:
-        """Run `nodes` so that backward runs them once more instead of keeping what they made."""
+        """Run `nodes` so that backward recomputes them instead of keeping their results."""
         entering = {name for node in nodes for name in reads(node)}
         arrays = {name: value for name in sorted(entering & known.keys()) if not isinstance(value := known[name], int)}
         sizes = {name: value for name, value in known.items() if isinstance(value, int)}
@@ -98,7 +100,7 @@ class Program:
             known.update(zip(node.outputs, results, strict=True))
 
     def _of_stored(self, context: Context, node: Node, known: Mapping[str, Value]) -> Sequence[Value]:
-        """Weights made float32 for this node, and once more for its part of backward."""
+        """Run a node with unpacked weights; backward unpacks them again for the node's gradient."""
         named = {name: known[name] for name in reads(node)}
         arrays = {name: value for name, value in named.items() if not isinstance(value, int)}
         sizes = {name: value for name, value in known.items() if isinstance(value, int)}
@@ -131,7 +133,7 @@ class Program:
 def program_of(
     graph: Graph, wanted: Collection[str], *, with_state_writes: bool, mixed: bool, recompute: bool
 ) -> Program:
-    """Raises `ExecutionError` on an operator this backend lacks."""
+    """Return the program for the outputs `wanted`. Raises `ExecutionError` on an operator this backend lacks."""
     outputs = {meaning: value for meaning, value in graph.outputs.items() if meaning in wanted}
     writes = dict(graph.state_writes) if with_state_writes else {}
     nodes = tuple(needed_nodes(graph, {*outputs.values(), *writes}))
@@ -168,7 +170,7 @@ def _argument(arg: Arg, known: Mapping[str, Value]) -> Any:
 
 
 def _with(args: list[Any], options: dict[str, Any], one: Any, other: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Tensors of dtype `one` as `other`."""
+    """Return the arguments with tensors of dtype `one` converted to `other`."""
 
     def cast(value: Any) -> Any:
         return value.astype(other) if isinstance(value, jax.Array) and value.dtype == one else value

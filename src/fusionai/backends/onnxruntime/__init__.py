@@ -1,1 +1,1 @@
-"""The ONNX Runtime backend: forward passes only. Sub-graphs become ONNX models; nothing here trains."""
+"""The ONNX Runtime backend, for forward passes only: sub-graphs become ONNX models, without gradients."""

@@ -1,4 +1,4 @@
-"""Operators that work number by number, in ONNX. Decides nothing; every name is of `ir.operators`.
+"""Elementwise operators in ONNX; every name is in `ir.operators`.
 
 Neighbours: `building` casts and names, `operators` joins the tables.
 """
@@ -151,7 +151,7 @@ def _lerp(b: Builder, x: Tensor, y: Tensor, weight: float) -> Tensor:
 
 
 def _common(x: Operand, y: Operand) -> str:
-    """In which dtype two operands are compared."""
+    """Return the dtype in which two operands are compared."""
     tensors = [one for one in (x, y) if isinstance(one, Tensor)]
     solid = [one.dtype for one in tensors if one.rank] or [one.dtype for one in tensors]
     found = solid[0]
@@ -193,7 +193,7 @@ def _bounded(low: float, high: float) -> Callable[..., Tensor]:
 
 
 def _hard(b: Builder, x: Tensor) -> Tensor:
-    """min(max(x + 3, 0), 6) / 6."""
+    """Return min(max(x + 3, 0), 6) / 6."""
     six = _clamp(b, b.op("Add", [x, b.number(3.0, x.dtype)]), 0.0, 6.0)
     return b.op("Div", [six, b.number(6.0, x.dtype)])
 
@@ -214,12 +214,12 @@ def _lerp_by(b: Builder, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
 
 
 def _third(kind: str) -> Callable[..., Tensor]:
-    """x + value * (y `kind` z)."""
+    """Return an operator for x + value * (y `kind` z)."""
     return lambda b, x, y, z, value=1: _add(b, x, _pair(kind)(b, y, z), value)
 
 
 def _of_base(kind: str, factor: float) -> Callable[..., Tensor]:
-    """A function of base e, scaled behind it."""
+    """Return a function of base e with its result scaled by `factor`."""
     return lambda b, x: _as_tensor(b, _scaled(b, b.op(kind, [b.cast(x, b.out.dtype)]), factor))
 
 

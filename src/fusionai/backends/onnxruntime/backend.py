@@ -1,7 +1,7 @@
-"""The ONNX Runtime backend: the CPU, and CUDA where the package has it. Decides device and threads.
+"""The ONNX Runtime backend: CPU, and CUDA if the installed package supports it. Chooses device and threads.
 
-Importing this module imports ONNX Runtime and onnx, and nothing here imports torch or JAX. Neighbours: `program`
-evaluates a stage, `serving` serves one.
+Importing this module imports ONNX Runtime and onnx; nothing here imports torch or JAX. Neighbours: `program` evaluates
+a stage, `serving` serves one.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ from fusionai.wire.messages import StageOptions
 from fusionai.wire.serving import ServeOptions
 
 MEASURE_S: Final = 0.2
+"""Time for each measurement, in seconds; chosen."""
 SIZE: Final = 512
+"""Rows and columns of the measured matrix product; chosen."""
 
 
 class OnnxBackend:
-    """Implements `backends.interface.Backend` and `backends.serving.ServingBackend`. `threads` limits a session's."""
+    """Implements `backends.interface.Backend` and `backends.serving.ServingBackend`. `threads` limits the threads of a
+    session."""
 
     name = "onnxruntime"
 
@@ -52,7 +55,7 @@ class OnnxBackend:
         return "caller" if self.device == "cpu" else "device"
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
-        """Takes about half a second; less with `speeds`."""
+        """Take about half a second; less with `speeds`."""
         multiply = self._product()
         known = speeds or _measured(multiply)
         return DeviceReport(
@@ -74,7 +77,7 @@ class OnnxBackend:
         )
 
     def warm_up(self) -> None:
-        """Nothing is put off."""
+        """Do nothing: ONNX Runtime defers no work."""
 
     def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted({op for op in ops if op not in OPERATORS and op not in SIZES}))
@@ -109,7 +112,7 @@ class OnnxBackend:
         )
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
-        """Nobody trains here."""
+        """Raise `ExecutionError`: this backend does not train."""
         del norms, max_norm
         raise ExecutionError("ONNX Runtime computes forward passes only: this backend can't train.")
 
@@ -165,7 +168,5 @@ def _choose(device: str) -> str:
     if device == "auto":
         return "cuda" if has_cuda else "cpu"
     if device == "cuda" and not has_cuda:
-        raise UsageError(
-            "ONNX Runtime sees no cuda device here.", hint="Take --device cpu, or install onnxruntime-gpu."
-        )
+        raise UsageError("ONNX Runtime sees no cuda device here.", hint="Use --device cpu, or install onnxruntime-gpu.")
     return device

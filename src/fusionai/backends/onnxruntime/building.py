@@ -1,10 +1,9 @@
-"""Nodes of a graph as an ONNX model. Decides names, casts and sizes; the table of operators says which ONNX operators.
+"""Builds an ONNX model from nodes of a graph: names, casts and sizes. The operator table chooses ONNX operators.
 
-All sizes are known but one at most: the rows of a pass, where a model is built for any number of them (`ROWS`). Every
-value has the dtype that the graph declares, so operands are cast where torch would promote them; but bfloat16, in which
-ONNX Runtime computes little on a processor, is float32 that is rounded to it.
-
-Neighbours: `operators` has a function per operator, `sessions` runs what is built.
+All sizes are known except at most one: the number of rows of a pass, if a model is built for any number of them
+(`ROWS`). Every value has the dtype that the graph declares, so operands are cast where torch would promote them. Only
+bfloat16, for which ONNX Runtime has few CPU kernels, is kept as float32 rounded to bfloat16. Neighbours: `operators`
+has a function per operator, `sessions` runs the model.
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ExecutionError, FusionError
 
 OPSET: Final = 21
+"""ONNX operator-set version of the models."""
 IR_VERSION: Final = 10
+"""ONNX file-format version of the models."""
 ONNX_TYPES: Final[dict[str, int]] = {
     "float32": TensorProto.FLOAT,
     "float64": TensorProto.DOUBLE,
@@ -41,20 +42,22 @@ ONNX_TYPES: Final[dict[str, int]] = {
     "bool": TensorProto.BOOL,
 }
 _TO_THE_END: Final = 2**62
+"""End of a slice that reaches to the end of its dimension."""
 
 
 class SizesError(ExecutionError):
-    """A size is neither known nor the rows themselves."""
+    """Raised if a size is neither fixed nor the number of rows itself."""
 
 
 class Rows:
-    """The one size that is not known."""
+    """Placeholder for the number of rows, the only size that may be unknown."""
 
     def __repr__(self) -> str:
         return "rows"
 
 
 ROWS: Final = Rows()
+"""The number of rows."""
 Size = int | Rows
 
 
@@ -73,7 +76,7 @@ class Tensor:
     def size(self, dim: int) -> int:
         found = self.shape[dim]
         if isinstance(found, Rows):
-            raise SizesError("this backend needs to know a size that follows from how many rows there are.")
+            raise SizesError("this backend needs a fixed size here, but the size depends on the number of rows.")
         return found
 
 
@@ -86,7 +89,7 @@ Operand = Tensor | bool | int | float
 
 
 class Builder:
-    """`symbols`: name -> size; the one that is `ROWS` may be any."""
+    """Collects the ONNX nodes of a model. `symbols`: name -> size; a size of `ROWS` may be any number."""
 
     def __init__(self, graph: Graph, symbols: Mapping[str, Size]) -> None:
         self._graph = graph
@@ -96,7 +99,7 @@ class Builder:
         self._known: dict[str, Tensor | Size] = {}
         self._count = 0
         self.outs: list[Tensor] = []
-        """What the node in work must make, as the graph declares it."""
+        """Results of the current node, as the graph declares them."""
         self._node: Node | None = None
         self._keys: list[Tensor] = []
 
@@ -108,12 +111,12 @@ class Builder:
 
     @property
     def declared_dtype(self) -> str:
-        """dtype of `out` in the graph: bfloat16 where `out` itself is float32."""
+        """Dtype of `out` in the graph: bfloat16 although `out` itself is float32."""
         assert self._node is not None
         return self._graph.values[self._node.outputs[0]].dtype
 
     def key(self) -> Tensor:
-        """uint32 [2]: the two folds of the node in work, an input of the model that differs from call to call."""
+        """Return the current node's two folds, uint32 [2]: a model input that differs from call to call."""
         assert self._node is not None
         self._keys.append(Tensor(key_name(self._node.id), "uint32", (2,)))
         return self._keys[-1]
@@ -121,11 +124,12 @@ class Builder:
     def op(
         self, kind: str, inputs: Sequence[Tensor | None], *, like: Tensor | None = None, count: int = 1, **options: Any
     ) -> Any:
-        """A node; its result, or a list of `count`. `like`: what dtype and shape the result has, else `out`'s."""
+        """Add a node and return its result, or a list of `count` results. `like`: dtype and shape of the result; None:
+        those of `out`."""
         names = [self._fresh() for _ in range(count)]
         given = ["" if value is None else value.name for value in inputs]
         while given and not given[-1]:
-            given.pop()  # ONNX Runtime's own rewriting of a norm ends the process on an empty last input
+            given.pop()  # ONNX Runtime's rewriting of a norm crashes the process on an empty last input
         self.nodes.append(helper.make_node(kind, given, names, **options))
         shown = self.out if like is None else like
         made = [Tensor(name, shown.dtype, shown.shape) for name in names]
@@ -152,7 +156,7 @@ class Builder:
         return self.op("Cast", [x], like=Tensor("", dtype, x.shape), to=ONNX_TYPES[dtype])
 
     def sizes(self, wanted: Sequence[Size]) -> Tensor:
-        """int64 [n]: a shape, as ONNX takes one."""
+        """Return a shape as ONNX takes it: int64 [n]."""
         if all(isinstance(size, int) for size in wanted):
             return self.ints(size for size in wanted if isinstance(size, int))
         like = Tensor("", "int64", (1,))
@@ -192,13 +196,13 @@ class Builder:
     # -------------------------------------------------------------------------------------------------------- building
 
     def give(self, name: str) -> Tensor:
-        """A value of the graph that comes from outside, under its own name; bfloat16, which numpy has not, as
+        """Declare a value of the graph as a model input under its own name. bfloat16, which numpy lacks, comes as
         float32."""
         tensor = self._known[name] = self._declared(name)
         return tensor
 
     def add(self, node: Node, table: Mapping[str, Callable[..., Any]]) -> None:
-        """A node of the graph. Raises `ExecutionError` naming it."""
+        """Add a node of the graph. Raises `ExecutionError` naming it."""
         if node.op in SIZES:
             self._known[node.outputs[0]] = self._size(node)
             return
@@ -221,7 +225,7 @@ class Builder:
             self._known[name] = Tensor(found.name, declared.dtype, declared.shape)
 
     def model(self, outputs: Sequence[str], *, weights: Mapping[str, Tensor], inputs: Sequence[str]) -> onnx.ModelProto:
-        """`weights`: initializers that come from outside at the session's start."""
+        """Return the model. `weights`: initializers that are given to the session when it starts."""
         finals: list[onnx.ValueInfoProto] = []
         for name in outputs:
             value = self._known[name]
@@ -251,7 +255,8 @@ class Builder:
         return Tensor(name, dtype, tuple(self._evaluated(dim) for dim in spec.shape))
 
     def _evaluated(self, dim: int | str) -> Size:
-        """Seen at two numbers of rows: what is the same is known, what is that number itself is the rows."""
+        """Return a size, evaluated for two numbers of rows: equal results are a fixed size, results equal to those
+        numbers are the rows."""
         found = [
             evaluate(dim, {name: rows if isinstance(size, Rows) else size for name, size in self._symbols.items()})
             for rows in (7, 11)
@@ -263,7 +268,7 @@ class Builder:
             return found[0]
         if found == [7, 11]:
             return ROWS
-        raise SizesError("this backend needs sizes that do not follow from how many rows there are.")
+        raise SizesError("this backend needs sizes that do not depend on the number of rows.")
 
     def _size(self, node: Node) -> Size:
         found: list[int] = []
@@ -297,13 +302,13 @@ class Builder:
                 return arg
 
     def _rows(self) -> Tensor:
-        """int64 [1]: how many there are now."""
+        """Return the number of rows at run time: int64 [1]."""
         for value in self._known.values():
             if isinstance(value, Tensor) and any(isinstance(size, Rows) for size in value.shape):
                 at = next(place for place, size in enumerate(value.shape) if isinstance(size, Rows))
                 like = Tensor("", "int64", (1,))
                 return self.op("Shape", [value], like=like, start=at, end=at + 1)
-        raise ExecutionError("nothing that comes in has rows.")
+        raise ExecutionError("no input of the model has rows.")
 
     def _inferred(self, x: Tensor, wanted: Sequence[Size]) -> tuple[Size, ...]:
         if -1 not in wanted:
@@ -320,12 +325,12 @@ class Builder:
 
 
 def key_name(node: int) -> str:
-    """Name of the input that gives a node's two folds. No value of a graph has a colon in its name."""
+    """Return the name of the input for a node's two folds. No value of a graph has a colon in its name."""
     return f"key:{node}"
 
 
 def _external(name: str, tensor: Tensor) -> onnx.TensorProto:
-    """Named in the model, given to the session."""
+    """Return an initializer that is named in the model and given to the session."""
     proto = TensorProto()
     proto.name = name
     proto.data_type = ONNX_TYPES[tensor.dtype]

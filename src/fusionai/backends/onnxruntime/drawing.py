@@ -1,9 +1,8 @@
-"""Random numbers as pure functions of counters, the same bits as on every other backend. Keeps no random state.
+"""Random numbers as pure functions of counters, with the same bits as on every other backend. Keeps no random state.
 
-The hash is that of `backends.counters`, which folds the keys. Here it runs on unsigned 32-bit integers, whose products
-wrap. The folds of a call are inputs of the model, so one session serves every call.
-
-Neighbours: `building` declares those inputs, `program` gives their values at each call.
+The hash is that of `backends.counters`, which folds the keys, on unsigned 32-bit integers, whose products wrap. The
+folds of a call are inputs of the model, so one session serves every call. Neighbours: `building` declares those inputs,
+`program` gives their values at each call.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from fusionai.ir.serving import RANDOM
 
 
 def drawing(nodes: Iterable[Node]) -> tuple[int, ...]:
-    """Ids of those nodes that draw random numbers."""
+    """Return the ids of the nodes that draw random numbers."""
     return tuple(node.id for node in nodes if node.op == RANDOM)
 
 
 def keys(nodes: Iterable[int], key: DropoutKey) -> dict[str, npt.NDArray[np.uint32]]:
-    """Inputs that a model with these drawing nodes takes at a call."""
+    """Return the inputs that a model with these drawing nodes takes at a call."""
     return {key_name(node): np.array(folds(key, node), np.uint32) for node in nodes}
 
 
 def uniform(b: Builder, x: Tensor) -> Tensor:
-    """Numbers in [0, 1) of the shape and the dtype of x, whose values don't matter."""
+    """Return random numbers in [0, 1) with the shape and dtype of x; the values of x are not used."""
     count = prod(x.size(dim) for dim in range(x.rank))
     bits = UNIFORM_BITS[b.declared_dtype]
     word = _Words(b, count)
@@ -54,7 +53,7 @@ class _Words:
         self._count = count
 
     def index(self) -> tuple[Tensor, Tensor]:
-        """Lower and upper 32 bits of 0, 1, ..., count - 1."""
+        """Return the lower and upper 32 bits of 0, 1, ..., count - 1."""
         b, wide = self._b, Tensor("", "int64", (self._count,))
         place = b.op("Range", [b.number(end, "int64") for end in (0, self._count, 1)], like=wide)
         upper = b.op("Div", [place, b.number(2**32, "int64")], like=wide)
@@ -65,7 +64,7 @@ class _Words:
         return self._b.op("BitwiseXor", [x, y], like=self._like)
 
     def shifted(self, x: Tensor, bits: int) -> Tensor:
-        """Without a node where nothing moves: a shift by a word's own width is undefined, one by 0 is none."""
+        """Shift x right by `bits`; for 0 bits no node is added."""
         if bits == 0:
             return x
         return self._b.op("BitShift", [x, self._b.number(bits, "uint32")], like=self._like, direction="RIGHT")

@@ -1,7 +1,8 @@
-"""The table from operator names to ONNX. Decides what this backend can run; resolves no name it receives.
+"""The table from operator names to ONNX builders: what this backend can run. Resolves no name that it receives.
 
-A function gets the builder, then what torch's operator gets. Losses, and operators whose results' sizes depend on the
-data, are not here. Neighbours: `building` calls these; the modules beside this one have them by kind.
+A function gets the builder, then the arguments of torch's operator. Losses, and operators whose result sizes depend on
+the data, are not supported. Neighbours: `building` calls these; the other modules of this package implement them by
+kind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Matrix products, convolutions, pooling, lookups and attention, in ONNX. Decides nothing.
+"""Matrix products, convolutions, pooling, lookups and attention, in ONNX.
 
 Neighbours: `building`, `operators`.
 """
@@ -17,7 +17,7 @@ Sizes = int | Sequence[int]
 
 
 def linear(b: Builder, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., I], weight [O, I]. Turned once, when the session begins."""
+    """Multiply x [..., I] by weight [O, I]. The session transposes the weight once, when it starts."""
     if weight.rank == 1:
         weight = b.unsqueeze(weight, 0)
         y = b.op("MatMul", [x, b.permute(weight, (1, 0))], like=Tensor("", x.dtype, (*b.out.shape, 1)))
@@ -28,7 +28,7 @@ def linear(b: Builder, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 
 def expert_linear(b: Builder, x: Tensor, weight: Tensor, experts: Tensor, *, transposed: bool = False) -> Tensor:
-    """A weight per row: what is evaluated has few."""
+    """Multiply each row by a gathered copy of its expert's weight; assumes few rows."""
     inner = weight.shape[1] if transposed else weight.shape[2]
     shape = (*x.shape[:1], *weight.shape[1:])
     own = b.op("Gather", [weight, experts], axis=0, like=Tensor("", weight.dtype, shape))
@@ -89,7 +89,7 @@ def _convolution(
 
 
 def _conv(b: Builder, x: Tensor, weight: Tensor, bias: Any = None, *args: Any) -> Tensor:
-    """stride, padding, dilation, groups."""
+    """Convolve; `args`: stride, padding, dilation, groups."""
     named = dict(zip(("stride", "padding", "dilation", "groups"), args, strict=False))
     return _convolution(b, x, weight, bias, **named)
 
@@ -122,7 +122,7 @@ def _pooled(
             options["ceil_mode"] = int(args[0]) if args else 0
             options["count_include_pad"] = int(args[1]) if len(args) > 1 else 1
             if len(args) > 2 and args[2] is not None:
-                raise ExecutionError("this backend divides a window by its own size.")
+                raise ExecutionError("this backend can't override the divisor of an average pool.")
         batched = x.rank == spatial + 2
         given = x if batched else b.unsqueeze(x, 0)
         like = Tensor("", x.dtype, b.out.shape if batched else (1, *b.out.shape))
@@ -133,7 +133,7 @@ def _pooled(
 
 
 def _adaptive(b: Builder, x: Tensor, _size: Sizes) -> Tensor:
-    """One dimension after the other, whose windows may overlap."""
+    """Pool one dimension after the other; windows may overlap."""
     for at in range(x.rank):
         whole, parts = x.size(at), b.out.size(at)
         if whole == parts:
@@ -170,7 +170,7 @@ def _gather(b: Builder, x: Tensor, dim: int, indices: Tensor, *_: Any) -> Tensor
 def _index(b: Builder, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     named = [(at, one) for at, one in enumerate(indices) if one is not None]
     if any(one.dtype == "bool" for _, one in named):
-        raise ExecutionError("this backend can't choose by a mask: how much is chosen would depend on the data.")
+        raise ExecutionError("this backend can't index by a boolean mask: the result's size would depend on the data.")
     if len(named) == 1:
         ((at, places),) = named
         return b.op("Gather", [x, places], axis=at)
@@ -182,7 +182,7 @@ def _index(b: Builder, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     found = Tensor("", x.dtype, (*shape, *(x.shape[at] for at in others)))
     found = b.op("GatherND", [b.permute(x, [*dims, *others]), places], like=found)
     if dims != list(range(dims[0], dims[-1] + 1)):
-        return found  # chosen dimensions that are apart come first, as numpy has it
+        return found  # non-adjacent indexed dimensions come first, as in numpy
     before = [len(shape) + at for at in range(dims[0])]
     behind = range(len(shape) + dims[0], found.rank)
     return b.permute(found, [*before, *range(len(shape)), *behind])
@@ -196,7 +196,7 @@ def _scatter(b: Builder, x: Tensor, dim: int, indices: Tensor, value: Operand) -
 
 
 def _scatter_from(kind: str) -> Callable[..., Tensor]:
-    """`kind`: what becomes of a place that several have."""
+    """Return a scatter operator. `kind`: how values for the same place are combined."""
 
     def run(b: Builder, x: Tensor, dim: int, indices: Tensor, source: Tensor) -> Tensor:
         for place in range(x.rank):
@@ -212,7 +212,7 @@ def _triangle(*, upper: bool) -> Callable[..., Tensor]:
 
 def _one_hot(b: Builder, indices: Tensor, num_classes: int = -1) -> Tensor:
     if num_classes < 0:
-        raise ExecutionError("this backend needs one_hot's number of classes: it would depend on the data.")
+        raise ExecutionError("one_hot needs num_classes on this backend: the result's size would depend on the data.")
     return b.op("OneHot", [indices, b.ints([num_classes]), b.ints([0, 1])], axis=-1)
 
 
@@ -230,7 +230,8 @@ def _attention(
     key_mask: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Dense: q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], as `backends.torch.attention` computes it."""
+    """Compute dense attention as `backends.torch.attention` does: q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T,
+    Dv]."""
     batch, heads, queries = (q.size(at) for at in range(3))
     shared, keys = k.size(1), k.size(2)
     groups = heads // shared
@@ -306,6 +307,6 @@ PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
     "aten.one_hot.default": _one_hot,
     "fusion.attention": _attention,
     "fusion.expert_linear": expert_linear,
-    "fusion.in_training": lambda b, trained, otherwise: otherwise,  # noqa: ARG005 - it never trains
+    "fusion.in_training": lambda b, trained, otherwise: otherwise,  # noqa: ARG005 - this backend never trains
     "fusion.dropout": lambda b, x, p: x,  # noqa: ARG005 - outside training nothing is dropped
 }

@@ -1,6 +1,6 @@
-"""One stage on ONNX Runtime that evaluates: forward passes, no gradients. Decides that it does not train.
+"""One evaluating stage on ONNX Runtime: forward passes without gradients.
 
-A session is built for each set of sizes. Neighbours: `sessions` builds and runs, `stage_base` says what is in order.
+A session is built for each set of sizes. Neighbours: `sessions` builds and runs, `stage_base` checks calls.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import StageOptions
 
 MOST_SESSIONS: Final = 16
-"""For different sizes, that are kept."""
+"""Sessions for different sizes that are kept at a time; chosen."""
 NO_TRAINING: Final = "ONNX Runtime computes forward passes only: this backend can't train."
 _HINT: Final = "Let machines with backend torch or jax train."
 
 
 class OnnxStageProgram(StageBase[None]):
-    """Implements `backends.interface.StageProgram` as far as nothing is trained."""
+    """Implements `backends.interface.StageProgram` without training: its training methods raise `ExecutionError`."""
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class OnnxStageProgram(StageBase[None]):
         self._threads = threads
         self._weights = Weights()
         self._needed: dict[frozenset[str], _Needed] = {}
-        """By what is asked for: looking a graph through takes a twentieth of what a block does."""
+        """Wanted outputs -> the nodes they need. Cached, because searching a graph takes a twentieth of a block's run
+        time."""
         self._sessions: dict[object, Callable[[Mapping[str, Array]], dict[str, Array]]] = {}
 
     def forward(
@@ -114,7 +115,7 @@ class OnnxStageProgram(StageBase[None]):
         raise ExecutionError(NO_TRAINING, hint=_HINT)
 
     def discard(self) -> None:
-        """Nothing is ever kept."""
+        """Do nothing: no state is kept between calls."""
 
     def initialise(self) -> tuple[str, ...]:
         missing: list[str] = []
@@ -141,13 +142,13 @@ class OnnxStageProgram(StageBase[None]):
 
     def _set(self, key: str, values: Array) -> None:
         self._weights.put(key, values)
-        self._sessions.clear()  # they have the old one
+        self._sessions.clear()  # they hold the old values
         self._unset.discard(key)
 
 
 class _Needed(NamedTuple):
-    """What some outputs follow from: graph values and nodes, all that those read, which inputs are among it, and which
-    nodes draw random numbers."""
+    """What some outputs depend on: graph values, nodes, all values that these read, the inputs among them, and the ids
+    of nodes that draw random numbers."""
 
     outputs: set[str]
     nodes: tuple[Node, ...]
@@ -165,7 +166,7 @@ def _needed_for(graph: Graph, names: frozenset[str]) -> _Needed:
 
 def _host(graph: Graph, name: str, values: Mapping[str, Array]) -> HostTensor:
     dtype, found = graph.values[name].dtype, values[name]
-    if dtype == "bfloat16":  # came as float32, of which the upper half says all
+    if dtype == "bfloat16":  # came as float32 whose lower half is zero
         halves = (np.ascontiguousarray(found).view(np.uint32) >> 16).astype(np.uint16)
         return host_tensor(dtype, found.shape, halves.tobytes())
     return host_tensor("int64" if dtype == "symint" else dtype, found.shape, found.tobytes())

@@ -1,4 +1,4 @@
-"""Operators that sum, choose, order and normalise along dimensions, in ONNX. Decides nothing.
+"""Operators that sum, select, sort and normalise along dimensions, in ONNX.
 
 Neighbours: `building`, `operators`.
 """
@@ -15,13 +15,13 @@ Dims = int | Sequence[int] | None
 
 
 def _axes(x: Tensor, dims: Dims) -> list[int]:
-    """All, where none is named."""
+    """Return the axes as a list; all axes if none is named."""
     named = [dims] if isinstance(dims, int) else list(dims or ())
     return [dim % x.rank for dim in named] if named and x.rank else list(range(x.rank))
 
 
 def _reduced(b: Builder, kind: str, x: Tensor, axes: Sequence[int], keepdim: bool) -> Tensor:
-    """In `x`'s dtype."""
+    """Reduce x along `axes`, in x's dtype."""
     shape = tuple(1 if at in axes else size for at, size in enumerate(x.shape))
     kept = shape if keepdim else tuple(size for at, size in enumerate(x.shape) if at not in axes)
     if not x.rank:
@@ -46,7 +46,7 @@ def _truth(kind: str) -> Callable[..., Tensor]:
 
 
 def _spread(b: Builder, x: Tensor, axes: Sequence[int], lost: float, keepdim: bool) -> Tensor:
-    """Sum of squared distances to the mean, over the count less `lost`."""
+    """Return the sum of squared distances to the mean, divided by the count minus `lost`."""
     mean = _reduced(b, "ReduceMean", x, axes, True)
     away = b.op("Sub", [x, mean], like=x)
     total = _reduced(b, "ReduceSumSquare", away, axes, keepdim)
@@ -117,7 +117,7 @@ def _topk(
     largest: bool = True,
     sorted: bool = True,  # noqa: A002 - torch's name
 ) -> list[Tensor]:
-    del sorted  # one of the orders that may be had unsorted
+    del sorted  # a sorted result is valid for either value
     return b.op("TopK", [x, b.ints([k])], count=2, axis=dim % x.rank, largest=int(largest), sorted=1)
 
 
@@ -139,7 +139,7 @@ def _softmax(kind: str) -> Callable[..., Tensor]:
 
 
 def _centred(b: Builder, x: Tensor, axes: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(normalised, mean, inverse deviation), the latter two with all dimensions."""
+    """Return (normalised, mean, inverse deviation); the last two keep all dimensions."""
     mean = _reduced(b, "ReduceMean", x, axes, True)
     away = b.op("Sub", [x, mean], like=x)
     spread = _reduced(b, "ReduceMean", b.op("Mul", [away, away], like=x), axes, True)
@@ -234,7 +234,7 @@ def _batch_norm(
     eps: float,
     *_: Any,
 ) -> Tensor:
-    """Outside training what was learned counts."""
+    """Normalise with the learned statistics, as outside training."""
     weight, bias = _by_channel(b, weight, x.rank), _by_channel(b, bias, x.rank)
     if mean is None or variance is None:
         return _times(b, _centred(b, x, [0, *range(2, x.rank)], eps)[0], weight, bias)

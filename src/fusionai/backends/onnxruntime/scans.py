@@ -1,6 +1,6 @@
-"""`fusion.linear_scan` and `fusion.linear_attention` in ONNX: one position after the other, by `Scan`. Decides nothing.
+"""`fusion.linear_scan` and `fusion.linear_attention` in ONNX, one position after the other, by `Scan`.
 
-The formulas stand in `backends.torch.scans`. Neighbours: `building`, `operators`.
+`backends.torch.scans` has the formulas. Neighbours: `building`, `operators`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from onnx import NodeProto, helper
 from fusionai.backends.onnxruntime.building import ONNX_TYPES, Builder, Size, Tensor
 
 POSITIONS: Final = 1
+"""Dimension of the positions, along which `Scan` runs."""
 
 
 def linear_scan(b: Builder, decay: Tensor, x: Tensor) -> Tensor:
@@ -44,9 +45,10 @@ def linear_attention(
 
 
 class _Body:
-    """What happens at one position: operands by the names under which `scan` gives them, the state as `before`.
+    """The computation at one position. Operands have the names under which `scan` gives them; the state is `before`.
 
-    A name of a body must not be one of the model's: all begin with that of the value in work."""
+    Names in a body must differ from the model's, so all get the current value's name as prefix.
+    """
 
     def __init__(self, b: Builder) -> None:
         self._b = b
@@ -61,7 +63,7 @@ class _Body:
         return made
 
     def scan(self, scanned: Mapping[str, Tensor], *, state_shape: Sequence[Size], after: str, result: str) -> Tensor:
-        """`scanned` along their positions, from a state of zeros."""
+        """Run the body along the positions of `scanned`, from a state of zeros."""
         b = self._b
         dtype = b.out.dtype
         own = self._own | set(scanned)

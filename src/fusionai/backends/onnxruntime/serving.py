@@ -1,7 +1,7 @@
-"""One stage on ONNX Runtime that serves: a session per part, for any number of rows, or one for each size of group
-where sizes are several times the rows (experts). Decides which weight formats.
+"""One serving stage on ONNX Runtime: a session per part, for any number of rows.
 
-Neighbours: `parted_serving` cuts the graph and has caches and attention, `sessions` builds and runs.
+If a part's sizes are multiples of the rows (experts), it gets one session for each group size. Only float32 weights are
+supported. Neighbours: `parted_serving` cuts the graph and has caches and attention, `sessions` builds and runs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fusionai.primitives.tensors import HostTensor, tensor_bytes
 from fusionai.wire.serving import ServeOptions
 
 FORMATS: Final = ("fp32",)
+"""Supported weight formats."""
 
 
 class OnnxServingProgram(PartedServing):
@@ -42,7 +43,7 @@ class OnnxServingProgram(PartedServing):
         if options.weights not in FORMATS:
             raise ExecutionError(
                 f"this backend keeps weights as {', '.join(FORMATS)}, not as {options.weights}.",
-                hint="Ask for that, or let machines with backend torch serve the model.",
+                hint="Use that format, or let machines with backend torch serve the model.",
             )
         self._device = device
         self._threads = threads
@@ -51,9 +52,9 @@ class OnnxServingProgram(PartedServing):
         self._waiting = set(self._specs)
         self._weights = Weights()
         self._sessions: dict[tuple[tuple[int, ...], tuple[str, ...], Size], Compute] = {}
-        """By a part's nodes, what it makes, and for how many rows."""
+        """(a part's nodes, what it makes, number of rows) -> session."""
         self._by_size: set[tuple[tuple[int, ...], tuple[str, ...]]] = set()
-        """Parts that no session computes for any number of rows."""
+        """Parts for which a session for any number of rows can't be built."""
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
         for key, tensor in entries:
@@ -101,12 +102,12 @@ class OnnxServingProgram(PartedServing):
         return self._sessions[at]
 
     def _check_memory(self, limit_bytes: int | None) -> None:
-        """Weights, which sessions turn and pack once more, and caches."""
+        """Check the limit: caches, and weights twice, because sessions keep a transposed and packed copy."""
         weights_bytes = 2 * sum(tensor_bytes(spec.dtype, spec.shape) for spec in self._specs.values())
         cache_bytes = sum(shape.nbytes(self._options) for shape in self._layers)
         if limit_bytes is not None and weights_bytes + cache_bytes > limit_bytes:
             raise ExecutionError(
-                f"the stage takes {weights_bytes} bytes of weights, as they are and as they are packed, and "
+                f"the stage takes {weights_bytes} bytes of weights, including packed copies, and "
                 f"{cache_bytes} of caches; the limit is {limit_bytes}.",
-                hint="Take fewer pages or sessions, fewer blocks here, or lend more memory.",
+                hint="Use fewer pages or sessions, fewer blocks here, or lend more memory.",
             )

@@ -1,4 +1,4 @@
-"""ONNX models that run: sessions, their inputs and outputs as numpy has them. Decides execution providers.
+"""Runs ONNX models: sessions with numpy inputs and outputs. Chooses execution providers.
 
 Weights are given to a session by reference, so several sessions share them. Neighbours: `building` makes the models,
 `program` and `serving` run them.
@@ -21,18 +21,18 @@ from fusionai.primitives.errors import ExecutionError
 
 Array = npt.NDArray[Any]
 PROVIDERS = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
-"""What this program and what ONNX Runtime call a device."""
+"""Device name in FusionAI -> ONNX Runtime's execution providers."""
 
 
 class Weights:
-    """By the graph's value names, as ONNX Runtime holds them."""
+    """Weights by key, as ONNX Runtime holds them."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._arrays: dict[str, Array] = {}
 
     def put(self, key: str, values: Array) -> None:
-        self._arrays[key] = np.asarray(values, order="C")  # which leaves a single number one without dimensions
+        self._arrays[key] = np.asarray(values, order="C")  # unlike ascontiguousarray, keeps a scalar's rank 0
         self._values[key] = ort.OrtValue.ortvalue_from_numpy(self._arrays[key])
 
     def array(self, key: str) -> Array:
@@ -64,8 +64,11 @@ def session_of(
     device: str,
     threads: int | None,
 ) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
-    """`nodes` as a function of the values `given`, and of the keys of nodes that draw (`drawing.keys`). Raises
-    `ExecutionError`."""
+    """Return `nodes` as a function of the values `given` and the keys of nodes that draw random numbers
+    (`drawing.keys`).
+
+    Raises `ExecutionError` if an operator is not supported or ONNX Runtime rejects the model.
+    """
     built = Builder(graph, symbols)
     for name in given:
         built.give(name)
@@ -81,8 +84,8 @@ def session_of(
         options.add_external_initializers(list(held), [weights.value(graph.params[name].key) for name in held])
     try:
         session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS[device])
-    except Exception as error:  # ONNX Runtime raises classes of its own, with no common base
-        raise ExecutionError(f"ONNX Runtime refuses the model: {_first_line(error)}") from error
+    except Exception as error:  # ONNX Runtime raises its own exceptions, which have no common base
+        raise ExecutionError(f"ONNX Runtime rejects the model: {_first_line(error)}") from error
     used = {one.name for one in session.get_inputs()}
     names = [f"out:{name}" for name in makes]
 

@@ -1,4 +1,4 @@
-"""Operators that rearrange, copy, join and make tensors, in ONNX. Decides nothing.
+"""Operators that rearrange, copy, join and make tensors, in ONNX.
 
 Neighbours: `building` knows sizes, `operators` joins the tables.
 """
@@ -14,10 +14,11 @@ from fusionai.backends.onnxruntime.building import ROWS, Builder, DType, Operand
 from fusionai.primitives.errors import ExecutionError
 
 _TO_THE_START: Final = -(2**62)
+"""End of a backwards slice that reaches to the start of its dimension."""
 
 
 def _known(b: Builder, x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """What the graph declares is the result."""
+    """Reshape to the result's declared shape."""
     return b.reshape(x, b.out.shape)
 
 
@@ -36,11 +37,11 @@ def _slice(
     size = x.shape[dim]
     first = 0 if start is None else start
     if isinstance(first, Rows):
-        raise ExecutionError("this backend can't begin a slice at a place that follows from how many rows there are.")
+        raise ExecutionError("this backend can't begin a slice at a place that depends on the number of rows.")
     if isinstance(size, int):
         first = max(0, min(size, first + size if first < 0 else first))
         if isinstance(end, Rows):
-            raise ExecutionError("this backend can't end a slice of known size where rows end.")
+            raise ExecutionError("this backend can't end a slice of a fixed dimension at the number of rows.")
         end = None if end is None else max(first, min(size, end + size if end < 0 else end))
     return b.slice(x, dim, first, end, step)
 
@@ -61,7 +62,7 @@ def _expand(b: Builder, x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _split(b: Builder, x: Tensor, *_: Any, **__: Any) -> list[Tensor]:
-    """The graph declares the pieces; along which dimension they differ from the whole, it also says."""
+    """Split along the dimension in which the declared pieces differ from the whole."""
     at = next((at for at in range(x.rank) if any(piece.shape[at] != x.shape[at] for piece in b.outs)), None)
     if at is None:
         return [x]
@@ -80,7 +81,7 @@ def _cast(b: Builder, x: Tensor, *_: Any, **__: Any) -> Tensor:
     return b.cast(x, b.out.dtype)
 
 
-def _same(b: Builder, x: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: ARG001 - what all operators get
+def _same(b: Builder, x: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: ARG001 - all operators get these arguments
     return x
 
 
@@ -140,12 +141,12 @@ def _made(value: float) -> Callable[..., Tensor]:
 def _arange(b: Builder, start: Operand | Rows, end: Operand | Rows, step: Operand = 1, *_: Any, **__: Any) -> Tensor:
     if isinstance(end, Rows):
         if start != 0 or step != 1:
-            raise ExecutionError("this backend counts rows from 0 and one by one.")
+            raise ExecutionError("this backend supports an arange to the number of rows only from 0 with step 1.")
         ones = b.expand(b.ints([1]), (ROWS,))
         counted = b.op("CumSum", [ones, b.number(0, "int64")], like=ones, exclusive=1)
         return b.cast(counted, b.out.dtype)
     if isinstance(start, Tensor | Rows) or isinstance(end, Tensor) or isinstance(step, Tensor):
-        raise ExecutionError("this backend counts between numbers that are known.")
+        raise ExecutionError("this backend supports an arange only between fixed numbers.")
     return b.constant(np.arange(start, end, step).astype(b.out.dtype))
 
 
@@ -176,7 +177,7 @@ _MODES: Final = {"constant": "constant", "reflect": "reflect", "replicate": "edg
 
 
 def _pad(b: Builder, x: Tensor, pad: Sequence[int], mode: str = "constant", value: Operand | None = None) -> Tensor:
-    """`pad`: (before, after) of the last dimension, then of the one before."""
+    """Pad x. `pad`: (before, after) for the last dimension, then for the one before, and so on."""
     before, after = [0] * x.rank, [0] * x.rank
     for place in range(len(pad) // 2):
         before[x.rank - 1 - place], after[x.rank - 1 - place] = pad[2 * place], pad[2 * place + 1]

@@ -1,8 +1,8 @@
-"""`fusion.attention` on dense tensors: training and evaluation. Decides which kernel computes it; keeps no cache.
+"""`fusion.attention` on dense tensors, for training and evaluation. Chooses the kernel; keeps no cache.
 
-Where torch's fused kernel can express the request, the calls are those that transformers' `sdpa_attention_forward`
-makes, in the same order and on the same layouts, so forward and backward are equal bit for bit. Soft capping, sinks and
-dropout take the explicit path of its eager attention. Neighbours: `operators` maps the op name here.
+If torch's fused kernel can express the request, the calls are those of transformers' `sdpa_attention_forward`, in the
+same order and on the same layouts, so forward and backward are equal bit for bit. Soft capping, sinks and dropout use
+the explicit formula of transformers' eager attention. Neighbours: `operators` maps the operator's name to this module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fusionai.backends.counters import DropoutKey
 from fusionai.backends.torch.dropout import scaled_mask
 
 MAX_GROUPED_HEAD_DIM = 256
-"""Above it no fused kernel takes grouped queries."""
+"""Widest head for which a fused kernel supports grouped queries."""
 
 
 def attention(
@@ -32,12 +32,12 @@ def attention(
     key: DropoutKey,
     node: int,
 ) -> torch.Tensor:
-    """q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv] -> [B, Hq, S, Dv].
+    """Return [B, Hq, S, Dv] for q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv].
 
-    `window`: a causal query sees itself and the `window - 1` positions before it; one that is not causal sees up to
-    `window` positions to either side (transformers' two conventions). `key_mask` [B, T]: non-zero where a key may be
-    seen. `sinks` [Hq]: one extra logit per head that takes weight and gives
-    nothing. `dropout` is the probability to drop a weight, 0.0 outside training.
+    `window`: a causal query sees itself and the `window - 1` positions before it; a query that is not causal sees up to
+    `window` positions on either side (transformers' two conventions). `key_mask` [B, T]: non-zero where a key may be
+    seen. `sinks` [Hq]: one extra logit per head, which takes weight but adds no value. `dropout`: probability of
+    dropping a weight, 0.0 outside training.
     """
     if softcap is not None or sinks is not None or dropout > 0.0:
         mask = _visible(q, k, causal=causal, window=window, key_mask=key_mask)
@@ -65,7 +65,8 @@ def _fused(
     if is_causal and k.shape[2] > queries:
         k, v = k[:, :, :queries, :], v[:, :, :queries, :]
     if q.device.type == "meta" and mask is None and k.shape[-1] == v.shape[-1]:
-        # The shape-only device would choose the kernel that keeps all weights; real devices keep none.
+        # On the shape-only device torch would choose the kernel that keeps all weights; the kernels of real devices
+        # keep none.
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, is_causal, scale=scale)[
             0
         ].reshape(batch, heads, queries, v.shape[-1])
@@ -113,14 +114,14 @@ def _explicit(
 def _needs_mask(k: torch.Tensor, window: int | None, key_mask: torch.Tensor | None) -> bool:
     if window is not None and k.shape[2] >= window:
         return True
-    # Reading the mask is worth it: without one the fused kernel skips what causality hides.
+    # Reading the mask pays: without a mask, the fused kernel skips keys that causality hides.
     return key_mask is not None and (key_mask.device.type == "meta" or not bool(key_mask.all()))
 
 
 def _visible(
     q: torch.Tensor, k: torch.Tensor, *, causal: bool, window: int | None, key_mask: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """bool [B or 1, 1, S, T], True where query s may see key t; None where it may see all."""
+    """Return bool [B or 1, 1, S, T], True where query s may see key t; None if every query sees every key."""
     queries = torch.arange(q.shape[2], device=q.device)[:, None]
     keys = torch.arange(k.shape[2], device=q.device)[None, :]
     visible = None

@@ -1,14 +1,15 @@
-"""Attention of many positions, compiled: queries lie side by side in vectors, keys and values are read from the cache.
+"""Compiled attention of many positions: queries lie side by side in vectors, keys and values are read from the cache.
 
-A lane of a vector is one query of one head; what is computed for it never meets another lane. Each score is summed over
-the key's width in its order, each sum of weights and each mixed value over the keys in the order of their positions, in
-blocks of keys that begin at multiples of `KEYS` of the text, with a running maximum (Milakov and Gimelshein, "Online
-normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). So a row's bits follow from its own
-position: neither from the rows computed with it nor from where pieces begin and end.
+A lane of a vector is one query of one head; lanes never exchange data. Each score is summed over the key's width in
+order. Each sum of weights and each mixed value is summed over the keys in the order of their positions, in blocks of
+keys that begin at multiples of `KEYS` in the text, with a running maximum (Milakov and Gimelshein, "Online normalizer
+calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). So a row's bits follow from its own position alone,
+not from the rows computed with it or from where prompt pieces begin and end.
 
-A block of keys and values is copied as float32 into the processor's cache once for some hundred lanes; queries that
-share a key head share it. Reads memory at addresses it is given: `compiled_attention` alone calls it, with sizes that
-were checked. Neighbours: `row_vectors` has the instructions, `row_kernels` the attention of single rows.
+A block of keys and values is copied as float32 into the processor's cache once per sweep of up to about a thousand
+lanes; queries that share a key head share the copy. The kernel reads memory at the addresses it is given: only
+`compiled_attention` calls it, with sizes that it has checked. Neighbours: `row_vectors` has the instructions,
+`row_kernels` the attention of single rows.
 """
 
 # pyright: basic, reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
@@ -44,19 +45,20 @@ from fusionai.backends.torch.row_vectors import (
 )
 
 _VECTORS, _ROWS = by_registers((2, 8), (1, 6), (1, 2))
-"""Vectors of queries by keys, or by elements of values, that are summed at a time."""
+"""Register tile: vectors of queries, by keys or by elements of values, that are summed together."""
 WIDE: Final = _VECTORS * LANES
 """Lanes that are computed together."""
 KEYS: Final = 192
-"""Of a block: whole tiles of every shape."""
+"""Keys of a block: a multiple of every register tile."""
 
 
 class Place(IntEnum):
-    """What stands where in the description of a call; addresses and steps in bytes.
+    """Index of each number in the description of a call. Addresses and steps are in bytes.
 
-    Queries are [positions, heads, width], results float32 [positions, heads, value width], both of one span. A key
-    head's lanes, `SWEEP` at a time, share what is copied and are an item; a call computes items `FIRST` to `END`.
-    `WINDOW` and `CAPACITY` are 0 without a window."""
+    Queries are [positions, heads, width], results float32 [positions, heads, value width], both of one span. `SWEEP`
+    lanes of a key head share a copied block and form one item; a call computes items `FIRST` to `END`. `WINDOW` and
+    `CAPACITY` are 0 without a window.
+    """
 
     QUERIES = 0
     QUERY_POSITION_STEP = 1
@@ -81,13 +83,13 @@ class Place(IntEnum):
 
 
 def items(start: int, stop: int, heads: int, shared: int, sweep: int) -> int:
-    """Of a span of positions `start` to `stop`."""
+    """Return the number of items of a span of positions `start` to `stop`."""
     lanes = (stop - start // TILE_POSITIONS * TILE_POSITIONS) * (heads // shared)
     return shared * -(-lanes // sweep)
 
 
 def scratch_floats(positions: int, groups: int, key_width: int, value_width: int, sweep: int) -> int:
-    """That a call takes for a span of that many positions at most."""
+    """Return the floats of scratch memory that a call needs for a span of at most `positions`."""
     lanes = min(sweep, (positions + TILE_POSITIONS) * groups + WIDE)
     padded = -(-value_width // _ROWS) * _ROWS
     return lanes * (key_width + padded + 3) + KEYS * (key_width + padded) + max(KEYS * WIDE, key_width, value_width)
@@ -97,10 +99,12 @@ def scratch_floats(positions: int, groups: int, key_width: int, value_width: int
 
 
 def _tile(*, resumed: bool) -> Any:
-    """y[r] = sum of x[r] * w over `count`, for `_ROWS` r and `WIDE` lanes; w and y have their lanes behind each other.
+    """Return an intrinsic that computes y[r] = sum of x[r] * w over `count`, for `_ROWS` values of r and `WIDE` lanes.
 
-    Of scores x is `_ROWS` keys, `x_step` apart, of `count` elements. Of values (`resumed`) it is `_ROWS` elements of
-    `count` values, `x_step` apart, and what was summed before counts as often as the lanes at `y_step` say."""
+    w and y store their lanes contiguously. For scores, x is `_ROWS` keys of `count` elements, `x_step` apart. For
+    values (`resumed`), x is `_ROWS` elements of `count` values, `x_step` apart, and the earlier sums in y are first
+    multiplied by the factors of the lanes at `y_step`.
+    """
 
     def codegen(builder: Any, args: Any) -> None:
         w, _, x, x_step, y, y_step, count = args
@@ -147,9 +151,9 @@ def _all(value: float) -> Any:
 
 
 def _power(builder: Any, x: Any) -> Any:
-    """e to the x, which is no more than zero (after Cephes' expf): nothing below float32's normal numbers."""
+    """Return e to the x for x <= 0 (after Cephes' expf); results below float32's normal numbers become 0."""
     fma = fused(builder, FLOATS, "v16f32")
-    magic = _all(12582912.0)  # added, it leaves a whole number in the last bits
+    magic = _all(12582912.0)  # adding it moves the integer part into the last bits
     shifted = builder.call(fma, [x, _all(1.44269504088896341), magic])
     whole = builder.fsub(shifted, magic)
     rest = builder.call(fma, [whole, _all(-0.693359375), x])
@@ -162,12 +166,15 @@ def _power(builder: Any, x: Any) -> Any:
     exponent = builder.shl(builder.bitcast(shifted, WORDS), ir.Constant(WORDS, [23] * LANES))
     value = builder.bitcast(builder.add(builder.bitcast(value, WORDS), exponent), FLOATS)
     value = builder.select(builder.fcmp_ordered("<", x, _all(-87.3)), _all(0.0), value)
-    return builder.select(builder.fcmp_unordered("uno", x, x), x, value)  # what is no number stays none
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, value)  # NaN stays NaN
 
 
 def _weighed() -> Any:
-    """Of `count` keys' scores at w the weights, in their place: e to the score less the largest so far at x. The sums
-    of weights at y are brought up to date, and what was mixed before counts as often as is then at `y_step`."""
+    """Return an intrinsic that turns the scores of `count` keys at w into weights, in place.
+
+    A weight is e to the score minus the largest score so far, which is kept at x. The sums of weights at y are updated,
+    and the factors by which earlier sums shrink are written to `y_step`.
+    """
 
     def codegen(builder: Any, args: Any) -> None:
         w, _, x, _, y, y_step, count = args
@@ -181,7 +188,7 @@ def _weighed() -> Any:
             return builder.select(builder.fcmp_ordered(">", one, other), one, other)
 
         before = [builder.load(vector_at(x, number), align=4) for number in range(_VECTORS)]
-        # Several at a time: each waits for the one before it.
+        # Four maxima at a time, because each comparison waits for the previous one.
         tops = [[cgutils.alloca_once(builder, FLOATS) for _ in range(4)] for _ in range(_VECTORS)]
         for first, places in zip(before, tops, strict=True):
             for place in places:
@@ -225,8 +232,8 @@ def _weighed() -> Any:
 
 
 def _limited() -> Any:
-    """`count` keys' scores at w become the limit at x times the hyperbolic tangent of their part of it (after Cephes'
-    tanhf)."""
+    """Return an intrinsic that soft-caps the scores of `count` keys at w: the limit at x times tanh(score / limit),
+    after Cephes' tanhf."""
 
     def codegen(builder: Any, args: Any) -> None:
         w, _, x, _, _, _, count = args
@@ -253,7 +260,7 @@ def _limited() -> Any:
 
 
 def _copied(form: Form) -> Any:
-    """`rows` rows of `count` numbers from x to y, as float32."""
+    """Return an intrinsic that copies `rows` rows of `count` numbers from x to y, as float32."""
     size = SIZE[form]
 
     def codegen(builder: Any, args: Any) -> None:
@@ -265,7 +272,7 @@ def _copied(form: Form) -> Any:
             for start, stop, step in ((int64(0), whole, LANES), (whole, count, 1)):
                 with cgutils.for_range_slice(builder, start, stop, int64(step), intp=LONG) as (index, _):
                     one = builder.add(given, builder.mul(index, int64(size)))
-                    if step > 1:  # rows of one head are far apart: the processor does not see an order
+                    if step > 1:  # rows of one head are far apart, so the processor does not detect the stride
                         prefetch(builder, builder.add(one, builder.mul(x_step, int64(_AHEAD))))
                     value = (load_wide if step > 1 else load_one)(builder, form, one)
                     out = builder.add(made, builder.mul(index, int64(4)))
@@ -275,7 +282,7 @@ def _copied(form: Form) -> Any:
 
 
 _AHEAD: Final = 8
-"""Rows between the one that is copied and the one that is fetched."""
+"""Rows between the row being copied and the row being prefetched; chosen."""
 _score, _mix, _weigh, _limit = _tile(resumed=False), _tile(resumed=True), _weighed(), _limited()
 _copy_fp32, _copy_bf16, _copy_fp16 = (_copied(form) for form in (Form.FP32, Form.BF16, Form.FP16))
 _FP32, _BF16 = int(Form.FP32), int(Form.BF16)
@@ -305,7 +312,8 @@ def _lay_out(
     task: Any, table: Any, head: Any, block: Any, first: Any, stop: Any, scratch: Any, base: Any, keys: Any,
     values: Any, padded: Any,
 ) -> Any:  # fmt: skip
-    """A block's keys and values of positions from `first` to `stop`; what tiles read beside them is zeros."""
+    """Copy keys and values of positions `first` to `stop` of a block to the scratch memory; fill the rest of the tiles
+    that are read with zeros."""
     form, shared, key_width, value_width = task[_FORM], task[_SHARED], task[_KEY_WIDTH], task[_VALUE_WIDTH]
     capacity, page_tokens = task[_CAPACITY], task[_PAGE_TOKENS]
     size = 4 if form == _FP32 else 2
@@ -338,7 +346,7 @@ def _lay_out(
 def _sweep(
     task: Any, scale: Any, softcap: Any, table: Any, sinks: Any, scratch: Any, base: Any, head: Any, lane0: Any
 ) -> Any:
-    """A key head's lanes from `lane0` on."""
+    """Compute the lanes of a key head from `lane0` on, at most `SWEEP` of them."""
     groups, key_width, value_width = task[_HEADS] // task[_SHARED], task[_KEY_WIDTH], task[_VALUE_WIDTH]
     start, stop, window = task[_START], task[_STOP], task[_WINDOW]
     padded = (value_width + _ROWS - 1) // _ROWS * _ROWS
@@ -346,7 +354,7 @@ def _sweep(
     lanes = min(task[_SWEEP], (stop - tile) * groups - lane0)
     chunks = (lanes + WIDE - 1) // WIDE
     room = chunks * WIDE
-    # Scratch: per chunk queries and mixed values, [element, lane] both; per lane three numbers; a block.
+    # Scratch layout: per chunk the queries and mixed values, both [element, lane]; per lane three numbers; one block.
     mixed = room * key_width
     largest = mixed + room * padded
     total, kept = largest + room, largest + 2 * room
@@ -359,7 +367,7 @@ def _sweep(
         scratch[largest + lane] = _LOWEST
     for lane in range(lanes):
         position, query = tile + (lane0 + lane) // groups, head * groups + (lane0 + lane) % groups
-        if len(sinks) > 0:  # a key of weight 1 without a value
+        if len(sinks) > 0:  # a sink is a key of weight 1 without a value
             scratch[largest + lane] = sinks[query]
             scratch[total + lane] = np.float32(1.0)
         if position >= start:
@@ -386,7 +394,7 @@ def _sweep(
             if end <= begin:
                 continue
             if softcap > 0:
-                scratch[kept + at] = softcap  # free until weights are made
+                scratch[kept + at] = softcap  # unused until the weights are computed
                 _limit(weights, 0, base + 4 * (kept + at), 0, 0, 0, end - begin)
             if end - 1 > low or (window > 0 and begin <= high - window):
                 for index in range(WIDE):
@@ -413,7 +421,7 @@ def _sweep(
             share = np.float32(1.0) / scratch[total + lane]
             made = mixed + lane // WIDE * WIDE * padded + lane % WIDE
             for index in range(value_width):
-                # Adding zero leaves one zero of two: keys that a row does not see must not decide its sign.
+                # Adding zero turns -0.0 into 0.0: keys that a row does not see must not determine the sign of a zero.
                 scratch[scores + index] = (scratch[made + index * WIDE] + np.float32(0.0)) * share
             out = task[_OUT] + 4 * ((position - start) * task[_HEADS] + query) * value_width
             _copy_fp32(1, 0, base + 4 * scores, 0, out, 0, value_width)
@@ -434,5 +442,9 @@ def _made(stamp: int) -> Any:
 
 
 attend = _made(stamp_of(__file__, row_code.__file__, about=f"{_VECTORS} {_ROWS}"))
-"""`task`: numbers as `Place` says. `scale`: of scores, whose size `softcap` limits unless it is 0. `table`: the
-session's pages. `sinks`: one number of every head, or none. `scratch`: `scratch_floats`, at its address."""
+"""Kernel of one span's attention.
+
+`task`: numbers as `Place` lists them. `scale`: factor of the scores, which `softcap` limits unless it is 0. `table`:
+the session's pages. `sinks`: one number per head, or empty. `scratch`: `scratch_floats` floats; `scratch_address`:
+their address.
+"""

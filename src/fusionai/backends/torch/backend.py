@@ -1,6 +1,6 @@
-"""The torch backend: CPU, CUDA and MPS. Decides device, threads and deterministic settings for the whole process.
+"""The torch backend: CPU, CUDA and MPS. Chooses the device, and sets threads and determinism for the whole process.
 
-Neighbours: `program` is a loaded stage, `probe` measures the device, `operators` says what can run.
+Neighbours: `program` is a loaded stage, `probe` measures the device, `operators` lists what can run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class TorchBackend:
     name = "torch"
 
     def __init__(self, device: str = "auto", threads: int | None = None, scratch: Path | None = None) -> None:
-        """`scratch`: directory for what does not fit into memory; None: the system's for large temporary files."""
+        """`scratch`: directory for data that does not fit into memory; None: the system's directory for large temporary
+        files."""
         self._scratch = scratch
         if threads is not None:
             if threads < 1:
@@ -53,7 +54,7 @@ class TorchBackend:
         return "caller" if self.device == "cpu" else "device"
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
-        """Takes about a second; a few milliseconds with `speeds`."""
+        """Take about a second; a few milliseconds with `speeds`."""
         return describe_device(self._device, speeds or self._measured())
 
     def _measured(self) -> Speeds:
@@ -63,8 +64,8 @@ class TorchBackend:
         return with_pace(measure_speeds(self._device, self._scratch), self, seconds)
 
     def warm_up(self) -> None:
-        """torch starts threads, and on a GPU loads its libraries, with the first gradient; to find out sizes without
-        memory it imports an algebra system."""
+        """Run a first gradient and optimizer step: torch then starts its threads and, on a GPU, loads its libraries.
+        Also import the algebra system with which torch computes sizes without memory."""
         with loading():
             importlib.import_module("torch.fx.experimental.symbolic_shapes")
         weight = torch.zeros(1, device=self._device, requires_grad=True)
@@ -104,20 +105,21 @@ class TorchBackend:
         return TorchServingProgram(graph, options=options, device=self._device, memory_limit_bytes=memory_limit_bytes)
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
-        """Exactly as `clip_grad_norm_` computes them on this device."""
+        """Return (total norm, scale) exactly as `clip_grad_norm_` computes them on this device."""
         return clip_scale(norms, max_norm, self._device)
 
 
 def _make_cuda_deterministic() -> None:
-    """Same inputs, same bits, run after run. An operator without a deterministic kernel warns and runs all the same.
+    """Make CUDA give the same bits for the same inputs. An operator without a deterministic kernel warns and runs
+    anyway.
 
-    The CPU needs none of it: its kernels are deterministic for a number of threads, and stay those of a plain run.
+    The CPU needs no such settings: its kernels are deterministic for a given number of threads.
     """
     fix_cublas_workspace()
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # The mode would otherwise also fill every new tensor, which no operator of the table reads before writing.
+    # The mode would also fill every new tensor, although no operator of the table reads a tensor before writing it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -128,5 +130,5 @@ def _choose(device: str) -> torch.device:
     if device not in available:
         raise UsageError(f"expected a device auto, cpu, cuda or mps, got {device!r}.")
     if not available[device]:
-        raise UsageError(f"torch sees no {device} device here.", hint="Run `fusion doctor` to see what it does see.")
+        raise UsageError(f"torch sees no {device} device here.", hint="Run `fusion doctor` to list its devices.")
     return torch.device(device)

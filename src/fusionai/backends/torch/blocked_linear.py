@@ -1,9 +1,9 @@
-"""Products with matrices in blocks for operators: few rows and many, on one thread or several. Decides where there are
-any, and who computes which columns.
+"""Matrix products for operators over blocked matrices, for few or many rows, on one thread or several.
 
-A column's sums are the same whoever computes them, so the number of threads is free. Where numba is missing or doesn't
-know the processor, `packed_linear` has the framework's kernels. Neighbours: `row_products` multiplies, `row_blocks`
-lays matrices out, `packed_linear` rounds them.
+Checks whether compiled products are available and divides columns among threads. A column's sums do not depend on the
+thread that computes them, so any number of threads gives the same bits. If numba is missing or does not know the
+processor, `packed_linear` uses the framework's kernels. Neighbours: `row_products` multiplies, `row_blocks` lays
+matrices out, `packed_linear` rounds them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fusionai.scheduling.compiled import available
 log = logging.getLogger(__name__)
 
 _SHARED_WORK: Final = 2**20
-"""Products of numbers from which on several threads are worth waking."""
+"""Multiplications from which a product is worth waking several threads; chosen."""
 _FEW, _MANY = (CFUNCTYPE(None, *[c_int64] * count) for count in (8, 9))
-"""Python's lock is not held while these run."""
+"""C function types: Python's global lock is released while these functions run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What `row_products` has."""
+    """Entry points of `row_products`."""
 
     products: Callable[[Factor], Any]
     factor_of: Callable[[Blocks], Factor]
@@ -44,25 +44,26 @@ class Kernels:
 
 @cache
 def kernels() -> Kernels | None:
-    """None where numba is not what it was: other products serve as well."""
+    """Return the compiled products; None if numba is missing or fails, and then the framework's products are used."""
     if not available():
         return None
     try:
         made: Any = import_module("fusionai.backends.torch.row_products")
         return Kernels(made.products, made.factor_of, made.scratch_bytes(), made.FEW_ROWS)
-    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and nobody needs it
-        log.warning("products are the framework's, which are slower: %s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and torch's products serve instead
+        log.warning("compiled products are unavailable, using torch's slower ones: %s: %s", type(error).__name__, error)
         return None
 
 
 def scratch_bytes() -> int:
-    """What products take beside their operands and results, all threads together."""
+    """Return the scratch bytes that products need besides operands and results, for all threads together."""
     known = kernels()
     return 0 if known is None else known.scratch_bytes * torch.get_num_threads()
 
 
 def blocked_product(blocks: Blocks) -> Callable[[torch.Tensor], torch.Tensor]:
-    """[rows, in] -> float32 [rows, out]. A row's bits are its own by construction, so nothing is tried."""
+    """Return a function [rows, in] -> float32 [rows, out]. A row's bits never depend on other rows, so no trial run is
+    needed."""
     known = kernels()
     assert known is not None
     kind = known.factor_of(blocks)
@@ -79,7 +80,7 @@ def blocked_product(blocks: Blocks) -> Callable[[torch.Tensor], torch.Tensor]:
         y = (torch.empty if few else torch.zeros)((rows, padded), dtype=torch.float32)
 
         def share(first: int, end: int) -> None:
-            """Blocks `first` to `end`."""
+            """Compute blocks `first` to `end`."""
             given = (
                 blocks.data.data_ptr() + first * blocks.block_bytes, x.data_ptr(), step,
                 y.data_ptr() + 4 * WIDTH * first, 4 * padded, rows, WIDTH * (end - first), count,
@@ -100,7 +101,8 @@ def blocked_product(blocks: Blocks) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def in_threads(share: Callable[[int, int], None], count: int) -> None:
-    """`share(first, end)` of `count` parts, on as many threads as torch has; each takes some that follow each other."""
+    """Call `share(first, end)` over `count` parts on torch's number of threads; each thread takes a contiguous
+    range."""
     threads = min(torch.get_num_threads(), count)
     ends = [count * number // threads for number in range(threads + 1)]
     others = [_threads(threads - 1).submit(share, ends[n], ends[n + 1]) for n in range(1, threads)]

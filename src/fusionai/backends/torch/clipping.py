@@ -1,7 +1,8 @@
-"""Gradient clipping taken apart: norms and products where the gradients are, the scale where the driver is.
+"""Gradient clipping in three steps: norms and multiplication run where the gradients are, the scale where the driver
+is.
 
-Together the three equal `torch.nn.utils.clip_grad_norm_` bit for bit; each makes the calls it makes, in its order.
-Neighbours: `program` computes norms and scales, `backend` computes the scale.
+Together they equal `torch.nn.utils.clip_grad_norm_` bit for bit, because they make the same calls in the same order.
+Neighbours: `program` computes norms and multiplies, `backend` computes the scale.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 
 def clip_scale(norms: Sequence[float], max_norm: float, device: torch.device) -> tuple[float, float]:
-    """(norm of the stacked float32 norms, max_norm / (that + 1e-6) but at most 1.0)."""
+    """Return (n = norm of the stacked float32 norms, min(max_norm / (n + 1e-6), 1.0))."""
     if not norms:
         return 0.0, 1.0
     stacked = torch.tensor(list(norms), dtype=torch.float32, device=device)
@@ -22,7 +23,7 @@ def clip_scale(norms: Sequence[float], max_norm: float, device: torch.device) ->
 
 
 def parameter_norms(gradients: Sequence[torch.Tensor]) -> list[float]:
-    """Euclidean norm of each tensor as `torch.nn.utils.clip_grad_norm_` computes it, exact."""
+    """Return the Euclidean norm of each tensor, exactly as `torch.nn.utils.clip_grad_norm_` computes it."""
     if not gradients:
         return []
     if gradients[0].device.type in ("cpu", "cuda"):
@@ -35,7 +36,7 @@ def parameter_norms(gradients: Sequence[torch.Tensor]) -> list[float]:
 
 
 def scale_gradients(gradients: Sequence[torch.Tensor], scale: float) -> None:
-    """Multiply in place as `torch.nn.utils.clip_grad_norm_` does."""
+    """Multiply the gradients in place as `torch.nn.utils.clip_grad_norm_` does."""
     factor = torch.tensor(scale, dtype=torch.float32, device=gradients[0].device)
     if gradients[0].device.type in ("cpu", "cuda"):
         torch._foreach_mul_(list(gradients), factor)  # pyright: ignore[reportPrivateImportUsage]

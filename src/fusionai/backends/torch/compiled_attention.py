@@ -1,9 +1,9 @@
-"""Attention of a prompt's positions in one compiled call, straight from the pages and rings of a cache. Decides where
-there is such a thing, and which thread computes which heads.
+"""Attention of a prompt's positions in one compiled call that reads a cache's pages and rings directly.
 
-Only on CPUs and where numba is installed; `tiled_attention` does the same by the framework's operators. A row's bits
-follow from its own position, so the number of threads is free. Neighbours: `attention_kernels` computes,
-`paged_attention` calls, `serving` counts the scratch memory.
+Checks whether the compiled kernel is available and divides heads among threads. Available only on CPUs and with numba;
+`tiled_attention` does the same with the framework's operators. A row's bits follow from its own position, so any number
+of threads gives the same bits. Neighbours: `attention_kernels` computes, `paged_attention` calls, `serving` counts the
+scratch memory.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ log = logging.getLogger(__name__)
 
 _FORMS: Final = {torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16}
 _LINE_FLOATS: Final = 16
-"""Of the processor's cache."""
+"""Floats in a cache line."""
 
 
 @cache
 def attention_kernels() -> Any | None:
-    """The module, compiled; None where numba is not what it was: operators serve as well."""
+    """Return the compiled kernel's module; None if numba is missing or fails, and then operators compute attention."""
     if not available():
         return None
     try:
         with compiled_once("attention"):
             return import_module("fusionai.backends.torch.attention_kernels")
-    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and nobody needs it
-        log.warning("attention is computed by operators, which is slower: %s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and operators serve instead
+        log.warning("compiled attention is unavailable, using slower operators: %s: %s", type(error).__name__, error)
         return None
 
 
 def attention_scratch_bytes(layers: Sequence[LayerShape], rows: int) -> int:
-    """The most that the attention of a pass of `rows` takes beside operands and results, all threads together."""
+    """Return the most scratch bytes that attention of a pass of `rows` needs besides operands and results, for all
+    threads together."""
     made = attention_kernels()
     if made is None:
         return 0
@@ -61,22 +62,23 @@ def _scratch_floats(made: Any, shape: LayerShape, rows: int) -> int:
 
 
 def _sweep() -> int:
-    """Lanes that share a copied block: fewer where all threads are to have some."""
+    """Return the lanes that share a copied block: fewer with several threads, so that each thread gets some."""
     return 1024 if torch.get_num_threads() == 1 else 512
 
 
 def compiled_attention(
     span: Span, cache: LayerCache, q: torch.Tensor, *, scale: float, softcap: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """q float32 [1, Hq, rows, D] of the span, whose keys and values are in the cache: [rows, Hq, Dv]."""
+    """Return the attention of the span's rows, [rows, Hq, Dv]; q is float32 [1, Hq, rows, D], keys and values are in
+    the cache."""
     made = attention_kernels()
     assert made is not None
     shape = cache.shape
     _, heads, rows, key_width = q.shape
     if (heads, rows, key_width) != (shape.query_heads, span.length, shape.key_width) or heads % shape.heads:
-        raise ExecutionError(f"queries {tuple(q.shape)} don't suit {span.length} rows of a cache of {shape}.")
+        raise ExecutionError(f"queries {tuple(q.shape)} don't fit {span.length} rows of a cache of {shape}.")
     if sinks is not None and sinks.shape != (heads,):
-        raise ExecutionError(f"there are {heads} heads of queries, but sinks {tuple(sinks.shape)}.")
+        raise ExecutionError(f"expected sinks of shape ({heads},), got {tuple(sinks.shape)}.")
     q = q if q.stride(3) == 1 else q.contiguous()
     out = torch.empty((rows, heads, shape.value_width), dtype=torch.float32)
     places = made.Place

@@ -1,11 +1,12 @@
-"""Linear layers whose weight gradient waits: backward gives the input gradient at once and leaves the rest for later.
+"""Linear layers with a deferred weight gradient: backward computes the input gradient at once and leaves the rest for
+later.
 
-Decides which linear layers may (no bias, a trainable weight that no other node reads) and how the parts are computed:
-by the very products autograd would use, on the same layouts, so that the sums have the same bits. The split of backward
-into an input and a weight half is that of zero-bubble pipelines (arXiv 2401.10241, section 2); unlike there, the order
-of accumulation over microbatches is kept.
+A linear layer may be deferred if it has no bias and a trainable weight that no other node reads. The parts are computed
+by the same products that autograd would use, on the same layouts, so the sums have the same bits. The split of backward
+into an input half and a weight half is that of zero-bubble pipelines (arXiv 2401.10241, section 2); unlike there, the
+order of accumulation over microbatches is kept.
 
-Neighbours: `interpreter` binds `deferrable_linear`, `program` runs what was left.
+Neighbours: `interpreter` binds `deferrable_linear`, `program` runs what was deferred.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ LINEAR = "aten.linear.default"
 
 @dataclass(slots=True)
 class Lagging:
-    """A layer whose weight gradient is still to be computed from its input and the gradient of its output. `begun`: the
-    sum of what other stages contribute to it, which goes first."""
+    """A deferred weight gradient: the layer's input and the gradient of its output. `begun`: sum of the contributions
+    of other stages, which is added first."""
 
     weight: torch.Tensor
     x: torch.Tensor
@@ -38,8 +39,8 @@ Left = list[Lagging]
 
 
 def deferrable(graph: Graph, kept: Collection[str] = ()) -> frozenset[int]:
-    """Node ids of the linear layers whose weight gradient may be computed after backward. `kept`: values of weights
-    whose gradients backward itself must give."""
+    """Return the ids of linear nodes whose weight gradient may be deferred. `kept`: values of weights whose gradients
+    backward itself must return."""
     read_by = consumers(graph)
     found: set[int] = set()
     for node in graph.nodes:
@@ -53,7 +54,8 @@ def deferrable(graph: Graph, kept: Collection[str] = ()) -> frozenset[int]:
 
 
 def deferrable_linear(left: Left | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`F.linear(x, weight)`; with a list, its backward puts the weight's share there instead of computing it."""
+    """Return `F.linear(x, weight)`. If `left` is a list, backward appends the weight's part to it instead of computing
+    it."""
     if left is None or not torch.is_grad_enabled() or x.numel() == 0:
         return F.linear(x, weight)
     apply: Callable[..., Any] = _DeferredLinear.apply
@@ -61,7 +63,7 @@ def deferrable_linear(left: Left | None, x: torch.Tensor, weight: torch.Tensor) 
 
 
 def finish(left: Left) -> None:
-    """Add the weight gradients that were left, as autograd would have."""
+    """Add the deferred weight gradients, as autograd would have done."""
     with torch.no_grad():
         for one in left:
             product = _rows(one.gradient).t().mm(_rows(one.x))
@@ -70,7 +72,7 @@ def finish(left: Left) -> None:
 
 
 def add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """One microbatch's gradient to the parameter's sum, as autograd adds it."""
+    """Add one microbatch's gradient to the parameter's sum, as autograd does."""
     if parameter.grad is None:
         parameter.grad = gradient
     else:
@@ -81,10 +83,11 @@ class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, left: Left) -> torch.Tensor:
         ctx.save_for_backward(x)
-        # Itself, not as saved: what comes back from there may be another tensor, whose `.grad` nobody reads.
+        # The weight itself, not a saved tensor: unpacking a saved tensor may give another object, whose `.grad` is
+        # never read.
         ctx.weight = weight
         ctx.left = left
-        # A linear layer whose operands need gradients folds its leading dimensions: one product of matrices.
+        # A linear layer whose operands need gradients folds its leading dimensions into a single matrix product.
         return _rows(x).mm(weight.t()).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod

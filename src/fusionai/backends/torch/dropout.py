@@ -1,8 +1,7 @@
-"""Dropout and random numbers as pure functions of counters, the same bits as on every other backend. Keeps no random
-state.
+"""Dropout and random numbers as pure functions of counters, with the same bits as on every other backend.
 
-The hash is that of `backends.counters`, which folds the keys; this is the element's part. Neighbours: `attention`,
-`operators`.
+Keeps no random state. The hash is that of `backends.counters`, which folds the keys; this module computes the part that
+depends on the element. Neighbours: `attention`, `operators`.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from fusionai.backends.torch.host import DTYPE_NAMES
 
 _MASK: Final = 0xFFFF_FFFF
 _CHUNK_ELEMENTS: Final = 1 << 22
-"""Hashing takes 16 bytes per element: done piecewise so that the workspace stays small."""
+"""Elements hashed at a time. Hashing needs 16 bytes per element, so pieces keep the workspace at 64 MiB."""
 
 
 def scaled_mask(
     shape: tuple[int, ...], p: float, key: DropoutKey, node: int, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A tensor of `shape` holding 0 where dropped and 1 / (1 - p) where kept (all 0 for p = 1)."""
+    """Return a tensor of `shape` with 0 where dropped and 1 / (1 - p) where kept (all 0 for p = 1)."""
     scale = 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
     if device.type == "meta":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -37,12 +36,12 @@ def scaled_mask(
 
 
 def dropout(x: torch.Tensor, p: float, key: DropoutKey, node: int) -> torch.Tensor:
-    """x times its mask."""
+    """Return x times its mask."""
     return x * scaled_mask(tuple(x.shape), p, key, node, dtype=x.dtype, device=x.device)
 
 
 def uniform(x: torch.Tensor, key: DropoutKey, node: int) -> torch.Tensor:
-    """Numbers in [0, 1) of the shape and the dtype of x, whose values don't matter."""
+    """Return random numbers in [0, 1) with the shape and dtype of x; the values of x are not used."""
     if x.device.type == "meta":
         return torch.empty_like(x)
     bits = UNIFORM_BITS[DTYPE_NAMES[x.dtype]]
@@ -53,7 +52,7 @@ def uniform(x: torch.Tensor, key: DropoutKey, node: int) -> torch.Tensor:
 
 
 def _hashed(count: int, key: DropoutKey, node: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
-    """u(i) of the elements, piece by piece, int64."""
+    """Yield u(i) of the elements as int64, piece by piece."""
     first, second = folds(key, node)
     for start in range(0, count, _CHUNK_ELEMENTS):
         stop = min(start + _CHUNK_ELEMENTS, count)

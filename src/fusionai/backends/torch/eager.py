@@ -1,9 +1,10 @@
-"""Keeps torch's compiler out of processes that never compile: a second of imports and 70 MB for each of them.
+"""Keeps torch's compiler out of processes that never compile: importing it costs a second and 70 MB per process.
 
-Sizes are found on the `meta` device, whose kernels are Python functions marked "not to be compiled". To obey the mark,
-torch imports the compiler at their first call, which would be in the middle of a takeover. Here each such function is
-given the answer beforehand: itself. What they compute is the same; should torch change how it marks them, they import
-what they did before, and a test says so. Neighbour: `backend` calls this once per process.
+Sizes are computed on the `meta` device, whose kernels are Python functions marked "not to be compiled". To honour the
+mark, torch imports the compiler at the first call of such a function, which could be in the middle of a takeover. Torch
+caches the unmarked function on the marked one; this module fills that cache in advance, so the compiler is not needed.
+Results do not change. If a later torch marks functions differently, the import happens as before, and a test fails.
+Neighbour: `backend` calls this once per process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch._refs.nn.functional
 
 
 def without_compiler() -> None:
-    """Harmless when called again, or when the compiler is there already."""
+    """Prepare torch's Python kernels. Does nothing when called again, or if the compiler is already loaded."""
     mark = getattr(torch, "_disable_dynamo", None)
     if mark is None:
         return
@@ -39,9 +40,10 @@ def without_compiler() -> None:
 
 
 def _closed_over(function: types.FunctionType) -> Iterator[object]:
-    """What a wrapper wraps is among it; `__wrapped__` may name something else."""
+    """Yield the objects in a function's closure, among them the function that a wrapper wraps; `__wrapped__` may name
+    another."""
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # nothing in it yet
+        with suppress(ValueError):  # the cell is still empty
             yield cell.cell_contents
 
 
@@ -53,4 +55,4 @@ def _python_kernels() -> Iterator[object]:
 
 
 def _nothing() -> None:
-    """Wrapped to learn what a marked function looks like."""
+    """Function that is marked only to learn what a marked function looks like."""

@@ -1,6 +1,6 @@
-"""`fusion.expert_linear`: a linear layer whose rows each have an expert's weight. Decides the order of the products.
+"""`fusion.expert_linear`: a linear layer that applies an expert's weight to each row. Fixes the order of the products.
 
-Neighbours: `operators` has the name, `capture.experts` says where models have such layers.
+Neighbours: `operators` maps the name, `capture.experts` finds such layers in models.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ import torch
 def expert_linear(
     x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *, transposed: bool = False
 ) -> torch.Tensor:
-    """x [rows, in], weight [experts, out, in] (`transposed`: [experts, in, out]), experts int64 [rows] -> [rows, out].
-    One product per expert that has rows; gathering a weight per row would take rows times its memory."""
+    """Return [rows, out] for x [rows, in], weight [experts, out, in] (`transposed`: [experts, in, out]), experts int64
+    [rows].
+
+    Computes one product per expert that has rows. Gathering a weight for each row would take `rows` times a weight's
+    memory.
+    """
     width = weight.shape[2 if transposed else 1]
     if x.is_meta or not x.shape[0]:
         return x.new_zeros(x.shape[0], width)

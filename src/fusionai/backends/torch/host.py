@@ -1,8 +1,8 @@
-"""Between host tensors and torch tensors. Decides when bytes are copied; never changes a bit of them.
+"""Converts between host tensors and torch tensors. Copies bytes only where necessary and never changes them.
 
-A received tensor is used in place when its memory is writable and aligned like torch's own; otherwise it is copied,
+A received tensor is used in place if its memory is writable and aligned like torch's own. Otherwise it is copied,
 because matrix kernels may round differently on unaligned memory and torch refuses read-only memory. Neighbours:
-`program` calls these at its boundary, `primitives.tensors` says what a host tensor is.
+`program` calls these at its boundary, `primitives.tensors` defines host tensors.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT_BYTES: Final = 64
-"""What torch's CPU allocator gives."""
+"""Alignment of torch's CPU allocator."""
 
 
 def to_torch(tensor: HostTensor, device: torch.device, *, own: bool = False) -> torch.Tensor:
-    """A torch tensor with these bytes. With `own` the result never shares memory with `tensor`.
+    """Return a torch tensor with these bytes. With `own` the result never shares memory with `tensor`.
 
-    Without `own` it may: the caller keeps the bytes unchanged for as long as the result lives.
+    Without `own` it may share memory: the caller must keep the bytes unchanged as long as the result lives.
     """
     if tensor.layout:
         return _laid_out(to_torch(replace(tensor, layout=()), device, own=own), tensor.layout)
@@ -54,8 +54,11 @@ def to_torch(tensor: HostTensor, device: torch.device, *, own: bool = False) -> 
 
 
 def to_host(value: torch.Tensor | int, *, own: bool = False, laid_out: bool = False) -> HostTensor:
-    """The bytes of a tensor; a size computed in the graph becomes an int64 of shape (). With `own` they are a copy.
-    With `laid_out` they come with strides and offset, where the tensor was not C-contiguous and aligned."""
+    """Return the bytes of a tensor; a size computed in the graph becomes an int64 of shape ().
+
+    With `own` the bytes are a copy. With `laid_out`, strides and offset are included if the tensor was not C-contiguous
+    and aligned.
+    """
     if isinstance(value, int):
         value = torch.tensor(value, dtype=torch.int64)
     name = DTYPE_NAMES.get(value.dtype)
@@ -76,7 +79,8 @@ def to_host(value: torch.Tensor | int, *, own: bool = False, laid_out: bool = Fa
 
 
 def _layout(value: torch.Tensor) -> tuple[int, ...]:
-    """Kernels choose other orders of sums by strides and alignment: the next stage gets those that one process has."""
+    """Return strides and offset, or () for a plain layout. Kernels order sums by strides and alignment, so the next
+    stage needs the layout that a single process would have."""
     offset = value.data_ptr() % ALIGNMENT_BYTES // value.element_size() if value.device.type == "cpu" else 0
     if (value.is_contiguous() and not offset) or value.numel() == 0:
         return ()
@@ -85,7 +89,7 @@ def _layout(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def _without_gaps(value: torch.Tensor) -> tuple[int, ...]:
-    """The same order of dimensions, one element next to the other."""
+    """Return strides with the same order of dimensions and no gaps between elements, and offset 0."""
     strides = [0] * value.dim()
     extent = 1
     for dim in sorted(range(value.dim()), key=value.stride, reverse=False):
@@ -96,7 +100,7 @@ def _without_gaps(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def _laid_out(value: torch.Tensor, layout: tuple[int, ...]) -> torch.Tensor:
-    """The same numbers with these strides, beginning at this offset from an aligned address."""
+    """Return the same numbers with these strides, beginning at this offset from an aligned address."""
     *strides, offset = layout
     extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, strides, strict=True))
     made = torch.empty(offset + extent, dtype=value.dtype, device=value.device).as_strided(value.shape, strides, offset)

@@ -1,8 +1,9 @@
-"""A graph turned into a flat list of calls over registers. Decides the order and when a value is dropped.
+"""Compiles a graph into a flat list of calls over registers. Fixes the order of calls and when a value is dropped.
 
-Compiled once per set of wanted outputs: nodes that none of them needs are left out. Every value, constant argument and
-parameter has a register; one instruction is one call. A value is dropped after its last use, so that autograd alone
-decides what stays alive. Neighbours: `operators` gives the calls, `program` runs this, `sizes` runs it without memory.
+Compiled once per set of wanted outputs: nodes that no wanted output needs are left out. Every value, constant argument
+and parameter has a register; one instruction is one call. A value is dropped after its last use, so that only
+autograd's references keep it alive. Neighbours: `operators` gives the calls, `program` runs the result, `sizes` runs it
+without memory.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ Instruction = Callable[[Registers], None]
 _IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "scan", "loss"})
 """Categories of operators that run in float32 under bf16 precision."""
 IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
-"""Categories of which autocast makes the operands bfloat16."""
+"""Categories of operators whose operands autocast converts to bfloat16."""
 _TAKE_DEVICE: Final = frozenset(
     name for name in OPERATORS if name.split(".")[1] in ("arange", "full", "zeros", "ones", "empty", "scalar_tensor")
 )
-"""Operators that make a tensor from numbers alone: without a device they would always make it on the host."""
+"""Operators that make a tensor from numbers alone. Without a device argument they would always use the host."""
 _MEMORY_FORMATS: Final = {
     "contiguous": torch.contiguous_format,
     "channels_last": torch.channels_last,
@@ -46,7 +47,7 @@ _MEMORY_FORMATS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One node: its call, and the registers that nobody reads afterwards."""
+    """One node: its call, and the registers that no later step reads."""
 
     node: Node
     run: Instruction
@@ -55,8 +56,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """`inputs` and `params`: value name -> register, those the wanted outputs need. `outputs`: meaning -> register.
-    `writes`: buffer key -> register of its new value."""
+    """A compiled graph. `inputs` and `params`: value name -> register, for the values that the wanted outputs need.
+    `outputs`: meaning -> register. `writes`: buffer key -> register of its new value."""
 
     steps: tuple[Step, ...]
     template: Registers
@@ -69,9 +70,11 @@ class Interpreter:
     def run(
         self, context: Context, inputs: Mapping[str, Any], params: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """(outputs by meaning, new buffer values by key). `inputs` and `params` by value name; more than needed may
-        be given. A parameter is a tensor, or whatever the kernels of its readers take. Raises `ExecutionError` naming
-        the node that failed."""
+        """Return (outputs by meaning, new buffer values by key).
+
+        `inputs` and `params` are keyed by value name and may contain more than needed. A parameter is a tensor or
+        whatever the kernels of its readers accept. Raises `ExecutionError` naming the node that failed.
+        """
         registers = self.start(context, inputs, params)
         self.advance(registers, 0, len(self.steps))
         return self.results(registers)
@@ -99,7 +102,7 @@ class Interpreter:
         return registers
 
     def blank(self, context: Context) -> Registers:
-        """Registers with constants, without inputs and parameters."""
+        """Return registers with the constants set, but no inputs and parameters."""
         registers = self.template.copy()
         registers[_CONTEXT] = context
         return registers
@@ -119,7 +122,7 @@ OPERATOR_FAILURES: Final = (
     ArithmeticError,
     MemoryError,
 )
-"""What torch raises on operands that do not fit, of whatever kind."""
+"""Errors that torch raises on operands that do not fit."""
 
 
 def compile_graph(
@@ -133,10 +136,12 @@ def compile_graph(
     kernels: Mapping[int, Callable[..., Any]] = MappingProxyType({}),
     stored: Reading = AS_THEY_ARE,
 ) -> Interpreter:
-    """Compile what `wanted` (output meanings) needs, and the state writes if asked for. `device` is what `DeviceArg`
-    stands for. `mixed`: products may come in bfloat16, reductions take their operands in float32. `deferred`: linear
-    layers (node ids) that may leave their weight gradient for later. `kernels`: node id -> what to call, with the
-    node's own arguments, instead of its operator. `stored`: parameters that are given as `StoredWeight`.
+    """Compile what `wanted` (output meanings) needs, and state writes if `with_state_writes`.
+
+    `device`: the device that `DeviceArg` stands for. `mixed`: products may be in bfloat16, reductions convert their
+    operands to float32. `deferred`: linear layers (node ids) that may defer their weight gradient. `kernels`: node id
+    -> function to call, with the node's own arguments, instead of its operator. `stored`: parameters that are given as
+    `StoredWeight`.
 
     Raises `ExecutionError` on an operator this backend lacks.
     """
@@ -167,12 +172,12 @@ def compile_graph(
 
 
 def describe(node: Node | None) -> str:
-    """How an error names a node, or what is of none."""
+    """Return how an error names a node; None stands for the stage."""
     return "the stage" if node is None else binding.describe(node)
 
 
 class _Builder:
-    """Hands out registers and builds instructions."""
+    """Allocates registers and builds instructions."""
 
     def __init__(
         self,
@@ -232,7 +237,7 @@ class _Builder:
         if isinstance(arg, Ref):
             return self.value(arg.name)
         if isinstance(arg, ListArg) and any(isinstance(item, Ref | ListArg) for item in arg.items):
-            # A list with values in it is built anew for each run, into a register of its own.
+            # A list that contains values is built anew for each run, into its own register.
             register = self._register(None)
             getters = [self._operand(item, lists) for item in arg.items]
             gather = itemgetter(*getters, getters[0])
@@ -265,7 +270,7 @@ def _linear(context: Context, x: torch.Tensor, weight: torch.Tensor) -> torch.Te
 
 
 def _direct(compute: Callable[..., Any], positional: list[int], target: int) -> Instruction:
-    """The most frequent kind in as few steps as Python can."""
+    """Return an instruction for the most frequent case, with as little Python overhead as possible."""
     if len(positional) == 1:
         only = positional[0]
 
@@ -320,7 +325,7 @@ def _store(
 
         def store(registers: Registers) -> None:
             result = call(registers)
-            # A split into one piece is still a list.
+            # A split into one piece still returns a list.
             registers[target] = result[0] if isinstance(result, list | tuple) else result
     else:
 
@@ -351,6 +356,6 @@ def _in_float32(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says: torch appends its own stack after it."""
+    """Return the first line of an exception's text: torch appends its own stack after it."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

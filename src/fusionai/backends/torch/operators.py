@@ -1,8 +1,8 @@
-"""The table from operator names to torch calls. Decides what this backend can run; resolves no name it receives.
+"""The table from operator names to torch calls: what this backend can run. Resolves no name that it receives.
 
-Every name comes from `ir.operators.OPERATORS`, chosen by hand; a graph can only pick entries of the finished table.
-Operators that depend on the mode or on counters get the run's `Context` and the node's id first. Neighbours:
-`interpreter` binds these to a graph's values, `attention` and `dropout` are the semantic operators.
+Every name comes from the hand-written list `ir.operators.OPERATORS`; a graph can only pick entries of the finished
+table. Operators that depend on the mode or on counters get the run's `Context` and the node's id as first arguments.
+Neighbours: `interpreter` binds these to a graph's values, `attention` and `dropout` implement semantic operators.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fusionai.primitives.errors import ExecutionError
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a run is about, for operators that depend on it."""
+    """Properties of a run that some operators depend on."""
 
     training: bool
     key: DropoutKey
     left: Left | None = None
-    """Where linear layers leave their weight gradients; None: they are computed in backward."""
+    """List to which linear layers append deferred weight gradients; None: backward computes them."""
 
 
 def _zeros_for_empty(size: list[int], **options: Any) -> torch.Tensor:
@@ -106,8 +106,8 @@ def _batch_norm_functional(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """(y, saved mean, saved inverse deviation, new running mean, new running variance); the latter two unchanged
-    outside training."""
+    """Return (y, saved mean, saved inverse deviation, new running mean, new running variance); the last two are
+    unchanged outside training."""
     if context.training and training:
         return torch.ops.aten._native_batch_norm_legit_functional.default(
             x, weight, bias, mean, variance, True, momentum, eps
@@ -151,7 +151,8 @@ def _embedding_bag(
     last_offset: bool = False,
     padding: int = -1,
 ) -> torch.Tensor:
-    """Sums (0), means (1) or maxima (2) of bags of rows: indices [n], `offsets` [bags] where each begins."""
+    """Return sums (mode 0), means (1) or maxima (2) of bags of rows: indices [n], `offsets` [bags] with each bag's
+    first index."""
     return torch.ops.aten._embedding_bag.default(
         weight, indices, offsets, by_frequency, mode, False, weights, last_offset, padding
     )[0]
@@ -181,7 +182,7 @@ _DIRECT: Final[Mapping[str, Callable[..., Any]]] = {
     "aten.transpose.int": torch.transpose,
     "aten.unsqueeze.default": torch.unsqueeze,
 }
-"""The same kernels by a shorter way: with one token, starting an operator costs more than the operator."""
+"""Faster entry points of the same kernels: with one token, starting an operator costs more than running it."""
 
 CONTEXTUAL: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
@@ -204,7 +205,8 @@ def _resolve() -> dict[str, Callable[..., Any]]:
         _, packet_name, overload_name = name.split(".")
         packet = getattr(torch.ops.aten, packet_name, None)
         overload = getattr(packet, overload_name, None)
-        # An older or newer torch may lack one: then it is unsupported here, and `Backend.unsupported` says so.
+        # An older or newer torch may lack an operator: then it is unsupported here, and `Backend.unsupported` reports
+        # it.
         if overload is not None:
             table[name] = overload
     return table
@@ -215,7 +217,7 @@ PLAIN: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(_resolve())
 
 
 Lookup = tuple[torch.Tensor, int, int, int | None]
-"""Indices, the first and (exclusive) last allowed one, and one that is allowed besides."""
+"""Indices, first allowed index, end of the allowed range (exclusive), and one more index that is allowed (or None)."""
 
 
 def _embedding_lookups(weight: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> list[Lookup]:
@@ -295,11 +297,12 @@ LOOKUPS: Final[Mapping[str, Callable[..., list[Lookup]]]] = MappingProxyType(
         "aten.cross_entropy_loss.default": _class_lookups,
     }
 )
-"""Which operands hold indices. A device without bounds checks (CUDA) ends the whole process on one outside."""
+"""Which operands hold indices. On a device without bounds checks (CUDA), an index out of range ends the whole
+process."""
 
 
 def guarded(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """`compute`, after checking that every index it is given is inside. Raises `ExecutionError` otherwise."""
+    """Return `compute` with a check that every index is in range; the result raises `ExecutionError` otherwise."""
     lookups = LOOKUPS[name]
 
     def run(*args: Any, **kwargs: Any) -> Any:

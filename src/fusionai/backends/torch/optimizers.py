@@ -1,12 +1,13 @@
-"""torch's own optimizers behind state entries. Decides groups and the exact form of an empty state.
+"""Runs torch's own optimizers on a stage's state entries. Fixes the parameter groups and the exact form of an empty
+state.
 
-State entries are complete at every time: before the first step they hold values from which the first step comes out
-with the same bits as from no state at all, so a checkpoint of step 0 needs no special case. Stages call the functions
-behind torch's optimizer classes: the classes import torch's compiler, a second of work that a machine which takes over
-a stage should not spend. State in 8 bits is decoded, moved by the same functions and coded again, a piece at a time:
-what is kept is what the next step starts from, so a state that went through a checkpoint gives the same bits.
+State entries are complete at every time: before the first step they hold values from which the first step computes the
+same bits as from no state, so a checkpoint of step 0 needs no special case. Stages call the functions behind torch's
+optimizer classes, because the classes import torch's compiler, which costs a second that a takeover should not spend.
+State in 8 bits is decoded, updated by the same functions and coded again, a piece at a time. The next step always
+starts from the coded state, so a state that went through a checkpoint gives the same bits.
 
-Neighbours: `eight_bit` codes, `slots` is where state lies; `program` owns the parameters and calls `step` per commit.
+Neighbours: `eight_bit` codes, `slots` stores the state; `program` owns the parameters and calls `step` per commit.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.messages import OptimizerSpec
 
 PIECE: Final = 1 << 17
-"""Elements of a parameter that are updated at a time where its state is coded or lies in a file: whole blocks, whole
-vectors of whatever processor, and what stays in its cache."""
+"""Elements of a parameter that are updated at a time if its state is coded or in a file. It is a multiple of the 8-bit
+blocks and of every processor's vectors, and small enough that a piece stays in the processor's cache."""
 WEIGHT: Final = "weight"
-"""The slot of a parameter itself, where that lies elsewhere too."""
+"""Slot of a parameter itself if it is offloaded too."""
 SIGNED: Final = frozenset({"exp_avg"})
-"""8-bit slots whose numbers may be negative."""
+"""8-bit slots whose elements may be negative."""
 
 
 class StageOptimizer:
-    """One optimizer over a stage's trainable parameters (key -> leaf tensor). `slots`: where its state lies; `weights`:
-    where those parameters lie, in slot `WEIGHT`, whose tensors are empty between uses. Raises `ValueError` for settings
-    that torch would not take."""
+    """One optimizer over a stage's trainable parameters (key -> leaf tensor).
+
+    `slots`: where its state is stored. `weights`: where offloaded parameters are stored, in slot `WEIGHT`; their
+    tensors are empty between uses. Raises `ValueError` for settings that torch would reject.
+    """
 
     def __init__(
         self,
@@ -51,19 +54,19 @@ class StageOptimizer:
         self._parameters = dict(parameters)
         self._shapes = slot_shapes(spec, parameters)
         self._whole = slots is None
-        """Whether a parameter's state may be taken in one go: it is in memory as it is."""
+        """Whether a parameter's state may be updated in one call, because it is in memory."""
         self._weights = weights
         self._slots: Slots = MemorySlots() if slots is None else slots
         self._counters: dict[str, torch.Tensor] = {}
-        """Key -> steps taken, on the host, as torch keeps them."""
+        """Key -> steps taken, on the host as in torch."""
 
     def slots(self, key: str) -> tuple[str, ...]:
-        """Of the parameter, sorted."""
+        """Return the parameter's slots, sorted."""
         return tuple(self._shapes[key])
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """One update from the parameters' `.grad`, those without one left alone."""
+        """Apply one update from the parameters' `.grad`; parameters without a gradient stay as they are."""
         for key in self._parameters:
             own = [slot for slot in self._shapes[key] if slot not in ASIDE]
             missing = [slot for slot in own if not self._there(key, slot)]
@@ -87,7 +90,8 @@ class StageOptimizer:
         self._advance(parameters, gradients, state, weight_decay, learning_rate)
 
     def _update_in_pieces(self, key: str, weight_decay: float, learning_rate: float) -> None:
-        """The same arithmetic on `PIECE` elements at a time, to the bit: every element is computed by itself."""
+        """Do the same arithmetic on `PIECE` elements at a time. The bits are equal, because every element is computed
+        by itself."""
         parameter = self._parameters[key]
         gradient = parameter.grad
         if gradient is None:
@@ -164,7 +168,7 @@ class StageOptimizer:
         self._counters.clear()
 
     def read(self, key: str, slot: str) -> torch.Tensor:
-        """A slot as it is, or as it stands for "no step yet"."""
+        """Return a slot, or its value before the first step if it is empty."""
         held = self._counters.get(key) if slot == "step" else self._slots.read(key, slot)
         return self.empty_slot(key, slot) if held is None else held
 
@@ -172,14 +176,14 @@ class StageOptimizer:
         dtype, shape = self._shapes[key][slot]
         if slot == "step":
             return torch.zeros((), dtype=torch.float32)
-        # The first momentum buffer is the gradient itself; only -0.0 added to it changes no bit (0.0 + -0.0 is 0.0).
+        # The first momentum buffer is the gradient itself; only adding it to -0.0 changes no bit (0.0 + -0.0 is 0.0).
         initial = -0.0 if slot == "momentum_buffer" else 0.0
         if dtype == "uint8":
             initial = zero_code(signed=slot in SIGNED)
         return torch.full(shape, initial, dtype=DTYPES[dtype], device=self._parameters[key].device)
 
     def write(self, key: str, slot: str, value: torch.Tensor) -> None:
-        """Overwrite a slot with a tensor nobody else holds."""
+        """Overwrite a slot with a tensor that nothing else references."""
         if slot == "step":
             self._counters[key] = value.cpu()
         else:
@@ -222,7 +226,7 @@ class StageOptimizer:
 def slot_shapes(
     spec: OptimizerSpec, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
-    """Key -> slot -> (dtype, shape)."""
+    """Return key -> slot -> (dtype, shape)."""
     return {
         key: optimizer_slots(spec, DTYPE_NAMES[parameter.dtype], tuple(parameter.shape))
         for key, parameter in parameters.items()
@@ -230,7 +234,7 @@ def slot_shapes(
 
 
 def _groups(spec: OptimizerSpec, parameters: Mapping[str, torch.Tensor]) -> list[tuple[list[str], float]]:
-    """(keys, weight decay): matrices decay, norms and biases only with `decay_vectors`."""
+    """Return (keys, weight decay) per group: matrices decay; norms and biases decay only with `decay_vectors`."""
     decaying = [key for key, parameter in parameters.items() if spec.decay_vectors or parameter.dim() >= 2]
     others = [key for key in parameters if key not in set(decaying)]
     return [(keys, decay) for keys, decay in ((decaying, spec.weight_decay), (others, 0.0)) if keys]
@@ -256,8 +260,11 @@ def _check(spec: OptimizerSpec) -> None:
 def make_optimizer(
     spec: OptimizerSpec, parameters: list[torch.Tensor], learning_rate: float = 0.0
 ) -> torch.optim.Optimizer:
-    """torch's AdamW or SGD with its defaults for the device, for plain training that stages are compared with. Raises
-    `ValueError` for state in 8 bits, which torch has not."""
+    """Return torch's AdamW or SGD with its defaults for the device, for the plain training that stages are compared
+    with.
+
+    Raises `ValueError` for state in 8 bits, which torch does not have.
+    """
     if spec.state_bits != 32:
         raise ValueError(f"torch's optimizers keep no state of {spec.state_bits} bits")
     named = {str(place): parameter for place, parameter in enumerate(parameters)}

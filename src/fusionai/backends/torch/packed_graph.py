@@ -1,9 +1,10 @@
-"""Which nodes of a serving graph multiply by a parameter or work element by element. Decides the kernels they get.
+"""Finds the nodes of a serving graph that multiply by a parameter or work element by element, and chooses their
+kernels.
 
-A matrix that is also read otherwise (an embedding tied to the head) is kept twice: packed for products, plain for the
-rest. Elementwise operators whose last few elements would take another code path than the others are given whole
-blocks, so that a value's bits do not depend on how many there are. Neighbours: `packed_linear` makes the products,
-`interpreter` calls what is decided here.
+A matrix with other readers besides products (an embedding tied to the head) is kept twice: packed for products and
+plain for the rest. Vectorised elementwise operators may compute the last few elements by another code path; such
+operators are given whole blocks, so that a value's bits do not depend on the number of elements. Neighbours:
+`packed_linear` makes the products, `interpreter` calls the kernels chosen here.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ _EXACT: Final = frozenset(
         *("masked_fill.Scalar", "masked_fill.Tensor", "floor.default", "ceil.default", "round.default"),
     )
 )
-"""Elementwise operators of few roundings, all of which IEEE 754 prescribes: any loop gives the same bits."""
+"""Elementwise operators with few roundings, all prescribed by IEEE 754: vectorised and scalar loops give the same
+bits."""
 _NO_NUMBERS: Final = (
     *(f"aten.{name}." for name in ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "__and__", "__or__")),
     *("aten.logical_", "aten.bitwise_"),
 )
-"""How names of elementwise operators begin that answer yes or no."""
+"""Prefixes of elementwise operators that return booleans or integers."""
 _GATED: Final = "aten.glu.default"
 _TOGETHER: Final = frozenset({_GATED, "aten.linalg_cross.default"})
-"""Of one result several elements of an operand are read: what they have in a dimension belongs together."""
+"""Operators that read several elements of an operand for one result, so elements of a dimension must stay together."""
 _TAILED: Final = frozenset(
     name
     for name, operator in OPERATORS.items()
@@ -55,14 +57,15 @@ _TAILED: Final = frozenset(
 )
 """Elementwise functions whose vectorised and scalar forms may round differently: all that are not known to be exact."""
 _BLOCK: Final = 64
-"""Elements that every vectorised loop takes in whole steps."""
+"""Elements of a block; a multiple of the step of every vectorised loop."""
 _UNSPLIT: Final = 16_384
-"""At most so many elements are never shared among threads, whose shares would have ends of their own."""
+"""Elements up to which torch never splits a call among threads. Each thread's share would have remainder elements of
+its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A parameter in memory: `plain` for whatever reads it, `packed` for each product (node id)."""
+    """A parameter in memory: `plain` for readers that are not products, `packed` for each product (by node id)."""
 
     plain: torch.Tensor | None
     packed: Mapping[int, PackedLinear]
@@ -70,7 +73,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A product's parameter: `transposed` if it is stored [in, out]. `bias`: its value, None: none."""
+    """The parameter of a product. `transposed`: it is stored [in, out]. `bias`: value name of the bias, or None."""
 
     node: int
     weight: str
@@ -79,7 +82,7 @@ class Use:
 
 
 def products(graph: Graph) -> dict[int, Use]:
-    """Node id -> the parameter it multiplies by, for every product of an activation with a matrix."""
+    """Return node id -> the parameter it multiplies by, for every product of an activation with a matrix."""
     found: dict[int, Use] = {}
     for node in graph.nodes:
         use = _use(node)
@@ -94,7 +97,7 @@ def products(graph: Graph) -> dict[int, Use]:
 
 
 def only_packed(graph: Graph, uses: Mapping[int, Use]) -> frozenset[str]:
-    """Parameters that nothing but products (and their biases) read: no plain copy is needed."""
+    """Return the parameters that only products read, as weight or bias: they need no plain copy."""
     weights = {use.weight for use in uses.values()} | {use.bias for use in uses.values() if use.bias is not None}
     otherwise = {
         value
@@ -106,7 +109,8 @@ def only_packed(graph: Graph, uses: Mapping[int, Use]) -> frozenset[str]:
 
 
 def lookup_tables(graph: Graph) -> frozenset[str]:
-    """Parameters whose every reader but products looks rows up: they may stay as narrow as their file has them."""
+    """Return the parameters whose readers, except products, all look up rows: they may keep their file's narrower
+    dtype."""
     uses = products(graph)
     readers: dict[str, list[Node]] = {}
     for node in graph.nodes:
@@ -122,7 +126,7 @@ def lookup_tables(graph: Graph) -> frozenset[str]:
 
 
 def kernels(graph: Graph, uses: Mapping[int, Use], tables: frozenset[str]) -> dict[int, Callable[..., Any]]:
-    """Node id -> what to call in the place of its operator. Parameters in `uses` and `tables` come as `Held`."""
+    """Return node id -> function to call instead of its operator. Parameters in `uses` and `tables` come as `Held`."""
     held = {use.weight for use in uses.values()} | tables
     found: dict[int, Callable[..., Any]] = {}
     for node in graph.nodes:
@@ -142,7 +146,7 @@ def kernels(graph: Graph, uses: Mapping[int, Use], tables: frozenset[str]) -> di
 
 
 def whole_blocks(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`compute`, elementwise on its tensors, given full blocks of contiguous elements only."""
+    """Return an elementwise `compute` that is called on whole blocks of contiguous elements only."""
     one_thread = torch.get_num_threads() == 1
 
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -166,17 +170,20 @@ def whole_blocks(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 def gated(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`glu`, whose halves are elementwise beside each other."""
+    """Return `glu` computed elementwise on its two halves, in whole blocks."""
     in_blocks = whole_blocks(lambda values, gates: compute(torch.cat([values, gates]), 0))
     return lambda x, dim=-1: in_blocks(*x.chunk(2, dim))
 
 
 def one_by_one(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A product of two batches of matrices, item by item: the number of items depends on all rows of a pass (mixtures
-    gather a matrix for every row), and libraries may choose kernels by it. Every call has the sizes of one item."""
+    """Return a product of two batches of matrices that is computed item by item.
+
+    The number of items depends on all rows of a pass (mixtures of experts gather a matrix for every row), and libraries
+    may choose kernels by that number. Here every call has the sizes of one item.
+    """
 
     def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        # Sums of one product have one order. Other devices would wait for every call.
+        # A single product per sum has only one order. Other devices are excluded, because each call would cost a wait.
         if a.dim() != 3 or b.dim() != 3 or a.shape[2] == 1 or a.shape[0] == 0 or a.device.type != "cpu":
             return compute(a, b)
         if a.shape[0] != b.shape[0]:
@@ -192,7 +199,7 @@ def _padded(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _with(args: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """`args` with other tensors in the places of its own."""
+    """Return `args` with their tensors replaced, in order, by `tensors`."""
     others = iter(tensors)
     return [next(others) if isinstance(arg, torch.Tensor) else arg for arg in args]
 
@@ -211,7 +218,8 @@ def _use(node: Node) -> Use | None:
 
 
 def _product(node: Node) -> Callable[..., torch.Tensor]:
-    """Called as the node's operator is, with the weight as `Held`; the bias is in the packed product already."""
+    """Return a function called like the node's operator, with the weight as `Held`; the packed product contains the
+    bias."""
     identity = node.id
     if node.op == _ADDMM:
         return lambda _bias, x, weight: weight.packed[identity](x)
@@ -228,7 +236,7 @@ def _lookup(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
 
 
 def _unwrapped(node: Node) -> Callable[..., Any]:
-    """Any other operator on a parameter that products read as well."""
+    """Return the node's operator for a parameter that products read too: it uses the plain copy."""
     compute = PLAIN[node.op]
     if node.op in LOOKUPS:
         compute = guarded(node.op, compute)
@@ -244,7 +252,7 @@ def _unwrapped(node: Node) -> Callable[..., Any]:
 
 
 def _whole_blocks(graph: Graph, node: Node) -> bool:
-    """Whether a position alone fills whole blocks, and there is but one thread."""
+    """Return whether a single position always fills whole blocks and torch has only one thread."""
     fixed = 1
     for dim in graph.values[node.outputs[0]].shape:
         fixed *= dim if isinstance(dim, int) else 1
@@ -252,8 +260,8 @@ def _whole_blocks(graph: Graph, node: Node) -> bool:
 
 
 def _contiguous(graph: Graph, node: Node) -> bool:
-    """Whether there is one operand, and it is surely not a strided view: of one position it would be contiguous, of
-    several not."""
+    """Return whether the node has one operand that is never a strided view. A view of one position would be contiguous,
+    a view of several would not."""
     source, *others = reads(node)
     maker = next((other for other in graph.nodes if source in other.outputs), None)
     return not others and maker is not None and maker.op in (_LINEAR, _ADDMM, "aten.add.Tensor", "aten.mul.Tensor")

@@ -1,9 +1,9 @@
-"""Matrices as a serving stage keeps them, and the products with them. Decides layout, rounding and rows per call.
+"""Matrices of a serving stage in packed form, and products with them. Owns layout, rounding, and rows per call.
 
-A product gives a row the same bits whatever other rows are in the call: sessions share calls, and must neither see
-each other nor depend on each other. `row_products` adds in an order of its own. A library's kernels are called with
-numbers of rows that `steady_rows` tried when the matrix was loaded, and with no other. Packed bytes never leave the
-process. Neighbours: `packed_graph` says which nodes these are.
+A product gives a row the same bits whatever other rows are in the call: sessions share calls, and must neither see nor
+influence each other. `row_products` sums in a fixed order of its own. A library's kernels are called only with numbers
+of rows that `steady_rows` tried when the matrix was loaded. Packed bytes never leave the process. Neighbours:
+`packed_graph` says which nodes are products.
 """
 
 from __future__ import annotations
@@ -34,29 +34,32 @@ from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.serving import WeightFormat
 
 FLOAT16_LARGEST: Final = 65504.0
+"""Largest finite float16."""
 INT4_GROUPS: Final = tuple(GROUPS)
-"""Weights that share a scale, the smallest that divides a row: the closest to the original."""
+"""Weights that share a scale; the smallest size that divides a row is used, because it is the most accurate."""
 INT8_COLUMNS: Final = 32
-"""The eight-bit kernel reads whole vectors and checks nothing: shorter ends would be read beyond the matrix."""
+"""Multiple to which columns are padded: the eight-bit kernel reads whole vectors without checks and would otherwise
+read beyond the matrix."""
 _FLOATS: Final[dict[WeightFormat, tuple[torch.dtype, Factor]]] = {
     "fp32": (torch.float32, Factor.FP32),
     "bf16": (torch.bfloat16, Factor.BF16),
     "fp16": (torch.float16, Factor.FP16),
 }
 _EXACT_IN_FLOAT32: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""Numbers that are rounded once, whether they become float32 in between or not."""
+"""Dtypes whose values round the same whether or not they are converted to float32 first."""
 _TRIED_INSTEAD: Final = 2**22
-"""Elements up to which a matrix of random numbers is tried in the place of the one that is loaded, whose sums may be
-exact in any order, as zeros are."""
+"""Elements up to which a matrix of random numbers is tried instead of the loaded one: sums of a special matrix, such as
+zeros, may be exact in any order and so prove nothing. Chosen."""
 _ROUNDED_ROWS: Final = 64
-"""At a time: what is in between stays in the processor's cache. Whole blocks."""
+"""Rows quantised at a time: whole blocks, few enough that intermediate values stay in the processor's cache."""
 _PROBE_TOLERANCE: Final = 1e-3
+"""Largest relative error of a float32 kernel that counts as working."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """`counts`: numbers of rows per call; None if any will do. `blocks`: what is multiplied by, where it lies in
-    them."""
+    """A packed matrix and its product. `counts`: allowed numbers of rows per call; None: any. `blocks`: the blocked
+    matrix, if it is stored in blocks."""
 
     product: Product
     bias: torch.Tensor | None
@@ -65,7 +68,7 @@ class PackedLinear:
     blocks: Blocks | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out] in x's dtype."""
+        """Return [..., out] in x's dtype for x [..., in]."""
         flat = x.reshape(-1, x.shape[-1])
         y = self.product(flat) if self.counts is None else in_steady_calls(self.product, self.counts, flat)
         y = y.reshape(*x.shape[:-1], y.shape[-1])
@@ -83,10 +86,11 @@ def pack(
     in_blocks: bool = False,
     pages: WidePages | None = None,
 ) -> PackedLinear:
-    """`weight` [out, in] of floats, kept as `form`; the caller lets the original go. `in_blocks`: as compiled row
-    products read it (`blocks`), in `pages`.
+    """Return `weight` [out, in], of floats, packed as `form`; the caller releases the original.
 
-    Raises `ExecutionError` where values do not fit the form."""
+    `in_blocks`: store it in blocks, as compiled row products read it, in `pages`. Raises `ExecutionError` if values do
+    not fit the form.
+    """
     if not (in_blocks and weight.dtype in _EXACT_IN_FLOAT32):
         weight = weight.to(torch.float32)
     if weight.device.type != "cpu":
@@ -108,7 +112,7 @@ def pack(
 
 
 def packed_bytes(rows: int, columns: int, form: WeightFormat, *, in_blocks: bool = False) -> int:
-    """What a matrix [rows, columns] takes about, before it is there; kernels may round sizes up."""
+    """Return the approximate bytes of a packed matrix [rows, columns], before it exists; kernels may round sizes up."""
     if in_blocks:
         return -(-rows // WIDTH) * block_bytes(_factor(rows, columns, form), columns)
     match form:
@@ -126,25 +130,28 @@ def packed_bytes(rows: int, columns: int, form: WeightFormat, *, in_blocks: bool
 
 
 def block_pages(shapes: Iterable[Sequence[int]], form: WeightFormat) -> WidePages:
-    """Room for matrices [out, in] in blocks."""
+    """Return memory for matrices of shapes [out, in] in blocks."""
     return WidePages(sum(blocks_bytes(_factor(rows, columns, form), rows, columns) for rows, columns in shapes))
 
 
 def int4_group(rows: int, columns: int) -> int | None:
-    """Weights per scale, None where the four-bit kernel does not take such a matrix (it is kept in eight bits)."""
+    """Return the weights per scale; None if the four-bit kernel can't handle such a matrix, which is then kept in eight
+    bits."""
     return next((group for group in INT4_GROUPS if columns % group == 0), None) if rows % 16 == 0 else None
 
 
 def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int8 [out, in], bfloat16 scale per row [out]); rounds against the scale that is kept."""
+    """Return (int8 [out, in], bfloat16 scale per row [out]). Values are rounded against the bfloat16 scale that is
+    kept."""
     scales = (weight.abs().amax(dim=1) / 127.0).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
     return (weight / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
 def quantise_groups(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(int32 [out, in] of 0..15, bfloat16 [in / group, out, 2] of scale and middle).
+    """Return (int32 [out, in] of 0..15, bfloat16 [in / group, out, 2] of scale and middle).
 
-    A value is (level - 8) * scale + middle."""
+    A value is (level - 8) * scale + middle.
+    """
     grouped = weight.reshape(weight.shape[0], -1, group)
     low, high = grouped.amin(dim=2), grouped.amax(dim=2)
     scale = ((high - low) / 15.0).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
@@ -155,7 +162,7 @@ def quantise_groups(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, tor
 
 
 def _on_cpu(weight: torch.Tensor, form: WeightFormat, key: str) -> tuple[str, Product, int]:
-    """(kernel's name, product, bytes)."""
+    """Return (kernel's name, product, bytes)."""
     match form:
         case "fp32":
             return _onednn(weight, torch.float32)
@@ -192,7 +199,7 @@ def _on_cpu(weight: torch.Tensor, form: WeightFormat, key: str) -> tuple[str, Pr
 
 
 def _as_read(weight: torch.Tensor, form: WeightFormat) -> torch.Tensor:
-    """The matrix by whose numbers the product multiplies, in float32; less the scale of a row."""
+    """Return the matrix whose values the product multiplies by, in float32, without a row's scale."""
     match form:
         case "fp32":
             return weight
@@ -207,7 +214,7 @@ def _as_read(weight: torch.Tensor, form: WeightFormat) -> torch.Tensor:
 def _onednn(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int]:
     if not _onednn_works(dtype):
         return _plain(weight, dtype)
-    # No hint of the number of rows: layouts for one row are slower at every number of rows.
+    # No hint of the number of rows: the layout for one row is slower at every number of rows.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype))
     compute = torch.ops.mkldnn._linear_pointwise.default
     nbytes = int(torch.ops.mkldnn._nbytes(packed))
@@ -217,7 +224,7 @@ def _onednn(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int
 
 
 def _factor(rows: int, columns: int, form: WeightFormat) -> Factor:
-    """Of a matrix in blocks."""
+    """Return the storage form of a matrix in blocks."""
     if form in _FLOATS:
         return _FLOATS[form][1]
     group = int4_group(rows, columns) if form == "int4" else None
@@ -249,7 +256,7 @@ def _plain(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int]
 
 
 def _on_accelerator(weight: torch.Tensor, form: WeightFormat, key: str) -> tuple[Product, int]:
-    """Other devices multiply in the wanted dtype; four bits are kept as eight."""
+    """Return (product, bytes) on another device: it multiplies in the wanted dtype and keeps four bits as eight."""
     match form:
         case "fp32":
             _, product, nbytes = _plain(weight, torch.float32)
@@ -270,13 +277,14 @@ def _check_float16(weight: torch.Tensor, key: str) -> None:
     largest = float(weight.abs().amax()) if weight.numel() else 0.0
     if not largest <= FLOAT16_LARGEST:
         raise ExecutionError(
-            f"{key} holds {largest:g}, float16 goes to {FLOAT16_LARGEST:g}.", hint="Serve with bf16 or fp32 weights."
+            f"{key} holds {largest:g}, above float16's limit {FLOAT16_LARGEST:g}.", hint="Serve bf16 or fp32 weights."
         )
 
 
 @cache
 def _onednn_works(dtype: torch.dtype) -> bool:
-    """The operators are torch's own internals: they may be gone, or not there on this processor."""
+    """Return whether oneDNN's operators work here. They are torch internals and may be missing in a later torch or on
+    this processor."""
     try:
         weight, x = _trial()
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype))

@@ -1,8 +1,8 @@
-"""Products that read one value become one product, and what is done to each of their results alike is done once.
+"""Merges the products of one value into a single product, and the operators applied alike to each of their results.
 
-Few rows cost little beside starting an operator, so a pass of one token gains by every operator that is left out.
-Nothing is computed otherwise than before: only operators whose every element is exact, or moved, are done together.
-Also drops nodes that compute what another has. Neighbours: `serving` runs the result, `serving_weights` stacks the
+With few rows, starting an operator costs more than running it, so a pass of one token gains from every operator saved.
+Results do not change: only operators that move elements or compute each of them exactly are merged. Nodes that repeat
+another node's computation are dropped too. Neighbours: `serving` runs the result, `serving_weights` stacks the
 matrices.
 """
 
@@ -21,23 +21,29 @@ from fusionai.ir.graph import consumers, prune, reads, references
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 
 JOINED_BYTES: Final = 64 * 2**20
-"""Larger matrices, as float32, stay apart: they would gain nothing and be here twice while they are stacked."""
+"""Bytes, as float32, up to which matrices are merged; chosen. Larger ones would gain nothing and be in memory twice
+while they are stacked."""
 _ROWS: Final = 16
-"""Results are cut at multiples of so many elements: elsewhere memory would be aligned otherwise than alone."""
+"""Results are cut at multiples of this many elements, because other cuts would change the memory alignment that a
+separate product has."""
 _POINTWISE: Final = frozenset({"aten.mul.Tensor", "aten.add.Tensor", "aten.sub.Tensor"})
+"""Operators of two operands that may be merged: each element is computed exactly."""
 _UNARY: Final = frozenset({"aten.neg.default", "aten._to_copy.default"})
+"""Operators of one operand that may be merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """`parts`: parameter of `graph` -> the original's parameters that it stacks along the first dimension."""
+    """A graph with merged products. `parts`: parameter of `graph` -> the original's parameters that it stacks along the
+    first dimension."""
 
     graph: Graph
     parts: Mapping[str, tuple[str, ...]]
 
 
 def join_siblings(graph: Graph) -> Joined:
-    """The same outputs by fewer nodes; attention nodes keep their ids. For running only: nothing checks it again."""
+    """Return a graph with the same outputs and fewer nodes; attention nodes keep their ids. The graph is not validated
+    again."""
     draft = _Draft(_without_repeats(graph))
     for group in _groups(draft.graph):
         draft.join_products(group)
@@ -48,7 +54,7 @@ def join_siblings(graph: Graph) -> Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
-    """`members` lie one behind the other along `dim` of `base`, `sizes` of them each."""
+    """Values stored consecutively along `dim` of the value `base`; `sizes` are their sizes along it."""
 
     base: str
     members: tuple[str, ...]
@@ -57,7 +63,7 @@ class _Bundle:
 
 
 class _Draft:
-    """A graph whose nodes are being replaced."""
+    """A graph under transformation."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -69,7 +75,7 @@ class _Draft:
         self.readers = consumers(graph)
         self.bundles: list[_Bundle] = []
         self.place: dict[str, tuple[int, int]] = {}
-        """Member -> its bundle and its number there."""
+        """Member -> (its bundle, its index there)."""
         self.fresh: list[int] = []
         self._views: dict[tuple[int, int, int], str] = {}
         self._next = 1 + max((node.id for node in graph.nodes), default=0)
@@ -84,7 +90,7 @@ class _Draft:
         self._replace(nodes, args, len(self.values[nodes[0].outputs[0]].shape) - 1, sizes)
 
     def follow(self, number: int) -> None:
-        """Do together what is done to several members of a bundle alike."""
+        """Merge the nodes that treat neighbouring members of a bundle alike."""
         alike: dict[tuple[str, ...], dict[int, Node]] = {}
         for member in self.bundles[number].members:
             for node in self.readers.get(member, ()):
@@ -95,7 +101,7 @@ class _Draft:
                 self._merge([nodes[position] for position in run], run[0])
 
     def finished(self) -> Graph:
-        """With members cut out of their bundles where somebody still reads them."""
+        """Return the graph, with slices of bundles for members that nodes still read on their own."""
         read = {value for node in self.nodes.values() for value in reads(node)} | set(self.graph.outputs.values())
         for number, bundle in enumerate(self.bundles):
             for position, member in enumerate(bundle.members):
@@ -105,7 +111,7 @@ class _Draft:
         return prune(whole, list(self.graph.outputs))
 
     def _key(self, node: Node) -> tuple[str, ...] | None:
-        """Equal for nodes that may be done together, None where a node is only done alone."""
+        """Return a key that is equal for nodes that may be merged; None if a node can't be merged."""
         places = {self.place.get(value) for arg in node.args for value in references(arg)} - {None}
         positions = {place[1] for place in places if place is not None}
         runs_along = {(bundle.dim, bundle.sizes) for bundle in self._bundles_of(node)}
@@ -122,7 +128,7 @@ class _Draft:
         return (node.op, repr([self._faceless(arg) for arg in args]), repr(node.kwargs), repr(rest))
 
     def _faceless(self, arg: Arg) -> Arg:
-        """Members named by their bundles."""
+        """Return `arg` with members replaced by the names of their bundles."""
         match arg:
             case Ref(name) if name in self.place:
                 return Ref(f"of {self.place[name][0]}")
@@ -136,7 +142,7 @@ class _Draft:
         return [self.bundles[self.place[name][0]] for name in names]
 
     def _dim_after(self, node: Node, dim: int) -> int | None:
-        """Along which dimension results of neighbours lie one behind the other; None where they don't."""
+        """Return the dimension along which the results of merged nodes follow each other; None if they don't."""
         source = next(value for arg in node.args for value in references(arg) if value in self.place)
         shape, result = self.values[source].shape, self.values[node.outputs[0]].shape
         rank = len(shape)
@@ -168,12 +174,12 @@ class _Draft:
                 return None
 
     def _spreads(self, name: str, from_end: int) -> bool:
-        """Whether an operand is the same all along a dimension."""
+        """Return whether an operand has the same value along a whole dimension."""
         shape = self.values[name].shape
         return len(shape) < -from_end or shape[from_end] == 1
 
     def _sizes_with(self, node: Node, heads: int) -> ListArg:
-        """The sizes of a reshape that splits the last dimension, for so many heads."""
+        """Return the sizes of a reshape that splits the last dimension into `heads` heads."""
         shape = self.values[node.outputs[0]].shape
         assert isinstance(node.args[1], ListArg)
         return ListArg((*node.args[1].items[: len(shape) - 2], heads, int(shape[-1])))
@@ -211,7 +217,7 @@ class _Draft:
         self.bundles.append(_Bundle(base, members, dim, sizes))
 
     def _view(self, number: int, first: int, end: int, name: str | None = None) -> str:
-        """The value that holds members `first` to `end` of a bundle, and nothing else."""
+        """Return the value that holds exactly members `first` to `end` of a bundle."""
         bundle = self.bundles[number]
         if name is None and (first, end) == (0, len(bundle.members)):
             return bundle.base
@@ -247,7 +253,7 @@ class _Draft:
         self._next += 1
 
     def _ordered(self) -> tuple[Node, ...]:
-        """Every node behind what it reads, otherwise about where it was."""
+        """Return the nodes in a valid order that stays close to the original one."""
         made_by = {value: node.id for node in self.nodes.values() for value in node.outputs}
         waits = {node.id: {made_by[value] for value in reads(node) if value in made_by} for node in self.nodes.values()}
         blocks: dict[int, list[int]] = {}
@@ -269,7 +275,8 @@ class _Draft:
 
 
 def _groups(graph: Graph) -> list[list[Use]]:
-    """Products of one value that may be one: nobody else reads their matrices, which are not large."""
+    """Return groups of products of one value that may be merged: nothing else reads their matrices, and these are
+    small."""
     readers = consumers(graph)
     by_operand: dict[tuple[Arg, bool], list[Use]] = {}
     made = {node.id: node for node in graph.nodes}
@@ -288,7 +295,7 @@ def _groups(graph: Graph) -> list[list[Use]]:
 
 
 def _runs(positions: Sequence[int]) -> list[list[int]]:
-    """Neighbours among ascending numbers, two or more."""
+    """Return runs of consecutive numbers, each of two or more, from ascending `positions`."""
     runs: list[list[int]] = []
     for position in positions:
         if runs and runs[-1][-1] == position - 1:
@@ -299,7 +306,7 @@ def _runs(positions: Sequence[int]) -> list[list[int]]:
 
 
 def _without_repeats(graph: Graph) -> Graph:
-    """Of nodes that do the same to the same, the first."""
+    """Return the graph without nodes that repeat an earlier node's operator on the same arguments."""
     known: dict[tuple[str, str, str], Node] = {}
     same: dict[str, str] = {}
     kept: list[Node] = []

@@ -1,9 +1,10 @@
-"""`fusion.attention` with a cache: each session's new positions against all of its own. Decides kernels.
+"""`fusion.attention` with a cache: each session's new positions attend to all of that session. Chooses the kernels.
 
-Sessions are computed one after the other, in shapes that depend on nothing but the session, so their bits do not depend
-on who else is in the pass. Kernels round differently for one query and for several: a few positions that follow others
-are computed as if they had come one by one, which guesses that turn out right rely on; prompts go through a kernel of
-our own on CPUs, else by tiles, which pieces of any length rely on. Arithmetic is float32 whatever the cache's format.
+Sessions are computed one after the other, in shapes that depend on that session alone, so their bits do not depend on
+other sessions in the pass. Kernels round differently for one query and for several. So a few positions after others
+are computed as if each came alone, which accepted speculative tokens rely on. Prompts are computed by a compiled kernel
+on CPUs and elsewhere in tiles, which chunks of any length rely on. Arithmetic is float32 whatever the cache's format.
+
 Neighbours: `paged_cache` keeps keys and values, `compiled_attention` has the kernel, `tiled_attention` the tiles,
 `attention` is the same operator on dense tensors.
 """
@@ -31,7 +32,10 @@ def cached_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv] of the pass -> [1, Hq, T, Dv]. k and v go to the cache."""
+    """Write the pass's k and v to the cache and return the attention's output [1, Hq, T, Dv].
+
+    q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv].
+    """
     if q.shape[0] != 1:
         raise ExecutionError(f"a pass packs its sessions along the sequence, got a batch of {q.shape[0]}.")
     cache.write(layout, k, v)
@@ -61,7 +65,7 @@ def cached_attention(
 
 
 def _singles(q: torch.Tensor, shared: int) -> tuple[torch.Tensor, ...]:
-    """Of every position [1, Hkv, queries that share a key head, D]."""
+    """Return the queries of each position: [1, Hkv, queries that share a key head, D]."""
     _, heads, positions, width = q.shape
     rows = q.transpose(1, 2).reshape(positions, 1, shared, heads // shared, width)
     offset, stride = rows.storage_offset() * rows.element_size(), rows.stride(0) * rows.element_size()
@@ -79,10 +83,10 @@ def _single(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One position, which sees all of `keys`: [1, Hq, Dv]."""
+    """Return [1, Hq, Dv] of one position that sees all of `keys`."""
     _, shared, groups, width = q.shape
     if softcap is None and sinks is None:
-        # One key head at a time for all queries that share it.
+        # One key head at a time, for all queries that share it.
         out = scaled_dot_product_attention(q, keys, values, scale=scale)
     else:
         whole = q.reshape(1, shared * groups, 1, width)
@@ -99,7 +103,7 @@ def _explicit(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As transformers' eager attention computes it."""
+    """Compute the explicit formula of transformers' eager attention."""
     _, heads, queries, width = q.shape
     shared = k.shape[1]
     groups = heads // shared

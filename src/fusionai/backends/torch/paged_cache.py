@@ -1,8 +1,9 @@
-"""Keys and values of a serving stage: pages shared by all sessions, rings for layers with a window. Decides layout.
+"""Keys and values of a serving stage: pages shared by all sessions, and rings for layers with a window. Owns the
+layout.
 
-A pass becomes a `PassLayout` once: where each row goes, where each session's keys lie. Layers then copy rows in and
-read a session's keys as one tensor, without a copy where its pages follow each other. Neighbours: `paged_table` says
-which pages, `paged_attention` reads, `serving` allocates.
+Once per pass, a `PassLayout` is computed: the slot of each row, and where each session's keys are. Layers then copy
+rows in and read a session's keys as one tensor, without a copy if its pages are consecutive. Neighbours: `paged_table`
+assigns pages, `paged_attention` reads, `serving` allocates.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from fusionai.backends.torch.host import DTYPES
 from fusionai.wire.serving import ServeOptions
 
 ALIGNMENT_BYTES: Final = 64
-"""Matrix kernels may round otherwise on memory aligned otherwise."""
+"""Cache-line alignment. Matrix kernels may round differently on memory with another alignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassLayout:
-    """Where a pass's rows go. `slots` [rows]: positions in the pages; `ring_slots`: by window, in the rings. `runs`:
-    per span the page ids to gather, None where they follow each other."""
+    """Destinations of a pass's rows. `slots` [rows]: positions in the pages; `ring_slots`: window -> positions in the
+    rings. `runs`: per span the page ids to gather, None if they are consecutive."""
 
     spans: tuple[Span, ...]
     page_tokens: int
@@ -67,7 +68,7 @@ class LayerCache:
         blocks = options.pages if shape.window is None else options.sessions
         per_block = options.page_tokens if shape.window is None else self.capacity
         widths = (shape.key_width, shape.value_width)
-        # Zeros, not what the process held before: a page may be read before a hostile caller had it written.
+        # Zeroed, because a hostile caller may have a page read before it was written: it must not show old memory.
         self._blocks = [
             torch.zeros((blocks, per_block, shape.heads, width), dtype=self.dtype, device=device) for width in widths
         ]
@@ -80,12 +81,12 @@ class LayerCache:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Where keys and values begin, both [positions, heads, width]."""
+        """Addresses of the keys and of the values, both [positions, heads, width]."""
         keys, values = (rows.data_ptr() for rows in self._rows)
         return keys, values
 
     def write(self, layout: PassLayout, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values [1, heads, rows, width] of the pass."""
+        """Store keys and values of the pass, each [1, heads, rows, width]."""
         slots = layout.slots if self.window is None else layout.ring_slots[self.window]
         assert slots is not None
         for rows, new in zip(self._rows, (keys, values), strict=True):
@@ -93,7 +94,7 @@ class LayerCache:
             rows.index_copy_(0, slots, given if given.dtype == rows.dtype else given.to(rows.dtype))
 
     def read(self, layout: PassLayout, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """([1, heads, positions, width] keys, values) that span `number` may see, float32."""
+        """Return (keys, values), float32 [1, heads, positions, width], that span `number` may see."""
         span = layout.spans[number]
         if self.window is not None:
             keys, values = (self._ringed(half, span) for half in self._heads_first)
@@ -118,11 +119,11 @@ class LayerCache:
 
 
 def cut(rows: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """Positions `first` to `end` of [1, heads, positions, width], in memory aligned as if they were alone."""
+    """Return positions `first` to `end` of [1, heads, positions, width], aligned in memory as if they were alone."""
     if first == 0 and end == rows.shape[2]:
         return rows
     part = rows.narrow(2, first, end - first)
-    # Positions lie one behind the other, so a first one that starts a line suits all kernels.
+    # Positions are contiguous, so all kernels give the same bits if the first one is aligned.
     if first and part.storage_offset() * part.element_size() % ALIGNMENT_BYTES:
         part = part[0].transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)[None]
     return part

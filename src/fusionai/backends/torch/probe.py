@@ -1,4 +1,4 @@
-"""What a device can do, measured. Decides the fingerprint that says whether two peers compute the same bits.
+"""Measures a device, and computes the fingerprint by which two peers know that they compute the same bits.
 
 Neighbours: `backend.TorchBackend.probe` calls this; `scheduling` plans with the speeds, takeover compares fingerprints.
 """
@@ -23,15 +23,18 @@ from fusionai.backends.torch.serving_pace import measured_attention, measured_se
 from fusionai.backends.torch.weights_away import EMPTIED
 
 MEASURE_S: Final = 0.2
-"""How long each of the two speeds is measured."""
+"""Computing time for each measurement, in seconds; chosen."""
 LONGEST_MEASURE_S: Final = 2.0
-"""On a machine so busy that it does not come to computing for so long."""
+"""Longest wall-clock time of a measurement, in seconds, for a machine too busy to give this process `MEASURE_S`;
+chosen."""
 MATRIX_SIZE: Final = {"cpu": 512, "cuda": 4096, "mps": 2048}
+"""Rows and columns of the measured matrix product, per device; chosen."""
 COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20, "mps": 128 << 20}
+"""Bytes of the measured copy, per device; chosen."""
 
 
 def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:
-    """All but the speeds is found out now."""
+    """Return a report with the given speeds; everything else is determined now."""
     return DeviceReport(
         backend="torch",
         backend_version=str(torch.__version__),  # a str subclass that msgspec refuses
@@ -51,8 +54,10 @@ def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:
 
 
 def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
-    """With the threads this process may use now. Takes about a second. `scratch`: where large temporary files
-    lie."""
+    """Measure speeds with the threads this process may use now. Takes about a second.
+
+    `scratch`: directory for large temporary files.
+    """
     size = MATRIX_SIZE[device.type]
     left = torch.ones(size, size, device=device)
     result = torch.empty_like(left)
@@ -71,7 +76,7 @@ def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
 
 
 def device_name(device: torch.device) -> str:
-    """What people call it."""
+    """Return the device's product name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -83,7 +88,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All memory of the device, free or not."""
+    """Return the device's total memory, free or not."""
     match device.type:
         case "cuda":
             return torch.cuda.mem_get_info(device)[1]
@@ -94,9 +99,10 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def fingerprint(device: torch.device) -> str:
-    """Hex SHA-256 over versions, instruction set, device, threads and the bits of a small training computation.
+    """Return a hex SHA-256 over versions, instruction set, device, threads and the bits of a small training
+    computation.
 
-    The device's name is in it because kernels choose their blocking by vendor and cache sizes, for more shapes than
+    The device's name is included because kernels choose their blocking by vendor and cache sizes, for more shapes than
     any probe can try.
     """
     described = (
@@ -116,7 +122,8 @@ def fingerprint(device: torch.device) -> str:
 
 
 def _probe_computation(device: torch.device) -> list[torch.Tensor]:
-    """Matrix products of several shapes, softmax, exp, attention and their gradients, on inputs made of integers."""
+    """Compute matrix products of several shapes, softmax, exp, attention and their gradients, on inputs made from
+    integers."""
 
     def pattern(*shape: int) -> torch.Tensor:
         count = 1
@@ -140,11 +147,11 @@ def _probe_computation(device: torch.device) -> list[torch.Tensor]:
 
 
 def calls_per_s(call: Callable[[], object], device: torch.device, measure_s: float = MEASURE_S) -> float:
-    """One after the other, each waited for."""
+    """Return how many calls per second run one after the other, each completed before the next starts."""
     call()
     _synchronise(device)
-    # A single thread is timed by what it computes: peers that start together on one machine would else measure how
-    # they disturb each other, each in another way.
+    # A single thread is timed by its processor time: otherwise peers that start together on one machine would measure
+    # how they disturb each other.
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
     calls = 0

@@ -1,9 +1,9 @@
 """One stage on torch: parameters, contexts of microbatches in flight, gradient sums, the optimizer.
 
-Decides nothing about jobs or time. Gradients are summed by autograd into the parameters' `.grad`, microbatch by
-microbatch, exactly as `loss.backward()` in one process would. Buffers that a training microbatch rewrites are rebound,
-and the values of the last applied step are kept until the next, so that a discarded step leaves no trace.
-Neighbours: `interpreter` runs the graph, `sizes` checks it beforehand, `optimizers` updates.
+Autograd sums gradients into the parameters' `.grad`, microbatch by microbatch, exactly as `loss.backward()` in a single
+process would. Buffers that a training microbatch rewrites are rebound, and the values of the last applied step are kept
+until the next, so that a discarded step leaves no trace. Neighbours: `interpreter` runs the graph, `sizes` checks it
+beforehand, `optimizers` updates.
 """
 
 from __future__ import annotations
@@ -46,25 +46,29 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import OptimizerSpec, StageOptions
 
 MAX_CHECKED_SHAPES: Final = 64
+"""Combinations of input shapes remembered as checked; chosen."""
 PIECES_AT_ONCE: Final = 6
-"""Of an update in pieces: two moments, what torch makes on the way, what coding them again takes."""
+"""Tensors of `PIECE` elements alive at once during an update in pieces: two moments, torch's temporaries, and those of
+coding."""
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A microbatch between forward and backward: outputs that carry gradient, and inputs that receive it."""
+    """A microbatch between forward and backward: outputs that carry gradients, and inputs that receive them."""
 
     outputs: dict[str, torch.Tensor]
     entered: dict[str, torch.Tensor]
     """Inputs as the graph reads them."""
     gradients: dict[str, torch.Tensor]
-    """Of inputs, once backward has run."""
+    """Gradients of the inputs, filled by backward."""
     left: Left | None
 
 
 class _Entry(torch.autograd.Function):
-    """Where an input enters the graph. Its gradient stays here as autograd summed it: a leaf would give it other
-    strides, and autocast would cast a leaf once for all its readers."""
+    """The point where an input enters the graph; it captures the input's gradient as autograd summed it.
+
+    A leaf tensor would give the gradient other strides, and autocast would cast a leaf only once for all its readers.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, name: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -90,19 +94,19 @@ class TorchStageProgram(StageBase[_InFlight]):
         memory_limit_bytes: int | None,
         scratch: Path | None = None,
     ) -> None:
-        """`scratch`: where optimizer state lies that is not kept in memory; None: that of `primitives.environment`."""
+        """`scratch`: directory for offloaded optimizer state; None: the one of `primitives.environment`."""
         super().__init__(graph, grad_inputs=grad_inputs, options=options)
         if options.offload_weights and not options.recompute:
             raise ExecutionError(
-                "weights that come and go ask for activations made again: what is kept for backward would hold them.",
-                hint="Tell the stage `recompute` too.",
+                "offload_weights needs recompute: activations kept for backward would hold the offloaded weights.",
+                hint="Set `recompute` too.",
             )
         self._device = device
         self._memory_limit_bytes = memory_limit_bytes
         self._scratch = scratch
         self._interpreters: dict[tuple[frozenset[str], bool, str], Interpreter] = {}
         self._segments: dict[tuple[frozenset[str], bool], tuple[tuple[Segment, ...], Callable[[Segment], None]]] = {}
-        """(wanted outputs, training) -> parts, and what has a part's weights there."""
+        """(wanted outputs, training) -> segments, and the function that loads a segment's weights."""
         self._checked: set[object] = set()
         self._stored = Reading(
             frozenset(value for value, spec in graph.params.items() if spec.stored), again=options.recompute
@@ -120,9 +124,9 @@ class TorchStageProgram(StageBase[_InFlight]):
         self._trainable = {key: self._tensors[key] for key, spec in self._specs.items() if spec.trainable}
         self._parameter_storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()} - {0}
         self._committed: dict[str, torch.Tensor] = {}
-        """Buffers rewritten since the last apply: their values of then."""
+        """Buffers rewritten since the last apply: their values at that apply."""
         self._lagging: dict[ContextKey, Left] = {}
-        """Microbatches whose backward has run and whose weight gradients are still to be computed."""
+        """Deferred weight gradients of microbatches whose backward has run."""
         self._optimizer: StageOptimizer | None = None
         if options.optimizer is not None and self._trainable:
             try:
@@ -133,7 +137,7 @@ class TorchStageProgram(StageBase[_InFlight]):
                     None if self._away is None else self._away.shelf,
                 )
             except ValueError as error:
-                raise ExecutionError(f"the optimizer's settings do not hold: {error}.") from error
+                raise ExecutionError(f"invalid optimizer settings: {error}.") from error
 
     def _empty(self, key: str, spec: ParamSpec) -> torch.Tensor:
         if self._away is not None and key in self._away.keys:
@@ -155,7 +159,7 @@ class TorchStageProgram(StageBase[_InFlight]):
     def forward(
         self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
     ) -> dict[str, HostTensor]:
-        """See `StageProgram.forward`. The bytes of `inputs` must stay as they are until `backward`."""
+        """See `StageProgram.forward`. The bytes of `inputs` must not change until `backward`."""
         training = call.mode == "train"
         names = self._begin(call, wanted)
         interpreter = self._interpreter(names, training, self._device)
@@ -209,14 +213,14 @@ class TorchStageProgram(StageBase[_InFlight]):
             check_gradient(name, gradient, tuple(output.shape), str(output.dtype).removeprefix("torch."))
             roots.append(output)
             root_gradients.append(to_torch(gradient, self._device))
-        # Autograd gives roots their gradients before it runs anything: sums go on from what has been begun.
+        # Autograd adds root gradients before it runs anything, so sums continue from the contributions in `begun`.
         passed: dict[str, HostTensor] = {}
         later: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, gradient in begun.items():
             key = self._trained_values.get(name)
             root = held.entered.get(name) if key is None else self._parameter(key)
             if root is None:
-                passed[name] = gradient  # nothing that was asked for reads it
+                passed[name] = gradient  # no wanted output reads it
                 continue
             check_gradient(name, gradient, tuple(root.shape), str(root.dtype).removeprefix("torch."))
             value = to_torch(gradient, self._device)
@@ -253,14 +257,15 @@ class TorchStageProgram(StageBase[_InFlight]):
 
     @property
     def _deferred_weights(self) -> frozenset[str]:
-        """Values of weights whose gradients wait."""
+        """Values of weights whose gradients are deferred."""
         return frozenset(
             name for node in self._graph.nodes if node.id in self._deferrable for name in [*reads(node)][1:2]
         )
 
     @property
     def _defers(self) -> bool:
-        """Under autocast the products are not those of `deferral`; weights that come and go are not put off."""
+        """Whether weight gradients are deferred. Not under autocast, whose products differ from those of `deferral`,
+        and not with offloaded weights."""
         options = self._options
         return options.weight_lag > 0 and options.precision == "fp32" and not options.offload_weights
 
@@ -274,21 +279,21 @@ class TorchStageProgram(StageBase[_InFlight]):
             else:
                 parts = segments(interpreter, self._movable)
                 apart = self._options.precision == "bf16" and cast_once(self._graph, interpreter, parts)
-                # Nothing that holds the program: see `_precision`.
+                # Must not hold the program: see `_precision`.
                 self._segments[names, training] = parts, partial(away.enter, cast_once=apart)
         return self._segments[names, training]
 
     # -------------------------------------------------------------------------------------------------- the update
 
     def gradient_norms(self) -> dict[str, float]:
-        """The norms that `clip_grad_norm_` computes of each gradient, by the same call."""
+        """Compute the norms of each gradient by the same call as `clip_grad_norm_`."""
         self._require_summed("take norms")
         summed = [(key, parameter.grad) for key, parameter in self._trainable.items() if parameter.grad is not None]
         norms = parameter_norms([gradient for _, gradient in summed])
         return {key: norm for (key, _), norm in zip(summed, norms, strict=True)}
 
     def export_gradients(self, keys: Sequence[str]) -> list[tuple[str, HostTensor]]:
-        """Sums of these parameters, in this order; those without a gradient are absent."""
+        """Return the sums of these parameters, in this order; those without a gradient are absent."""
         self._require_summed("export gradients")
         exported: list[tuple[str, HostTensor]] = []
         for key in keys:
@@ -346,10 +351,10 @@ class TorchStageProgram(StageBase[_InFlight]):
             if spec.stored:
                 self._set(key, torch.from_numpy(pack_stored(array, spec.stored)))
                 continue
-            # A tensor of rank 0 comes as numpy's own scalar.
+            # A tensor of rank 0 comes as a numpy scalar.
             value = torch.from_numpy(np.asarray(array))
             dtype = DTYPES[spec.dtype]
-            # numpy has no bfloat16: it comes as raw bits.
+            # numpy has no bfloat16: the values come as raw bits.
             self._set(key, value.view(dtype) if spec.dtype == "bfloat16" else value.to(dtype))
         return tuple(missing)
 
@@ -364,7 +369,7 @@ class TorchStageProgram(StageBase[_InFlight]):
 
     def _copy(self, entry: StateEntry) -> HostTensor:
         if entry.slot:
-            assert self._optimizer is not None  # or there would be no such entry
+            assert self._optimizer is not None  # otherwise there would be no such entry
             return to_host(self._optimizer.read(entry.key, entry.slot), own=True)
         if self._away is not None and entry.key in self._away.keys:
             return to_host(self._away.read(entry.key))
@@ -384,7 +389,8 @@ class TorchStageProgram(StageBase[_InFlight]):
         return max(1, self._options.in_flight) + self._options.weight_lag
 
     def _check_memory(self) -> None:
-        """At the symbols' largest values: parameters, gradients, optimizer slots, contexts and the forward's peak."""
+        """Check the limit at the symbols' largest values: parameters, gradients, optimizer slots, contexts and
+        forward's peak."""
         training = self._options.optimizer is not None
         held_bytes, limit_bytes = self._state_bytes(), self._memory_limit_bytes
         self._require_room(held_bytes, limit_bytes)
@@ -407,7 +413,8 @@ class TorchStageProgram(StageBase[_InFlight]):
         self._require_room_in_flight(needed_bytes, self._microbatches_held, limit_bytes)
 
     def _opened_bytes(self) -> int:
-        """Stored weights as they are computed with, as many as are alive at once: one, or those of a block."""
+        """Return the float32 bytes of packed weights that are unpacked at once: those of one weight, or of a block when
+        recomputing."""
         opened = [
             (node.block, 4 * prod(self._graph.params[name].shape))
             for node in self._graph.nodes
@@ -422,7 +429,7 @@ class TorchStageProgram(StageBase[_InFlight]):
         return max(blocks.values(), default=0)
 
     def _cast_bytes(self, names: frozenset[str]) -> int:
-        """Weights in bfloat16 that autocast keeps, where weights come and go."""
+        """Return the bytes of bfloat16 copies that autocast keeps of offloaded weights."""
         options = self._options
         if not options.offload_weights or options.optimizer is None or options.precision != "bf16":
             return 0
@@ -433,7 +440,7 @@ class TorchStageProgram(StageBase[_InFlight]):
         return max(kept, default=0) if cast_once(self._graph, interpreter, parts) else self._weight_bytes(trained) // 2
 
     def _update_bytes(self) -> int:
-        """What an update takes besides, where it is made in pieces: activations are gone by then."""
+        """Return the extra bytes of an update in pieces. Activations are released by then."""
         optimizer = self._options.optimizer
         options = self._options
         if optimizer is None or (optimizer.state_bits == 32 and not (options.offload or options.offload_weights)):
@@ -444,7 +451,7 @@ class TorchStageProgram(StageBase[_InFlight]):
     def _check_sizes(
         self, names: frozenset[str], context: Context, inputs: Mapping[str, HostTensor], symbols: Mapping[str, int]
     ) -> None:
-        """Sizes never seen before are tried without memory first: a size may grow where a symbol shrinks."""
+        """Run sizes not seen before without memory first: a value may grow where a symbol shrinks."""
         shapes = {name: tensor.shape for name, tensor in inputs.items()}
         seen = (names, context.training, tuple(sorted(shapes.items())))
         if seen in self._checked:
@@ -512,7 +519,7 @@ class TorchStageProgram(StageBase[_InFlight]):
             with torch.no_grad():
                 self._tensors[key].copy_(value)
         else:
-            # Rebound, never overwritten: a context may still hold the old one.
+            # Rebound, never overwritten: a context may still hold the old tensor.
             self._tensors[key] = value.to(self._device, copy=True)
             self._committed.pop(key, None)
         self._unset.discard(key)
@@ -526,8 +533,8 @@ class TorchStageProgram(StageBase[_InFlight]):
 
 
 def _precision(half_floats: bool, device_type: str) -> AbstractContextManager[object]:
-    """Not a method: what autograd keeps may hold this, and must not hold the program that keeps what autograd made.
-    Python's collector sees no ring that leads through autograd's graph."""
+    """Return the precision context. A function, not a method: autograd's saved state may hold it and must not hold the
+    program, which holds autograd's results. Python's collector does not see cycles through autograd's graph."""
     return torch.autocast(device_type, torch.bfloat16) if half_floats else nullcontext()
 
 

@@ -1,14 +1,14 @@
-"""Activations made again in backward instead of kept: a microbatch in flight holds its segments' inputs and no more.
+"""Recomputation of activations in backward: a microbatch in flight holds only the inputs of its segments.
 
-Decides where a graph is parted (at the boundaries of its blocks) and when a segment runs again: once, at the first of
-its tensors that backward asks for. The graph of autograd is the one of a plain run, of which only the saved tensors are
-replaced, so every sum is taken in the same order and every bit is the same, those of weights that several segments
-share among them. Dropout follows from counters, so its masks are the same too. As T. Chen et al., "Training deep nets
-with sublinear memory cost", 2016 (arXiv 1604.06174), one segment per block instead of the square root of their number.
-`torch.utils.checkpoint` does the same and loads torch's compiler, see `eager`.
+A graph is divided at the boundaries of its blocks. A segment is recomputed once, when backward first asks for one of
+its tensors. The autograd graph is that of a plain run, and only its saved tensors are replaced. So every sum is taken
+in the same order, with the same bits, even for weights that several segments share. Dropout follows from counters, so
+its masks are equal too. The method is that of T. Chen et al., "Training deep nets with sublinear memory cost", 2016
+(arXiv 1604.06174), with one segment per block instead of the square root of their number. `torch.utils.checkpoint` does
+the same but loads torch's compiler, see `eager`.
 
-Neighbours: `interpreter` has the steps, `program` runs them through here, `sizes` counts what is kept, `weights_away`
-has a segment's parameters there when it runs.
+Neighbours: `interpreter` has the steps, `program` runs them through this module, `sizes` counts what is kept,
+`weights_away` loads a segment's parameters before it runs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _NONE: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Steps [start, stop) of an interpreter; `entering`: registers they read that earlier ones or nobody here fills;
-    `weights`: keys of the parameters whose bytes they read, of those that were asked about."""
+    """Steps [start, stop) of an interpreter. `entering`: registers that they read and do not fill. `weights`: keys of
+    the movable parameters whose bytes they read."""
 
     start: int
     stop: int
@@ -41,8 +41,11 @@ class Segment:
 
 
 def segments(interpreter: Interpreter, weights: Mapping[str, Collection[str]] = _NONE) -> tuple[Segment, ...]:
-    """One per block. What stands out of order, such as a mask that all blocks read, belongs to the block around it.
-    `weights`: value -> keys of the parameters that it is or may share memory with."""
+    """Return one segment per block. Nodes out of order, such as a mask that all blocks read, belong to the surrounding
+    block.
+
+    `weights`: value -> keys of the parameters that it is or may share memory with.
+    """
     found: list[Segment] = []
     start = 0
     highest = -1
@@ -58,7 +61,7 @@ def segments(interpreter: Interpreter, weights: Mapping[str, Collection[str]] = 
 
 
 def free(_part: Segment) -> None:
-    """Parameters that are there whatever is read."""
+    """Do nothing: the parameters are always in memory."""
 
 
 def run_in_segments(
@@ -70,10 +73,12 @@ def run_in_segments(
     precision: Callable[[], AbstractContextManager[object]],
     enter: Callable[[Segment], None] = free,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """`Interpreter.run`, keeping for backward what enters each of `parts`. `precision`: what the caller runs this in,
-    entered again when a segment is; nothing that holds the outputs, see `program`, nor may `enter`, which is called
-    whenever a segment's parameters are about to be read, in backward too. Neither inputs nor parameters may get other
-    values before backward."""
+    """Run like `Interpreter.run`, keeping only the values that enter each of `parts` for backward.
+
+    `precision`: the context the caller runs this in; entered again when a segment is recomputed. `enter`: called
+    whenever a segment's parameters are about to be read, in backward too. Neither may hold the outputs, see
+    `program._precision`. Inputs and parameters must not change before backward.
+    """
     registers = interpreter.start(context, inputs, params)
     for part in parts:
         enter(part)
@@ -88,12 +93,12 @@ def run_in_segments(
 
 
 class _EnoughError(Exception):
-    """All that backward can ask for is there again: what follows in the segment need not run."""
+    """Stops a recomputation when all tensors that backward can ask for exist again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Again:
-    """How to run a segment once more."""
+    """Arguments for running a segment once more."""
 
     interpreter: Interpreter
     part: Segment
@@ -110,7 +115,7 @@ class _Again:
 
 
 class _Kept:
-    """What one segment of one microbatch saves for backward: numbers, until backward asks for the tensors."""
+    """Saved tensors of one segment of one microbatch: only their numbers, until backward asks for one."""
 
     def __init__(self, again: _Again, enter: Callable[[], None]) -> None:
         self._again = again
@@ -123,18 +128,18 @@ class _Kept:
         return self._count - 1
 
     def unpack(self, number: int) -> torch.Tensor:
-        # Also where it is made already: it may be a parameter, and another segment's may have taken its place.
+        # Needed even if the tensor exists: it may be a parameter that was replaced by another segment's.
         self._enter()
         if number not in self._made:
             self._made = self._make()
-        # Given away: it lives as long as backward needs it.
+        # Handed over, so that it lives only as long as backward needs it.
         return self._made.pop(number)
 
     def _make(self) -> dict[int, torch.Tensor]:
         made: dict[int, torch.Tensor] = {}
 
         def keep(saved: torch.Tensor) -> None:
-            # Detached: it would otherwise hold the graph of this run, which nobody goes back through.
+            # Detached: otherwise it would hold the graph of this run, through which no backward goes.
             made[len(made)] = saved.detach()
             if len(made) == self._count:
                 raise _EnoughError

@@ -1,9 +1,9 @@
-"""The plain reference: PyTorch and transformers in one process, none of this project's code in the model's execution.
+"""Reference runs: PyTorch and transformers in one process, without this project's code in the model's execution.
 
-What a pool's losses, checkpoints and completions are compared with. Decides only how a step is put together: mean of
-the microbatches' losses, `clip_grad_norm_`, torch's optimizer, transformers' schedule. Runs as a process of its own,
-`python -m fusionai.backends.torch.reference JOB.json`, so that nothing of the caller's process can influence it.
-Neighbours: `optimizers.make_optimizer` chooses the parameter groups for both sides.
+A pool's losses, checkpoints and completions are compared with these. This module only puts a step together: mean of the
+microbatches' losses, `clip_grad_norm_`, torch's optimizer, transformers' schedule. Runs as a separate process, `python
+-m fusionai.backends.torch.reference JOB.json`, so that the caller's process can't influence it. Neighbours:
+`optimizers.make_optimizer` chooses the parameter groups for both sides.
 """
 
 from __future__ import annotations
@@ -28,37 +28,38 @@ from fusionai.wire.messages import OptimizerSpec
 
 Tokens = npt.NDArray[np.int64]
 Microbatch = tuple[Tokens, Tokens]
-"""(input_ids, labels), both [batch, sequence]; labels *not* shifted, -100 where ignored."""
+"""(input_ids, labels), both [batch, sequence]. Labels are *not* shifted; -100 marks ignored positions."""
 
 
 class ReferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How to train. `schedule` is a name of `transformers.get_scheduler`. `max_norm` None: no clipping."""
+    """How to train. `schedule`: a name that `transformers.get_scheduler` knows. `max_norm`: None disables clipping."""
 
     optimizer: OptimizerSpec = OptimizerSpec()
     learning_rate: float = 1e-3
     schedule: str = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
-    """Length of the schedule; None: as many steps as there are batches."""
+    """Length of the schedule; None: the number of batches."""
     max_norm: float | None = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
     device: str = "cpu"
 
 
 class ReferenceResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Per step: mean loss over its microbatches, norm of the gradient before clipping, learning rate, seconds."""
+    """Results per step: mean loss over its microbatches, norm of the gradient before clipping, learning rate,
+    seconds."""
 
     losses: tuple[float, ...]
     total_norms: tuple[float, ...]
     learning_rates: tuple[float, ...]
     step_s: tuple[float, ...]
     tokens_per_s: float
-    """Over all steps but the first, which warms caches up (over the first if it is the only one)."""
+    """Speed over all steps but the first, which warms up caches (over the first if it is the only one)."""
 
 
 class ReferenceJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A job file. `batches`: a safetensors file with int64 `input_ids` and `labels` [steps, microbatches, batch,
-    sequence]. `result`: where the answer goes (`ReferenceResult`, `EvaluateResult` or `GenerateResult` as JSON)."""
+    sequence]. `result`: file to write (`ReferenceResult`, `EvaluateResult` or `GenerateResult` as JSON)."""
 
     task: Literal["train", "evaluate", "generate"]
     checkpoint: str
@@ -77,7 +78,7 @@ class EvaluateResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class GenerateResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`logits`: of the first new token, from one plain forward of the prompt."""
+    """Greedy decoding's result. `logits`: logits of the first new token, from one plain forward of the prompt."""
 
     token_ids: tuple[int, ...]
     logits: tuple[float, ...]
@@ -141,7 +142,7 @@ def run_reference(
 
 
 def evaluate(checkpoint_dir: Path | str, batches: Iterable[Sequence[Microbatch]], device: str = "cpu") -> float:
-    """Mean over all microbatches of the loss, in evaluation mode."""
+    """Return the mean loss over all microbatches, in evaluation mode."""
     model = _load(checkpoint_dir, device)
     model.eval()
     losses: list[float] = []
@@ -160,7 +161,7 @@ def evaluate(checkpoint_dir: Path | str, batches: Iterable[Sequence[Microbatch]]
 def generate(
     checkpoint_dir: Path | str, prompt_ids: Sequence[int], new_tokens: int, device: str = "cpu"
 ) -> tuple[int, ...]:
-    """The tokens that greedy decoding appends to the prompt, at most `new_tokens`."""
+    """Return the tokens that greedy decoding appends to the prompt, at most `new_tokens`."""
     model = _load(checkpoint_dir, device)
     model.eval()
     prompt = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=device)
@@ -176,7 +177,7 @@ def generate(
 
 
 def next_logits(checkpoint_dir: Path | str, prompt_ids: Sequence[int], device: str = "cpu") -> tuple[float, ...]:
-    """Logits of the token after the prompt: equal tokens alone prove little of a model that repeats itself."""
+    """Return the logits of the token after the prompt. Equal tokens alone prove little if a model repeats itself."""
     model = _load(checkpoint_dir, device)
     model.eval()
     with torch.no_grad():
@@ -185,7 +186,7 @@ def next_logits(checkpoint_dir: Path | str, prompt_ids: Sequence[int], device: s
 
 
 def read_batches(path: Path | str) -> Iterator[list[Microbatch]]:
-    """The steps of a batches file (see `ReferenceJob.batches`)."""
+    """Yield the steps of a batches file (see `ReferenceJob.batches`)."""
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -201,7 +202,7 @@ def read_batches(path: Path | str) -> Iterator[list[Microbatch]]:
 
 
 def run_job(job: ReferenceJob) -> ReferenceResult | EvaluateResult | GenerateResult:
-    """Do what a job file says."""
+    """Run a job file's task."""
     torch.set_num_threads(job.threads)
     match job.task:
         case "train":
@@ -230,14 +231,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _load(checkpoint_dir: Path | str, device: str) -> Any:
-    """A causal language model in float32 from a local directory, safetensors only."""
+    """Return a causal language model in float32 from a local directory, safetensors only."""
     if not (Path(checkpoint_dir) / "config.json").is_file():
         raise ModelError(f"expected a checkpoint directory with a config.json, got {str(checkpoint_dir)!r}.")
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # Typed by hand: transformers' own annotations do not describe what comes back.
+    # Typed by hand: transformers' own annotations do not describe the return value.
     from_pretrained: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
     return from_pretrained(
         str(checkpoint_dir), dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False

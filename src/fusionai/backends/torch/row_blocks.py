@@ -1,10 +1,10 @@
-"""Matrices as row products read them: blocks of 16 columns, from end to end. Decides the layout of each format.
+"""Blocked matrices as row products read them: contiguous blocks of 16 columns. Defines the layout of each format.
 
-A block has the columns' weights of the first summand, then those of the second ...: in bfloat16 two summands in a
-vector of pairs, in four bits two in a byte, the first in its lower half. Eight bits: the columns' scales (float32)
-behind the last summand. Four bits: before each group of summands the columns' scales and middles, a bfloat16 each.
-Zeros fill up. Needs no compiler: memory is planned without one. Neighbours: `row_products` multiplies,
-`packed_linear` rounds weights to formats.
+A block has the columns' weights of the first summand, then those of the second, and so on. In bfloat16, two summands
+form one vector of pairs; in four bits, two summands share a byte, the first in its lower half. Eight bits: the columns'
+scales (float32) follow the last summand. Four bits: each group of summands starts with the columns' scales and middles,
+one bfloat16 each. Padding is zeros. This module needs no compiler, because memory is planned even where there is none.
+Neighbours: `row_products` multiplies, `packed_linear` rounds weights to formats.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fusionai.backends.torch.wide_pages import WidePages, taken_bytes
 WIDTH: Final = 16
 """Columns of a block."""
 GROUPS: Final = {32: Factor.INT4_32, 64: Factor.INT4_64, 128: Factor.INT4_128}
-"""By weights that share a scale."""
+"""Number of weights that share a scale -> four-bit format."""
 _PLAIN: Final = {torch.float32: Factor.FP32, torch.bfloat16: Factor.BF16, torch.float16: Factor.FP16}
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A matrix [columns, count] in `data`, contiguous, a block in `block_bytes`."""
+    """A matrix [columns, count] in `data`, contiguous; one block takes `block_bytes`."""
 
     factor: Factor
     columns: int
@@ -39,7 +39,7 @@ class Blocks:
 
 
 def block_bytes(factor: Factor, count: int) -> int:
-    """Of 16 columns of `count` summands."""
+    """Return the bytes of a block of 16 columns of `count` summands."""
     match factor:
         case Factor.FP32:
             return 4 * WIDTH * count
@@ -55,27 +55,29 @@ def block_bytes(factor: Factor, count: int) -> int:
 
 
 def blocks_bytes(factor: Factor, columns: int, count: int) -> int:
-    """What a matrix takes of pages."""
+    """Return the bytes that a matrix takes of its pages."""
     return taken_bytes((-(-columns // WIDTH), block_bytes(factor, count)), torch.uint8)
 
 
 def floats_in_blocks(matrix: torch.Tensor, pages: WidePages | None = None) -> Blocks:
-    """[columns, summands] float32, bfloat16 or float16 -> [blocks, summands, 16], or [blocks, pairs, 16, 2]. In
-    `pages`, where given."""
+    """Return [columns, summands] float32, bfloat16 or float16 as [blocks, summands, 16] or [blocks, pairs, 16, 2].
+
+    The memory comes from `pages` if given.
+    """
     columns, count = matrix.shape
     paired = matrix.dtype == torch.bfloat16
     whole = _filled(matrix, count % 2 if paired else 0)
     steps = whole.shape[1] // 2 if paired else count
     shape = (whole.shape[0] // WIDTH, steps, WIDTH, *([2] if paired else []))
     made = torch.empty(shape, dtype=matrix.dtype) if pages is None else pages.take(shape, matrix.dtype)
-    # Pairs move as what they are, numbers of 32 bits: twenty times as fast as one after the other.
+    # Pairs are copied as numbers of 32 bits, twenty times as fast as element by element.
     given, taken = (whole.view(torch.int32), made.view(torch.int32).squeeze(-1)) if paired else (whole, made)
     taken.copy_(given.reshape(-1, WIDTH, steps).transpose(1, 2))
     return Blocks(_PLAIN[matrix.dtype], columns, count, made)
 
 
 def eight_bits_in_blocks(levels: torch.Tensor, scales: torch.Tensor) -> Blocks:
-    """int8 [columns, summands] and a scale per column -> uint8 [blocks, bytes]."""
+    """Return int8 [columns, summands] and a scale per column as uint8 [blocks, bytes]."""
     columns, count = levels.shape
     made = _room(Factor.INT8, columns, count)
     whole = _filled(levels, 0).view(torch.uint8).reshape(-1, WIDTH, count).transpose(1, 2)
@@ -87,7 +89,7 @@ def eight_bits_in_blocks(levels: torch.Tensor, scales: torch.Tensor) -> Blocks:
 
 
 def four_bits_in_blocks(levels: torch.Tensor, scales_and_middles: torch.Tensor) -> Blocks:
-    """Of 0..15 [columns, summands] and bfloat16 [summands / group, columns, 2] -> uint8 [blocks, bytes]."""
+    """Return levels 0..15 [columns, summands] and bfloat16 [summands / group, columns, 2] as uint8 [blocks, bytes]."""
     columns, count = levels.shape
     groups = scales_and_middles.shape[0]
     group = count // groups
@@ -111,7 +113,7 @@ def _room(factor: Factor, columns: int, count: int) -> torch.Tensor:
 
 
 def _filled(matrix: torch.Tensor, behind: int) -> torch.Tensor:
-    """Whole blocks of columns, `behind` summands more."""
+    """Return the matrix padded to whole blocks of columns, and with `behind` more summands."""
     columns, count = matrix.shape
     if columns % WIDTH == 0 and not behind:
         return matrix.contiguous()

@@ -1,7 +1,7 @@
-"""The instructions of a row program: what `row_plan` writes and `row_kernels` runs. Decides the layout of a line.
+"""The instruction format of row programs, which `row_plan` writes and `row_kernels` runs.
 
-A line is `LINE` integers. Offsets count float32 elements: within a row's own part of memory, or (operands whose row
-flag is 0) from the beginning, where constants are.
+A line is `LINE` integers. Offsets count float32 elements, from the start of a row's own part of memory or, for operands
+whose row flag is 0, from the start of memory, where the constants are.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from enum import IntEnum
 from typing import Final
 
 LINE: Final = 24
+"""Integers of a line."""
 
 
 class Op(IntEnum):
-    """Up to `DIV` of two operands, up to `SIN` of one, element by element; from `MEAN` on over the last dimension."""
+    """Operators. Up to `DIV`: two operands, element by element; up to `SIN`: one operand, element by element; from
+    `MEAN` on: over the last dimension."""
 
     ADD = 0
     SUB = 1
@@ -42,7 +44,7 @@ class Op(IntEnum):
 
 
 class Form(IntEnum):
-    """How numbers are kept in memory that isn't the program's own."""
+    """Storage format of numbers in caches and other memory outside the program."""
 
     FP32 = 0
     BF16 = 1
@@ -50,8 +52,8 @@ class Form(IntEnum):
 
 
 class Factor(IntEnum):
-    """How a matrix is kept, and what multiplies it: rows of float32, but of bfloat16 for HALVES. Four bits by how many
-    weights share a scale."""
+    """Storage format of a matrix. Rows are multiplied in float32, or in bfloat16 for HALVES. The number behind INT4 is
+    how many weights share a scale."""
 
     FP32 = 0
     BF16 = 1
@@ -64,12 +66,13 @@ class Factor(IntEnum):
 
 
 class Field(IntEnum):
-    """Places in a line; place 0 is the `Op`. Strides belong to `DIMS`, of which the last is the innermost.
+    """Positions in a line; position 0 is the `Op`. Strides belong to `DIMS`, whose last dimension is the innermost.
 
-    `DIMS`: element-wise three; reductions groups and length; LINEAR columns and summands; ATTENTION query heads, key
-    heads, key width. `A` is x or q, `B` k. `EXTRA`: LAYER_NORM eps, weight, bias; LINEAR factor, address, bias, address
-    of the product; ATTENTION value width, v, scale, softcap, sinks, number of the cache. Offsets of constants, -1 where
-    there is none."""
+    `DIMS`: three for elementwise operators; groups and length for reductions; columns and summands for LINEAR; query
+    heads, key heads and key width for ATTENTION. `A` is x or q, `B` is k. `EXTRA`: eps, weight, bias for LAYER_NORM;
+    format, address, bias, address of the product for LINEAR; value width, v, scale, softcap, sinks, index of the cache
+    for ATTENTION. Constants are offsets, -1 if absent.
+    """
 
     DIMS = 1
     OUT = 4

@@ -1,10 +1,10 @@
-"""The machine that runs a `row_plan` program: every operator of a stage for a few rows, in one compiled call.
+"""Interpreter of `row_plan` programs: runs every operator of a stage for a few rows in one compiled call.
 
-Numba turns `run` into machine code when this module is imported, and keeps it on disk: only the first process of an
-installation waits for the compiler. Sums are vector instructions, each (row, column) in one fixed order,
-so a row's bits depend on nothing but the row. Reads memory at addresses it is given: `row_plan` and `row_program` alone
-call it, with sizes that were checked. Never holds the interpreter's lock. Neighbours: `row_plan` has the instructions'
-meaning.
+Numba compiles `run` when this module is imported and keeps the machine code on disk, so only the first process of an
+installation waits for the compiler. Sums are vector instructions, each (row, column) in one fixed order, so a row's
+bits depend on that row alone. The kernel reads memory at the addresses it is given: only `row_plan` and `row_program`
+call it, with sizes that they have checked. It never holds Python's global lock. Neighbours: `row_plan` defines what the
+instructions mean.
 """
 
 # pyright: basic, reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
@@ -57,7 +57,10 @@ _FP32, _BF16, _FP16 = int(Form.FP32), int(Form.BF16), int(Form.FP16)
 
 
 def _dots(form: Form, columns: int, rows: int) -> Any:
-    """`columns` x `rows` inner products: y[r][c] = sum of w[c] * x[r] over `count`; strides and addresses in bytes."""
+    """Return an intrinsic for `columns` x `rows` inner products: y[r][c] = sum of w[c] * x[r] over `count`.
+
+    Strides and addresses are in bytes.
+    """
     size = SIZE[form]
 
     def codegen(builder: Any, args: Any) -> None:
@@ -78,7 +81,7 @@ def _dots(form: Form, columns: int, rows: int) -> Any:
             xs = [load_wide(builder, Form.FP32, builder.add(at, x_off)) for at in x_at]
             for at, line in zip(w_at, sums, strict=True):
                 weights = load_wide(builder, form, builder.add(at, w_off))
-                # A row of the matrix ends before the processor sees that it is read in order.
+                # A row of the matrix is too short for the processor to detect sequential reads.
                 ahead = builder.add(at, builder.add(w_off, builder.mul(w_step, int64(columns))))
                 prefetch(builder, ahead)
                 for values, place in zip(xs, line, strict=True):
@@ -102,7 +105,8 @@ def _dots(form: Form, columns: int, rows: int) -> Any:
 
 
 def _mix(form: Form) -> Any:
-    """y[d] += sum of weights[p] * v[p][d] over `count` positions, ascending, for `width` d."""
+    """Return an intrinsic for y[d] += sum of weights[p] * v[p][d] over `count` positions, ascending, for `width` values
+    of d."""
     size = SIZE[form]
 
     def codegen(builder: Any, args: Any) -> None:
@@ -110,7 +114,7 @@ def _mix(form: Form) -> Any:
         fma, fma_one = fused(builder, FLOATS, "v16f32"), fused(builder, FLOAT, "f32")
 
         def blocks(first: Any, many: int) -> None:
-            """`many` vectors from `first` on."""
+            """Compute `many` vectors from `first` on."""
             outs = [builder.add(y, builder.mul(builder.add(first, int64(n * LANES)), int64(4))) for n in range(many)]
             sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(many)]
             for out, place in zip(outs, sums, strict=True):
@@ -147,28 +151,31 @@ def _mix(form: Form) -> Any:
 
 
 def _as_half(builder: Any, value: Any) -> Any:
-    """The bits of a float32 as float16, rounded to nearest even. By integers: processors without an instruction for it
-    would call a function that is not there."""
+    """Return the bits of a float32 as float16, rounded to nearest even.
+
+    Uses integers, because on processors without a conversion instruction LLVM would call a function that does not
+    exist.
+    """
 
     def number(bits: int) -> Any:
         return ir.Constant(INT, bits)
 
     bits = builder.bitcast(value, INT)
     sign, size = builder.and_(bits, number(0x80000000)), builder.and_(bits, number(0x7FFFFFFF))
-    # Below 2**-14: adding one half rounds at the place of float16's last bit.
+    # Below 2**-14: adding one half rounds at float16's last bit.
     half = builder.bitcast(number(0x3F000000), FLOAT)
     small = builder.sub(builder.bitcast(builder.fadd(builder.bitcast(size, FLOAT), half), INT), number(0x3F000000))
     odd = builder.and_(builder.lshr(size, number(13)), number(1))
     near = builder.lshr(builder.add(builder.add(size, number(0xC8000FFF)), odd), number(13))
     finite = builder.select(builder.icmp_unsigned("<", size, number(0x38800000)), small, near)
-    # 2**16 and more is infinity, and what is no number stays none.
+    # Values of 2**16 or more become infinity; NaN stays NaN.
     beyond = builder.select(builder.icmp_unsigned(">", size, number(0x7F800000)), number(0x7E00), number(0x7C00))
     whole = builder.select(builder.icmp_unsigned(">=", size, number(0x47800000)), beyond, finite)
     return builder.trunc(builder.or_(whole, builder.lshr(sign, number(16))), SHORT)
 
 
 def _keep(form: Form) -> Any:
-    """Store `count` float32 values from x at w, rounded to nearest even."""
+    """Return an intrinsic that stores `count` float32 values from x at w, rounded to nearest even."""
     size = SIZE[form]
 
     def codegen(builder: Any, args: Any) -> None:
@@ -185,7 +192,7 @@ def _keep(form: Form) -> Any:
                     bits = builder.bitcast(value, INT)
                     odd = builder.and_(builder.lshr(bits, ir.Constant(INT, 16)), ir.Constant(INT, 1))
                     near = builder.add(builder.add(bits, ir.Constant(INT, 0x7FFF)), odd)
-                    # A payload must not carry a NaN over to infinity.
+                    # The NaN's payload must not overflow into infinity.
                     numeric = builder.fcmp_ordered("ord", value, value)
                     near = builder.select(numeric, near, ir.Constant(INT, 0x7FC00000))
                     short = builder.trunc(builder.lshr(near, ir.Constant(INT, 16)), SHORT)
@@ -205,7 +212,7 @@ _KEEP_FP32, _KEEP_BF16, _KEEP_FP16 = _keep(Form.FP32), _keep(Form.BF16), _keep(F
 
 
 def _product(one: Any, two: Any, four: Any, last: Any) -> Any:
-    """y [rows, columns] = x [rows, count] times w [columns, count] transposed."""
+    """Return a function for y [rows, columns] = x [rows, count] times the transpose of w [columns, count]."""
 
     @njit(nogil=True)
     def run_product(
@@ -254,7 +261,8 @@ def _multiply(
 
 @njit(nogil=True)
 def _power(given: Any) -> Any:
-    """e to the x in float32, off by two units in the last place at most; vectorises (after Cephes' expf)."""
+    """Return e to the x in float32, with an error of at most two units in the last place; vectorises (after Cephes'
+    expf)."""
     x = min(max(given, np.float32(-87.3)), np.float32(88.7))
     n = np.float32(math.floor(x * np.float32(1.44269504088896341) + np.float32(0.5)))
     r = x - n * np.float32(0.693359375)
@@ -266,13 +274,13 @@ def _power(given: Any) -> Any:
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1.0)
-    # Two factors: 2 to the 128 alone is no float32.
+    # Two factors, because 2 to the 128 alone exceeds float32.
     half = np.int32(n) >> np.int32(1)
     other = np.int32(n) - half
     first = np.int32((half + np.int32(127)) << np.int32(23)).view(np.float32)
     second = np.int32((other + np.int32(127)) << np.int32(23)).view(np.float32)
     result = p * first * second
-    return result if given == given else given  # what is no number stays none
+    return result if given == given else given  # NaN stays NaN
 
 
 @njit(nogil=True)
@@ -373,7 +381,7 @@ def _elementwise(line: Any, mem: Any, base: Any, width: Any, rows: Any) -> Any:
 
 @njit(nogil=True)
 def _sum(mem: Any, first: Any, n: Any) -> Any:
-    """In float64, eight sums side by side."""
+    """Sum in float64, in eight interleaved partial sums."""
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = 0.0
     whole = n - n % 8
     for i in range(first, first + whole, 8):
@@ -393,7 +401,7 @@ def _sum(mem: Any, first: Any, n: Any) -> Any:
 
 @njit(nogil=True)
 def _reduce(line: Any, mem: Any, base: Any, width: Any, rows: Any) -> Any:
-    """Over the last dimension, contiguous: mean, sum, or normalised by mean and variance."""
+    """Reduce the last dimension, which is contiguous: mean, sum, or normalisation by mean and variance."""
     op, groups, n = line[0], line[_DIMS], line[_DIMS + 1]
     for row in range(rows):
         for group in range(groups):
@@ -445,7 +453,7 @@ def _linear(
 
 @njit(nogil=True)
 def _slot(position: Any, table: Any, ring: Any, capacity: Any, page_tokens: Any) -> Any:
-    """Where a position lies, and how many positions follow it there."""
+    """Return a position's slot, and how many positions are contiguous from there on."""
     if capacity > 0:
         return ring * capacity + position % capacity, capacity - position % capacity
     return table[position // page_tokens] * page_tokens + position % page_tokens, page_tokens - position % page_tokens
@@ -591,7 +599,10 @@ def _run(stamp: int) -> Any:
 
 
 run = _run(stamp_of(__file__, row_code.__file__))
-"""`code`: lines as `row_code.Field` says. `mem`: constants, from `base` on `width` floats for every row; at
-`address`. `caches`: per attention keys' and values' address, window and ring's capacity (0: none). `form`: of the
-caches. Of every row its position, its pages, its ring. `scores`: room for one key head's queries;
-`halves`: for the rows of the widest product as bfloat16."""
+"""Run a program for some rows.
+
+`code`: lines as `row_code.Field` describes them. `mem`: constants, then from `base` on `width` floats for each row;
+`address`: its address. `caches`: per attention the addresses of keys and values, the window, and the ring's capacity
+(0: none). `form`: storage format of the caches. `positions`, `tables`, `rings`: position, pages and ring of each row.
+`scores`: memory for the queries of one key head. `halves`: memory for the rows of the widest product as bfloat16.
+"""

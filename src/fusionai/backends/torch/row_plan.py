@@ -1,9 +1,9 @@
-"""A serving graph written down for one row after the other: instructions over plain memory. Decides what can be.
+"""Translates a serving graph into a program for single rows: instructions over plain memory.
 
 Decoding computes few rows, and starting an operator then takes longer than its work. With one position every size is
-fixed, so views cost nothing, values have places in memory that others use after them, and what remains is a list of
-numbers that one compiled call runs. A graph with anything that isn't known here gets no plan and runs operator by
-operator. Neighbours: `row_code` says what a line holds, `row_program` fills in addresses and runs it.
+fixed, so views cost nothing, values reuse memory of values that are no longer needed, and the result is a list of
+numbers that one compiled call runs. A graph with any operator unknown to this module gets no plan and runs operator by
+operator. Neighbours: `row_code` defines the lines, `row_program` fills in addresses and runs the plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fusionai.ir.schema import Arg, DTypeArg, FloatArg, Graph, ListArg, Node, Re
 from fusionai.ir.serving import BATCH, POSITIONS, SEQUENCE
 
 LARGEST_CONSTANT: Final = 2**20
-"""Elements of a parameter that is read other than by products: tables are larger."""
+"""Largest number of elements of a parameter that is kept as a constant. Larger ones are lookup tables; chosen."""
 _BINARY: Final = {"add": Op.ADD, "sub": Op.SUB, "mul": Op.MUL, "div": Op.DIV}
 _UNARY: Final = {
     "neg": Op.NEG,
@@ -38,16 +38,19 @@ _UNARY: Final = {
     "sin": Op.SIN,
 }
 _POWERS: Final = {0.5: Op.SQRT, -0.5: Op.RSQRT, 1: Op.COPY, 2: Op.SQUARE, 3: Op.CUBE}
+"""Exponent -> operator."""
 _SAME: Final = frozenset({"alias", "detach", "contiguous", "type_as", "_to_copy", "to"})
+"""Operators that return their operand, apart from its dtype."""
 
 
 class Unplanned(Exception):
-    """The graph runs operator by operator: why."""
+    """Raised with the reason why a graph can't be planned and runs operator by operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Elements of memory as a tensor: one row's, or (`fixed`) a constant's. `whole`: holds integers."""
+    """Elements of memory read as a tensor, in a row's memory or (`fixed`) among the constants. `whole`: the elements
+    are integers."""
 
     start: int
     shape: tuple[int, ...]
@@ -57,15 +60,18 @@ class View:
 
     @property
     def dense(self) -> bool:
-        """Whether the elements lie one behind the other in order."""
+        """Whether the elements are contiguous and in order."""
         return all(size == 1 or step == own for size, step, own in zip(self.shape, self.strides, _dense(self.shape)))  # noqa: B905 - of one shape
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`code` [lines, LINE]: of products the address and its neighbours are missing (`products`: line -> node id), the
-    rest is final. `constants`: place -> parameter or number, `fixed` floats in all. `width`: floats of one row.
-    `inputs` and `outputs`: by name or meaning, (place, floats). `attentions`: node ids by the number of their cache."""
+    """A row program without addresses.
+
+    `code` [lines, LINE]: complete except for the format and the addresses of products (`products`: line -> node id).
+    `constants`: offset -> parameter or number, `fixed` floats in all. `width`: floats of one row. `inputs` and
+    `outputs`: name or meaning -> (offset, size). `attentions`: node ids, in the order of their caches.
+    """
 
     code: npt.NDArray[np.int64]
     constants: Mapping[int, str | float]
@@ -76,18 +82,21 @@ class Plan:
     products: Mapping[int, int]
     attentions: tuple[int, ...]
     groups: int
-    """Most queries that share a key head."""
+    """Largest number of queries that share a key head."""
 
 
 def plan_rows(graph: Graph, wanted: Sequence[str], uses: Mapping[int, Use]) -> Plan:
-    """`uses`: products by node id, as `packed_graph.products` says. Raises `Unplanned`."""
+    """Return the plan for the outputs `wanted`. `uses`: products by node id, as `packed_graph.products` returns them.
+
+    Raises `Unplanned` if an operator or a shape is not supported.
+    """
     nodes = needed_nodes(graph, {graph.outputs[meaning] for meaning in wanted})
     return _Planner(graph, nodes, uses).planned(wanted)
 
 
 @dataclass(slots=True)
 class _Room:
-    """Places of a row's values; what nobody reads any more is given again."""
+    """Allocates a row's memory; ranges of values that are no longer read are reused."""
 
     size: int = 0
     free: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -132,11 +141,11 @@ class _Planner:
         self.constants: dict[int, str | float] = {}
         self.known: dict[str | float, View] = {}
         self.owners: dict[str, int] = {}
-        """Value -> the place it shows, where that is a row's."""
+        """Value -> offset of the range it refers to, if that is in a row's memory."""
         self.places: dict[int, int] = {}
-        """Place -> floats."""
+        """Offset -> floats of the range."""
         self.readers: dict[int, int] = {}
-        """Place -> values that show it and are still to be read."""
+        """Offset -> number of values that refer to the range and are still to be read."""
 
     def planned(self, wanted: Sequence[str]) -> Plan:
         last: dict[str, int] = {}
@@ -190,7 +199,7 @@ class _Planner:
         return self.views[name].start, prod(shape)
 
     def _own(self, value: str, shape: tuple[int, ...], *, whole: bool = False) -> View:
-        """A place for a value."""
+        """Allocate memory for a value."""
         start = self.room.take(prod(shape))
         self.places[start] = prod(shape)
         self.readers[start] = 1
@@ -199,7 +208,7 @@ class _Planner:
         return self.views[value]
 
     def _show(self, value: str, view: View, source: str) -> None:
-        """A value that is another's memory."""
+        """Record a value that is a view of another's memory."""
         self.views[value] = view
         if not view.fixed and source in self.owners:
             self.owners[value] = self.owners[source]
@@ -243,7 +252,7 @@ class _Planner:
                 raise Unplanned(f"size {arg!r}")
 
     def _sizes(self, name: str) -> tuple[int, ...]:
-        """With one row."""
+        """Return the sizes of a value for one row."""
         sizes = tuple(1 if dim in (BATCH, SEQUENCE) else dim for dim in self.graph.values[name].shape)
         if not all(isinstance(size, int) for size in sizes):
             raise Unplanned(f"{name} has sizes {sizes}")
@@ -302,7 +311,7 @@ class _Planner:
         return view
 
     def _size(self, node: Node) -> None:
-        """Integers about sizes."""
+        """Evaluate an operator on sizes."""
         operand = node.args[0]
         if node.op != "aten.sym_size.int" or not isinstance(operand, Ref) or not isinstance(node.args[1], int):
             raise Unplanned(node.op)
@@ -326,7 +335,7 @@ class _Planner:
         }
 
     def _moved(self, node: Node, name: str) -> None:
-        """Operators that only look at memory otherwise."""
+        """Translate an operator that only changes how memory is viewed."""
         source = node.args[0]
         view = self._view(source)
         label = source.name if isinstance(source, Ref) else ""
@@ -389,7 +398,7 @@ class _Planner:
         self._show(node.outputs[0], _like(view, shape, strides), label)
 
     def _unsequenced(self, value: str, dim: int) -> None:
-        """Rows are not to be chosen among."""
+        """Refuse an operator that selects among rows."""
         if value in self.graph.values and self.graph.values[value].shape[dim] == SEQUENCE:
             raise Unplanned(f"rows of {value} are chosen")
 
@@ -439,7 +448,7 @@ class _Planner:
         return line
 
     def _solid(self, view: View, label: str) -> View:
-        """The same elements one behind the other, in a row's memory."""
+        """Return the same elements contiguously, in a row's memory."""
         return view if view.dense and not view.fixed else self._copied(view, label)
 
     def _reduced(self, node: Node, op: Op) -> None:
@@ -495,7 +504,7 @@ class _Planner:
             raise Unplanned(f"{node.op} of {begin}")
 
     def _repeated(self, node: Node) -> None:
-        """Each element several times along a dimension."""
+        """Repeat each element several times along a dimension."""
         view, times = self._plain(node.args[0]), self._number(node.args[1])
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
         if not isinstance(dim, int):
@@ -509,7 +518,7 @@ class _Planner:
         self._pointwise(Op.COPY, _like(out, wide, _dense(wide)), spread, None)
 
     def _placed(self, out: View, part: View) -> None:
-        """Copy into a part of a value: piece by piece where it doesn't lie in one."""
+        """Copy into a part of a value, piece by piece if the part is not contiguous."""
         if out.dense:
             self._pointwise(Op.COPY, out, part, None)
             return
@@ -563,7 +572,7 @@ class _Planner:
 
 
 def _has_rows(shape: Sequence[int | str]) -> bool:
-    """[1, positions, ...]: a pass packs its sessions along the sequence."""
+    """Return whether the shape is [1, positions, ...]: a pass packs its sessions along the sequence."""
     return len(shape) >= 2 and shape[0] in (1, BATCH) and shape[1] == SEQUENCE
 
 
@@ -576,7 +585,7 @@ def _like(view: View, shape: tuple[int, ...], strides: tuple[int, ...], *, ahead
 
 
 def _spread(view: View, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides with which a view is read as a larger shape."""
+    """Return the strides with which a view is broadcast to a larger shape."""
     missing = len(shape) - len(view.shape)
     if missing < 0 or any(own not in (1, size) for own, size in zip(view.shape, shape[missing:], strict=True)):
         raise Unplanned(f"{view.shape} as {shape}")
@@ -584,7 +593,7 @@ def _spread(view: View, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _reshaped(view: View, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Strides of the same elements in another shape, None where they must be moved."""
+    """Return the strides of the same elements in another shape; None if they must be copied."""
     if prod(shape) != prod(view.shape):
         raise Unplanned(f"{view.shape} as {shape}")
     runs: list[tuple[int, int]] = []

@@ -1,13 +1,13 @@
-"""Products with matrices kept as blocks of 16 columns, in every weight format: few rows wait for memory alone, many
-compute as fast as float32 does.
+"""Compiled products with blocked matrices of 16 columns per block, in every weight format.
 
-Every (row, column) is summed in float32 in the order of the summands, or (HALVES) of their pairs, however many rows and
-columns are computed together, on however many threads: a row's bits depend on nothing but the row. Weights in other
-formats are made float32 exactly as they stand for, in vectors where few rows are multiplied, in a scratch buffer of a
-few blocks where many are, which changes no sum: both give the same bits.
+With few rows a product takes as long as reading the matrix; with many it is as fast as a float32 product. Every (row,
+column) is summed in float32 in the order of the summands, or (HALVES) of their pairs, whatever rows, columns and
+threads are computed together: a row's bits depend on that row alone. Weights in other formats are converted exactly to
+float32: in vectors for few rows, in a scratch buffer of a few blocks for many rows. The order of sums is the same, so
+both give the same bits.
 
-How many sums are in the processor's vectors at a time is decided here by its instruction set: more than it has vectors
-go through memory at every step, which is ten times slower. Neighbours: `row_blocks` has the layouts, `row_vectors` the
+The number of sums in the processor's vector registers depends on its instruction set: sums that exceed the registers go
+through memory at every step, which is ten times slower. Neighbours: `row_blocks` defines the layouts, `row_vectors` the
 instructions.
 """
 
@@ -54,33 +54,34 @@ HALVES: Final[bool] = (
     and get_host_cpu_features().get("avx512bf16", False)
     and get_host_cpu_name().startswith("znver")
 )
-"""Whether the processor multiplies bfloat16 by bfloat16, two summands an instruction, as fast as float32 by float32.
-Intel's does it at half the speed, which gains nothing."""
+"""Whether the processor multiplies bfloat16 by bfloat16, two summands per instruction, as fast as float32. Intel
+processors do it at half that speed, which gains nothing."""
 SUMMANDS: Final = 256
-"""That many rows multiply by at a time: their weights as float32 stay in the cache. Whole groups of four bits."""
+"""Summands that many rows are multiplied by at a time, so that their weights as float32 stay in the cache. A multiple
+of the four-bit groups."""
 ROWS: Final = 512
-"""That share blocks made float32."""
+"""Rows that share blocks converted to float32."""
 FEW_ROWS: Final = 16
-"""Up to so many rows read the matrix as it is kept."""
+"""Largest number of rows for which the matrix is read directly in its storage format."""
 _GROUP_BYTES: Final = 2**20
-"""Blocks whose weights stay in the processor's cache while all of few rows pass."""
+"""Bytes of blocks that stay in the processor's cache while all of few rows are multiplied by them; chosen."""
 _PADDING: Final = 16
-"""Floats between copied rows, lest they all fall into the same lines of the cache."""
+"""Floats between copied rows, so that they do not all map to the same cache lines."""
 
 
-# (blocks, rows) by falling rows, the last of one row. As many sums as there are vectors, less those for factors: 32 of
-# 16 numbers, 16 of 8, 16 of 4. Processors of other kinds have 32 of 4, as much as the second.
+# (blocks, rows) by falling rows, the last with one row. The sums fill the vector registers that the factors leave: 32
+# registers of 16 numbers, 16 of 8, or 16 of 4. Other processors than x86 have 32 of 4, as much as the second.
 _TILES: Final = by_registers(((3, 8), (4, 4), (4, 2), (4, 1)), ((1, 6), (1, 4), (2, 2), (4, 1)), ((1, 2), (2, 1)))
 _FOUR_BIT_TILES: Final = by_registers(((2, 8), (2, 4), (2, 2), (2, 1)), ((1, 4), (1, 2), (1, 1)), ((1, 2), (1, 1)))
 
 
 def factor_of(blocks: row_blocks.Blocks) -> Factor:
-    """How `multiply` takes a matrix."""
+    """Return the format in which `multiply` reads the matrix."""
     return Factor.HALVES if HALVES and blocks.factor is Factor.BF16 else blocks.factor
 
 
 def scratch_bytes() -> int:
-    """Of `multiply_many`."""
+    """Return the scratch bytes of `multiply_many`."""
     return 4 * (ROWS * (SUMMANDS + _PADDING) + _TILES[0][0] * SUMMANDS * LANES)
 
 
@@ -95,8 +96,8 @@ def _each_summand(
     body: Callable[[list[Any], Any], None],
     ahead: Any | None = None,
 ) -> None:
-    """`body(weights of every block in float32, number of the summand)`, ascending. `ahead`: bytes to what is fetched
-    meanwhile."""
+    """Emit `body(weights of every block in float32, index of the summand)`, ascending. `ahead`: distance in bytes to
+    the weights that are prefetched meanwhile."""
 
     def fetch(off: Any) -> None:
         if ahead is not None:
@@ -167,7 +168,7 @@ def _all(value: int) -> Any:
 
 
 def _first(builder: Any, words: Any) -> Any:
-    """A bfloat16 is the upper half of its float32."""
+    """Return the first bfloat16 of each pair as float32; a bfloat16 is the upper half of its float32."""
     return builder.bitcast(builder.shl(words, _all(16)), FLOATS)
 
 
@@ -179,8 +180,10 @@ def _second(builder: Any, words: Any) -> Any:
 
 
 def _tile(kind: Factor, blocks: int, rows: int, *, resumed: bool = False) -> Any:
-    """`blocks` x `rows` vectors of inner products. `w`: the first block, `w_step`: bytes of one. y is overwritten, or
-    (`resumed`) added to."""
+    """Return an intrinsic for `blocks` x `rows` vectors of inner products.
+
+    `w`: the first block; `w_step`: bytes of a block. y is overwritten, or added to if `resumed`.
+    """
 
     def codegen(builder: Any, args: Any) -> None:
         w, w_step, x, x_step, y, y_step, count = args
@@ -196,8 +199,8 @@ def _tile(kind: Factor, blocks: int, rows: int, *, resumed: bool = False) -> Any
             for row, place in enumerate(line):
                 start = ir.Constant(FLOATS, [0.0] * LANES)
                 builder.store(builder.load(place_of(block, row), align=4) if resumed else start, place)
-        # The next tile's weights come while this one's are multiplied by: that takes as long. With fewer rows memory is
-        # busy anyway; what is resumed is in the cache.
+        # The next tile's weights are prefetched while this tile multiplies, which takes as long. With fewer rows memory
+        # is busy anyway; the weights of resumed sums are in the cache.
         ahead = builder.mul(w_step, int64(blocks)) if rows >= 4 and not resumed else None
         if kind is Factor.HALVES:
             _add_pairs(builder, w_at, x_at, sums, count, ahead)
@@ -243,7 +246,7 @@ def _add_pairs(builder: Any, w_at: list[Any], x_at: list[Any], sums: Any, count:
 
 
 def _widened(kind: Factor) -> Any:
-    """Of one block at w `count` summands as float32 at y."""
+    """Return an intrinsic that stores `count` summands of the block at w as float32 at y."""
 
     def codegen(builder: Any, args: Any) -> None:
         w, _, _, _, y, _, count = args
@@ -258,7 +261,7 @@ def _widened(kind: Factor) -> Any:
 
 
 def _copied() -> Any:
-    """`count` words from x to y."""
+    """Return an intrinsic that copies `count` words from x to y."""
 
     def codegen(builder: Any, args: Any) -> None:
         _, _, x, _, y, _, count = args
@@ -268,7 +271,7 @@ def _copied() -> Any:
 
 
 def _scaled() -> Any:
-    """`count` rows of y times the 16 numbers at w."""
+    """Return an intrinsic that multiplies `count` rows of y by the 16 numbers at w."""
 
     def codegen(builder: Any, args: Any) -> None:
         w, _, _, _, y, y_step, count = args
@@ -281,7 +284,7 @@ def _scaled() -> Any:
 
 
 def _across(kind: Factor, width: int, rows: int, *, resumed: bool = False) -> Any:
-    """`rows` rows by blocks `block` to `end`, `width` of them at a time."""
+    """Return a function that multiplies `rows` rows by blocks `block` to `end`, `width` blocks at a time."""
     wide, one = _tile(kind, width, rows, resumed=resumed), _tile(kind, 1, rows, resumed=resumed)
 
     def run_across(
@@ -298,9 +301,9 @@ def _across(kind: Factor, width: int, rows: int, *, resumed: bool = False) -> An
 
 
 def _down(kind: Factor, *, resumed: bool = False) -> Any:
-    """All rows by blocks `block` to `end`."""
+    """Return a function that multiplies all rows by blocks `block` to `end`."""
     tiles = _FOUR_BIT_TILES if kind in GROUPS.values() else _TILES
-    # What has fewer sizes of tiles has the smallest more than once.
+    # If there are fewer than four tile sizes, the smallest is repeated.
     sizes = [tiles[min(number, len(tiles) - 1)] for number in range(4)]
     most, many, some, _ = (rows for _, rows in sizes)
     a, b, c, d = (_across(kind, width, rows, resumed=resumed) for width, rows in sizes)
@@ -332,11 +335,14 @@ def _down(kind: Factor, *, resumed: bool = False) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Compiled for one way of keeping a matrix: addresses of C functions, which let go of nothing and take integers.
+    """Compiled products for one matrix format: addresses of C functions that take integers. They do not touch Python's
+    global lock.
 
-    `few` (w, x, x_step, y, y_step, rows, columns, count): addresses, steps in bytes. y [rows, columns] is float32 and
-    has room for whole blocks of columns in every row; so is x [rows, count], but bfloat16 for HALVES, with a zero
-    behind an odd count. `many`: the same, with the address of `scratch_bytes` at the end; y is zeros before."""
+    `few` (w, x, x_step, y, y_step, rows, columns, count): addresses, and steps in bytes. y [rows, columns] is float32
+    with memory for whole blocks of columns in every row. x [rows, count] is float32, or bfloat16 for HALVES, with a
+    zero after an odd count. `many`: the same, with the address of `scratch_bytes` at the end; y must be zeros before
+    the call.
+    """
 
     few: int
     many: int
@@ -344,7 +350,7 @@ class Products:
 
 @cache
 def products(kind: Factor) -> Products:
-    """Takes seconds the first time on a machine, then comes from the disk."""
+    """Return the compiled products. Takes seconds the first time on a machine; afterwards they come from the disk."""
     with compiled_once(f"products-{kind.name.lower()}"):
         few, many = _few(int(kind), _STAMP), _many(int(kind), _TILES[0][0], _STAMP)
     _KEPT.extend((few, many))
@@ -352,7 +358,7 @@ def products(kind: Factor) -> Products:
 
 
 _KEPT: Final[list[Any]] = []
-"""Their code is let go with them."""
+"""Keeps the compiled functions alive: their code is freed with them."""
 
 
 def _few(kind: int, stamp: int) -> Any:
@@ -363,7 +369,7 @@ def _few(kind: int, stamp: int) -> Any:
         group = max(12, _GROUP_BYTES // max(1, step)) if rows > _TILE_ROWS else blocks
         for block in range(0, blocks, max(1, group)):
             end = min(blocks, block + group)
-            # All but one of the branches is gone before anything is compiled.
+            # Numba removes all but one of these branches before it compiles.
             if kind == _FP32:
                 _fp32(w, step, x, x_step, y, y_step, rows, block, end, count)
             elif kind == _BF16:
@@ -436,7 +442,7 @@ def _many(kind: int, wide: int, stamp: int) -> Any:
 
 @njit(nogil=True)
 def _step(kind: Any, count: Any) -> Any:
-    """`row_blocks.block_bytes`."""
+    """Return what `row_blocks.block_bytes` returns."""
     if kind == _FP32:
         return 64 * count
     if kind in (_BF16, _HALVES):
@@ -455,7 +461,7 @@ _fp32, _bf16, _fp16, _int8, _int4_32, _int4_64, _int4_128 = (
     _down(factor) for factor in Factor if factor is not Factor.HALVES
 )
 _more = _down(Factor.FP32, resumed=True)
-# The instruction must not be asked for where there is none; nobody calls what stands in for it.
+# Code with this instruction must not be generated where the processor lacks it; the substitutes are never called.
 _halves = _down(Factor.HALVES) if HALVES else _bf16
 _more_halves = _down(Factor.HALVES, resumed=True) if HALVES else _more
 _widen_bf16, _widen_fp16, _widen_int8, _widen_int4_32, _widen_int4_64, _widen_int4_128 = (

@@ -1,8 +1,7 @@
-"""A stage of a few rows at a time in one compiled call: addresses, memory, passes. Decides when there is such a thing.
+"""Runs a stage for a few rows in one compiled call: fills in addresses, owns the memory, runs passes.
 
-Only on one thread of a CPU, and where numba is installed; a stage with several threads multiplies faster by
-operators. Neighbours: `row_plan` writes the instructions, `row_kernels` runs them, `serving` says
-which rows.
+Available only with a single CPU thread and with numba: with several threads, operators multiply faster. Neighbours:
+`row_plan` writes the instructions, `row_kernels` runs them, `serving` chooses the rows.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from fusionai.wire.serving import ServeOptions
 log = logging.getLogger(__name__)
 
 BATCH_ROWS: Final = 16
-"""Rows computed at once: their values stay in the processor's cache."""
+"""Rows computed at once; chosen so that their values stay in the processor's cache."""
 _FIRST_SCORES: Final = 256
-"""Positions that there is room for at first, per query of a key head."""
+"""Positions for which score memory is allocated at first, per query of a key head; it grows when needed."""
 _CACHES: Final = {"fp32": Form.FP32, "bf16": Form.BF16, "fp16": Form.FP16}
 
 Array = npt.NDArray[Any]
@@ -42,7 +41,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Where a row belongs: its position, the pages of its session, its ring (-1: none)."""
+    """What a row refers to in the caches: its position, the pages of its session, its ring (-1: none)."""
 
     position: int
     pages: tuple[int, ...]
@@ -50,7 +49,8 @@ class RowPlace:
 
 
 def planned(graph: Graph, wanted: Sequence[str], uses: Mapping[int, Use], device: torch.device) -> Plan | None:
-    """What makes the outputs `wanted`, None where operators do. Compiles, so that no pass waits for it."""
+    """Return the plan that computes the outputs `wanted`, or None if operators must. Compiles the kernel, so that no
+    pass waits for it."""
     if device.type != "cpu" or torch.get_num_threads() != 1 or not uses or kernels() is None:
         return None
     try:
@@ -62,14 +62,15 @@ def planned(graph: Graph, wanted: Sequence[str], uses: Mapping[int, Use], device
 
 
 def needed_bytes(plan: Plan, options: ServeOptions) -> int:
-    """The most that a program of this plan takes beside weights and caches."""
+    """Return the most bytes that a program of this plan needs besides weights and caches."""
     positions = options.pages * options.page_tokens
     floats = plan.fixed + BATCH_ROWS * plan.width + 2 * plan.groups * (1 + positions) + _half_rows(plan)
     return 4 * (floats + plan.groups * _FIRST_SCORES)
 
 
 class RowProgram:
-    """`values`: parameters as the interpreter takes them, all here. `caches`: by node id of the attention."""
+    """A plan with its memory and addresses. `values`: returns parameters as the interpreter takes them; all must be
+    loaded. `caches`: node id of an attention -> its cache."""
 
     def __init__(
         self,
@@ -87,12 +88,12 @@ class RowProgram:
         self._page_tokens = options.page_tokens
         self._form = int(_CACHES[options.cache])
         self._code = plan.code.copy()
-        # Vectors that begin with a cache line are read at once.
+        # A vector that starts on a cache-line boundary is read in one access.
         self._memory = _aligned(plan.fixed + BATCH_ROWS * plan.width)
         self._rows = self._memory[plan.fixed :].reshape(BATCH_ROWS, plan.width)
         self._scores = _aligned(plan.groups * _FIRST_SCORES)
         self._halves = _aligned(_half_rows(plan))
-        # Asking an array for its address takes longer than any other argument of a pass.
+        # Asking an array for its address takes longer than preparing any other argument of a pass.
         self._memory_at, self._scores_at, self._halves_at = (
             array.ctypes.data for array in (self._memory, self._scores, self._halves)
         )
@@ -122,7 +123,8 @@ class RowProgram:
                 self._memory[place] = what
 
     def run(self, inputs: Mapping[str, Array], places: Sequence[RowPlace]) -> dict[str, Array]:
-        """Inputs [1, rows, ...] -> outputs [1, rows, ...] by meaning. A session's `places` ascend."""
+        """Return outputs [1, rows, ...] by meaning, for inputs [1, rows, ...]. The `places` of a session must
+        ascend."""
         count = len(places)
         plan = self._plan
         results = {
@@ -142,7 +144,7 @@ class RowProgram:
 
     @property
     def nbytes(self) -> int:
-        """Beside weights and caches."""
+        """Bytes besides weights and caches."""
         return self._memory.nbytes + self._scores.nbytes + self._halves.nbytes
 
     def _compute(self, places: Sequence[RowPlace]) -> None:
@@ -176,23 +178,23 @@ class RowProgram:
 
 @cache
 def _kernel() -> Callable[..., None] | None:
-    """None where numba is not what it was: operators serve as well."""
+    """Return the compiled kernel; None if numba is missing or fails, and then operators are used."""
     try:
         with compiled_once("rows"):
             return import_module("fusionai.backends.torch.row_kernels").run
-    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and nobody needs it
-        log.warning("rows are computed operator by operator, which is slower: %s: %s", type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and operators serve instead
+        log.warning("compiled decoding is unavailable, using slower operators: %s: %s", type(error).__name__, error)
         return None
 
 
 def _half_rows(plan: Plan) -> int:
-    """Floats that the operands of all rows take as bfloat16, two in one."""
+    """Return the floats that the operands of all rows take as bfloat16, two per float."""
     widest = max((int(plan.code[line, Field.DIMS + 1]) for line in plan.products), default=0)
     return BATCH_ROWS * ((widest + 1) // 2)
 
 
 def _aligned(floats: int) -> npt.NDArray[np.float32]:
-    """Zeros that begin with a cache line."""
+    """Return zeros that start on a cache-line boundary."""
     whole = np.zeros(floats + 16, dtype=np.float32)
     ahead = -whole.ctypes.data % 64 // 4
     return whole[ahead : ahead + floats]

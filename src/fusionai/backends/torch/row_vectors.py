@@ -1,7 +1,7 @@
-"""Vector instructions that compiled kernels are made of, and how a piece of them becomes callable. Decides nothing.
+"""Vector instructions from which compiled kernels are built, and the wrapper that makes them callable from numba.
 
-Numba compiles scalar Python; what must be one instruction a vector is written for LLVM here. Neighbours: `row_products`
-and `row_kernels`.
+Numba compiles scalar Python; operations that must be single vector instructions are written for LLVM here. Neighbours:
+`row_products` and `row_kernels`.
 """
 
 # pyright: basic, reportMissingTypeStubs=false, reportAttributeAccessIssue=false, reportArgumentType=false
@@ -24,7 +24,7 @@ from fusionai.backends.torch.row_code import Form
 
 
 class _BFloatType(ir.types._BaseFloatType):
-    """llvmlite has no name for it."""
+    """LLVM's bfloat type, which llvmlite lacks."""
 
     null = "0.0"
     intrinsic_name = "bf16"
@@ -35,25 +35,31 @@ class _BFloatType(ir.types._BaseFloatType):
 
 _BFloatType._create_instance()
 LANES: Final = 16
+"""Numbers of a vector. On processors with shorter registers, LLVM splits vectors."""
 BFLOAT: Final = _BFloatType()
 FLOAT, HALF, SHORT, INT, LONG = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 SIZE: Final = {Form.FP32: 4, Form.BF16: 2, Form.FP16: 2}
+"""Bytes of a number."""
 _ADDRESSES: Final = 7
+"""Arguments of every intrinsic: `w`, `w_step`, `x`, `x_step`, `y`, `y_step`, `count`."""
 _T = TypeVar("_T")
 LEVEL: Final = torch.backends.cpu.get_cpu_capability()
-"""Of the instructions that torch uses, which a user can lower."""
+"""Instruction set that torch uses; a user can lower it by an environment variable."""
 _INTEL_LIKE: Final = platform.machine().lower() in ("x86_64", "amd64", "i686", "x86")
 HALF_INSTRUCTIONS: Final[bool] = not _INTEL_LIKE or (
     get_host_cpu_features().get("f16c", False) if config.CPU_NAME is None else "+f16c" in (config.CPU_FEATURES or "")
 )
-"""Whether the processor that code is made for turns float16 into float32. Else LLVM calls a function that is not
-there, and ends the process."""
+"""Whether the processor that code is generated for converts float16 to float32. Otherwise LLVM calls a function that
+does not exist, which ends the process."""
 
 
 def by_registers(wide: _T, avx2: _T, other: _T) -> _T:
-    """One of three values for this processor: for 32 vectors of 16 numbers, for 16 of 8, for 16 of 4. Processors of
-    other kinds than x86 have 32 of 4, as much as the second."""
+    """Return the value for this processor: `wide` for 32 vector registers of 16 numbers, `avx2` for 16 of 8, `other`
+    for 16 of 4.
+
+    Processors other than x86 have 32 of 4, as much as the second.
+    """
     if LEVEL.startswith("AVX512"):
         return wide
     return other if _INTEL_LIKE and LEVEL == "DEFAULT" else avx2
@@ -64,7 +70,7 @@ def at_address(builder: Any, address: Any, kind: Any) -> Any:
 
 
 def load_wide(builder: Any, form: Form, address: Any) -> Any:
-    """LANES values as float32."""
+    """Return LANES values as float32."""
     match form:
         case Form.FP32:
             return builder.load(at_address(builder, address, FLOATS), align=4)
@@ -95,8 +101,11 @@ def load_one(builder: Any, form: Form, address: Any) -> Any:
 
 
 def _of_half(builder: Any, bits: Any, spread: Callable[[int], Any]) -> Any:
-    """The float32 of a float16's bits in 32, exactly, by integers and one product with a power of two. `spread`: a
-    number for every lane."""
+    """Return the exact float32 values of float16 bits held in 32-bit integers, by integer operations and one product
+    with a power of two.
+
+    `spread`: returns a number for every lane.
+    """
 
     def number(value: int) -> Any:
         return ir.Constant(bits.type, spread(value))
@@ -112,7 +121,7 @@ def _of_half(builder: Any, bits: Any, spread: Callable[[int], Any]) -> Any:
 
 
 def spread(builder: Any, value: Any) -> Any:
-    """One number in all lanes."""
+    """Return a vector with `value` in all lanes."""
     kind = ir.VectorType(value.type, LANES)
     lone = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(INT, 0))
     return builder.shuffle_vector(lone, lone, ir.Constant(WORDS, [0] * LANES))
@@ -123,7 +132,7 @@ def fused(builder: Any, kind: Any, name: str) -> Any:
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Into the cache that a core has to itself; of memory that may not be there, without harm."""
+    """Prefetch into the core's own cache. Harmless if the address is not mapped."""
     pointer = ir.IntType(8).as_pointer()
     fetch = builder.module.declare_intrinsic(
         "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
@@ -137,7 +146,8 @@ def int64(value: int) -> Any:
 
 
 def folded(builder: Any, vectors: list[Any]) -> list[Any]:
-    """Of each vector the sum of all lanes, upper half onto lower half, again and again; several are folded at once."""
+    """Return the sum of all lanes of each vector, by adding the upper half to the lower half repeatedly; several
+    vectors are folded at once."""
     width, count = LANES, len(vectors)
     while width > 1:
         half = width // 2
@@ -159,7 +169,8 @@ def folded(builder: Any, vectors: list[Any]) -> list[Any]:
 
 
 def intrinsic_of(name: str, codegen: Callable[..., Any]) -> Any:
-    """Callable from kernels. A function of its own for LLVM: put in at every call it takes minutes to compile."""
+    """Return an intrinsic that kernels can call. It is a separate LLVM function: inlined at every call it would take
+    minutes to compile."""
 
     def made(_typing: Any, w: Any, w_step: Any, x: Any, x_step: Any, y: Any, y_step: Any, count: Any) -> Any:
         del w, w_step, x, x_step, y, y_step, count
@@ -182,8 +193,11 @@ def intrinsic_of(name: str, codegen: Callable[..., Any]) -> Any:
 
 
 def named(function: Any, name: str) -> Any:
-    """A function made in another one, under a name of its own. Numba tells functions of one name apart by a number that
-    counts in each process anew: code that two processes left on disk, loaded together, would call each other's."""
+    """Give a nested function a name of its own and return it.
+
+    Numba distinguishes functions of the same name by a number that starts anew in each process. If one process loaded
+    code that two others left on disk, such functions could call each other's code.
+    """
     function.__name__ = function.__qualname__ = name
     return function
 
@@ -191,7 +205,7 @@ def named(function: Any, name: str) -> Any:
 def _call_at(
     _typing: Any, function: Any, w: Any, x: Any, x_step: Any, y: Any, y_step: Any, rows: Any, columns: Any, count: Any
 ) -> Any:
-    """A C function of eight integers, by its address."""
+    """Return the type and code of an intrinsic that calls a C function of eight integers at an address."""
     del function, w, x, x_step, y, y_step, rows, columns, count
 
     def call(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -207,8 +221,10 @@ call_at: Any = intrinsic(_call_at)
 
 
 def stamp_of(*files: str, about: str = "") -> int:
-    """A number for the sources that a compiled function is made from, and what else it depends on (`about`). As a
-    variable of the function's it is part of the key it is kept under; numba itself looks only at the file where the
-    function stands, and at the processor."""
+    """Return a number for the sources that a compiled function is made from and for what else it depends on (`about`).
+
+    A kernel takes it as a closure variable, which makes it part of the key under which numba caches the code; by
+    itself, numba considers only the function's file and the processor.
+    """
     sources = (Path(file).read_bytes() for file in (__file__, *files))
     return int.from_bytes(hashlib.sha256(b"".join((*sources, about.encode()))).digest()[:7])

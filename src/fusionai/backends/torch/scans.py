@@ -1,8 +1,7 @@
-"""`fusion.linear_scan` and `fusion.linear_attention`: what state-space and linear-attention models carry from position
-to position. Decides the order of sums.
+"""`fusion.linear_scan` and `fusion.linear_attention`: the recurrences of state-space and linear-attention models.
 
-Neighbours: `operators` maps the names here; `backends.jax.scans` follows the same formulas, `capture.recurrence` says
-which layers of which models they are.
+Fixes the order of sums. Neighbours: `operators` maps the names to this module; `backends.jax.scans` follows the same
+formulas, `capture.recurrence` says which models' layers they stand for.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ CHUNK: Final = 64
 
 
 def linear_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`h[t] = decay[t] * h[t - 1] + x[t]`, all of them; the state before is zero.
+    """Return all `h[t] = decay[t] * h[t - 1] + x[t]`, starting from a zero state.
 
-    decay and x [batch, positions, ...] of one shape, as the result."""
+    decay, x and the result have the same shape [batch, positions, ...].
+    """
     if decay.shape != x.shape:
         raise ValueError(f"expected decays and inputs of one shape, got {list(decay.shape)} and {list(x.shape)}")
     if x.is_meta or not x.numel():
@@ -30,7 +30,7 @@ def linear_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 class _LinearScan(torch.autograd.Function):
-    """One step after the other, forward and back: as many operations as numbers, and the bits of a plain loop."""
+    """Linear scan, one position after the other, forward and backward: the bits of a plain loop, in linear time."""
 
     @staticmethod
     def forward(ctx: Any, decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -66,16 +66,18 @@ def linear_attention(
     decay: torch.Tensor,
     beta: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A state `S` [key width, value width] per head that decays, takes up each position's key and value, and is read by
-    its query:
+    """Return the results of a state `S` [key width, value width] per head that decays, adds each position's key and
+    value, and is read by each query:
 
     S = exp(decay) * S;  S = S + key (value - S' key)' * beta;  result = S' query
 
-    Without `beta` the value itself is taken up (Mamba-2, arXiv 2405.21060); with it, what the state does not know yet
-    (gated delta rule, arXiv 2412.06464). Positions are worked on in chunks as there (section 3.3 and appendix A).
+    Without `beta` the value itself is added (Mamba-2, arXiv 2405.21060). With `beta` only the part that the state does
+    not hold yet is added (gated delta rule, arXiv 2412.06464). Positions are processed in chunks as in that paper
+    (section 3.3 and appendix A).
 
     query and key [batch, positions, heads, key width], value [batch, positions, heads, value width], decay (at most 0)
-    and beta [batch, positions, heads]; result as value."""
+    and beta [batch, positions, heads]; the result has value's shape.
+    """
     batch, positions, heads, width = value.shape
     if value.is_meta or not value.numel():
         return torch.empty_like(value)
@@ -83,7 +85,7 @@ def linear_attention(
     missing = -positions % chunk
 
     def chunked(x: torch.Tensor) -> torch.Tensor:
-        """[batch, heads, chunks, chunk, ...]"""
+        """Return x as [batch, heads, chunks, chunk, ...]."""
         x = x.transpose(1, 2)
         x = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, missing))
         return x.reshape(batch, heads, -1, chunk, *x.shape[3:])
@@ -95,7 +97,7 @@ def linear_attention(
     inside = (q @ k.transpose(-1, -2)) * between
     faded = k * total.exp()[..., None]
     if beta is not None:
-        # What a position takes up depends on what those before it in the chunk did: a triangular system.
+        # A position's addition depends on those of earlier positions in the chunk: a triangular system.
         share = chunked(beta)[..., None]
         system = (k * share) @ k.transpose(-1, -2) * between
         solved = torch.linalg.solve_triangular(

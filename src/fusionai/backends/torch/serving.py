@@ -1,9 +1,9 @@
-"""One stage on torch that serves: weights packed for products, caches, passes. Decides nothing about sessions.
+"""One serving stage on torch: weights packed for products, caches, passes.
 
 The graph is compiled as for training and evaluation, with other kernels for products, lookups and attention. A pass is
-checked as a whole before anything changes or is allocated. Neighbours: `packed_siblings` saves nodes, `packed_graph`
-chooses kernels, `paged_table` keeps the sessions, `paged_cache` the memory, `serving_sizes` says beforehand what all of
-it takes.
+checked as a whole before anything changes or is allocated. Neighbours: `packed_siblings` merges nodes, `packed_graph`
+chooses kernels, `paged_table` keeps the sessions, `paged_cache` the memory, `serving_sizes` computes the memory needed
+beforehand.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TorchServingProgram(ServingBase):
         joined = join_siblings(graph)
         self._running = joined.graph
         self._plan = planned(self._running, tuple(graph.outputs), products(self._running), device)
-        # A program per set of outputs that are asked for together: each alone, and all.
+        # One program for each output alone and one for all outputs together.
         programs = 1 if len(graph.outputs) == 1 else 1 + len(graph.outputs)
         rows_bytes = 0 if self._plan is None else programs * needed_bytes(self._plan, options)
         in_blocks = device.type == "cpu" and row_kernels() is not None
@@ -101,7 +101,8 @@ class TorchServingProgram(ServingBase):
         rows: Sequence[int] | None,
         positions: int,
     ) -> dict[str, HostTensor]:
-        """A session's decoding goes row by row, the rest through operators: which way depends on nobody else."""
+        """Compute decoding by row programs and everything else by operators. The choice for a session does not depend
+        on other sessions."""
         program = self._row_program(wanted)
         if program is None:
             return self._by_operators(spans, fed, wanted, rows, positions)
@@ -127,7 +128,7 @@ class TorchServingProgram(ServingBase):
         single: Sequence[int],
         positions: int,
     ) -> dict[str, HostTensor]:
-        """With the other spans' rows, computed apart."""
+        """Return the rows in `made` together with the other spans' rows, which are computed by operators."""
         others: list[Span] = []
         kept: list[int] = []
         for span in spans:
@@ -219,7 +220,7 @@ class TorchServingProgram(ServingBase):
             sinks: torch.Tensor | None = None,
             **_: object,
         ) -> torch.Tensor:
-            # What else the operator takes is settled: causal, no padding, the window is the cache's.
+            # The operator's other arguments are fixed: causal, no padding mask, and the window is the cache's.
             assert self._layout is not None
             assert self._caches is not None
             return cached_attention(
@@ -239,7 +240,7 @@ class TorchServingProgram(ServingBase):
 
 
 def _picked(tensors: Mapping[str, HostTensor], rows: Sequence[int]) -> dict[str, HostTensor]:
-    """Of tensors [1, rows, ...] some rows."""
+    """Return these rows of tensors [1, rows, ...]."""
     chosen: dict[str, HostTensor] = {}
     for name, tensor in tensors.items():
         array = np.ascontiguousarray(array_of(tensor)[:, list(rows)])

@@ -1,9 +1,10 @@
-"""How fast this device multiplies in serving, by weight format, and attends. Decides what is run to find that out.
+"""Measures this device's serving speed: matrix products per weight format, and attention.
 
-Of each format two figures: operations per second of a piece of a prompt, and bytes of weights per second that a single
-row reads. On a CPU one row multiplies by the same small matrix laid out many times, more than a processor's own caches
-hold. Attention is that of a piece of a prompt to what is before it, which long prompts mostly take. Takes some 0.3 s.
-Neighbours: `probe` calls this, `packed_linear` makes the products, `scheduling.pace` plans with the figures.
+For each format there are two figures: operations per second for a prompt chunk, and bytes of weights per second that a
+single row reads. On a CPU, the single row is multiplied by a small matrix repeated until it exceeds the processor's
+caches. Attention is that of a prompt chunk to the text before it, which dominates long prompts. The measurement takes
+about 0.3 s. Neighbours: `probe` calls this, `packed_linear` makes the products, `scheduling.pace` plans with the
+figures.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ from fusionai.primitives.pace import ServingPace
 from fusionai.wire.serving import ServeOptions, WeightFormat
 
 MEASURE_S: Final = 0.02
+"""Computing time for each measurement, in seconds; chosen."""
 PROMPT_ROWS: Final = 256
-"""Of a piece of a prompt."""
+"""Rows of a prompt chunk."""
 READ_BYTES: Final = 2**25
+"""Bytes of weights that a single row reads; chosen to exceed a core's caches."""
 _PAGE_TOKENS: Final = 16
 _SIDE: Final = {"cpu": 1024, "cuda": 8192, "mps": 4096}
+"""Rows and columns of the measured matrix, per device; chosen."""
 HEAD_WIDTH: Final = 64
+"""Width of an attention head."""
 GROUPS: Final = 4
 """Queries that share a key head."""
 ATTENDED: Final = {"cpu": (1, 1024), "cuda": (8, 8192), "mps": (8, 4096)}
-"""Key heads, and positions of the text with the piece."""
+"""Number of key heads, and of positions including the chunk."""
 
 
 class _CallsPerS(Protocol):
@@ -41,7 +46,7 @@ class _CallsPerS(Protocol):
 
 
 def measured_serving(device: torch.device, calls_per_s: _CallsPerS) -> tuple[ServingPace, ...]:
-    """Of every format, in their order."""
+    """Return the measured speeds, one per weight format, in the formats' order."""
     side = _SIDE[device.type]
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn((side, side), generator=generator).to(device)
@@ -61,7 +66,7 @@ def measured_serving(device: torch.device, calls_per_s: _CallsPerS) -> tuple[Ser
 
 
 def measured_attention(device: torch.device, calls_per_s: _CallsPerS) -> float:
-    """Operations per second: two products of each query with each key that it sees and its value."""
+    """Return attention's operations per second, counting two products for each query and visible key."""
     shared, positions = ATTENDED[device.type]
     start = positions - PROMPT_ROWS
     pages = positions // _PAGE_TOKENS
@@ -83,7 +88,7 @@ def measured_attention(device: torch.device, calls_per_s: _CallsPerS) -> float:
 
 
 def _repeated(packed: PackedLinear) -> PackedLinear:
-    """So many columns that caches do not hold them."""
+    """Return the product with its columns repeated until caches can't hold them."""
     blocks = packed.blocks
     if blocks is None:
         return packed

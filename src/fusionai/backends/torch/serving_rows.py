@@ -1,7 +1,8 @@
-"""A pass of which only some rows are wanted: behind the last attention only those are computed. Decides nothing.
+"""Passes that need results at some rows only: after the last attention, only those rows are computed.
 
-A prompt's chunk fills caches at every position, but the head's product, which is the largest of all, and the layer
-before it are of use at its last one only. Neighbours: `ir.serving` finds where the graph can be cut, `serving` runs it.
+A prompt chunk fills caches at every position. The head's product, which is the largest of all, and the layer before it
+are needed at the last position only. Neighbours: `ir.serving` finds where the graph can be cut, `serving` runs the
+result.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Params = Callable[[Collection[str]], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class RowsBehind:
-    """Two halves of a graph. `before` fills the caches of all its attention nodes."""
+    """The two halves of a graph. `before` fills the caches of all its attention nodes."""
 
     graph: Graph
     before: Interpreter
@@ -34,7 +35,7 @@ class RowsBehind:
     def of(
         cls, graph: Graph, wanted: Collection[str], device: torch.device, kernels: Mapping[int, Callable[..., Any]]
     ) -> RowsBehind | None:
-        """None where nothing would be saved."""
+        """Return the halves; None if dividing the graph would save nothing."""
         halves = split_behind_attention(graph, wanted)
         if halves is None:
             return None
@@ -47,7 +48,7 @@ class RowsBehind:
     def run(
         self, context: Context, inputs: Mapping[str, Any], params: Params, rows: Sequence[int], device: torch.device
     ) -> dict[str, Any]:
-        """Outputs at `rows`, by meaning."""
+        """Return the outputs at `rows`, by meaning."""
         made, _ = self.before.run(context, inputs, params(self.before.params))
         if not rows:
             return {meaning: self._nothing(meaning, device) for meaning in self.after.outputs}

@@ -1,8 +1,8 @@
-"""What serving a stage takes, found before anything is allocated. Decides whether it fits a limit.
+"""Computes the memory that serving a stage needs before anything is allocated, and checks it against the limit.
 
-Four parts: weights as kept, caches, the memory of programs for single rows, and the values of the largest pass
-(`sizes.measure` runs it without memory). A session's keys may be gathered from scattered pages, once more at a time.
-Neighbours: `serving` asks at load.
+The sum has four parts: weights as kept, caches, programs for single rows, and the values of the largest pass
+(`sizes.measure` runs it without memory). A session's keys may also be gathered from scattered pages, one session at a
+time. Neighbours: `serving` calls this at load.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def check_sizes(
     *,
     in_blocks: bool,
 ) -> None:
-    """Raise `ExecutionError` when weights, caches, programs for single rows (`rows_bytes`) and the largest pass exceed
-    the limit, or when a value's size is not what the graph declares."""
+    """Raise `ExecutionError` if weights, caches, programs for single rows (`rows_bytes`) and the largest pass exceed
+    the limit, or if a value's size differs from the graph's declaration."""
     weights_bytes = weight_bytes(graph, options.weights, in_blocks=in_blocks)
     cache_bytes = sum(shape.nbytes(options) for shape in layers)
     held_bytes = weights_bytes + cache_bytes + rows_bytes + _import_bytes(graph, joined)
     if memory_limit_bytes is not None and held_bytes > memory_limit_bytes:
         raise ExecutionError(
             f"the stage takes {weights_bytes} bytes of weights as {options.weights}, {cache_bytes} of caches and "
-            f"{rows_bytes} for decoding, {held_bytes} while weights come in; the limit is {memory_limit_bytes}.",
-            hint="Take fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
+            f"{rows_bytes} for decoding, {held_bytes} during the import of weights; the limit is {memory_limit_bytes}.",
+            hint="Use fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
         )
     symbols = largest(graph)
     if SEQUENCE in symbols:
@@ -64,7 +64,7 @@ def check_sizes(
 
 
 def weight_bytes(graph: Graph, form: WeightFormat, *, in_blocks: bool = False) -> int:
-    """Of all parameters as they are kept: packed for products, plain for what else reads them."""
+    """Return the bytes of all parameters as they are kept: packed for products, plain for other readers."""
     uses = products(graph)
     plainless = only_packed(graph, uses)
     total_bytes = 0
@@ -79,6 +79,7 @@ def weight_bytes(graph: Graph, form: WeightFormat, *, in_blocks: bool = False) -
 
 
 def _import_bytes(graph: Graph, joined: Joined) -> int:
-    """The largest tensor, here unpacked while it is packed; one that is stacked of parts, besides its parts."""
+    """Return the bytes of the largest tensor, which exists unpacked while it is packed; a stacked one exists together
+    with its parts."""
     alone = max((prod(spec.shape) * 4 for spec in graph.params.values()), default=0)
     return max(alone, *(2 * 4 * prod(joined.graph.params[name].shape) for name in joined.parts), 0)

@@ -1,7 +1,7 @@
-"""Weights of a serving stage: taken in one at a time, packed for products, kept once. Decides which copies are kept.
+"""Weights of a serving stage: imported one at a time, packed for products, kept once.
 
-The bytes come in the dtypes of the model's files and leave nothing behind but what a kernel reads. Neighbours:
-`packed_graph` says which parameter is read how, `packed_linear` packs, `serving` runs with `values`.
+The bytes come in the dtypes of the model's files; only what a kernel reads is kept. Neighbours: `packed_graph` says how
+each parameter is read, `packed_linear` packs, `serving` runs with `values`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from fusionai.wire.serving import WeightFormat
 
 
 class ServingWeights:
-    """`graph`: what is served. `joined`: what runs, whose parameters may stack several of those. `uses`: products by
-    node id. `tables`: parameters that lookups read, kept as narrow as they came. `in_blocks`: matrices lie as row
-    programs read them."""
+    """Weights under import and in use.
+
+    `graph`: the served graph. `joined`: the graph that runs, whose parameters may stack several of the served graph's.
+    `uses`: products by node id. `tables`: parameters that lookups read, kept in their file's narrower dtype.
+    `in_blocks`: matrices are stored in blocks, as row programs read them.
+    """
 
     def __init__(
         self, graph: Graph, joined: Joined, form: WeightFormat, device: torch.device, *, in_blocks: bool = False
@@ -57,7 +60,7 @@ class ServingWeights:
         return tuple(sorted(self._waiting))
 
     def add(self, key: str, tensor: HostTensor) -> None:
-        """Take in one entry. Raises `ExecutionError` on an unknown or repeated key, a wrong shape or dtype."""
+        """Import one entry. Raises `ExecutionError` on an unknown or repeated key, a wrong shape or dtype."""
         if key not in self._named:
             raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, self._named)}.")
         if key not in self._waiting:
@@ -73,7 +76,7 @@ class ServingWeights:
         self._values = None
 
     def values(self, names: Iterable[str]) -> dict[str, torch.Tensor | Held]:
-        """What the interpreter's parameters are, all of them here."""
+        """Return the interpreter's parameters of these names; all weights must have been imported."""
         if self._values is None:
             self._values = {name: self._value(name) for name in self._graph.params}
         return {name: self._values[name] for name in names}
@@ -89,7 +92,7 @@ class ServingWeights:
         return sum(distinct.values()) + sum(tensors.values())
 
     def shares(self, value: object) -> bool:
-        """Whether a result shows a weight's memory."""
+        """Return whether a result shares a weight's memory."""
         if not isinstance(value, torch.Tensor):
             return False
         address = value.untyped_storage().data_ptr()
@@ -103,7 +106,7 @@ class ServingWeights:
         self._plain[name] = own if narrow else own.to(DTYPES[spec.dtype])
 
     def _take_part(self, name: str, tensor: HostTensor) -> None:
-        """Keep it until all are here that are stacked with it."""
+        """Keep a part until all parts of its stack are here, then stack and pack them."""
         whole = self._stack_of[name]
         here = self._incomplete.setdefault(whole, {})
         here[name] = to_torch(tensor, self._device, own=True)
@@ -117,7 +120,7 @@ class ServingWeights:
             self._plain[whole] = stacked
 
     def _pack(self, name: str, key: str, given: Callable[[], torch.Tensor]) -> bool:
-        """Whether products read it."""
+        """Pack the weight for each product that reads it; return whether any does."""
         uses = [use for use in self.uses.values() if use.weight == name]
         by_layout: dict[bool, PackedLinear] = {}
         for use in uses:

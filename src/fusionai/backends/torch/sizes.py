@@ -1,8 +1,8 @@
-"""What a graph will take, found without allocating. Decides whether a stage may be loaded or fed these sizes.
+"""Computes the memory that a graph needs without allocating it, and checks the graph's declared sizes.
 
-Runs the compiled graph on torch's `meta` device, where tensors have shapes and no memory. Every value is compared with
-what the graph declares, and what must be alive at once with the limit. A graph's declaration is never trusted: it comes
-from somebody else. Neighbours: `program` calls this at load and whenever new sizes arrive.
+Runs the compiled graph on torch's `meta` device, where tensors have shapes but no memory. Every value is compared with
+the graph's declaration, and the memory that is alive at once with the limit. The declaration is never trusted, because
+the graph comes from another machine. Neighbours: `program` calls this at load and for every new combination of sizes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from fusionai.ir.shapes import evaluate, symbols_of
 from fusionai.primitives.errors import ExecutionError, FusionError
 
 META = torch.device("meta")
+"""Torch's device for tensors without memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Of one microbatch: the most that values take at once while it runs forward, what is kept for backward, and what
-    the largest segment keeps when it is made again there (0 without recomputation)."""
+    """Memory of one microbatch: the peak of live values during forward, the bytes kept for backward, and the most bytes
+    that a segment keeps while backward recomputes it (0 without recomputation)."""
 
     peak_bytes: int
     saved_bytes: int
@@ -34,7 +35,7 @@ class Footprint:
 
 
 def input_shapes(graph: Graph, symbols: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the graph's inputs at these symbol values."""
+    """Return the shapes of the graph's inputs at these symbol values."""
     return {name: tuple(evaluate(dim, symbols) for dim in graph.values[name].shape) for name in graph.inputs}
 
 
@@ -49,9 +50,11 @@ def measure(
     limit_bytes: int | None,
     recompute: bool = False,
 ) -> Footprint:
-    """Run without memory. `interpreter` must be compiled for `META`. `recompute`: as `run_in_segments` does. Raises
-    `ExecutionError` when a value is not what the graph declares, or when one value alone or all that are alive together
-    exceed `limit_bytes`."""
+    """Run without memory and return the footprint.
+
+    `interpreter` must be compiled for `META`. `recompute`: count as `run_in_segments` runs. Raises `ExecutionError` if
+    a value differs from the graph's declaration, or if a single value or all live values together exceed `limit_bytes`.
+    """
     registers = interpreter.start(
         context,
         {name: _input(graph, name, shape, context, grad_inputs) for name, shape in shapes.items()},
@@ -62,7 +65,7 @@ def measure(
     beginnings = {part.start: part for part in segments(interpreter)} if recompute else {}
 
     with (
-        # Nothing runs backward here, so nothing need be kept; a result saved as itself would never be freed.
+        # No backward runs here, so nothing need be kept; a result that is saved as itself would never be freed.
         torch.autograd.graph.saved_tensors_hooks(meter.save, _never),
         torch.set_grad_enabled(context.training),
     ):
@@ -81,7 +84,7 @@ def measure(
 
 
 class _Meter:
-    """Counts distinct storages among live registers: views share theirs."""
+    """Counts the distinct storages of live registers: views share theirs."""
 
     def __init__(
         self,
@@ -96,12 +99,12 @@ class _Meter:
         self.limit_bytes = limit_bytes
         self.parameter_registers = set(interpreter.params.values())
         self.users: dict[int, int] = {}
-        """Address of a storage -> number of live registers that see it."""
+        """Address of a storage -> number of live registers that refer to it."""
         self.held: dict[int, torch.UntypedStorage] = {}
         self.saved: dict[int, torch.UntypedStorage] = {}
-        """Of the run, or of the segment under way."""
+        """Storages saved in the run, or in the current segment when recomputing."""
         self.entered: dict[int, torch.UntypedStorage] | None = None
-        """What enters segments, where those are made again."""
+        """Storages that enter segments, if segments are recomputed; else None."""
         self.parameters: set[int] = set()
         self.live_bytes = self.peak_bytes = self.saved_bytes = self.again_bytes = 0
 
@@ -129,7 +132,7 @@ class _Meter:
             registers[register] = None
 
     def enter(self, part: Segment, registers: list[object]) -> None:
-        """From here on what is saved is that of `part`; what it reads is kept whatever it saves."""
+        """Count saved storages for `part` from here on. The values it reads are kept in any case."""
         self.entered = self.entered or {}
         self._leave()
         for register in part.entering:
@@ -171,7 +174,7 @@ class _Meter:
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             if self.limit_bytes is not None and self.live_bytes > self.limit_bytes:
                 raise ExecutionError(
-                    f"{what} needs {storage.nbytes()} bytes, {self.live_bytes} with what else is alive; "
+                    f"{what} needs {storage.nbytes()} bytes, {self.live_bytes} together with other live values; "
                     f"the limit is {self.limit_bytes}.",
                     hint="Use smaller microbatches, give this peer fewer blocks or lend more memory.",
                 )

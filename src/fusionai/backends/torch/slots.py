@@ -1,13 +1,12 @@
-"""Where optimizer state and weights lie between two uses: with the parameters, in a file of their own, or in the host's
-memory beside an accelerator. Decides nothing about their values.
+"""Storage of optimizer state and offloaded weights between uses: in device memory, in a file, or in host memory.
 
-In a file, a step reads and writes state piece by piece, so that it never takes more memory than a piece. Plain reads
-and writes, no mapping: mapped pages count as the process's own, and a limit on its address space as one on the file.
-It has no name: the system removes it with the process. After a step nothing waits for the disk; the pages not yet
-written are the system's to keep or to put away. As ZeRO-Infinity's NVMe offload (S. Rajbhandari et al., 2021, arXiv
-2104.07857), for one stage and without overlap.
+From a file, a step reads and writes state piece by piece, so it never needs more memory than one piece. It uses plain
+reads and writes, not a mapping: mapped pages count towards the process's memory, and a limit on its address space would
+limit the file. The file has no name, so the system removes it with the process. A step does not wait for the disk; the
+system writes the pages when it chooses. The design is ZeRO-Infinity's NVMe offload (S. Rajbhandari et al., 2021, arXiv
+2104.07857) for one stage, without overlap.
 
-Neighbours: `optimizers` computes with it, `weights_away` has blocks read from it, `program` chooses.
+Neighbours: `optimizers` computes with it, `weights_away` reads blocks from it, `program` chooses the storage.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ _ELSEWHERE: Final = "Free space there, or set TMPDIR to a directory on another d
 
 
 class Slots(Protocol):
-    """Tensors by (parameter key, slot). Pieces count elements, row-major."""
+    """Tensors by (parameter key, slot). Offsets count elements, row-major."""
 
     def holds(self, key: str, slot: str) -> bool:
-        """Whether it was written."""
+        """Return whether the slot was written."""
         ...
 
     def read(self, key: str, slot: str) -> torch.Tensor | None:
-        """The whole, None where nothing was written. In memory it is the tensor itself, not a copy."""
+        """Return the whole slot; None if it was not written. In memory it is the tensor itself, not a copy."""
         ...
 
     def write(self, key: str, slot: str, value: torch.Tensor) -> None:
-        """The whole; `value` is nobody else's from then on."""
+        """Write the whole slot; the caller must not use `value` afterwards."""
         ...
 
     def piece(self, key: str, slot: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of what has been written; `keep` makes what was changed in it lasting."""
+        """Return elements [start, stop) of a written slot. Changes to them are lost unless `keep` is called."""
         ...
 
     def keep(self, key: str, slot: str, start: int, value: torch.Tensor) -> None: ...
@@ -62,20 +61,20 @@ class Slots(Protocol):
 
     @property
     def resident_bytes(self) -> int:
-        """On the parameters' device."""
+        """Bytes on the parameters' device."""
         ...
 
 
 class Shelf(Slots, Protocol):
-    """Slots that lie elsewhere than the parameters."""
+    """Slots stored elsewhere than the parameters."""
 
     def fill(self, key: str, slot: str, into: torch.Tensor) -> None:
-        """Copy the whole, as it was written, into `into`: flat uint8 on the parameters' device."""
+        """Copy the whole slot, as it was written, into `into`: flat uint8 on the parameters' device."""
         ...
 
 
 class MemorySlots:
-    """In memory, on the parameters' device."""
+    """Slots in memory, on the parameters' device."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, str], torch.Tensor] = {}
@@ -106,7 +105,7 @@ class MemorySlots:
 
 
 class HostSlots:
-    """In the host's memory, computed with on `device`."""
+    """Slots in host memory whose values are used on `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._held: dict[tuple[str, str], torch.Tensor] = {}
@@ -140,8 +139,11 @@ class HostSlots:
 
 
 class DiskSlots:
-    """In an unnamed file under `directory`, whose room is taken at once: a disk that is too small is an
-    `ExecutionError` before the first step, not in the middle of one. `what` an error calls that which lies there."""
+    """Slots in an unnamed file under `directory`.
+
+    The file's space is allocated at once, so a disk that is too small raises `ExecutionError` before the first step,
+    not during one. `what`: what error messages call the content.
+    """
 
     def __init__(
         self, layout: Layout, directory: Path | None, device: torch.device, what: str = "optimizer state"
@@ -195,14 +197,14 @@ class DiskSlots:
         return found.to(self._device)
 
     def fill(self, key: str, slot: str, into: torch.Tensor) -> None:
-        # Not by way of numpy: torch lets no storage that was lent to it be emptied again.
+        # Not through numpy: torch refuses to empty a storage that was lent to it.
         memory = (ctypes.c_ubyte * into.numel()).from_address(into.data_ptr())
         self._read(key, self._offsets[key, slot], memoryview(memory).cast("B"))
 
     def _read(self, key: str, place: int, into: memoryview) -> None:
         self._file.seek(place)
         if _filled(self._file, into) != len(into):
-            raise ExecutionError(f"{self._what} of {key!r} can't be read back whole from its file.")
+            raise ExecutionError(f"{self._what} of {key!r} can't be read back completely from its file.")
 
     def keep(self, key: str, slot: str, start: int, value: torch.Tensor) -> None:
         data = value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
@@ -223,7 +225,7 @@ class DiskSlots:
 
 
 def _filled(file: IO[bytes], into: memoryview) -> int:
-    """Bytes read into `into`: all of them, or what there was."""
+    """Read into `into` until it is full or the file ends; return the number of bytes read."""
     done = 0
     while done < len(into):
         got = cast(io.FileIO, file).readinto(into[done:])

@@ -1,12 +1,12 @@
-"""Numbers of rows that a library's product is called with, so that a row's bits do not depend on the other rows.
+"""Finds numbers of rows for calls of a library's product with which a row's bits do not depend on the other rows.
 
-Libraries choose kernels by the processor and by the number of rows, and another kernel may add in another order. What a
-call does follows from its sizes alone, never from its numbers. So a few sizes are tried when a matrix is loaded, and
-later calls have one of those sizes and no other: rows are padded or split (`in_steady_calls`).
+Libraries choose kernels by the processor and by the number of rows, and another kernel may sum in another order. The
+kernel follows from a call's sizes alone, never from the values. So a few sizes are tried when a matrix is loaded, and
+later calls use only sizes that passed: rows are padded or split (`in_steady_calls`).
 
-A trial must show another order of sums although results are rounded to bfloat16. Its rows are made from rows of the
-matrix, so that the exact product is zero: the result is the rounding errors of the sums alone. Neighbour:
-`packed_linear` has the products.
+A trial must reveal another order of sums even if results are rounded to bfloat16. Its rows are made from rows of the
+matrix so that the exact product is zero: the result then consists of rounding errors only. Neighbour: `packed_linear`
+has the products.
 """
 
 from __future__ import annotations
@@ -18,23 +18,29 @@ import torch
 from torch.nn.functional import pad
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""[rows, in] -> [rows, out] in the product's own dtype."""
+"""Maps [rows, in] to [rows, out] in the product's own dtype."""
 Counts = tuple[int, ...]
-"""Ascending. Calls of these numbers of rows give a row the same bits in every place."""
+"""Numbers of rows, ascending. Calls with these numbers of rows give a row the same bits at every place."""
 
 TRIED: Final[Counts] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of rows that are tried; chosen."""
 TRIED_OF_LARGE: Final[Counts] = (1, 2, 4, 8, 16, 32)
-"""Fewer sizes for large matrices: trials take time in proportion to the elements."""
+"""Fewer sizes for large matrices, because a trial's time is proportional to the elements."""
 LARGE_ELEMENTS: Final = 2**21
+"""Elements above which a matrix counts as large; chosen."""
 _ROWS: Final = 8
-"""Different rows of a trial: the first half cancels, the others are random, of unlike sizes."""
+"""Distinct rows of a trial: the first half cancels to zero, the others are random, of different magnitudes."""
 _ALIGNMENT_BYTES: Final = 64
 _KNOWN: Final[dict[Hashable, Counts]] = {}
+"""(kind, shape, threads) -> numbers of rows that passed."""
 
 
 def steady_counts(kind: str, shape: tuple[int, int], make: Callable[[], tuple[Product, torch.Tensor]]) -> Counts:
-    """Sizes for products of one `kind` with matrices of `shape` [out, in]. `make`: such a product, and the matrix in
-    float32 as the product reads it (whole levels if it is quantised); called if the answer is not known yet."""
+    """Return the numbers of rows for products of one `kind` with matrices of `shape` [out, in].
+
+    `make` returns such a product, and the matrix in float32 as the product reads it (integer levels if quantised). It
+    is called only if the answer is not known yet.
+    """
     key = (kind, shape, torch.get_num_threads())
     known = _KNOWN.get(key)
     if known is None:
@@ -44,7 +50,7 @@ def steady_counts(kind: str, shape: tuple[int, int], make: Callable[[], tuple[Pr
 
 
 def in_steady_calls(product: Product, counts: Counts, x: torch.Tensor) -> torch.Tensor:
-    """`product` of x [rows, in] in calls of `counts` rows."""
+    """Return `product` of x [rows, in], computed in calls of `counts` rows."""
     rows, most = x.shape[0], counts[-1]
     whole = rows - rows % most
     parts = [product(aligned(part)) for part in x[:whole].split(most)] if whole else []
@@ -57,7 +63,7 @@ def in_steady_calls(product: Product, counts: Counts, x: torch.Tensor) -> torch.
 
 
 def tried(product: Product, matrix: torch.Tensor) -> Counts:
-    """The sizes whose calls agree with the largest that has no favourite place. One row agrees with itself."""
+    """Return the numbers of rows that agree with the largest one that passes. One row always passes."""
     x = trial_rows(matrix)
     by_bits: list[tuple[torch.Tensor, list[int]]] = []
     for count in TRIED if matrix.numel() <= LARGE_ELEMENTS else TRIED_OF_LARGE:
@@ -74,7 +80,8 @@ def tried(product: Product, matrix: torch.Tensor) -> Counts:
 
 
 def trial_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """x [8, in] for a matrix [out, in]. Of the first four the product with one row of the matrix is exactly zero."""
+    """Return x [8, in] for a matrix [out, in]. Each of the first four has an exactly zero product with one row of the
+    matrix."""
     generator = torch.Generator().manual_seed(1)
     columns = matrix.shape[1]
     x = torch.randn((_ROWS, columns), generator=generator)
@@ -88,9 +95,10 @@ def trial_rows(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _steady(product: Product, x: torch.Tensor, count: int) -> torch.Tensor | None:
-    """What calls of `count` rows make of the rows x; None if it depends on a row's place or on its neighbours."""
-    # Every place and every neighbour: a row among copies of itself, and among unlike rows. Calls of few rows can't hold
-    # all rows at once, so there each row has copies.
+    """Return the results for the rows x in calls of `count` rows; None if they depend on a row's place or its
+    neighbours."""
+    # Tried at every place and with every neighbour: a row among copies of itself, and among different rows. Calls of
+    # few rows can't hold all rows at once, so each row is tried among copies there.
     copies = range(_ROWS if count < _ROWS else 1)
     same = [product(x[row : row + 1].expand(count, -1).contiguous()) for row in copies]
     mixed = torch.cat([product(x[[place % _ROWS for place in places]]) for places in _calls(count)])
@@ -100,11 +108,12 @@ def _steady(product: Product, x: torch.Tensor, count: int) -> torch.Tensor | Non
 
 
 def _calls(count: int) -> list[range]:
-    """Rows by number, `count` of them at a time, until every row had a turn."""
+    """Return row numbers in groups of `count`, until every row has occurred."""
     return [range(first, first + count) for first in range(0, _ROWS, count)]
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Libraries may choose by the address and the strides as well: an operand that begins and lies as fresh memory."""
+    """Return x at an aligned address and contiguous, like fresh memory: libraries may also choose kernels by address
+    and strides."""
     begins = x.is_contiguous() and x.data_ptr() % _ALIGNMENT_BYTES == 0
     return x if begins else x.clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,8 @@
-"""Frozen weights in fewer bits on torch: made float32 again by whoever reads them, and kept for backward as they are.
+"""Frozen weights in fewer bits on torch: unpacked to float32 by each reader, and kept packed for backward.
 
-Decides how long the float32 numbers live: for the operator that reads them, and again for its part of backward. Where a
-table is looked up, only the rows that are asked for are made. Neighbours: `ir.stored` has the forms, `interpreter`
-wraps operators with a `Reading`, `program` holds the bytes.
+The float32 values live only while the operator that reads them runs, and again during its part of backward. A lookup
+unpacks only the requested rows. Neighbours: `ir.stored` defines the forms, `interpreter` wraps operators with a
+`Reading`, `program` holds the bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EMBEDDING: Final = "aten.embedding.default"
 
 
 class StoredWeight:
-    """`data`: flat uint8, as `ir.stored` lays it. `shape`: of the float32 tensor."""
+    """A packed weight. `data`: flat uint8 in the layout of `ir.stored`. `shape`: shape of the float32 tensor."""
 
     def __init__(self, data: torch.Tensor, spec: ParamSpec) -> None:
         self.data = data
@@ -34,11 +34,11 @@ class StoredWeight:
         self._rows = prod(spec.shape[:-1])
 
     def open(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The whole weight, computed in float32."""
+        """Return the whole weight, unpacked in float32 and converted to `dtype`."""
         return self._floats(None).view(self.shape).to(dtype)
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Of a matrix: float32 [*numbers.shape, columns]."""
+        """Return these rows of a matrix: float32 [*numbers.shape, columns]."""
         return self._floats(numbers.reshape(-1)).view(*numbers.shape, self._columns)
 
     def _floats(self, rows: torch.Tensor | None) -> torch.Tensor:
@@ -64,14 +64,15 @@ class StoredWeight:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How one stage reads them. `values`: which they are. `again`: backward makes activations again, and these with
-    them."""
+    """How one stage reads packed weights. `values`: their value names. `again`: backward recomputes activations and
+    unpacks weights with them."""
 
     values: Collection[str] = ()
     again: bool = False
 
     def of(self, node: Node, compute: Callable[..., Any], *, half: bool) -> Callable[..., Any]:
-        """`compute`, given tensors where the node reads stored weights. `half`: it computes in bfloat16."""
+        """Return `compute` wrapped so that it gets unpacked tensors for packed weights. `half`: it computes in
+        bfloat16."""
         if not any(name in self.values for name in reads(node)):
             return compute
         if node.op == EMBEDDING:
@@ -81,10 +82,12 @@ class Reading:
 
 
 AS_THEY_ARE: Final = Reading()
+"""No packed weights."""
 
 
 def _looked_up(table: StoredWeight | torch.Tensor, indices: torch.Tensor, *_rest: Any, **_named: Any) -> torch.Tensor:
-    """Options of a lookup are about its gradient, and there is none. Without memory the table is a tensor."""
+    """Look up rows. A lookup's options concern only its gradient, and a frozen table has none. When sizes are measured,
+    the table is a plain tensor."""
     return table.rows(indices) if isinstance(table, StoredWeight) else F.embedding(indices, table)
 
 
@@ -92,7 +95,7 @@ def _opened(
     compute: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], dtype: torch.dtype, *, again: bool
 ) -> Any:
     weights: dict[int, StoredWeight] = {}
-    """By the address of what they were made into."""
+    """Address of the unpacked storage -> packed weight."""
 
     def opened(value: Any) -> Any:
         match value:

@@ -1,11 +1,11 @@
-"""Attention of a prompt's positions, tile by tile: each tile's bits are its own, whatever piece it comes in.
+"""Attention of a prompt's positions, tile by tile: a tile's bits do not depend on how the prompt is divided.
 
-A tile is `TILE_POSITIONS` positions that end at a multiple of that, or where the text ends so far. Its queries meet the
-keys in blocks from the first that it sees on, with a running maximum and sum (Milakov and Gimelshein, "Online
-normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). So every product has a shape that
-follows from the tile alone.
+A tile is `TILE_POSITIONS` positions that end at a multiple of that, or at the end of the text so far. Its queries
+attend to keys in blocks from the first visible key on, with a running maximum and sum (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022). So the shape of every product follows
+from the tile alone.
 
-Neighbours: `paged_attention` calls it for prompts on accelerators, and where `compiled_attention` has no kernel.
+Neighbours: `paged_attention` calls this for prompts on accelerators, and where `compiled_attention` has no kernel.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from fusionai.backends.serving import TILE_POSITIONS
 from fusionai.backends.torch.paged_cache import cut
 
 BLOCK_KEYS: Final = 512
+"""Keys of a block; chosen."""
 
 
 def tiles(span: Span) -> Iterator[tuple[int, int]]:
-    """First position and end of each."""
+    """Yield the first position and the end of each tile of the span."""
     start = span.start
     while start < span.end:
         end = min(span.end, (start // TILE_POSITIONS + 1) * TILE_POSITIONS)
@@ -43,8 +44,8 @@ def tiled_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [1, Hq, rows, D] of the span; keys, values [1, Hkv, positions, D or Dv] from the first that it sees on, all
-    float32: [1, Hq, rows, Dv]."""
+    """Return [1, Hq, rows, Dv] for q [1, Hq, rows, D] of the span and keys, values [1, Hkv, positions, D or Dv] from
+    the first visible position on, all float32."""
     offset = first_key(span.start, window)
     parts: list[torch.Tensor] = []
     for start, end in tiles(span):
@@ -67,7 +68,8 @@ def _tile(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """q [Hq, rows, D] at positions from `start` on, keys from position `first` on: [Hq, rows, Dv]."""
+    """Return [Hq, rows, Dv] for q [Hq, rows, D] at positions from `start` on, and keys and values from position `first`
+    on."""
     heads, rows, width = q.shape
     shared, positions = keys.shape[1], keys.shape[2]
     groups = heads // shared
@@ -92,7 +94,7 @@ def _tile(
             weights.view(shared, groups, rows, end - begin).masked_fill_(hidden, lowest)
         larger = torch.maximum(largest, weights.amax(dim=2, keepdim=True))
         weights.sub_(larger).exp_()
-        if hidden is not None:  # of rows that see nothing of this block the largest is what hides
+        if hidden is not None:  # in rows that see no key of this block, the maximum comes from hidden keys
             weights.view(shared, groups, rows, end - begin).masked_fill_(hidden, 0.0)
         kept = largest.sub_(larger).exp_()
         total = total.mul_(kept).add_(weights.sum(dim=2, keepdim=True))
@@ -104,7 +106,7 @@ def _tile(
 def _hidden(
     start: int, rows: int, begin: int, end: int, window: int | None, device: torch.device
 ) -> torch.Tensor | None:
-    """bool [rows, keys] of positions `begin` to `end`, True where not seen; None where all are."""
+    """Return bool [rows, keys] for keys `begin` to `end`, True where hidden; None if every row sees every key."""
     if end - 1 <= start and (window is None or begin > start + rows - 1 - window):
         return None
     queries = torch.arange(start, start + rows, device=device)[:, None]

@@ -1,13 +1,13 @@
-"""Weights that lie outside a stage's memory until a block needs them: in a file beside a CPU, in the host's memory
-beside an accelerator. Decides which are there at a time: those of one segment.
+"""Offloaded weights: outside a stage's memory until a block needs them, in a file (CPU) or in host memory
+(accelerator).
 
-A parameter stays one tensor, so that autograd sums into its `.grad` as ever; between uses its storage is empty, as in
-fully sharded training (Y. Zhao et al., 2023, arXiv 2304.11277). Backward finds no weight that forward saved: with
-activations made again, autograd keeps numbers, and the weights come back with the segment. What is read is what was
-written, so no bit differs. Plain reads for the reasons of `slots`, and without overlap: two segments' weights would be
-there at once.
+Only the weights of one segment are in memory at a time. A parameter remains one tensor, so that autograd sums into its
+`.grad` as usual; between uses its storage is empty, as in fully sharded training (Y. Zhao et al., 2023, arXiv
+2304.11277). Forward saves no weights for backward: with recomputed activations, autograd keeps only numbers, and the
+weights are loaded again with the segment. The bytes read are those written, so no bit differs. Files are read as
+`slots` explains, and without overlap, because that would need two segments' weights in memory.
 
-Neighbours: `recomputation` says when a segment is entered, `slots` is where weights lie, `program` owns this.
+Neighbours: `recomputation` says when a segment is entered, `slots` stores the weights, `program` owns this.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError
 
 EMPTIED: Final = frozenset({"cpu", "cuda"})
-"""Devices on which torch empties and refills a tensor's storage."""
+"""Devices on which torch can empty and refill a tensor's storage."""
 
 
 class WeightsAway:
-    """The parameters of `entries` (those with a shape and no slot), by key."""
+    """The offloaded parameters of `entries` (which have a shape and no slot), by key."""
 
     def __init__(self, entries: Mapping[str, StateEntry], directory: Path | None, device: torch.device) -> None:
-        """`directory`: see `DiskSlots`. Raises `ExecutionError` on a device that can't, or a disk that is too small."""
+        """`directory`: see `DiskSlots`. Raises `ExecutionError` on a device that can't offload weights, or on a disk
+        that is too small."""
         if device.type not in EMPTIED:
             raise ExecutionError(
-                f"on {device.type} weights can't be put elsewhere between uses.",
-                hint='Take offload_weights = "never" in the recipe, or let machines with a CPU or CUDA run the job.',
+                f"weights can't be offloaded on {device.type}: torch can't empty a tensor's storage there.",
+                hint='Set offload_weights = "never" in the recipe, or let machines with a CPU or CUDA run the job.',
             )
         layout = {(key, WEIGHT): (entry.dtype, entry.shape) for key, entry in entries.items()}
         self.shelf: Shelf = (
@@ -57,7 +58,7 @@ class WeightsAway:
         return self._entries.keys()
 
     def tensor(self, key: str, *, trainable: bool) -> torch.Tensor:
-        """The parameter, empty until a segment that reads it is entered."""
+        """Return the parameter, empty until a segment that reads it is entered."""
         entry = self._entries[key]
         made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=self._device)
         made.untyped_storage().resize_(0)
@@ -65,7 +66,8 @@ class WeightsAway:
         return made
 
     def enter(self, part: Segment, *, cast_once: bool = False) -> None:
-        """Have the weights of `part` there, and no others. `cast_once`: nor what autocast made of those before."""
+        """Load the weights of `part` and empty all others. `cast_once`: also drop autocast's copies of earlier
+        weights."""
         if cast_once:
             torch.clear_autocast_cache()
         if part.weights == self._there:
@@ -80,7 +82,7 @@ class WeightsAway:
         self._there = part.weights
 
     def leave(self) -> None:
-        """Have none there: before they get other values."""
+        """Empty all weights: called before they get other values."""
         self._empty(self._there)
 
     def write(self, key: str, value: torch.Tensor) -> None:
@@ -88,7 +90,7 @@ class WeightsAway:
         self.shelf.write(key, WEIGHT, value)
 
     def read(self, key: str) -> torch.Tensor:
-        """A copy. Only of what was written."""
+        """Return a copy of a weight that was written."""
         found = self.shelf.read(key, WEIGHT)
         assert found is not None, "the program asks for no value that is not set"
         return found
@@ -107,8 +109,11 @@ class WeightsAway:
 
 
 def cast_once(graph: Graph, interpreter: Interpreter, parts: Collection[Segment]) -> bool:
-    """Whether no weight that is trained is cast by autocast in two of `parts`. One that is has one cast for both uses,
-    whose gradients are summed in bfloat16: with a second cast they would be summed in float32."""
+    """Return whether autocast casts no trained weight in two of `parts`.
+
+    A weight used twice normally has one cast for both uses, whose gradients are summed in bfloat16. With a second cast
+    they would be summed in float32.
+    """
     seen: set[str] = set()
     for part in parts:
         nodes = [step.node for step in interpreter.steps[part.start : part.stop]]
@@ -126,5 +131,5 @@ def cast_once(graph: Graph, interpreter: Interpreter, parts: Collection[Segment]
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    """Flat uint8, no tensor of autograd's."""
+    """Return the storage as flat uint8, outside autograd."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

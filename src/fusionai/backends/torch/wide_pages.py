@@ -1,8 +1,9 @@
-"""Memory for matrices in pages of two megabytes, where the system has them. Decides where a matrix lies, not whether.
+"""Memory for matrices in pages of two megabytes, if the system has them.
 
-Who reads a matrix once from end to end needs the address of a new page every few instructions, and with pages of four
-kilobytes finding those takes a part of the time. Asking costs nothing: where there are no such pages, others are given.
-Neighbours: `serving_weights` asks for what its products need, `row_products` lays matrices out here.
+Reading a matrix from end to end needs the address of a new page every few instructions, and with pages of four
+kilobytes these translations cost a noticeable part of the time. Asking for large pages costs nothing: a system without
+them gives small ones. Neighbours: `serving_weights` requests the memory for its products, `row_products` reads the
+matrices.
 """
 
 from __future__ import annotations
@@ -15,28 +16,29 @@ from typing import Final
 import torch
 
 PAGE_BYTES: Final = 2**21
+"""Bytes of a large page."""
 _LINE_BYTES: Final = 64
-"""Of a processor's cache."""
+"""Bytes of a processor's cache line."""
 
 
 class WidePages:
-    """`nbytes` at most, all matrices together; memory is taken as it is written to and given back with the last
+    """Memory for matrices of at most `nbytes` together. Pages are allocated when first written, and freed with the last
     tensor."""
 
     def __init__(self, nbytes: int) -> None:
-        # Memory that could be shared has no wide pages on most systems.
+        # Private memory, because most systems have no large pages for memory that can be shared.
         private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
         self._memory = mmap.mmap(-1, nbytes + -nbytes % PAGE_BYTES + PAGE_BYTES, **private)
         advice = getattr(mmap, "MADV_HUGEPAGE", None)
         if advice is not None:
-            with suppress(OSError):  # a kernel without them
+            with suppress(OSError):  # a kernel without large pages
                 self._memory.madvise(advice)
         start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self._used_bytes = -start % PAGE_BYTES
         self._end_bytes = self._used_bytes + nbytes
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros in place of their own, or of memory elsewhere once all is taken."""
+        """Return zeros in this memory, or in ordinary memory once it is used up."""
         nbytes = taken_bytes(shape, dtype)
         if self._used_bytes + nbytes > self._end_bytes or not nbytes:
             return torch.zeros(shape, dtype=dtype)
@@ -46,6 +48,6 @@ class WidePages:
 
 
 def taken_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Of a tensor that begins with a cache line."""
+    """Return the bytes of a tensor rounded up to whole cache lines."""
     nbytes = prod(shape) * dtype.itemsize
     return nbytes + -nbytes % _LINE_BYTES

@@ -1,4 +1,4 @@
-// The conversation: sends it, shows the answer as it comes, and keeps the pool's state up to date.
+// The conversation: sends it, shows the answer while it streams, and keeps the pool's state up to date.
 
 import { duration, element, showRoute, showState, showStatus } from "./pool.js";
 
@@ -24,7 +24,7 @@ async function refusal(answer) {
   }
 }
 
-// Pieces of a stream of events: [kind, text], kind "data" or "comment".
+// Yields the events of a stream as [kind, text]; kind is "data" or "comment".
 async function* pieces(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -70,7 +70,7 @@ async function watchPool() {
         showStatus(report);
       }
     } catch {
-      // Shown below: the same for a gateway that is gone and one that refuses.
+      // Shown below, in the same way for an unreachable gateway and one that refuses.
     }
     showState("unreachable");
     const pause = RETRY_MS[Math.min(failures++, RETRY_MS.length - 1)];
@@ -78,7 +78,7 @@ async function watchPool() {
   }
 }
 
-// A question must fit beside the answer.
+// Half of the context at most, so that the question fits too.
 function suggestLength(contextTokens) {
   const field = place("max-tokens");
   if (!field.dataset.suggested) {
@@ -104,7 +104,7 @@ function turn(role, text) {
   return { row, words };
 }
 
-// Text as it is; what stands between fences as code.
+// Shows text as it is, and text between code fences as code.
 function setWords(target, text) {
   const parts = text.split(/^```[^\n]*\n?/m);
   target.replaceChildren(...parts.map((part, at) => (at % 2 ? element("pre", "", part.replace(/\n$/, "")) : part)));
@@ -192,9 +192,9 @@ function facts(fusion, usage) {
   line.append(element("span", "way", fusion.route.join(" → ")));
   const told = [];
   if (usage) told.push(`${usage.completion_tokens} tokens`);
-  if (fusion.tokens_per_s) told.push(`${fusion.tokens_per_s.toFixed(fusion.tokens_per_s < 10 ? 1 : 0)} per second`);
-  if (fusion.first_token_s !== null) told.push(`first after ${duration(fusion.first_token_s)}`);
-  if (usage?.prompt_tokens_details?.cached_tokens) told.push(`${usage.prompt_tokens_details.cached_tokens} from the cache`);
+  if (fusion.tokens_per_s) told.push(`${fusion.tokens_per_s.toFixed(fusion.tokens_per_s < 10 ? 1 : 0)} tokens/s`);
+  if (fusion.first_token_s !== null) told.push(`first token after ${duration(fusion.first_token_s)}`);
+  if (usage?.prompt_tokens_details?.cached_tokens) told.push(`${usage.prompt_tokens_details.cached_tokens} prompt tokens from the cache`);
   for (const wait of fusion.waits) if (wait.state !== "running") told.push(wait.detail);
   line.append(` · ${told.join(" · ")}`);
   return line;

@@ -1,4 +1,4 @@
-// The pool's state and the last answer's route, as the gateway tells them. Shows; asks for nothing itself.
+// Shows the pool's state and the last answer's route, as received from the gateway. page.js makes the requests.
 
 const place = (id) => document.getElementById(id);
 const WORDS = {
@@ -25,7 +25,7 @@ function memory(bytes) {
   return bytes >= 1e9 ? `${(bytes / 1e9).toFixed(1)} GB` : `${Math.round(bytes / 1e6)} MB`;
 }
 
-// Changes only what differs: a screen reader would hear of every change.
+// Changes only text that differs, because a screen reader announces every change.
 function write(target, text) {
   if (target.textContent !== text) target.textContent = text;
 }
@@ -102,7 +102,7 @@ export function showRoute(fusion) {
   const sums = fusion.hops.map((hop) => hop.queued_s + hop.compute_s + hop.transfer_s);
   const longest = Math.max(...sums);
   const all = sums.reduce((sum, value) => sum + value, 0);
-  write(place("hops-summary"), `${duration(all)} per token on its way through ${fusion.hops.length} stages, on average.`);
+  write(place("hops-summary"), `On average, a token takes ${duration(all)} through ${fusion.hops.length} stages.`);
   place("hops").replaceChildren(...fusion.hops.map((hop, at) => {
     const row = element("li");
     const lane = element("span", "lane");
@@ -113,7 +113,7 @@ export function showRoute(fusion) {
       lane.append(piece);
     }
     const words = element("span", "unseen",
-      `: ${duration(hop.compute_s)} computing, ${duration(hop.transfer_s)} travelling, ${duration(hop.queued_s)} waiting; in all `);
+      `: ${duration(hop.compute_s)} computing, ${duration(hop.transfer_s)} on the network, ${duration(hop.queued_s)} queueing; in total `);
     const who = element("span", "who", `${hop.stage} ${hop.peer}`);
     who.title = hop.peer;
     const sum = element("span", "sum", duration(sums[at]));

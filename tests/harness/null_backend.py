@@ -1,6 +1,5 @@
-"""A stage that computes nothing. Decides durations and counts operations; holds imported state, no zeros.
-
-Neighbours: `backend` loads it, `ir.cost` prices its graph, `backends.binding` and `backends.state` check what comes in.
+"""A backend that computes nothing: right shapes, zero values. Tests of pools run stages on it in no time and with no
+framework; the conformance suite of backends runs on it too.
 """
 
 from __future__ import annotations
@@ -8,12 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fusionai.backends.binding import bind_symbols, largest
-from fusionai.backends.interface import NOTHING_BEGUN, Call
+from fusionai.backends.interface import NOTHING_BEGUN, Call, DeviceReport, Speeds, WorksIn
 from fusionai.backends.stage_base import StageBase, check_gradient, key_of
-from fusionai.backends.state import StateEntry, check_entry, gradient_bytes, trainable_keys
+from fusionai.backends.state import StateEntry, check_entry
 from fusionai.ir.cost import block_costs
 from fusionai.ir.graph import needed_nodes, reads
+from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph
 from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ExecutionError
@@ -22,24 +24,59 @@ from fusionai.wire.messages import StageOptions
 
 
 @dataclass(frozen=True, slots=True)
-class NullCosts:
-    """The machine that is pretended."""
+class NullBackend:
+    """Implements `backends.interface.Backend` for a machine of made-up speeds."""
 
-    flops_per_s: float = 1e11
-    memory_bandwidth_bytes_per_s: float = 2e10
-    memory_bytes: int = 16_000_000_000
+    name: str = "null"
+    device: str = "none"
 
+    @property
+    def works_in(self) -> WorksIn:
+        return "caller"
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Operations of one microbatch at some sizes."""
+    def probe(self, speeds: Speeds | None = None) -> DeviceReport:
+        """`speeds`, or made-up ones; nothing is measured."""
+        known = speeds or Speeds(1e11, 2e10)
+        return DeviceReport(
+            backend=self.name,
+            backend_version="1",
+            device=self.device,
+            device_name="no device",
+            flops_per_s=known.flops_per_s,
+            memory_bandwidth_bytes_per_s=known.memory_bandwidth_bytes_per_s,
+            memory_bytes=16_000_000_000,
+            threads=1,
+            fingerprint="null",
+        )
 
-    forward_flops: float
-    backward_flops: float
+    def warm_up(self) -> None:
+        """Nothing is put off."""
+
+    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted({op for op in ops if op not in OPERATORS}))
+
+    def load(
+        self,
+        graph: Graph,
+        *,
+        grad_inputs: Sequence[str],
+        options: StageOptions,
+        memory_limit_bytes: int | None = None,
+    ) -> NullStageProgram:
+        missing = self.unsupported(node.op for node in graph.nodes)
+        if missing:
+            raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
+        return NullStageProgram(graph, grad_inputs=grad_inputs, options=options, memory_limit_bytes=memory_limit_bytes)
+
+    def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
+        """As `clip_grad_norm_` in float32, without its exact bits."""
+        total = np.sqrt(np.sum(np.square(np.asarray(norms, dtype=np.float32)), dtype=np.float32), dtype=np.float32)
+        return float(total), float(min(np.float32(1.0), np.float32(max_norm) / (total + np.float32(1e-6))))
 
 
 class NullStageProgram(StageBase[dict[str, int]]):
-    """Implements `backends.interface.StageProgram` without arithmetic. Every value is zero, every norm 1.0."""
+    """Implements `backends.interface.StageProgram` without arithmetic. Every value is zero, every norm 1.0. Holds
+    imported state, no zeros."""
 
     def __init__(
         self,
@@ -47,20 +84,12 @@ class NullStageProgram(StageBase[dict[str, int]]):
         *,
         grad_inputs: Sequence[str],
         options: StageOptions,
-        costs: NullCosts,
         memory_limit_bytes: int | None,
     ) -> None:
         super().__init__(graph, grad_inputs=grad_inputs, options=options)
-        self._costs = costs
-        self._trainable = trainable_keys(graph)
         self._imported: dict[str, HostTensor] = {}
         self._summed: set[str] = set()
-        self._work: dict[tuple[tuple[str, int], ...], _Work] = {}
         self._needed: dict[frozenset[str], frozenset[str]] = {}
-        self.last_duration_s = 0.0
-        """How long the last forward, backward or apply would have taken."""
-        self.total_flops = 0.0
-        """Operations of all calls so far."""
         self._check_memory(memory_limit_bytes)
 
     def initialise(self) -> tuple[str, ...]:
@@ -89,7 +118,6 @@ class NullStageProgram(StageBase[dict[str, int]]):
         symbols = bind_symbols(self._graph, inputs, self._needed_inputs(names), half_floats=half_floats)
         if call.mode == "train":
             self._contexts[key_of(call)] = symbols
-        self._spend(self._priced(symbols).forward_flops)
         return {name: self._value(value, symbols) for name, value in self._graph.outputs.items() if name in names}
 
     def backward(
@@ -102,7 +130,6 @@ class NullStageProgram(StageBase[dict[str, int]]):
         for name, gradient in begun.items():
             expected = self._value(name, symbols)
             check_gradient(name, gradient, expected.shape, expected.dtype)
-        self._spend(self._priced(symbols).backward_flops)
         if not gradients and not begun:
             return {}
         self._summed.update(key for value, key in self._trained_values.items() if value not in self._grad_inputs)
@@ -131,11 +158,6 @@ class NullStageProgram(StageBase[dict[str, int]]):
         del scale, learning_rate  # Nothing is scaled and nothing is learnt.
         self._require_idle("apply")
         self._require_optimizer()
-        # An update reads gradients and reads and writes all state.
-        moved_bytes = gradient_bytes(self._graph) + 2 * sum(
-            entry.nbytes for entry in self._entries.values() if entry.key in self._trainable
-        )
-        self.last_duration_s = moved_bytes / self._costs.memory_bandwidth_bytes_per_s
         self._summed.clear()
 
     def discard(self) -> None:
@@ -173,25 +195,6 @@ class NullStageProgram(StageBase[dict[str, int]]):
             read = {value for node in needed_nodes(self._graph, values) for value in reads(node)}
             needed = self._needed[names] = frozenset(read.intersection(self._graph.inputs))
         return needed
-
-    def _priced(self, symbols: Mapping[str, int]) -> _Work:
-        key = tuple(sorted(symbols.items()))
-        work = self._work.get(key)
-        if work is None:
-            training = self._options.optimizer is not None
-            # A symbol that the fed inputs do not show counts at its largest.
-            sizes = {**largest(self._graph), **symbols}
-            records = block_costs(self._graph, sizes, training=training)
-            again = 1 if self._options.recompute else 0
-            work = self._work[key] = _Work(
-                sum(record.forward_flops for record in records),
-                sum(record.backward_flops + again * record.forward_flops for record in records),
-            )
-        return work
-
-    def _spend(self, flops: float) -> None:
-        self.total_flops += flops
-        self.last_duration_s = flops / self._costs.flops_per_s
 
     def _value(self, name: str, symbols: Mapping[str, int]) -> HostTensor:
         spec = self._graph.values[name]

@@ -1,9 +1,7 @@
-"""The same numbers as a planning problem: equal peers and equal blocks that take exactly what a closed form says.
+"""A closed form's numbers as a planning problem: equal peers and equal blocks that take exactly what it says.
 
-Decides nothing. A plan of such a problem has the closed form's stages, so that whatever predicts or simulates plans can
+A plan of such a problem has the closed form's stages, so that whatever predicts or simulates plans can
 be held against it; so do passes in serving. Only replicas have no place in it: a problem is one pipeline.
-
-Neighbours: `closed_form` has the terms; `planner` and the simulator take the problem.
 """
 
 from __future__ import annotations

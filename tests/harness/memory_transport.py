@@ -1,8 +1,8 @@
-"""Channels within one process, for tests and the simulator: real frames, real limits, no sockets and no clock.
+"""Channels within one process, for tests: real frames, real limits, no sockets and no clock.
 
 Identities are what the test says they are. A `delay` hook stands for the link: a frame is delivered when the hook
 returns, in order; while it waits, the sender feels the same high-water mark as on a network.
-Neighbours: `tcp` is the other implementation; one conformance suite runs on both.
+The conformance suite of transports runs on it too.
 """
 
 from __future__ import annotations

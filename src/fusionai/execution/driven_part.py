@@ -1,0 +1,205 @@
+"""What a member of any job does: obey its driver's connection, adopt a round's fence and places, tell of failures.
+
+Decides nothing of the job; stages and links are its sub-classes' business. Neighbours: `execution.member` trains and
+`execution.serving_member` serves; `execution.part` names what others see of both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from fusionai.execution.host import Host
+from fusionai.execution.outbox import Outbox
+from fusionai.execution.part import Task
+from fusionai.execution.placement import Placement
+from fusionai.execution.roster import Roster
+from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, TrustError
+from fusionai.primitives.ids import PeerId, short
+from fusionai.transport.interface import Channel, Envelope
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence
+
+log = logging.getLogger(__name__)
+
+LinkLostSink = Callable[[PeerId, str], None]
+
+MAX_UNREAD: Final = 1024
+"""Messages to a driver that does not read them."""
+
+
+class DrivenPart(ABC):
+    """`owner` is the driver's peer id, `opened` the fence it opened the job with. `on_link_lost` only where the driver
+    lives: news of lost links ends there, others send theirs on the network."""
+
+    def __init__(
+        self, task: Task, host: Host, job: str, owner: PeerId, opened: Fence, on_link_lost: LinkLostSink | None
+    ) -> None:
+        self.task: Task = task
+        self.job = job
+        self.owner = owner
+        self.fence = opened
+        """The highest fence heard of from the driver; nothing below it is let in."""
+        self.stale_dropped = 0
+        """Messages dropped because they were of another round (normal after a change of plan)."""
+        self._host = host
+        self._on_link_lost = on_link_lost
+        self._placement = Placement(job=job, me=host.peer, owner=owner, fence=opened, task=task)
+        self._roster = Roster(job, owner, host.peer)
+        self._enlisted = False
+        """Whether `_placement` came with an `Enlist`."""
+        self._failed: dict[int, Fence] = {}
+        self._links_told: set[tuple[Fence, PeerId]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._driver: Outbox | None = None
+        self._closed = False
+
+    @property
+    def driven(self) -> bool:
+        """Whether a driver's connection is being served."""
+        return self._driver is not None
+
+    def admit(self, opened: Fence) -> bool:
+        """Whether a driver that opens the job with this fence may take over; older ones may not from then on."""
+        if opened < self.fence:
+            return False
+        self.fence = opened
+        return True
+
+    def check(self, peer: PeerId, opening: wire.OpenJob) -> None:
+        """Raises `TrustError` for a peer that the owner's signed placement does not name."""
+        self._roster.check(peer, opening)
+
+    # ---------------------------------------------------------------------------------------------- with the driver
+
+    async def serve_control(self, channel: Channel) -> bool:
+        """Obey the driver until it detaches, breaks the protocol or the connection ends. A connection served before is
+        shown out: the driver has come anew.
+
+        True if the job is over for this member; False if it waits for its driver to come back."""
+        driver = Outbox(channel, self._driver_lost)
+        former, self._driver = self._driver, driver
+        if former is not None:
+            former.abandon()
+            self._start(former.channel.close())
+        with self._served():
+            try:
+                while True:
+                    envelope = await channel.receive()
+                    if isinstance(envelope.message, wire.Detach):
+                        if envelope.message.fence >= self.fence:
+                            await self._detach()
+                            return True
+                        self.stale_dropped += 1
+                    else:
+                        self._obey(envelope, driver)
+                    if driver.waiting > MAX_UNREAD:
+                        raise ExecutionError(f"the driver of {self.job} does not read its control connection.")
+            except ChannelClosed:
+                log.info("the connection to the driver of %s ended", self.job)
+            except FusionError as error:
+                log.warning("the driver of %s broke the protocol: %s", self.job, error)
+                self._report(error)
+                return self._driver is driver
+            finally:
+                if self._driver is driver:
+                    self._driver = None
+                await driver.close()
+        return False
+
+    @abstractmethod
+    def _obey(self, envelope: Envelope, driver: Outbox) -> None:
+        """One message of the driver's. Takes no time: what does goes on beside the connection."""
+
+    @abstractmethod
+    async def _detach(self) -> None:
+        """The job is over here: forget its stages."""
+
+    def _adopt(self, enlist: wire.Enlist) -> wire.Refused | None:
+        """The fence and places of a round that begins; a refusal where it is not a newer one of this job's."""
+        if enlist.job != self.job:
+            return wire.Refused(code="unknown_job", reason=f"this connection is for job {self.job}.")
+        known = self._placement.fence
+        if enlist.fence < self.fence or (self._enlisted and enlist.fence <= known):
+            self.stale_dropped += 1
+            return wire.Refused(code="stale_fence", reason=f"{self.job} is at {self.fence}")
+        try:
+            self._roster.adopt(enlist)
+        except TrustError as error:
+            return wire.Refused(code="bad_placement", reason=str(error))
+        self._placement = Placement(
+            job=self.job,
+            me=self._host.peer,
+            owner=self.owner,
+            fence=enlist.fence,
+            neighbours={neighbour.stage: neighbour for neighbour in enlist.neighbours},
+            guards=frozenset(enlist.guards),
+            ticket=enlist.ticket,
+            signed=enlist.placement,
+            named=self._roster.named,
+            task=self.task,
+        )
+        self.fence = enlist.fence
+        return None
+
+    def to_driver(self, message: wire.Message) -> None:
+        if self._driver is not None:
+            self._driver.post(message)
+
+    def _driver_lost(self, reason: str) -> None:
+        log.info("nothing more reaches the driver of %s: %s", self.job, reason)
+
+    # -------------------------------------------------------------------------------------------------- bad tidings
+
+    def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None:
+        """Tell the driver, once per stage and fence: the first failure ends the attempt."""
+        if self._failed.get(stage) != fence:
+            self._failed[stage] = fence
+            self.to_driver(wire.StageFailed(fence=fence, stage=stage, code=code, reason=reason[:4000]))
+
+    @abstractmethod
+    def _report(self, error: FusionError) -> None:
+        """A message for no stage in particular fails all that are here."""
+
+    def _link_lost(self, peer: PeerId, reason: str) -> None:
+        """Told once per round and peer; no stage fails for it."""
+        fence = self._placement.fence
+        if self._closed or peer not in self._placement.peers or (fence, peer) in self._links_told:
+            return
+        self._links_told = {told for told in self._links_told if told[0] == fence} | {(fence, peer)}
+        log.info("link to peer %s lost: %s", short(peer), reason)
+        if self._on_link_lost is not None:
+            self._on_link_lost(peer, reason)
+        else:
+            self.to_driver(wire.LinkLost(fence=fence, peer=peer, reason=reason[:4000]))
+
+    # -------------------------------------------------------------------------------------------------------- tasks
+
+    @contextmanager
+    def _served(self) -> Iterator[None]:
+        """The task at work in here ends with this member."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+
+    def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _end_tasks(self) -> None:
+        """All but the one that asks."""
+        tasks = self._tasks - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
