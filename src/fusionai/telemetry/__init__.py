@@ -1,4 +1,4 @@
-"""Steps, metrics and the process log, to files. Never blocks training, never holds text of the data.
+"""Writes steps, metrics and the process log to files. It never blocks training and never stores text of the data.
 
-Neighbours: `training`, `peer` and `client` record; `dashboard` reads.
+`training`, `peer` and `client` record; `dashboard` reads.
 """

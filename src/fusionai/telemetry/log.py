@@ -1,4 +1,4 @@
-"""The process log: plain lines on standard error. Decides their form; never what is worth saying."""
+"""The process log: plain lines on standard error."""
 
 from __future__ import annotations
 
