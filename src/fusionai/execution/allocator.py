@@ -23,14 +23,19 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_TOP_PAD: Final = -2
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
+"""Parameter numbers of glibc's `mallopt`, from malloc.h."""
 _MADV_DONTNEED: Final = 4
+"""Advice number of `madvise`: drop the pages."""
 _NAMED: Final = 6
 """Fields of a line of /proc/self/maps whose file has a name without spaces."""
 _LARGEST_MMAP_THRESHOLD_BYTES: Final = 32 * 2**20
 """Largest M_MMAP_THRESHOLD that glibc accepts on 64-bit machines."""
 _KEPT_BYTES: Final = 2**30
+"""Free bytes at the heap's end above which glibc returns memory while freed memory is kept (chosen)."""
 _TOP_PAD_BYTES: Final = 64 * 2**20
+"""Extra bytes that glibc requests whenever the heap grows, so that it grows less often (chosen)."""
 _SPARED_BYTES: Final = 2**20
+"""Smallest allocation with its own mapping while memory is spared; it is unmapped when freed (chosen)."""
 
 
 def keep_freed_memory() -> bool:

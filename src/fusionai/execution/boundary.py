@@ -24,6 +24,7 @@ from fusionai.wire.messages import Mode
 FEED: Final = -1
 """Stage number of the data feed."""
 LOSS: Final = "loss"
+"""Name of the job output that holds the loss."""
 
 
 class Port(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

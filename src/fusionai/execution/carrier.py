@@ -1,4 +1,4 @@
-"""State connections that this member dials to other members, to send snapshots, and to send verifiers their inputs.
+"""State connections that this member dials to other members, to send snapshots, and to send referees their inputs.
 
 There is one connection per receiver, opened when first needed and kept open. Sending waits for the network, so a
 snapshot never accumulates in memory. This module decides when a connection counts as dead. The receiving side is in

@@ -53,10 +53,13 @@ Words = npt.NDArray[np.uint32]
 Name = TypeVar("Name", bound=Hashable)
 
 _NAN: Final = np.uint32(0x7FC0)
+"""bfloat16 bits of NaN, the scale of a group that contains a number that is not finite."""
 _NOT_FINITE: Final = np.uint32(0x7F800000)
+"""float32 bits of infinity; magnitudes with these bits or higher are infinite or NaN."""
 _TINY: Final = np.uint32(0x03800000)
 """Bits of 2**-120: the inverse of a smaller scale would be infinite. Groups below it are packed as zeros."""
 _MOST: Final[dict[Packing, int]] = {"int8": 127, "int4": 7, "topk": 127, "subspace": 127}
+"""Largest level of each codec with evenly spaced levels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ _FEW: Final[dict[Packing, _Few]] = {
     "senary": _Few((0.3177, 1.0, 1.8936), (0.6589, 1.4468)),
     "sign": _Few((0.7979,), ()),
 }
+"""Levels of the codecs with few unevenly spaced levels."""
 _PIECE: Final = 8
 """Largest number of rows that are packed together if rows are predicted from earlier ones (chosen)."""
 _REMEMBERED: Final = 64

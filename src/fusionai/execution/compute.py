@@ -41,8 +41,8 @@ Outcome = tuple[T, Timed] | Exception
 def _used_clock(works_in: WorksIn) -> Callable[[], float]:
     """Return the clock that measures how long a piece of work used the machine.
 
-    On a processor it is CPU time: time taken by other programs is no reason to rest. On Windows it is wall time,
-    because CPU time there has a resolution of only about 1/60 s.
+    On a processor it is CPU time: time taken by other programs is no reason to rest. On other devices and on Windows it
+    is wall time, on Windows because CPU time has a resolution of only about 1/60 s there.
     """
     if sys.platform == "win32":
         return time.monotonic

@@ -229,7 +229,7 @@ class Connections:
         """Detach all members that the plan no longer needs; `keep` names those it does."""
         kept = {*keep, self._host.peer}
         for peer in [peer for peer in self._lines if peer not in kept]:
-            self.part_with(peer, fence, "the plan goes on without this peer")
+            self.part_with(peer, fence, "the plan continues without this peer")
 
     def part_with(self, peer: PeerId, fence: wire.Fence, reason: str) -> None:
         """Detach one member. Does nothing if it is not connected."""

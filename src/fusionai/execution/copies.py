@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 
 Chunk = list[tuple[str, HostTensor]]
 MAX_WAITING: Final = 2
+"""Snapshots that may wait to be sent, the one being sent included."""
 FAILURES_TOLD: Final = 2
-"""Consecutive snapshots that may fail before `on_failures` is called: from then on the guard counts as stuck."""
+"""Consecutive failed snapshots after which `on_failures` is called, because the retention line can't advance."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,8 @@ async def open_job(
 
 @dataclass(frozen=True, slots=True)
 class _Dialling:
+    """An attempt to open a link."""
+
     opening: wire.OpenJob
     task: asyncio.Task[None]
 

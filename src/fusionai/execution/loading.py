@@ -24,6 +24,8 @@ from fusionai.wire import messages as wire
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
+    """A validated stage and its program."""
+
     graph: Graph
     boundary: Boundary
     program: StageProgram

@@ -29,9 +29,11 @@ from fusionai.execution.accumulate import as_array
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor
 
 SIZE: Final = 16
+"""Number of random projections in a mark."""
 ROWS: Final = 8
 """Number of sign patterns over rows. Each is combined with `SIZE / ROWS` patterns over columns."""
 KEY_BYTES: Final = 32
+"""Bytes of a mark key."""
 
 
 def step_key(secret: bytes, step: int) -> bytes:

@@ -370,9 +370,9 @@ class JobMember:
             try:
                 await self._stages.prepare(told, tensors, self._placement.places, kept_bytes)
             except FusionError as error:
-                log.warning("stage %d of %s could not be made ready: %s", told.stage, self.job, error)
+                log.warning("stage %d of %s could not be prepared for a takeover: %s", told.stage, self.job, error)
             except Exception:  # whatever was received, this member continues
-                log.exception("stage %d of %s could not be made ready", told.stage, self.job)
+                log.exception("stage %d of %s could not be prepared for a takeover", told.stage, self.job)
 
     async def _made(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> StageRuntime | None:
         """Return the stage's runtime; None, after a refusal, if the attach is not (or no longer) of the present
@@ -517,7 +517,7 @@ class JobMember:
         except FusionError as error:
             answer = _no_opinion(told, str(error))
         except Exception as error:  # whatever was received, this member continues
-            log.exception("stage %d of %s could not be run again", stage, self.job)
+            log.exception("stage %d of %s could not be rechecked", stage, self.job)
             answer = _no_opinion(told, f"{type(error).__name__}: {error}")
         finally:
             self._referees.pop(stage, None)

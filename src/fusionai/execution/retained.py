@@ -22,6 +22,7 @@ Sent = wire.Forward | wire.Backward | wire.SharedGradient
 _Key = tuple[int, int, int, int, int]
 """(step, microbatch, kind of message, receiver, part), which is the order of resending."""
 AFTER_ALL_MICROBATCHES: Final = 2**62
+"""Microbatch number in the sort key of messages that are sent once per step, after all microbatches."""
 
 
 @dataclass(slots=True)

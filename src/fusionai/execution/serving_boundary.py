@@ -21,6 +21,7 @@ from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor
 
 LARGEST_ROW: Final = 2**24
+"""Largest number of elements accepted in one row of a received boundary (chosen)."""
 
 
 class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

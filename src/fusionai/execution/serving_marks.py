@@ -117,6 +117,8 @@ def _part(marks: Marks | None, which: slice) -> Marks | None:
 
 @dataclass(slots=True)
 class _Text:
+    """Marks of one text and the projections that make them."""
+
     got: Projection | None
     gave: Projection | None
     runs: list[_Run] = field(default_factory=list[_Run])

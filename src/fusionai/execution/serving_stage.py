@@ -40,8 +40,11 @@ from fusionai.wire.messages import Fence, Hop, Segment, ServeOptions
 log = logging.getLogger(__name__)
 
 ATTENTION: Final = "fusion.attention"
+"""Operator that keeps a cache of earlier positions."""
 MAX_WAITING: Final = 1024
+"""Passes that may wait at a stage (chosen)."""
 MAX_WAITING_BYTES: Final = 2**29
+"""Bytes of tensors that waiting passes may hold at a stage (chosen)."""
 
 
 class ServingPostman(Protocol):

@@ -24,11 +24,15 @@ from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, SnapshotAt
 
 MAX_ENTRIES: Final = 200_000
+"""Entries accepted in one snapshot (chosen)."""
 WHOLE_PER_STAGE: Final = 2
+"""Complete snapshots kept per stage."""
 
 
 @dataclass(slots=True)
 class _Snapshot:
+    """A snapshot that is arriving or complete."""
+
     sender: PeerId
     fence: Fence
     stage: int

@@ -31,9 +31,11 @@ from fusionai.wire.frame import describe
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 64
+"""Connections served at the same time (chosen)."""
 MAX_ASKS: Final = 16
 """Unanswered requests on one connection."""
 PIECES_AT_ONCE: Final = 4
+"""Largest number of pieces in one answer."""
 PIECES_FOR_ALL: Final = 32
 """Pieces in memory for all answers together, as long as there are fewer connections than that."""
 PATIENCE_S: Final = 60.0

@@ -108,6 +108,8 @@ class _WrongPieceError(ExecutionError):
 
 
 class _Fetch:
+    """One fetch in progress: sources, board and counters."""
+
     def __init__(
         self,
         specs: Sequence[WeightSpec],

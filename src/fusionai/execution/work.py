@@ -242,7 +242,7 @@ class Bench:
 
     async def _apply(self, record: CommitRecord | None) -> None:
         if record is None:
-            raise ExecutionError(f"stage {self._boundary.stage} was told to apply a step without its commit record.")
+            raise ExecutionError(f"stage {self._boundary.stage} can't apply a step without its commit record.")
 
         options = self._options
         first = options.sync_every > 0 and record.step == 0  # later, an agreement sets the anchor

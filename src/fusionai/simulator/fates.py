@@ -20,6 +20,8 @@ Turn = Literal["come", "leave", "crash", "fall silent", "freeze", "wake"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Event:
+    """What happens to one machine at one time."""
+
     at_s: float
     peer: str
     turn: Turn

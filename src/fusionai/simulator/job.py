@@ -47,6 +47,7 @@ from fusionai.simulator.scenario import Scenario
 from fusionai.wire.messages import Refused
 
 ENDLESS: Final = 2**31
+"""Number of steps of a simulated job: it never ends within the simulated time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +85,8 @@ class _Offer:
 
 @dataclass(slots=True)
 class _StepUnderWay:
+    """The step being computed."""
+
     began_s: float
     due_s: float
     row: int

@@ -34,6 +34,8 @@ class Watcher(Protocol):
 
 @dataclass(slots=True)
 class _Machine:
+    """State of one machine."""
+
     phase: Literal["away", "there", "frozen"] = "away"
     process: Process | None = None
     """The peer process; None while away."""

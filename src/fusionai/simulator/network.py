@@ -24,8 +24,11 @@ from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.simulator.agenda import Agenda
 
 SEGMENT_BYTES: Final = 1448
+"""TCP payload of a packet on Ethernet, with timestamps."""
 MATHIS: Final = 1.22
+"""Constant of the formula of Mathis et al., sqrt(3/2)."""
 ROUNDING_S: Final = 1e-9
+"""Transfers whose remaining time differs by less than this end together."""
 
 Connection = tuple[str, str]
 """(sender, receiver)."""
@@ -41,6 +44,7 @@ class Weather:
 
 
 CALM: Final = Weather()
+"""No jitter and no packet loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class Transfer:
 
 @dataclass(slots=True)
 class _Transfer:
+    """A transfer on one line."""
+
     left_s: float
     """Remaining seconds if the link served only this transfer."""
     begun: Callable[[], None]

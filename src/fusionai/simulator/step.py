@@ -48,6 +48,7 @@ from fusionai.training.deployment import stage_options
 from fusionai.wire.messages import CommitRecord, Fence, StageOptions
 
 FEED: Final = -1
+"""Stage number of the data feed."""
 _FENCE: Final = Fence(plan_version=1, incarnation=1, attempt=1)
 UPDATE_PASSES: Final = 7 / 3
 """AdamW reads parameter, gradient and two slots and writes three of them: 7 accesses per 3 values of state."""
@@ -75,6 +76,7 @@ class Rules:
 
 
 BARE: Final = Rules(steps=1, bare=True, weight_lag=False)
+"""Rules for one step without the driver's part, as `scheduling.prediction` predicts it."""
 
 
 @dataclass(frozen=True, slots=True)

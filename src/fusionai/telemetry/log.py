@@ -7,6 +7,7 @@ import sys
 from typing import Final, TextIO
 
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
+"""Accepted log levels."""
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _HANDLER_NAME: Final = "fusionai"
 

@@ -23,10 +23,15 @@ import msgspec
 from fusionai.telemetry.records import MetricName, MetricRecord, Origin, Record, StepRecord, Work, WorkKind
 
 _CAPACITY: Final = 65_536
+"""Records that may wait to be written (chosen)."""
 _POLL_S: Final = 0.1
+"""Seconds without a record after which the file is flushed and a close is noticed (chosen)."""
 _CLOSE_S: Final = 5.0
+"""Seconds that `close` waits for the disk (chosen)."""
 DETAIL_EVERY_S: Final = 10.0
+"""Smallest number of seconds between two steps whose pieces of work are written (chosen)."""
 _NOT_BUSY: Final[frozenset[WorkKind]] = frozenset({"send", "wait"})
+"""Kinds of work that do not count as busy time."""
 
 
 class Piece(Protocol):

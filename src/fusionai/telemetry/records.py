@@ -31,6 +31,7 @@ WORK_KINDS: Final[frozenset[str]] = frozenset(get_args(WorkKind))
 METRIC_NAMES: Final[frozenset[str]] = frozenset(get_args(MetricName))
 
 _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,127}")
+"""An id: up to 128 lower-case letters, digits and dashes, with no dash at the start."""
 Id = Annotated[str, Meta(max_length=128, pattern=r"^[a-z0-9][a-z0-9-]*$")]
 
 

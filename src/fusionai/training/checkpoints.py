@@ -65,7 +65,7 @@ class Checkpoints:
         if previous is not None:
             yield previous, True
         elif source == "import":
-            yield {}, True  # a stage without any state waits for the last chunk all the same
+            yield {}, True  # a stage without any state waits for the last chunk too
 
     def _saved(self, job: TrainingJob, graph: Graph, step: int) -> Iterator[tuple[str, HostTensor]]:
         reader = CheckpointReader(step_directory(self.root, step))
@@ -132,7 +132,7 @@ class Collection:
     """One checkpoint being written: `take` stores what members send, `run` waits for all of it and completes the
     checkpoint.
 
-    `cancel` before the last chunk leaves nothing behind; after it, the checkpoint is completed all the same.
+    `cancel` before the last chunk leaves nothing behind; after it, the checkpoint is still completed.
     """
 
     def __init__(

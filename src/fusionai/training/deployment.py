@@ -56,8 +56,8 @@ class Cut:
     codecs: tuple[Codec, ...]
     stages: tuple[CutStage, ...]
     together: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """(key, stages that hold it) for parameters whose gradients travel with each microbatch. That is efficient only
-    because one machine runs all of these stages."""
+    """(key, stages that hold it) for parameters whose gradients travel with each microbatch only because one machine
+    runs all of these stages."""
 
     def holds(self, plan: Plan) -> bool:
         """Return whether `plan` has these stages, and keeps on one machine those that must be."""

@@ -41,6 +41,7 @@ ROOM: Final = 20.0
 """Factor from the tolerance of one microbatch to the accepted difference, because differences grow over several steps
 (chosen)."""
 _PRECISIONS: Final = {"fp32": "float32", "bf16": "bfloat16"}
+"""Precision of a job -> dtype name in the table of tolerances."""
 
 
 def limits(options: StageOptions, fingerprint: str, other: str) -> Limits:

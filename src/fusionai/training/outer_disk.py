@@ -30,7 +30,9 @@ from fusionai.training.outer import OuterState
 from fusionai.wire.codecs import PackedTensor, Told
 
 INDEX: Final = "index.json"
+"""Name of the index file."""
 _PARTS: Final = ("anchor", "momentum", "residual")
+"""Parts of the outer state, as prefixes of tensor names."""
 Number = Annotated[int, Meta(ge=0)]
 
 
@@ -45,6 +47,8 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Content of the index file."""
+
     round: Number
     rounds: dict[str, Number]
     state: str

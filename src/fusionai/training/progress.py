@@ -54,6 +54,8 @@ class BestKept:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
+    """A complete checkpoint of `step` is on disk; collecting and writing it took `seconds`."""
+
     step: int
     path: str
     seconds: float
