@@ -72,7 +72,9 @@ class Arrivals:
     def shared(self, message: wire.SharedGradient, tensors: Mapping[str, Carried]) -> None:
         known = self._partials if message.phase == "partial" else self._totals
         if message.part >= message.parts:
-            raise ExecutionError(f"stage {self._stage} got part {message.part} of {message.parts} of shared gradients.")
+            raise ExecutionError(
+                f"stage {self._stage} got part {message.part} of {message.parts} of shared gradients, counted from 0."
+            )
         self._named(message.sender, "shared gradients", known.get(message.sender, frozenset()), tensors)
         for key, carried in tensors.items():
             was = self._as_agreed(key, carried, "none")

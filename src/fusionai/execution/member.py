@@ -180,7 +180,9 @@ class JobMember:
                     self._keeper.store.drop_below(message.line)
                 self._deliver(message, envelope.tensors)
             case other:
-                raise ExecutionError(f"the driver sent a {type(other).__name__} on its control connection.")
+                raise ExecutionError(
+                    f"the driver sent a {type(other).__name__} on its control connection, where it does not belong."
+                )
 
     async def serve_state(self, channel: Channel) -> None:
         """Take state chunks from the driver. What `state` sends leaves on the same connection."""
@@ -252,7 +254,7 @@ class JobMember:
         message = envelope.message
         sender = envelopes.sender(message)
         if sender is None:
-            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__}; only the driver may.")
+            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__}; only the driver may send it.")
         if _fence(message) != self._placement.fence:
             self.stale_dropped += 1  # from another placement, whose senders may differ
             return

@@ -56,7 +56,7 @@ async def prepare_stage(
     if boundary.stage != load.stage or load.stage >= load.stages:
         raise GraphError(f"the load of {place} of {load.stages} carries the boundary of stage {boundary.stage}.")
     if not hasattr(host.backend, "serve"):
-        raise ExecutionError(f"backend {host.backend.name} can't serve models; it can only train.")
+        raise ExecutionError(f"backend {host.backend.name} can't serve models.")
     backend = cast("ServingBackend", host.backend)
 
     def read() -> Graph:

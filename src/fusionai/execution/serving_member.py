@@ -189,7 +189,9 @@ class ServingMember:
             case wire.TellMarks() | wire.ShowRows() | wire.ReadAgain() as order:
                 self._testify(order)
             case other:
-                raise ExecutionError(f"the driver sent a {type(other).__name__} on its control connection.")
+                raise ExecutionError(
+                    f"the driver sent a {type(other).__name__} on its control connection, where it does not belong."
+                )
 
     async def serve_state(self, channel: Channel) -> None:
         """Fetch weights over the driver's state connection when needed."""
@@ -237,7 +239,9 @@ class ServingMember:
             case wire.ReadText():
                 sender = None  # from a guard; the driver knows which one it asked
             case _:
-                raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__}; only the driver may.")
+                raise ExecutionError(
+                    f"peer {short(peer)} sent a {type(message).__name__}; only the driver may send it."
+                )
         if message.fence != self._placement.fence:
             self.stale_dropped += 1  # from another placement, whose senders may differ
             return

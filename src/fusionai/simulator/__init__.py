@@ -3,5 +3,5 @@
 `step` and `generation` simulate single steps and tokens event by event; `course` simulates hours of a job under churn.
 The same inputs and the same seed give the same run.
 
-`scheduling` plans and prices, `coordination` decides, `cli.simulate` reads scenarios and shows runs.
+Neighbours: `scheduling` plans and prices, `coordination` decides, `cli.simulate` reads scenarios and shows runs.
 """

@@ -1,4 +1,4 @@
 """Writes steps, metrics and the process log to files. It never blocks training and never stores text of the data.
 
-`training`, `peer` and `client` record; `dashboard` reads.
+Neighbours: `training`, `peer` and `client` record; `dashboard` reads.
 """
