@@ -1,5 +1,7 @@
-"""The stage host: runs stages of a job on this machine, for a peer's daemon and for the job owner's process alike.
+"""The stage host: runs stages of a job on this machine, in a peer's daemon and in the job owner's process.
 
-Performs the commands of `coordination.stage` with a backend and channels; decides nothing itself. Neighbours: `peer`
-and `training` own a `JobMember`; `backends`, `transport`, `ir.partition` are below.
+It performs the commands of the stage machines in `coordination` with a backend and channels, and leaves every decision
+to those machines.
+
+Neighbours: `peer` and `training` own a `JobMember`; `backends`, `transport` and `ir.partition` are the layers below.
 """

@@ -1,6 +1,6 @@
-"""Host tensors as flat numpy arrays and back, for sums that are made outside a backend.
+"""Convert host tensors to flat numpy arrays and back, for sums computed outside a backend.
 
-Neighbours: `execution.codecs`, `execution.marks` and `execution.exchange` calculate with them.
+Used by `execution.codecs`, `execution.marks` and `execution.exchange`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
 
 
 def as_array(tensor: HostTensor) -> np.ndarray:
-    """Flat; bfloat16 as float32."""
+    """Return the values as a flat array. bfloat16 is widened to float32, which numpy has no type for."""
     if tensor.dtype == "bfloat16":
         widened = np.frombuffer(tensor.data, np.uint16).astype(np.uint32) << np.uint32(16)
         return widened.view(np.float32)
@@ -21,7 +21,7 @@ def as_array(tensor: HostTensor) -> np.ndarray:
 
 
 def as_bytes(array: np.ndarray, dtype: str) -> bytes:
-    """Rounded to even where `dtype` is narrower."""
+    """Return the bytes of `array` as `dtype`, rounded half to even if `dtype` is narrower."""
     if dtype != "bfloat16":
         return array.astype(_NUMPY[dtype], copy=False).tobytes()
     bits = array.astype(np.float32, copy=False).view(np.uint32)

@@ -1,14 +1,15 @@
-"""How the C library gives out memory in a process that computes. Decides its settings, once, where glibc is.
+"""Settings of the C library's allocator (glibc on Linux) in a process that computes.
 
-Every microbatch frees and takes the same large tensors again. By default glibc hands such memory back to the system and
-faults it in anew, page by page, and gives threads heaps too small for it: a few percent of a training step. Kept memory
-mostly stays below what the process needed at its peak, but not always: pieces that lie between others add up. So a
-stage that saves memory otherwise does without. Elsewhere (macOS, Windows, musl) nothing is done.
+Every microbatch frees and allocates the same large tensors again. By default glibc returns such memory to the system
+and faults it in again page by page, and it gives threads heaps that are too small for it. That costs a few percent of a
+training step. Keeping freed memory usually keeps the process below its former peak, but fragmentation can add to it, so
+a stage that trades time for memory (recomputation, offloading) returns memory instead. On macOS, Windows and musl the
+functions do nothing.
 
-A stage that is dropped gives its memory back at once, and so does a machine the code that only starting needed.
+Memory of a dropped stage is returned at once, and so are code pages that only startup needed.
 
-Neighbours: `execution.compute`, before its thread exists; `execution.loading`, by what a stage was told;
-`execution.stages`, when one has gone.
+Called by `execution.compute` before its thread exists, by `execution.loading` according to the stage's options, and by
+`execution.stages` after a stage is dropped.
 """
 
 from __future__ import annotations
@@ -22,18 +23,24 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_TOP_PAD: Final = -2
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
+"""Parameter numbers of glibc's `mallopt`, from malloc.h."""
 _MADV_DONTNEED: Final = 4
+"""Advice number of `madvise`: drop the pages."""
 _NAMED: Final = 6
-"""Fields of a mapping whose file has a name without spaces."""
+"""Fields of a line of /proc/self/maps whose file has a name without spaces."""
 _LARGEST_MMAP_THRESHOLD_BYTES: Final = 32 * 2**20
-"""glibc takes no larger one on 64-bit machines."""
+"""Largest M_MMAP_THRESHOLD that glibc accepts on 64-bit machines."""
 _KEPT_BYTES: Final = 2**30
+"""Free bytes at the heap's end above which glibc returns memory while freed memory is kept (chosen)."""
 _TOP_PAD_BYTES: Final = 64 * 2**20
+"""Extra bytes that glibc requests whenever the heap grows, so that it grows less often (chosen)."""
 _SPARED_BYTES: Final = 2**20
+"""Smallest allocation with its own mapping while memory is spared; it is unmapped when freed (chosen)."""
 
 
 def keep_freed_memory() -> bool:
-    """Call before the first thread is started. True if the settings were taken."""
+    """Keep freed memory in the process. Call before the first thread starts. Return whether all settings were
+    accepted."""
     return _settle(
         (_M_ARENA_MAX, 1),
         (_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD_BYTES),
@@ -43,9 +50,11 @@ def keep_freed_memory() -> bool:
 
 
 def spare_memory() -> bool:
-    """Every large tensor goes back to the system when it is freed, and leaves no hole that the next does not fit: a
-    third less at the peak of a step that makes activations again, for a fifth more time. Counts for what is taken from
-    now on. True if the settings were taken."""
+    """Return every freed large tensor to the system, so that it leaves no hole too small for the next tensor.
+
+    Measured with recomputed activations: one third less memory at the peak of a step, one fifth more time. Applies to
+    later allocations. Return whether all settings were accepted.
+    """
     return _settle((_M_MMAP_THRESHOLD, _SPARED_BYTES), (_M_TRIM_THRESHOLD, _SPARED_BYTES), (_M_TOP_PAD, 0))
 
 
@@ -57,18 +66,21 @@ def _settle(*settings: tuple[int, int]) -> bool:
     except (OSError, AttributeError):
         return False
     mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
-    taken = [mallopt(name, value) for name, value in settings]  # each is tried, whatever became of the one before
+    taken = [mallopt(name, value) for name, value in settings]  # a setting is tried even if an earlier one failed
     return all(answer == 1 for answer in taken)
 
 
 def return_code_pages() -> bool:
-    """Pages of libraries' machine code: what is called again comes back from its file. Starting and compiling touch
-    four times as many as working does, a hundred megabytes. False where there is no way to."""
+    """Drop the resident pages of libraries' machine code; code that is called again is read from its file.
+
+    Starting and compiling touch four times as many of these pages as normal work, about 100 MB. Return False if the
+    platform offers no way to drop them.
+    """
     if not sys.platform.startswith("linux"):
         return False
     try:
         advise = ctypes.CDLL(None).madvise
-        # Code alone: pages that are written to while a library is loaded would not come back as they were.
+        # Code only: pages that are written while a library is loaded would lose their contents.
         mapped = [line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()]
     except (OSError, AttributeError):
         return False
@@ -81,7 +93,7 @@ def return_code_pages() -> bool:
 
 
 def return_freed_memory() -> bool:
-    """To the system, all pages that hold nothing. Takes milliseconds. False where there is no way to."""
+    """Return all unused heap pages to the system. Takes milliseconds. Return False if the platform offers no way to."""
     if not sys.platform.startswith("linux"):
         return False
     try:

@@ -1,7 +1,7 @@
-"""What a tensor message must look like to be taken by a stage: names, number formats and sizes its graph allows.
+"""Checks a tensor message before a stage accepts it: names, dtypes and sizes must be ones its graph allows.
 
-Decides before anything is kept. Exact shapes are the backend's check, when it knows the sizes of this microbatch.
-Neighbours: `execution.runtime` asks, `execution.boundary` and the graph say what is expected.
+The check comes before anything is stored. The backend checks exact shapes once it knows the sizes of the microbatch.
+`execution.runtime` calls it; `execution.boundary` and the graph define what is expected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from fusionai.wire.codecs import Codec, PackedTensor, Packing, codec_between, fo
 
 
 class Arrivals:
-    """Raises `ExecutionError` for what does not belong here."""
+    """Checks tensor messages for one stage. Each method raises `ExecutionError` for a message the stage must not
+    accept."""
 
     def __init__(self, graph: Graph, boundary: Boundary, codecs: Sequence[Codec] = ()) -> None:
         self._stage = boundary.stage
@@ -71,7 +72,9 @@ class Arrivals:
     def shared(self, message: wire.SharedGradient, tensors: Mapping[str, Carried]) -> None:
         known = self._partials if message.phase == "partial" else self._totals
         if message.part >= message.parts:
-            raise ExecutionError(f"stage {self._stage} got part {message.part} of {message.parts} of shared gradients.")
+            raise ExecutionError(
+                f"stage {self._stage} got part {message.part} of {message.parts} of shared gradients, counted from 0."
+            )
         self._named(message.sender, "shared gradients", known.get(message.sender, frozenset()), tensors)
         for key, carried in tensors.items():
             was = self._as_agreed(key, carried, "none")
@@ -81,7 +84,10 @@ class Arrivals:
     def _as_agreed(
         self, name: str, carried: Carried, codec: Packing, *, following: bool = False
     ) -> HostTensor | PackedTensor:
-        """What was sent, before it was packed. Who packs otherwise than agreed gives others other numbers."""
+        """Return the tensor as it was before packing, after checking its packing.
+
+        Packing other than agreed is refused, because stages would then compute with different numbers.
+        """
         was, found = (carried.was, carried.was.codec) if isinstance(carried, Packed) else (carried, "none")
         expected = codec if packs(codec, was.dtype, was.shape) else "none"
         if found != expected:
@@ -89,19 +95,20 @@ class Arrivals:
         follow = following and follows(expected, was.shape)
         if isinstance(was, PackedTensor) and was.following != follow:
             raise ExecutionError(
-                f"stage {self._stage} expected rows of {name!r} {'following each other' if follow else 'on their own'}."
+                f"stage {self._stage} expected rows of {name!r} "
+                f"{'predicted from earlier rows' if follow else 'packed independently'}."
             )
         return was
 
     def _of_here(self, message: wire.Forward | wire.Backward) -> None:
         if message.replica != self._replica or not self._crosses(message.microbatch):
             raise ExecutionError(
-                f"stage {self._stage} is of replica {self._replica}, "
+                f"stage {self._stage} belongs to replica {self._replica}, "
                 f"got microbatch {message.microbatch} of replica {message.replica}."
             )
 
     def _named(self, other: int, what: str, known: frozenset[str], tensors: Mapping[str, Carried]) -> None:
-        """A value that nothing depended on has no gradient: absent ones are right, unknown ones are not."""
+        """Refuse unknown names. Missing names are correct: a value that nothing depended on has no gradient."""
         if unknown := tensors.keys() - known:
             raise ExecutionError(
                 f"stage {self._stage} expected {what} of {sorted(known)} from {_place(other)}, got {sorted(unknown)}."
@@ -109,17 +116,17 @@ class Arrivals:
 
     def _float(self, name: str, tensor: HostTensor | PackedTensor) -> None:
         if tensor.dtype not in FLOAT_DTYPES:
-            raise ExecutionError(f"stage {self._stage} expected a gradient of {name!r} in floats, got {tensor.dtype}.")
+            raise ExecutionError(f"stage {self._stage} expected a float gradient of {name!r}, got {tensor.dtype}.")
 
     def _size(self, name: str, limit: str, tensor: HostTensor | PackedTensor) -> None:
-        """Of what it is once unpacked: nothing larger is allocated."""
+        """Limit the size after unpacking, because that is what will be allocated."""
         most, nbytes = self._limits_bytes[limit], tensor_bytes(tensor.dtype, tensor.shape)
         if nbytes > most:
             raise ExecutionError(f"stage {self._stage} expected at most {most} bytes of {name!r}, got {nbytes}.")
 
 
 def _largest_bytes(graph: Graph, spec: ValueSpec) -> int:
-    """Of a value with every symbol at its largest."""
+    """Return the size of the value in bytes with every symbolic dimension at its upper bound."""
     highest = [dim if isinstance(dim, int) else max(0, bounds(dim, graph.symbols)[1]) for dim in spec.shape]
     return math.prod(highest) * ITEMSIZE_BYTES["int64" if spec.dtype == "symint" else spec.dtype]
 

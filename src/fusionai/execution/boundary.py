@@ -1,10 +1,10 @@
-"""What crosses a stage's boundary, derived once from the partition. Decides names and directions; moves nothing.
+"""The tensors that cross a stage's boundary: their names and directions, derived once from the partition.
 
-A job's values flow along ports: from a producer stage (or the data feed, -1) to a consumer stage. Training and
-evaluation use every value; inference only those that the job outputs other than the loss depend on, so that labels
+Values of a job flow along ports, from a producer stage (or the data feed, -1) to a consumer stage. Training and
+evaluation use every value. Inference uses only the values that job outputs other than the loss depend on, so labels
 need not exist and nothing is sent to the loss.
 
-Neighbours: made by `training` from `ir.partition`, sent in `Attach`, obeyed by `execution.runtime`.
+`training` builds boundaries from `ir.partition` and sends them in `Attach`; `execution.runtime` follows them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from fusionai.wire.messages import Mode
 FEED: Final = -1
 """Stage number of the data feed."""
 LOSS: Final = "loss"
+"""Name of the job output that holds the loss."""
 
 
 class Port(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Values between this stage and stage `other`, in canonical order. `inference` is a subset."""
+    """Values between this stage and stage `other`, in canonical order. `inference` is a subset of `values`."""
 
     other: int
     values: tuple[str, ...]
@@ -38,17 +39,21 @@ class Port(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GradientPort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Gradients between this stage and stage `other`: of boundary values, of aliases of them and of shared parameters
-    (by value name), in canonical order."""
+    """Gradients between this stage and stage `other`, by value name in canonical order: gradients of boundary values,
+    of their aliases and of shared parameters."""
 
     other: int
     values: tuple[str, ...]
 
 
 class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`outputs`: meanings of the job outputs this stage produces, e.g. `loss`, `logits`. `returns`: gradients this
-    stage sends, `returned`: those it gets, of its outputs or, of an input or parameter, the sum that later stages
-    began. `aliases`: input -> the received value that it repeats. `joins`: outputs that only take gradients."""
+    """Everything one stage exchanges with other stages and the driver.
+
+    `outputs`: names of the job outputs this stage produces, e.g. `loss`, `logits`. `returns`: gradients this stage
+    sends. `returned`: gradients it receives, either of its own outputs or, for an input or parameter, the partial sum
+    that later stages began. `aliases`: input name -> the received value it repeats. `joins`: outputs that exist only to
+    take gradients.
+    """
 
     stage: int
     receives: tuple[Port, ...]
@@ -61,22 +66,23 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     shared: tuple[SharedParam, ...] = ()
     replica: int = 0
     replicas: int = 1
-    """Of the whole pipeline; microbatch m crosses replica m mod `replicas`."""
+    """Replicas of the whole pipeline. Microbatch m is processed by replica m mod `replicas`."""
 
     @property
     def others(self) -> frozenset[int]:
-        """Stages this one exchanges tensors with."""
+        """Stages that this stage exchanges tensors with."""
         linked = {port.other for port in (*self.receives, *self.sends, *self.returns, *self.returned)}
         return frozenset(linked - {FEED}) | self.totals_to | self.summed_by
 
     @property
     def grad_inputs(self) -> tuple[str, ...]:
-        """Inputs and parameters whose gradient backward gives for another stage."""
+        """Inputs and parameters whose gradients the backward pass computes for other stages."""
         return tuple(value for port in self.returns for value in port.values)
 
     @property
     def made(self) -> frozenset[str]:
-        """Values of this stage whose gradients it gets; of others it gets sums to continue."""
+        """Values this stage computes and receives gradients for. For all other values it receives partial sums to
+        continue."""
         return frozenset(value for port in self.sends for value in port.values).union(self.joins)
 
     @property
@@ -88,22 +94,22 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def sums_of(self) -> frozenset[int]:
-        """Stages whose gradients of shared parameters are added here once per step."""
+        """Stages whose gradients of shared parameters are added at this stage once per step."""
         return frozenset(stage for shared in self._at_home for stage in shared.summed)
 
     @property
     def totals_to(self) -> frozenset[int]:
-        """Stages that are sent the sums made here."""
+        """Stages that receive the sums made at this stage."""
         return frozenset(stage for shared in self._at_home for stage in shared.stages[1:])
 
     @property
     def summed_by(self) -> frozenset[int]:
-        """Home stages of parameters held here."""
+        """Home stages (where the sums are made) of shared parameters that this stage also holds."""
         return frozenset(shared.stages[0] for shared in self.shared) - {self.stage}
 
     @property
     def parts_to(self) -> frozenset[int]:
-        """Home stages that add this one's gradients once per step."""
+        """Home stages that add this stage's gradients once per step."""
         return frozenset(shared.stages[0] for shared in self.shared if self.stage in shared.summed)
 
     @property
@@ -111,26 +117,26 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return [shared for shared in self.shared if shared.stages[0] == self.stage]
 
     def shared_keys(self, home: int, other: int) -> frozenset[str]:
-        """Parameters summed at `home` that `other` holds as well; one of the two is this stage."""
+        """Return the parameters summed at `home` that `other` holds as well. One of the two is this stage."""
         return frozenset(shared.key for shared in self.shared if shared.stages[0] == home and other in shared.stages)
 
     def summed_keys(self, home: int, other: int) -> frozenset[str]:
-        """Those of them whose sums `other` sends once per step."""
+        """Return the parameters summed at `home` for which `other` sends its own sums once per step."""
         return frozenset(shared.key for shared in self.shared if shared.stages[0] == home and other in shared.summed)
 
     def crosses(self, microbatch: int) -> bool:
         return microbatch % self.replicas == self.replica
 
     def check(self, graph: Graph) -> None:
-        """Raises `GraphError` where this is no boundary of `graph`: what was received may name anything."""
+        """Raise `GraphError` if this boundary does not fit `graph`. It may come from the network and name anything."""
         place = f"the boundary of stage {self.stage}"
         for ports in (self.receives, self.sends):
             if len({port.other for port in ports}) != len(ports):
-                raise GraphError(f"{place} has two ports with one stage.")
+                raise GraphError(f"{place} has two ports to the same stage.")
             for port in ports:
                 values = {*port.values}
                 if len(values) != len(port.values) or not values.issuperset(port.inference):
-                    raise GraphError(f"{place} names values of stage {port.other} twice or not at all.")
+                    raise GraphError(f"{place} repeats values of stage {port.other} or lacks ones of inference.")
         for ports in (self.returns, self.returned):
             named = [value for port in ports for value in port.values]
             if len({port.other for port in ports}) != len(ports) or len({*named}) != len(named):
@@ -154,9 +160,9 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 some = ", ".join(sorted(unknown)[:5])
                 raise GraphError(f"{place} names {what} that the stage does not have: {some}.")
         if len({*received, *self.aliases}) != len(received) + len(self.aliases):
-            raise GraphError(f"{place} has one input from two stages.")
+            raise GraphError(f"{place} takes one input from two stages.")
         if not 0 <= self.replica < self.replicas:
-            raise GraphError(f"{place} is of replica {self.replica} of {self.replicas}.")
+            raise GraphError(f"{place} is for replica {self.replica} of {self.replicas}, which are counted from 0.")
         if any(
             len(shared.stages) < 2 or self.stage not in shared.stages or not {*shared.summed} <= {*shared.stages[1:]}
             for shared in self.shared
@@ -164,19 +170,20 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise GraphError(f"{place} names shared parameters that it does not share.")
 
     def wanted(self, mode: Mode) -> tuple[str, ...]:
-        """Graph output meanings to compute in this mode."""
+        """Return the names of the graph outputs to compute in this mode."""
         values = {value for port in self.sends for value in port.carried(mode)}
         values.update(self.joins if mode == "train" else ())
         return (*sorted(values), *(meaning for meaning in self.job_outputs(mode) if meaning not in values))
 
     def job_outputs(self, mode: Mode) -> tuple[str, ...]:
-        """What goes to the driver: the loss in training and evaluation, everything else in inference."""
+        """Return the outputs for the driver: the loss in training and evaluation, all others in inference."""
         return tuple(meaning for meaning in self.outputs if (meaning == LOSS) != (mode == "infer"))
 
     def shape(
         self, *, microbatches: int, in_flight: int, weight_lag: int = 0, exchanges: Exchanges = NO_EXCHANGES
     ) -> StageShape:
-        """The stage machine's view of this boundary. `microbatches`: of a step, over all replicas."""
+        """Return what the stage machine needs to know of this boundary. `microbatches` counts one step over all
+        replicas."""
         modes: tuple[Mode, ...] = ("train", "eval", "infer")
         if microbatches < self.replicas or in_flight < 1:
             raise PlanError(
@@ -202,7 +209,7 @@ class Boundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def boundaries(partition: Partition) -> tuple[Boundary, ...]:
-    """One boundary per stage, in stage order."""
+    """Return one boundary per stage, in stage order."""
     inference = _inference_values(partition)
     receives: dict[int, dict[int, list[str]]] = {stage.stage: {} for stage in partition.stages}
     sends: dict[int, dict[int, list[str]]] = {stage.stage: {} for stage in partition.stages}
@@ -251,11 +258,14 @@ def boundaries(partition: Partition) -> tuple[Boundary, ...]:
 
 
 def replicated(partitions: Sequence[Partition]) -> tuple[Boundary, ...]:
-    """Boundaries of the stages of one replica after the other, numbered on. All partitions are cuts of one graph, each
-    its own; whoever holds a trainable parameter shares it with every other that does."""
+    """Return the boundaries of all replicas' stages, numbered consecutively from replica to replica.
+
+    Each partition is one cut of the same graph; the cuts may differ. All stages that hold the same trainable parameter
+    share it.
+    """
     holders: dict[str, list[int]] = {}
     passed_on: dict[str, set[int]] = {}
-    """Key -> stages whose gradients their own replica's lowest holder has already."""
+    """Key -> stages whose gradients already went into the sum of the first holder in their replica."""
     first = 0
     for partition in partitions:
         for stage in partition.stages:
@@ -308,7 +318,7 @@ def _job_outputs(partition: Partition, stage: int, graph: Graph) -> tuple[str, .
 
 
 def _inference_values(partition: Partition) -> set[tuple[int, str]]:
-    """(consumer stage, value) pairs that job outputs other than the loss depend on, walking the stages backwards."""
+    """Return the (consumer stage, value) pairs that job outputs other than the loss depend on."""
     wanted: dict[int, set[str]] = {stage.stage: set() for stage in partition.stages}
     pairs: set[tuple[int, str]] = set()
     for stage in reversed(partition.stages):
@@ -326,7 +336,7 @@ def _inference_values(partition: Partition) -> set[tuple[int, str]]:
 
 
 def _inputs_needed(graph: Graph, values: Iterable[str]) -> set[str]:
-    """Graph inputs that `values` depend on."""
+    """Return the graph inputs that `values` depend on."""
     needed = set(values)
     for node in reversed(graph.nodes):
         if needed.intersection(node.outputs):

@@ -1,10 +1,8 @@
-"""The state connections that this member dials to others, to give them snapshots, and referees what they need. Decides
-when one is open or dead.
+"""State connections that this member dials to other members, to send snapshots, and to send referees their inputs.
 
-One per receiver, opened when first needed and kept. Sending waits for the network, so that a snapshot never piles up
-in memory. Accepted state connections are the receiver's (`execution.member`).
-
-Neighbours: `execution.member` sends snapshots, `execution.line` keeps the connection alive.
+There is one connection per receiver, opened when first needed and kept open. Sending waits for the network, so a
+snapshot never accumulates in memory. This module decides when a connection counts as dead. The receiving side is in
+`execution.member`; `execution.keeper` sends through this module; `execution.line` keeps each connection alive.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from fusionai.wire import messages as wire
 
 
 class Carrier:
-    """`send` delivers or raises; nothing is tried twice."""
+    """Sends messages to other members. `send` delivers the message or raises; it never retries."""
 
     def __init__(self, transport: Transport, *, now_s: Callable[[], float]) -> None:
         self._transport = transport
@@ -43,7 +41,8 @@ class Carrier:
         message: wire.Snapshot | Sent,
         tensors: Sequence[HostTensor],
     ) -> None:
-        """Returns when the network has taken the message. Raises `RefusedError`, `TransportError`, `TrustError`."""
+        """Send one message and return when the network has taken it. Raises `RefusedError`, `TransportError`,
+        `TrustError`."""
         async with self._opening.setdefault(peer, asyncio.Lock()):
             line = self._lines.get(peer)
             if line is None or not line.usable:
@@ -56,7 +55,7 @@ class Carrier:
         channel = await open_job(self._transport, addresses, peer, "state", opening)
         if self._closing:
             channel.abort()
-            raise TransportError(f"the connection to peer {short(peer)} is not wanted any more.")
+            raise TransportError(f"the connection to peer {short(peer)} is not needed: this member is closing.")
         line = self._lines[peer] = Line(channel)
         self._silence.watch(peer, self._now_s())
         reader = asyncio.create_task(self._read(line))
@@ -65,7 +64,7 @@ class Carrier:
         return line
 
     async def _read(self, line: Line) -> None:
-        """The other side says nothing here but signs of life."""
+        """Read until the connection ends. The other side may send only pings and pongs."""
         try:
             message = (await line.receive()).message
             line.lost(f"it sent a {type(message).__name__}")
@@ -73,7 +72,8 @@ class Carrier:
             line.lost(str(error))
 
     def beat(self) -> None:
-        """As `Links.beat`: whoever sends on a dead connection learns of it."""
+        """Like `Links.beat`: ping all peers and end silent connections, so that the next `send` fails or opens a new
+        one."""
         now_s = self._now_s()
         for peer, line in self._lines.items():
             if line.usable and line.beat(now_s):

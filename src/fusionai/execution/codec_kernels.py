@@ -1,7 +1,7 @@
-"""The loops of `execution.codecs` over groups of numbers, as numba compiles them. Decides nothing.
+"""Inner loops of `execution.codecs` over groups of numbers, compiled with numba.
 
-Each does in one go over memory what `codecs` says in whole arrays, operation by operation in float32: both give the
-same bits, so that who replays a step without a compiler sends what was sent. Neighbour: `scheduling.compiled`.
+Each loop does in one pass what `codecs` does with whole-array operations, in the same float32 operation order. Both
+give the same bits, so a machine without a compiler replays a step exactly. Compiled through `scheduling.compiled`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import numpy as np
 
 
 def largest_bits(bits: Any, largest: Any) -> None:
-    """bits uint32 [groups, width] of float32 -> those of each group's largest magnitude, uint32 [groups]."""
+    """Write the float32 bits of each group's largest magnitude, uint32 [groups]. `bits`: float32 bits [groups,
+    width]."""
     groups, width = bits.shape
     for group in range(groups):
         most = np.uint32(0)
@@ -22,7 +23,7 @@ def largest_bits(bits: Any, largest: Any) -> None:
 
 
 def to_levels(x: Any, inverse: Any, most: Any, levels: Any) -> None:
-    """x float32 [groups, width] times inverse [groups], rounded to even, within +-most -> levels int8."""
+    """Write levels int8: x float32 [groups, width] times inverse [groups], rounded half to even, clipped to +-most."""
     groups, width = x.shape
     for group in range(groups):
         factor = inverse[group]
@@ -32,7 +33,7 @@ def to_levels(x: Any, inverse: Any, most: Any, levels: Any) -> None:
 
 
 def from_levels(levels: Any, scales: Any, x: Any) -> None:
-    """levels int8 [groups, width] times scales float32 [groups] -> x float32."""
+    """Write x float32: levels int8 [groups, width] times scales float32 [groups]."""
     groups, width = levels.shape
     for group in range(groups):
         scale = scales[group]
@@ -41,7 +42,7 @@ def from_levels(levels: Any, scales: Any, x: Any) -> None:
 
 
 def times_windows(x: Any, sequence: Any, starts: Any, out: Any) -> None:
-    """Each row of x float32 [groups, width] times `sequence` from starts int64 [groups] on."""
+    """Write each row of x float32 [groups, width] times `sequence` from its entry of starts int64 [groups] onwards."""
     groups, width = x.shape
     for group in range(groups):
         start = starts[group]
@@ -50,7 +51,7 @@ def times_windows(x: Any, sequence: Any, starts: Any, out: Any) -> None:
 
 
 def butterflies(x: Any) -> None:
-    """Each row of x float32 [groups, width] times the Hadamard matrix, in place. `width` is a power of two."""
+    """Multiply each row of x float32 [groups, width] by the Hadamard matrix in place. `width` is a power of two."""
     groups, width = x.shape
     for group in range(groups):
         half = 1

@@ -1,22 +1,23 @@
-"""Boundary tensors made small and large again: 8 bits to one a number. Decides the bits, not where codecs are used.
+"""Lossy codecs for boundary tensors, from 8 bits down to 1 bit per number.
 
-`int8`: each 64 numbers of a row share a scale, their largest magnitude is level 127. `topk` (FusionLLM, arXiv
-2410.12707, and many before) keeps the largest numbers of each group so, and forgets the others. The others turn each
-group first by a Hadamard matrix with fixed signs: what was one large number among small ones is spread over all (as
-QuIP#, arXiv 2402.04396, does with weights), and every group looks as if drawn from a normal distribution. `int4` then
-has levels of -7 to 7; `senary`, `int2`, `ternary` and `sign` have the six, four, three and two values that lose least
-of such a distribution. `subspace` keeps the first quarter of what is turned, by the same signs in every row: a
-projection, whose gradient is the same projection, so that gradients lose nothing that a model without it would need
-(the idea of protocol models, arXiv 2506.01260, with a subspace that is given instead of learned).
+`int8`: each 64 numbers of a row share a scale; the largest magnitude gets level 127. `topk` (FusionLLM, arXiv
+2410.12707, and earlier work) keeps the largest numbers of each group in that format and drops the others. The other
+codecs first multiply each group by a Hadamard matrix with fixed signs. This spreads a single large number over the
+group (QuIP#, arXiv 2402.04396, does the same with weights), and every group becomes nearly normally distributed. `int4`
+then uses levels -7 to 7; `senary`, `int2`, `ternary` and `sign` use the six, four, three and two values with the least
+quantisation error for that distribution. `subspace` keeps the first quarter of the transformed numbers, with the same
+signs in every row. It is a projection whose gradient is the same projection, so gradients lose nothing more (the idea
+of protocol models, arXiv 2506.01260, with a fixed instead of a learned subspace).
 
-Rows of activations have most of their energy in common. Where few bits are left, they *follow* each other: what is
-packed is the difference from the mean of the rows before, as it comes back from packing, so that both sides know it
-(predictive coding, closed loop). No row knows of those behind it.
+Rows of activations have most of their energy in common. Codecs with few bits therefore predict rows (`following`): they
+pack the difference from the mean of the earlier rows as the receiver decodes them, so both sides know that mean
+(closed-loop predictive coding). A row never depends on later rows.
 
-The same tensor gives the same bits on every machine: a replay sends again what was sent. A group that holds a number
-which is not finite comes back as NaN throughout: nothing wrong becomes invisible.
+The same tensor gives the same bits on every machine, so a replay sends the same bytes again. If a group contains a
+number that is not finite, the whole group decodes to NaN, so that the error stays visible.
 
-Neighbours: `wire.codecs` has the sizes, `turning` turns groups, `work` packs and unpacks in the compute thread.
+`wire.codecs` defines the packed sizes, `execution.turning` does the Hadamard transforms, and `execution.work` packs and
+unpacks in the compute thread.
 """
 
 from __future__ import annotations
@@ -52,16 +53,19 @@ Words = npt.NDArray[np.uint32]
 Name = TypeVar("Name", bound=Hashable)
 
 _NAN: Final = np.uint32(0x7FC0)
+"""bfloat16 bits of NaN, the scale of a group that contains a number that is not finite."""
 _NOT_FINITE: Final = np.uint32(0x7F800000)
+"""float32 bits of infinity; magnitudes with these bits or higher are infinite or NaN."""
 _TINY: Final = np.uint32(0x03800000)
-"""2**-120: the inverse of a smaller scale would be infinite. Such groups are zeros."""
+"""Bits of 2**-120: the inverse of a smaller scale would be infinite. Groups below it are packed as zeros."""
 _MOST: Final[dict[Packing, int]] = {"int8": 127, "int4": 7, "topk": 127, "subspace": 127}
+"""Largest level of each codec with evenly spaced levels."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Few:
-    """Magnitudes of the levels and the borders between them, in standard deviations: those that lose least of a normal
-    distribution (Max 1960, table I). A level of 0 has no sign."""
+    """Magnitudes of the levels and the borders between them, in standard deviations: the ones with the least squared
+    error for a normal distribution (Max 1960, table I). A level of 0 has no sign."""
 
     levels: tuple[float, ...]
     borders: tuple[float, ...]
@@ -72,7 +76,7 @@ class _Few:
 
     @property
     def values(self) -> Floats:
-        """By code: upwards from the smallest, then their negatives."""
+        """Values by code: the magnitudes in ascending order, then their negatives."""
         return np.array([*self.levels, *(-level for level in self.levels[self.signless :])], np.float32)
 
 
@@ -82,17 +86,18 @@ _FEW: Final[dict[Packing, _Few]] = {
     "senary": _Few((0.3177, 1.0, 1.8936), (0.6589, 1.4468)),
     "sign": _Few((0.7979,), ()),
 }
+"""Levels of the codecs with few unevenly spaced levels."""
 _PIECE: Final = 8
-"""Rows that are packed together where they follow others."""
+"""Largest number of rows that are packed together if rows are predicted from earlier ones (chosen)."""
 _REMEMBERED: Final = 64
-"""Rows: older ones count less and less."""
+"""Rows over which the running mean extends; older rows count less and less (chosen)."""
 _CHUNK: Final = 2**16
-"""Numbers worked on at a time where nothing is compiled: they stay in the cache."""
+"""Numbers processed at a time without compiled loops, so that they stay in the processor's cache (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tensor on its way. `data` is `uint8` [bytes]."""
+    """A packed tensor. `was` describes the original tensor; `data` is `uint8` [bytes]."""
 
     was: PackedTensor
     data: HostTensor
@@ -103,12 +108,15 @@ class Packed:
 
 
 Carried = HostTensor | Packed
-"""What arrives: as it was, or packed."""
+"""A tensor as it arrives: unpacked or packed."""
 
 
 def pack(name: str, tensor: HostTensor, codec: Packing, *, following: bool = False) -> Carried:
-    """As it is where the codec does not pack such a tensor. `following`: of activations, whose rows (along the last but
-    one dimension) have much in common; counts where the codec follows."""
+    """Pack a tensor, or return it unchanged if the codec does not pack tensors of its dtype and shape.
+
+    `following`: predict each row (along the second-to-last dimension) from earlier ones. It is meant for activations
+    and is ignored by codecs that do not predict.
+    """
     if not packs(codec, tensor.dtype, tensor.shape):
         return tensor
     following = following and follows(codec, tensor.shape)
@@ -133,18 +141,20 @@ def unpack_all(carried: Mapping[Name, Carried]) -> dict[Name, HostTensor]:
 
 
 def split(carried: Mapping[str, Carried]) -> tuple[dict[str, HostTensor], tuple[PackedTensor, ...]]:
-    """As a message has them: the tensors of its body, and what some of them were."""
+    """Split tensors into the two parts of a message: its body tensors, and descriptions of the packed ones."""
     body = {name: one.data if isinstance(one, Packed) else one for name, one in carried.items()}
     return body, tuple(one.was for one in carried.values() if isinstance(one, Packed))
 
 
 def joined(body: Mapping[str, HostTensor], packed: Sequence[PackedTensor]) -> dict[str, Carried]:
-    """The reverse. Raises `ExecutionError` for what `pack` can't have made."""
+    """Reverse `split`. Raises `ExecutionError` for descriptions and bodies that `pack` can't have made."""
     carried: dict[str, Carried] = dict(body)
     for was in packed:
         data = carried.get(was.name)
         if not isinstance(data, HostTensor):
-            raise ExecutionError(f"{was.name!r} was packed {'twice' if data is not None else 'and did not come'}.")
+            raise ExecutionError(
+                f"{was.name!r} is described as packed {'twice' if data is not None else 'but is missing'}."
+            )
         packable = packs(was.codec, was.dtype, was.shape) and not (was.following and not follows(was.codec, was.shape))
         expected_bytes = packed_bytes(was.codec, was.shape) if packable else 0
         if not packable or data.dtype != "uint8" or data.nbytes != expected_bytes:
@@ -163,7 +173,7 @@ def _check_places(was: PackedTensor, data: HostTensor) -> None:
     levels, _ = layout.parts(np.frombuffer(data.data, np.uint8))
     largest = int(levels[..., kept(layout.group) :].max())
     if largest >= layout.group:
-        raise ExecutionError(f"expected places below {layout.group} in {was.name!r}, got {largest}.")
+        raise ExecutionError(f"expected positions below {layout.group} in topk-packed {was.name!r}, got {largest}.")
 
 
 # ------------------------------------------------------------------------------------------------------------- codecs
@@ -171,7 +181,7 @@ def _check_places(was: PackedTensor, data: HostTensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Of a tensor `[lead, rows, width]`: groups of `group` numbers, `per_row` in a row that is filled up with zeros."""
+    """Groups of a tensor `[lead, rows, width]`: `group` numbers each, `per_row` of them in a row padded with zeros."""
 
     codec: Packing
     lead: int
@@ -193,10 +203,10 @@ class _Layout:
         return self.lead * self.rows * self.per_row
 
     def parts(self, packed: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
-        """Levels [lead, rows, per_row, bytes], scales [lead, rows, per_row]."""
+        """Split packed bytes into levels [lead, rows, per_row, bytes] and scales [lead, rows, per_row]."""
         split = self.groups * level_bytes(self.codec, self.group)
         rows = (self.lead, self.rows, self.per_row)
-        # Levels may end at an odd byte.
+        # Levels may end at an odd byte offset; the scales follow there unaligned.
         return packed[:split].reshape(*rows, -1), packed[split:].view(np.uint16).reshape(rows)
 
 
@@ -236,7 +246,7 @@ def _decoded(packed: npt.NDArray[np.uint8], codec: Packing, shape: tuple[int, ..
 
 
 def _starts(layout: _Layout) -> npt.NDArray[np.int64]:
-    """Of each group's signs [lead, rows, per_row]. A subspace is the same for all rows."""
+    """Return where each group's signs start, [lead, rows, per_row]. `subspace` uses the same signs for all rows."""
     shape = (layout.lead, layout.rows, layout.per_row)
     if layout.codec == "subspace":
         return np.tile(starts_of(layout.per_row), layout.lead * layout.rows).reshape(shape)
@@ -244,7 +254,7 @@ def _starts(layout: _Layout) -> npt.NDArray[np.int64]:
 
 
 def _pieces(rows: int) -> Iterator[slice]:
-    """Rows that are packed together: they have the same rows before them. The first ones alone, then more and more."""
+    """Yield row slices that are packed together and predicted from the same earlier rows: one row first, then more."""
     start, most = 0, 1
     while start < rows:
         stop = min(start + most, rows)
@@ -253,7 +263,7 @@ def _pieces(rows: int) -> Iterator[slice]:
 
 
 class _Before:
-    """What rows have in common so far, as the receiver knows it: their mean, the older ones fading."""
+    """Running mean of the earlier rows as the receiver decodes them. Older rows count less."""
 
     def __init__(self, lead: int, width: int) -> None:
         self._mean = np.zeros((lead, 1, width), np.float32)
@@ -263,11 +273,13 @@ class _Before:
         return rows - self._mean
 
     def see(self, differences: Floats) -> Floats:
-        """The rows that these are [lead, some, width]; they count from the next ones on. A number that is not finite
-        does not: it would be in all rows behind it."""
+        """Return the rows [lead, some, width] with these differences from the mean, and add them to the mean.
+
+        Numbers that are not finite do not enter the mean, because they would spoil all later rows.
+        """
         rows = differences + self._mean
         total = rows[:, 0]
-        for place in range(1, rows.shape[1]):  # in this order on every machine
+        for place in range(1, rows.shape[1]):  # this order on every machine, for equal bits
             total = total + rows[:, place]
         self._seen += rows.shape[1]
         share = np.float32(rows.shape[1] / min(self._seen, _REMEMBERED))
@@ -281,7 +293,7 @@ class _Before:
 def _quantised(
     groups: Floats, codec: Packing, starts: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
-    """Levels [groups, bytes] and scales [groups], bfloat16."""
+    """Return levels [groups, bytes] and scales [groups], which are bfloat16 bits."""
     levels = np.empty((len(groups), level_bytes(codec, groups.shape[1])), np.uint8)
     scales = np.empty(len(groups), np.uint16)
     match codec:
@@ -313,7 +325,7 @@ def _restored(
     group: int,
     starts: npt.NDArray[np.int64],
 ) -> Floats:
-    """[groups, group]."""
+    """Return the decoded numbers, [groups, group]."""
     scale = (scales.astype(np.uint32) << np.uint32(16)).view(np.float32)
     match codec:
         case "int8":
@@ -341,7 +353,11 @@ def _restored(
 
 
 def _to_levels(x: Floats, most: int, levels: npt.NDArray[np.int8], scales: npt.NDArray[np.uint16]) -> None:
-    """The scale is rounded up: the largest number's level is never above `most` by more than rounding mends."""
+    """Quantise each group to levels from -most to most.
+
+    The scale is rounded up, so the largest number's level exceeds `most` only by rounding errors, which clipping
+    removes.
+    """
     largest = _largest_bits(x)
     finite = largest < _NOT_FINITE
     scaled = largest.view(np.float32) * np.float32(1 / most)
@@ -361,12 +377,12 @@ def _to_levels(x: Floats, most: int, levels: npt.NDArray[np.int8], scales: npt.N
                 rounded = np.rint(x[part] * inverse[part, None])
                 levels[part] = np.clip(rounded, -most, most, out=rounded)
     if not finite.all():
-        levels[~finite] = 0  # whatever not a number became
+        levels[~finite] = 0  # casting NaN to an integer gives arbitrary levels
 
 
 def _largest(x: Floats) -> npt.NDArray[np.int64]:
-    """Places of the largest magnitudes of each group, the first of equals, in ascending order. What is not a number is
-    larger than all: it must not get lost."""
+    """Return the positions of the largest magnitudes of each group in ascending order; the first of equal ones wins.
+    NaN counts as the largest magnitude, so that it is kept."""
     size = np.where(np.isnan(x), np.float32(np.inf), np.abs(x))
     places = np.argsort(-size, axis=1, kind="stable")[:, : kept(x.shape[1])]
     return np.sort(places, axis=1).astype(np.int64)
@@ -391,11 +407,14 @@ def _largest_bits(x: Floats) -> Words:
 
 
 def _to_few(x: Floats, few: _Few, scales: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:
-    """The code of each number. A group that one number rules looks not normal but even once it is turned: then all are
-    at the outermost level."""
+    """Return the code of each number, and write the scales.
+
+    A group dominated by one number has nearly equal magnitudes after the Hadamard transform instead of a normal
+    distribution. A second scale that puts all of them at the outermost level is therefore tried as well.
+    """
     largest = _largest_bits(x)
     usable = (largest < _NOT_FINITE) & (largest >= _TINY)
-    # By a power of two, so that squares neither vanish nor overflow.
+    # Scaled by a power of two, so that squares do not underflow or overflow.
     power = np.where(usable, largest & _NOT_FINITE, np.uint32(0x3F800000)).astype(np.uint32).view(np.float32)
     x = x / power[:, None]
     with np.errstate(invalid="ignore", over="ignore"):
@@ -414,8 +433,8 @@ def _to_few(x: Floats, few: _Few, scales: npt.NDArray[np.uint16]) -> npt.NDArray
 
 @dataclass(frozen=True, slots=True)
 class _Try:
-    """`place` [groups, width]: of each number's level among the magnitudes; `lost` [groups]. `scale` [groups] is a
-    bfloat16 in a float32."""
+    """Result of quantising with one scale. `place` [groups, width]: index of each number's magnitude level. `lost`
+    [groups]: squared error. `scale` [groups]: bfloat16 values in float32."""
 
     scale: Floats
     place: npt.NDArray[np.uint8]
@@ -434,7 +453,7 @@ def _tried(x: Floats, few: _Few, deviation: Floats) -> _Try:
 
 
 def _summed(x: Floats) -> Floats:
-    """Of each row, halves upon halves: one order of sums on every machine."""
+    """Return each row's sum, added pairwise by halves, which gives the same order of sums on every machine."""
     while x.shape[1] > 1:
         half = x.shape[1] // 2
         x = x[:, :half] + x[:, half:]
@@ -442,7 +461,7 @@ def _summed(x: Floats) -> Floats:
 
 
 def _digits(codes: npt.NDArray[np.uint8], codec: Packing, levels: npt.NDArray[np.uint8]) -> None:
-    """Several in a byte, as digits, the first the lowest."""
+    """Pack several codes into each byte as digits, the first as the lowest digit."""
     per_byte, base = PER_BYTE[codec], len(_FEW[codec].values)
     if missing := levels.shape[1] * per_byte - codes.shape[1]:
         codes = np.pad(codes, ((0, 0), (0, missing)))

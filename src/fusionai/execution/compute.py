@@ -1,8 +1,7 @@
-"""The compute thread: one piece of work at a time, within the provider's share of the machine.
+"""The compute thread: runs one piece of work at a time, within the share of the machine that the provider lends.
 
-Decides how long to rest before the next piece: a share of 50 % rests as long as the last one used the machine. What a
-piece made goes out before the rest. Never runs two pieces at once.
-Neighbours: `execution.member` submits, `backends` do the work.
+It decides how long to rest before the next piece: with a share of 50 % it rests as long as the last piece used the
+machine. Results are delivered before the rest. `execution.member` submits work; `backends` do it.
 """
 
 from __future__ import annotations
@@ -25,8 +24,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """When a piece of work ran, on this machine's monotonic clock. The rest after it counts to its end, though it is
-    still to come."""
+    """When a piece of work ran, on this machine's monotonic clock, in seconds.
+
+    `end_s` includes the rest after the work, although that rest is still to come. `busy_s` is the work alone.
+    """
 
     start_s: float
     end_s: float
@@ -34,12 +35,15 @@ class Timed:
 
 
 Outcome = tuple[T, Timed] | Exception
-"""What a piece of work gave, or raised."""
+"""Result of a piece of work, or the exception it raised."""
 
 
 def _used_clock(works_in: WorksIn) -> Callable[[], float]:
-    """Of a processor the time for which it was used: what another program took meanwhile is no reason to rest, and
-    resting for it would make a busy machine slower by more than it is. Windows counts that in sixtieths of a second."""
+    """Return the clock that measures how long a piece of work used the machine.
+
+    On a processor it is CPU time: time taken by other programs is no reason to rest. On other devices and on Windows it
+    is wall time, on Windows because CPU time has a resolution of only about 1/60 s there.
+    """
     if sys.platform == "win32":
         return time.monotonic
     clocks: Mapping[WorksIn, Callable[[], float]] = {
@@ -51,7 +55,7 @@ def _used_clock(works_in: WorksIn) -> Callable[[], float]:
 
 
 class ComputeThread:
-    """`share` in (0, 1]: the part of the time the provider lends."""
+    """Runs work in one thread. `share` in (0, 1]: the fraction of time that the provider lends."""
 
     def __init__(self, share: float = 1.0) -> None:
         self.share = share
@@ -62,24 +66,29 @@ class ComputeThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
     def works_in(self, where: WorksIn) -> None:
-        """What the machine is used by, from the next piece on: until told, all the time that a piece takes counts."""
+        """Set what does the work, from the next piece on. Until this is called, the whole duration of a piece
+        counts."""
         self._used_s = _used_clock(where)
 
     def run(self, work: Callable[[], T]) -> asyncio.Future[tuple[T, Timed]]:
-        """Run `work` in the compute thread after everything submitted before it. Submitted now, not when awaited."""
+        """Run `work` in the compute thread after everything submitted earlier. It is submitted now, not when
+        awaited."""
         return asyncio.get_running_loop().run_in_executor(self._executor, self._timed, work)
 
     def submit(self, work: Callable[[], T], done: Callable[[Outcome[T]], None]) -> None:
-        """`run` for whoever does it hundreds of times a second: `done` is called on the event loop, in the first turn
-        after the work. Not called for work that `close` kept from running."""
+        """Like `run`, with less overhead for callers that submit hundreds of times a second.
+
+        `done` is called on the event loop, in its first turn after the work. It is not called for work that `close`
+        cancelled.
+        """
         loop = asyncio.get_running_loop()
 
         def piece() -> None:
             try:
                 outcome: Outcome[T] = self._timed(work)
-            except Exception as problem:  # noqa: BLE001 - whoever asked for the work is told, as by `run`
+            except Exception as problem:  # noqa: BLE001 - the submitter gets the exception, as with `run`
                 outcome = problem
-            with suppress(RuntimeError):  # the loop has ended meanwhile
+            with suppress(RuntimeError):  # the event loop has ended meanwhile
                 loop.call_soon_threadsafe(done, outcome)
 
         self._executor.submit(piece)
@@ -98,5 +107,5 @@ class ComputeThread:
         return result, Timed(start_s, self._free_at_s, ran_until_s - start_s)
 
     def close(self) -> None:
-        """Let the piece under way end; run nothing more."""
+        """Let the current piece finish and run no further ones."""
         self._executor.shutdown(wait=True, cancel_futures=True)

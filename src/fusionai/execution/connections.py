@@ -1,11 +1,12 @@
-"""The driver's connections: control and state to every member, tensors through its own member.
+"""The driver's connections: a control and a state connection to every member; tensors go through its own member.
 
-Decides when a member counts as lost: its control or state connection closed, could not be opened in `OPENING_S`, or it
-was silent for the watcher's deadline. Whatever arrives goes to the driver's sinks with the peer it came from; state is
-always read, also when nobody wants it, or a member could wait for ever to be rid of it.
+This module decides when a member counts as lost: its control or state connection closed, could not be opened within
+`OPENING_S`, or was silent longer than the silence detector allows. Every message goes to the driver's callbacks with
+the peer that sent it. State is always read, even if nothing needs it, because a member could otherwise wait for ever to
+send it.
 
-Neighbours: `training.driver` and `serving.driver` use it, `coordination.silence` watches; the owner's own stages are
-reached over channels within this process.
+Used by `training.driver` and `serving.driver`. `coordination.silence` detects silent members. The owner's own stages
+are reached over in-process channels.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ log = logging.getLogger(__name__)
 
 MessageSink = Callable[[PeerId, wire.Message], None]
 StateServer = Callable[[PeerId, Channel], Awaitable[None]]
-"""Reads a member's state connection; returns or raises `FusionError` when it has ended."""
+"""Reads a member's state connection. Returns or raises `FusionError` when the connection has ended."""
 LostSink = Callable[[PeerId, str], None]
 
 OPENING_S: Final = 3.0
-"""For both connections to a member, handshakes included."""
+"""Seconds to open both connections to a member, handshakes included (chosen)."""
 
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """Both connections to one member and the tasks that read them."""
+    """The control and state connections to one member, and the tasks that read them."""
 
     peer: PeerId
     control: Outbox
     state: Channel
     tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
     answers: int = 0
-    """Pings answered on the control connection."""
+    """Pings that the member answered on the control connection."""
     seen: tuple[int, int] = (0, 0)
     over: bool = False
 
@@ -60,17 +61,22 @@ class _Line:
         return not (self.over or self.control.lost or self.control.channel.closed or self.state.closed)
 
     def sign_of_life(self) -> bool:
-        """Whether a ping was answered, or a part of a state came, since this was asked last.
+        """Return whether a ping was answered or part of a state arrived since the last call.
 
-        Other words of the member prove only its own direction: cut off from the driver it still says that its links
-        are lost, and would be taken for healthy for as long again."""
+        Other messages do not count: they prove only the direction from the member to the driver. A member that the
+        driver can't reach still reports lost links and would be taken for healthy.
+        """
         now = (self.answers, self.state.stats.arrived_bytes)
         known, self.seen = self.seen, now
         return now != known
 
 
 class Connections:
-    """`open` lines as plans need them, `tell` members, `dismiss` who is left out; `close` detaches everybody."""
+    """Connections to all members of a job.
+
+    `open` connects to members as plans need them, `tell` sends to one, `dismiss` detaches members that are left out,
+    `close` detaches all.
+    """
 
     def __init__(
         self,
@@ -101,7 +107,7 @@ class Connections:
         return line is not None and line.alive
 
     async def open(self, peer: PeerId, deployment: Deployment, fence: wire.Fence) -> bool:
-        """A line to `peer`, a new one unless there is one that lives. False, and told to `on_lost`, without success."""
+        """Connect to `peer` unless connected already. On failure, call `on_lost` with the reason and return False."""
         if self.is_open(peer):
             return True
         former = self._lines.pop(peer, None)
@@ -166,7 +172,7 @@ class Connections:
             await reading
         except FusionError as error:
             self._lose(line, str(error))
-        except Exception as error:  # whatever was received, the job must not wait for what nobody reads any more
+        except Exception as error:  # whatever arrived, the job must not wait for a connection that is no longer read
             log.exception("a connection to peer %s failed", short(line.peer))
             self._lose(line, f"{type(error).__name__}: {error}")
         else:
@@ -192,14 +198,14 @@ class Connections:
             await asyncio.sleep(self._silence.ping_s)
 
     def is_doubtful(self, peer: PeerId) -> bool:
-        """Whether it has not answered for longer than a healthy member takes."""
+        """Return whether a connected member has not answered for longer than a healthy one takes."""
         silent = peer in self._silence.watched and self._silence.silent_s(peer) > 2 * self._silence.ping_s
         return silent and self.is_open(peer)
 
     # --------------------------------------------------------------------------------------------------- the ends
 
     def tell(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
-        """Dropped for a member without a line: its loss has been told already."""
+        """Send on the control connection. Dropped if the member has none: its loss was reported already."""
         line = self._lines.get(peer)
         if line is not None:
             line.control.post(message, tensors)
@@ -207,26 +213,26 @@ class Connections:
     async def send_state(
         self, peer: PeerId, message: wire.StateChunk | wire.Agreement | Sent, tensors: Sequence[HostTensor]
     ) -> None:
-        """Raises `TransportError` without a line."""
+        """Send on the state connection. Raises `TransportError` if the member has none."""
         line = self._lines.get(peer)
         if line is None:
             raise TransportError(f"there is no connection to peer {short(peer)}.")
         await line.state.send(message, tensors)
 
     def drop(self, peer: PeerId, reason: str) -> None:
-        """This member breaks the protocol: it counts as lost."""
+        """Count a member that broke the protocol as lost."""
         line = self._lines.get(peer)
         if line is not None:
             self._lose(line, reason)
 
     def dismiss(self, keep: Iterable[str], fence: wire.Fence) -> None:
-        """The plan needs only these: the others may forget the job."""
+        """Detach all members that the plan no longer needs; `keep` names those it does."""
         kept = {*keep, self._host.peer}
         for peer in [peer for peer in self._lines if peer not in kept]:
-            self.part_with(peer, fence, "the plan goes on without this peer")
+            self.part_with(peer, fence, "the plan continues without this peer")
 
     def part_with(self, peer: PeerId, fence: wire.Fence, reason: str) -> None:
-        """This one may forget the job. Harmless for one without a line."""
+        """Detach one member. Does nothing if it is not connected."""
         line = self._lines.pop(peer, None)
         if line is None:
             return
@@ -260,7 +266,7 @@ class Connections:
                 task.cancel()
 
     async def close(self, fence: wire.Fence, reason: str) -> None:
-        """Tell everybody to forget the job, flush, close."""
+        """Detach all members, flush what is queued, close."""
         self._closing = True
         self._watching.cancel()
         lines, self._lines = list(self._lines.values()), {}

@@ -1,11 +1,12 @@
-"""Snapshots on their way from a stage to its guard: copied beside other work, exactly the state of one step.
+"""Copies the state of one step from a stage to its guard (the standby that keeps its snapshots) while other work goes
+on.
 
-Decides when bytes are copied: one chunk at a time while the network takes them, and whatever is left right before the
-state changes (copy on apply). At most two snapshots wait; a third takes the place of the one not begun. A snapshot that
-can't be sent is dropped: the next one comes in `snapshot_every` steps. What never changes (frozen weights, constants)
-is in the first snapshot that a guard gets, and in no later one until something goes wrong.
+The bytes are copied one chunk at a time as the network takes them; whatever remains is copied right before the state
+changes (copy on apply). At most two snapshots wait; a third replaces the one that has not begun. A snapshot that can't
+be sent is dropped, since the next follows after `snapshot_every` steps. Entries that never change (frozen weights,
+constants) are in the first snapshot that a guard gets, and again only after a failure.
 
-Neighbours: `execution.runtime` says when, `execution.member` sends, the guard's `execution.snapshots` keeps.
+`execution.runtime` says when to copy, `execution.member` sends, and `execution.snapshots` stores at the guard.
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ log = logging.getLogger(__name__)
 
 Chunk = list[tuple[str, HostTensor]]
 MAX_WAITING: Final = 2
+"""Snapshots that may wait to be sent, the one being sent included."""
 FAILURES_TOLD: Final = 2
-"""Snapshots lost one after the other before somebody is told: the line stands still then."""
+"""Consecutive failed snapshots after which `on_failures` is called, because the retention line can't advance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Names of a state's entries. `fixed`: those of values that no step changes."""
+    """Names of a state's entries. `fixed` ones never change, `moving` ones change with each step."""
 
     fixed: Sequence[str]
     moving: Sequence[str]
 
 
 class StateCopy:
-    """The state of `step`. `take` and `complete` run in the compute thread, so never beside a change of the state."""
+    """The state after `step`. `take` and `complete` run in the compute thread, so never while the state changes."""
 
     def __init__(self, step: int, program: StageProgram, entries: Entries) -> None:
         self.step = step
         self.rest_of: int | None = None
-        """The step whose snapshot has what never changes."""
+        """Step of the earlier snapshot that has the entries that never change."""
         self._program = program
         self._fixed = tuple(entries.fixed)
         self._pending: Iterator[Chunk] = chunks(self._named(entries.moving))
@@ -54,7 +56,8 @@ class StateCopy:
         self._failure: str | None = None
 
     def take(self) -> Chunk | None:
-        """Raises `ExecutionError` when the copy could not be made in time: the rest of the state is gone."""
+        """Return the next chunk, None at the end. Raises `ExecutionError` if the state changed before it could be
+        copied."""
         if self._failure is not None:
             raise ExecutionError(self._failure)
         found = self._copied.popleft() if self._copied else next(self._pending, None)
@@ -68,22 +71,25 @@ class StateCopy:
         return (entry for name in names for entry in self._program.export_entries([name]))
 
     def complete(self) -> None:
-        """The state is about to change: copy what has not been taken. Where that fails (no memory), the step must not
-        fail for it, and whoever takes the copy learns why."""
+        """Copy everything not yet taken, because the state is about to change.
+
+        A failure (no memory) must not fail the step; `take` reports it instead.
+        """
         try:
             self._copied.extend(self._pending)
         except Exception as error:
-            log.exception("no copy of step %d", self.step)
+            log.exception("the state of step %d could not be copied", self.step)
             self._failure = f"the state of step {self.step} could not be copied: {type(error).__name__}: {error}"
             self._copied.clear()
 
 
 SendChunk = Callable[[StateCopy, int, Chunk | None], Awaitable[None]]
-"""(copy, part, chunk; None: that was all). Raises `FusionError` when the guard can't be reached."""
+"""Called with (copy, part, chunk); chunk None marks the end. Raises `FusionError` if the guard can't be reached."""
 
 
 class Copies:
-    """`on_failures` is told why after `FAILURES_TOLD` snapshots in a row did not arrive."""
+    """Sends a stage's snapshots to its guard. `on_failures` is called with the reason after `FAILURES_TOLD` consecutive
+    snapshots failed."""
 
     def __init__(
         self,
@@ -96,7 +102,7 @@ class Copies:
     ) -> None:
         self._entries = entries
         self._whole: int | None = None
-        """Step of the last snapshot that was sent to the end, under this fence and without trouble since."""
+        """Step of the last snapshot that was sent whole under this fence, if none has failed since."""
         self._stage = stage
         self._program = program
         self._compute = compute
@@ -107,20 +113,22 @@ class Copies:
         self._sender: asyncio.Task[None] | None = None
 
     def begin(self, step: int) -> None:
-        """Send the present state, which is that of `step`."""
+        """Queue a snapshot of the present state, which is the state after `step`."""
         while len(self._waiting) >= MAX_WAITING:
-            log.warning("stage %d: no snapshot of step %d, earlier ones wait", self._stage, self._waiting.pop().step)
+            log.warning(
+                "stage %d: skipped the snapshot of step %d, earlier ones wait", self._stage, self._waiting.pop().step
+            )
         self._waiting.append(StateCopy(step, self._program, self._entries))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._run())
 
     def complete(self) -> None:
-        """In the compute thread, before the state changes."""
+        """Copy what still waits. Runs in the compute thread, before the state changes."""
         for copy in list(self._waiting):
             copy.complete()
 
     def abandon(self) -> None:
-        """Their fence is gone: nobody would take the rest."""
+        """Drop the waiting snapshots, because their fence is no longer valid and no member would accept the rest."""
         self._waiting.clear()
         self._failures = 0
         self._whole = None
@@ -135,7 +143,7 @@ class Copies:
                 self._failures = 0
             except FusionError as error:
                 self._count(copy, str(error))
-            except Exception as error:  # nobody awaits this task: unless it is counted, the line stands still for ever
+            except Exception as error:  # not awaited: a failure must be counted to be noticed
                 log.exception("stage %d: the snapshot of step %d failed", self._stage, copy.step)
                 self._count(copy, f"{type(error).__name__}: {error}")
             if self._waiting and self._waiting[0] is copy:
@@ -143,13 +151,13 @@ class Copies:
 
     def _count(self, copy: StateCopy, reason: str) -> None:
         self._failures += 1
-        level = logging.WARNING if self._failures <= FAILURES_TOLD else logging.DEBUG  # it is known by then
+        level = logging.WARNING if self._failures <= FAILURES_TOLD else logging.DEBUG  # known by then
         log.log(level, "stage %d: the snapshot of step %d did not arrive: %s", self._stage, copy.step, reason)
         if self._failures == FAILURES_TOLD:
             self._on_failures(reason)
 
     async def _send_all(self, copy: StateCopy) -> bool:
-        """Whether it went out whole."""
+        """Return whether the snapshot was sent whole."""
         for part in itertools.count():
             chunk, _ = await self._compute.run(copy.take)
             if not self._waiting or self._waiting[0] is not copy:

@@ -1,7 +1,7 @@
-"""A plan made real: who takes part, where they listen, with which tickets. Changes with each plan version.
+"""A deployed plan: its members, their addresses and their tickets. Each plan version has its own deployment.
 
-Decides nothing. Neighbours: `client` gets deployments from the broker, `execution.connections` dials what they name,
-`training.driver` and `serving.driver` run them.
+`client` gets deployments from the broker, `execution.connections` dials the addresses, and `training.driver` and
+`serving.driver` run them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from fusionai.wire import messages as wire
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """`plan` carries the broker's version. `members`: where each peer of the plan listens (the owner's own: empty).
-    `tickets`: by peer id; the owner's is the driver's. `clock_ahead_s`: how far the owner's clock is ahead of the
-    broker's, by which tickets expire."""
+    """A plan with everything needed to reach its members.
+
+    `plan` carries the broker's version. `members`: addresses of each peer of the plan (none for the owner). `tickets`:
+    by peer id; the owner's is the driver's ticket. `clock_ahead_s`: seconds by which the owner's clock is ahead of the
+    broker's, on which ticket expiry is based.
+    """
 
     plan: Plan
     members: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
@@ -32,15 +35,18 @@ class Deployment:
 
 
 class Replanner(Protocol):
-    """Who gets a driver another plan when a stage has nobody; `client.replanning` asks the broker."""
+    """Gets the driver a new plan when a stage has no peer; `client.replanning` asks the broker."""
 
     async def replacement(
         self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
     ) -> Deployment:
-        """`present` with others in the place of `lost`, recorded as the plan in force. Takes as long as it takes;
-        `waiting` hears what is waited for. Raises `FusionError` where the job can't go on at all."""
+        """Return `present` with replacements for the peers in `lost`, recorded as the plan in force.
+
+        There is no time limit; `waiting` is called with a text that says what is being waited for. Raises `FusionError`
+        if the job can't continue.
+        """
         ...
 
     def distrust(self, peer: str, reason: str) -> None:
-        """No later plan of this job may have this peer."""
+        """Exclude `peer` from all later plans of this job."""
         ...

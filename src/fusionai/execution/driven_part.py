@@ -1,7 +1,7 @@
-"""What a member of any job does: obey its driver's connection, adopt a round's fence and places, tell of failures.
+"""Base of the members of training and serving jobs: follows the driver's connection and reports failures.
 
-Decides nothing of the job; stages and links are its sub-classes' business. Neighbours: `execution.member` trains and
-`execution.serving_member` serves; `execution.part` names what others see of both.
+It adopts the fence and placement of each round. Stages and links belong to the subclasses: `execution.member` trains,
+`execution.serving_member` serves. `execution.part` declares what others use of both.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ log = logging.getLogger(__name__)
 LinkLostSink = Callable[[PeerId, str], None]
 
 MAX_UNREAD: Final = 1024
-"""Messages to a driver that does not read them."""
+"""Messages that may wait for a driver that does not read them (chosen)."""
 
 
 class DrivenPart(ABC):
-    """`owner` is the driver's peer id, `opened` the fence it opened the job with. `on_link_lost` only where the driver
-    lives: news of lost links ends there, others send theirs on the network."""
+    """Takes part in one job.
+
+    `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_link_lost` is set only in the
+    driver's process, where reports of lost links end; other members send theirs over the network.
+    """
 
     def __init__(
         self, task: Task, host: Host, job: str, owner: PeerId, opened: Fence, on_link_lost: LinkLostSink | None
@@ -43,9 +46,9 @@ class DrivenPart(ABC):
         self.job = job
         self.owner = owner
         self.fence = opened
-        """The highest fence heard of from the driver; nothing below it is let in."""
+        """Highest fence received from the driver; messages of lower fences are refused."""
         self.stale_dropped = 0
-        """Messages dropped because they were of another round (normal after a change of plan)."""
+        """Messages dropped because they belonged to another round (normal after a change of plan)."""
         self._host = host
         self._on_link_lost = on_link_lost
         self._placement = Placement(job=job, me=host.peer, owner=owner, fence=opened, task=task)
@@ -60,27 +63,28 @@ class DrivenPart(ABC):
 
     @property
     def driven(self) -> bool:
-        """Whether a driver's connection is being served."""
+        """Return whether a driver's connection is being served."""
         return self._driver is not None
 
     def admit(self, opened: Fence) -> bool:
-        """Whether a driver that opens the job with this fence may take over; older ones may not from then on."""
+        """Return whether a driver that opens the job with this fence may take over; later, lower fences are refused."""
         if opened < self.fence:
             return False
         self.fence = opened
         return True
 
     def check(self, peer: PeerId, opening: wire.OpenJob) -> None:
-        """Raises `TrustError` for a peer that the owner's signed placement does not name."""
+        """Raise `TrustError` for a peer that the owner's signed placement does not name."""
         self._roster.check(peer, opening)
 
     # ---------------------------------------------------------------------------------------------- with the driver
 
     async def serve_control(self, channel: Channel) -> bool:
-        """Obey the driver until it detaches, breaks the protocol or the connection ends. A connection served before is
-        shown out: the driver has come anew.
+        """Follow the driver's messages until it detaches, breaks the protocol, or the connection ends. A connection
+        served earlier is closed, because the driver has reconnected.
 
-        True if the job is over for this member; False if it waits for its driver to come back."""
+        Return True if the job is over for this member, False if it waits for its driver to come back.
+        """
         driver = Outbox(channel, self._driver_lost)
         former, self._driver = self._driver, driver
         if former is not None:
@@ -102,7 +106,7 @@ class DrivenPart(ABC):
             except ChannelClosed:
                 log.info("the connection to the driver of %s ended", self.job)
             except FusionError as error:
-                log.warning("the driver of %s broke the protocol: %s", self.job, error)
+                log.warning("closing the connection to the driver of %s, which broke the protocol: %s", self.job, error)
                 self._report(error)
                 return self._driver is driver
             finally:
@@ -113,14 +117,14 @@ class DrivenPart(ABC):
 
     @abstractmethod
     def _obey(self, envelope: Envelope, driver: Outbox) -> None:
-        """One message of the driver's. Takes no time: what does goes on beside the connection."""
+        """Handle one message of the driver without waiting; longer work goes on in tasks."""
 
     @abstractmethod
     async def _detach(self) -> None:
-        """The job is over here: forget its stages."""
+        """End the job here and drop its stages."""
 
     def _adopt(self, enlist: wire.Enlist) -> wire.Refused | None:
-        """The fence and places of a round that begins; a refusal where it is not a newer one of this job's."""
+        """Adopt the fence and placement of a new round. Return a refusal if it is not a newer round of this job."""
         if enlist.job != self.job:
             return wire.Refused(code="unknown_job", reason=f"this connection is for job {self.job}.")
         known = self._placement.fence
@@ -151,22 +155,22 @@ class DrivenPart(ABC):
             self._driver.post(message)
 
     def _driver_lost(self, reason: str) -> None:
-        log.info("nothing more reaches the driver of %s: %s", self.job, reason)
+        log.info("the control connection to the driver of %s was lost: %s", self.job, reason)
 
-    # -------------------------------------------------------------------------------------------------- bad tidings
+    # ---------------------------------------------------------------------------------------------------- failures
 
     def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None:
-        """Tell the driver, once per stage and fence: the first failure ends the attempt."""
+        """Report to the driver, once per stage and fence: the first failure ends the attempt."""
         if self._failed.get(stage) != fence:
             self._failed[stage] = fence
             self.to_driver(wire.StageFailed(fence=fence, stage=stage, code=code, reason=reason[:4000]))
 
     @abstractmethod
     def _report(self, error: FusionError) -> None:
-        """A message for no stage in particular fails all that are here."""
+        """Report an error in a message that names no stage: every stage here fails."""
 
     def _link_lost(self, peer: PeerId, reason: str) -> None:
-        """Told once per round and peer; no stage fails for it."""
+        """Report a lost link once per round and peer. No stage fails because of it."""
         fence = self._placement.fence
         if self._closed or peer not in self._placement.peers or (fence, peer) in self._links_told:
             return
@@ -181,7 +185,7 @@ class DrivenPart(ABC):
 
     @contextmanager
     def _served(self) -> Iterator[None]:
-        """The task at work in here ends with this member."""
+        """Cancel the current task when this member closes, if it is still inside this context."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -197,7 +201,7 @@ class DrivenPart(ABC):
         return task
 
     async def _end_tasks(self) -> None:
-        """All but the one that asks."""
+        """Cancel and await all tasks except the current one."""
         tasks = self._tasks - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

@@ -1,6 +1,5 @@
-"""For which stage a message between members is, and from which it claims to come. Decides nothing else.
-
-Neighbour: `execution.member`.
+"""The stage a message between members is addressed to, and the stage it claims to come from. Used by
+`execution.member`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from fusionai.wire.messages import Fence
 
 
 def receiver(message: wire.Message) -> tuple[int, Fence]:
-    """Raises `ExecutionError` for a message that is for no stage."""
+    """Return the receiving stage and the fence. Raises `ExecutionError` for a message that addresses no stage."""
     match message:
         case wire.Forward(consumer=stage, fence=fence) | wire.Backward(producer=stage, fence=fence):
             return stage, fence
@@ -26,7 +25,7 @@ def receiver(message: wire.Message) -> tuple[int, Fence]:
 
 
 def sender(message: wire.Message) -> int | None:
-    """The stage a tensor message claims to come from."""
+    """Return the stage that a tensor message claims to come from, None for other messages."""
     match message:
         case wire.Forward(producer=stage) | wire.Backward(consumer=stage) | wire.SharedGradient(sender=stage):
             return stage

@@ -1,16 +1,16 @@
-"""Local updates at a stage: how far it has come since the last agreement, and going over to the next one.
+"""A stage's side of local updates: its parameter difference since the last agreement, and adopting the next agreement.
 
-Each stage keeps what was agreed on last (`anchor`). A difference is anchor - present + what packing the last one lost
-(error feedback, as F. Seide et al., "1-bit stochastic gradient descent", 2014); what packing this one loses is kept in
-turn when the agreement is adopted. What the differences come to is a gradient, and every stage takes the outer step
-with it itself: so what packing loses of a gradient is not multiplied by what the momentum adds to a step. Where two
-train, each is told the other's difference as it came, and nothing is packed twice. Where a stage trains on meanwhile it
-keeps what it told of (`told`), too, and how far it has come since is added to the agreement. Everything is computed
-from the state alone: asked twice, a stage says the same.
+Each stage keeps the parameters agreed on last (`anchor`). A difference is anchor - present + the packing error of the
+previous difference (error feedback, as in F. Seide et al., "1-bit stochastic gradient descent", 2014). The packing
+error of this difference is stored when the agreement is adopted. The combined differences act as a gradient, and every
+stage takes the outer step with it itself, so that momentum does not multiply the packing error. With two replicas, each
+receives the other's difference as it was packed, and nothing is packed twice. A stage that continues training meanwhile
+also keeps the parameters it reported (`told`), and adds its progress since then to the agreement. Everything is
+computed from stored state, so asking a stage twice gives the same bits.
 
-Parameters travel flat, their rows in one: no group ends with a row and is filled up.
+Parameters travel flattened, so that groups of a codec run across rows and only the last group needs padding.
 
-Decides nothing. Neighbours: `execution.work` calls it in the compute thread, `training.outer` is the other side.
+`execution.work` calls this module in the compute thread; `training.outer` is the other side.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterStep:
-    """SGD with Nesterov's momentum, in the order of torch's operations."""
+    """SGD with Nesterov momentum, in torch's order of operations."""
 
     learning_rate: float
     momentum: float
 
     def take(self, anchor: Floats, held: Floats, gradient: Floats) -> tuple[Floats, Floats]:
-        """(anchor, momentum) after it; all float32, of one shape."""
+        """Return (anchor, momentum) after the step. All arrays are float32 of one shape."""
         rate, momentum = np.float32(self.learning_rate), np.float32(self.momentum)
         held = np.add(held * momentum, gradient, dtype=np.float32)
         return np.subtract(anchor, rate * (gradient + momentum * held), dtype=np.float32), held
 
 
 def keep_anchor(program: StageProgram, keys: Iterable[str]) -> None:
-    """What the parameters are now is what was agreed on."""
+    """Store the present parameters as the last agreement."""
     for key in keys:
         ((_, present),) = program.export_entries([f"model/{key}"])
         program.import_state([(f"optimizer/{key}/{ANCHOR}", present)])
 
 
 def keep_told(program: StageProgram, keys: Iterable[str]) -> None:
-    """The next difference is of what the parameters are now, whatever they become meanwhile."""
+    """Store the present parameters as the ones the next difference is computed from, whatever they become meanwhile."""
     for key in keys:
         ((_, present),) = program.export_entries([f"model/{key}"])
         program.import_state([(f"optimizer/{key}/{TOLD}", present)])
@@ -64,7 +64,8 @@ def keep_told(program: StageProgram, keys: Iterable[str]) -> None:
 def differences(
     program: StageProgram, keys: Iterable[str], codec: Exchanged, *, overlapped: bool
 ) -> Iterator[tuple[str, Carried]]:
-    """Of each parameter, packed, float32 and flat. `overlapped`: of what was told, not of what is there now."""
+    """Yield each parameter's difference, packed, float32 and flat. `overlapped`: from the parameters stored by
+    `keep_told` instead of the present ones."""
     for key in keys:
         yield key, pack(key, _difference(program, key, overlapped=overlapped)[0], codec)
 
@@ -78,7 +79,7 @@ def adopt(
     *,
     overlapped: bool,
 ) -> None:
-    """`agreed`: as `carried_shapes` has it."""
+    """Adopt an agreement: take the outer step and store parameters, anchor, momentum and packing error."""
     for key in sorted({_parameter(name, told) for name in agreed}):
         difference, anchor = _difference(program, key, overlapped=overlapped)
         own = as_array(unpack(pack(key, difference, codec)))
@@ -103,12 +104,12 @@ def adopt(
 
 
 def flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """As which a parameter of this shape travels."""
+    """Return the shape in which a parameter of this shape travels."""
     return (prod(shape),)
 
 
 def carried_shapes(shapes: Mapping[str, tuple[int, ...]], told: Told) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of what a stage with these parameters is told."""
+    """Return name -> shape of the values that a stage with these parameters receives."""
     if told == "all":
         return {f"{slot}/{key}": shape for slot in (ANCHOR, OUTER_MOMENTUM) for key, shape in shapes.items()}
     return {key: flat(shape) for key, shape in shapes.items()}
@@ -131,8 +132,8 @@ def _with_what_came_since(program: StageProgram, key: str, agreed: HostTensor) -
 def check_values(
     values: Mapping[str, Carried], shapes: Mapping[str, tuple[int, ...]], codec: Exchanged, what: str
 ) -> None:
-    """That these are float32 numbers of known parameters, packed as agreed. `shapes`: as they travel. Raises
-    `ExecutionError`."""
+    """Check that these are float32 values of known parameters, packed as agreed. `shapes`: the shapes in which they
+    travel. Raises `ExecutionError`."""
     for key, carried in values.items():
         shape = shapes.get(key)
         if shape is None:
@@ -148,7 +149,7 @@ def check_values(
 
 
 def _difference(program: StageProgram, key: str, *, overlapped: bool) -> tuple[HostTensor, HostTensor]:
-    """(difference, flat; anchor)."""
+    """Return (difference, flat; anchor)."""
     where = f"optimizer/{key}/{TOLD}" if overlapped else f"model/{key}"
     names = [f"optimizer/{key}/{ANCHOR}", where, f"optimizer/{key}/{RESIDUAL}"]
     anchor, present, residual = (tensor for _, tensor in program.export_entries(names))

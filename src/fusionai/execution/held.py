@@ -1,7 +1,9 @@
-"""Tensors that have arrived at a stage and wait for the work that uses them, by step: a replay gets many steps at once.
+"""Tensors that have arrived at a stage and wait for the work that uses them, by step: a replay delivers many steps at
+once.
 
-Decides what fits (`execution.arrivals`) and how much may wait. Credit bounds what well-behaved neighbours send; the
-limit bounds the others. Neighbour: `execution.runtime`, which asks its machine whether a tensor is wanted at all.
+`execution.arrivals` checks that a tensor belongs to the stage; this module limits the bytes that may wait. Credit
+bounds what well-behaved neighbours send, and the limit bounds the others. `execution.runtime` uses it and first asks
+its stage machine whether a tensor is needed at all.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ ByConsumer = dict[str, dict[int, Carried]]
 
 @dataclass(slots=True)
 class _Shared:
-    """One stage's shared gradients, as far as they have come."""
+    """Shared gradients from one stage, as far as they have arrived."""
 
     values: dict[str, HostTensor] = field(default_factory=dict[str, HostTensor])
     parts: set[int] = field(default_factory=set[int])
 
 
 class Held:
-    """`check` raises `ExecutionError` for what does not belong here; `keep` for what is too much."""
+    """Waiting tensors of one stage. `check` raises `ExecutionError` for wrong tensors, `keep` if the limit is
+    exceeded."""
 
     def __init__(self, stage: int, arrivals: Arrivals, limit_bytes: int) -> None:
         self._stage = stage
@@ -48,9 +51,9 @@ class Held:
         self._totals: defaultdict[int, dict[int, _Shared]] = defaultdict(dict)
         """Step -> home stage -> its sums."""
         self._agreed: dict[tuple[int, Told], dict[str, Carried]] = {}
-        """(step, form) -> what was agreed on after it, as far as it has come."""
+        """(step, form) -> values of the agreement after that step, as far as they have arrived."""
         self._whole: dict[int, Told] = {}
-        """Step -> the form in which all of it has come."""
+        """Step -> the form in which the agreement has arrived completely."""
         self._bytes = 0
 
     @property
@@ -59,7 +62,7 @@ class Held:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches whose inputs wait."""
+        """Number of microbatches whose inputs wait."""
         return len(self._inputs)
 
     def check(self, message: wire.Forward | wire.Backward | wire.SharedGradient, tensors: Tensors) -> None:
@@ -72,7 +75,7 @@ class Held:
                 self._arrivals.shared(message, tensors)
 
     def keep(self, message: wire.Forward | wire.Backward | wire.SharedGradient, tensors: Tensors) -> bool:
-        """What the machine wants: each at most once. Whether all of it is there now."""
+        """Store tensors that the stage machine needs, each at most once. Return whether the message is now complete."""
         match message:
             case wire.Forward():
                 self._admit(tensors)
@@ -85,7 +88,7 @@ class Held:
             case wire.SharedGradient():
                 table = self._partials if message.phase == "partial" else self._totals
                 known = table[message.step].setdefault(message.sender, _Shared())
-                # Who sends again after a fault sends the same once more, from the first part on.
+                # A sender that resends after a fault sends the same values again, starting with the first part.
                 self._freed({key: known.values.pop(key) for key in tensors.keys() & known.values.keys()})
                 self._admit(tensors)
                 known.values.update(unpack_all(tensors))
@@ -94,8 +97,8 @@ class Held:
         return True
 
     def keep_agreed(self, step: int, told: Told, values: Tensors, *, last: bool) -> frozenset[str]:
-        """Part of what was agreed on after `step`; the names of what has come of it by now. What comes again replaces
-        what was there."""
+        """Store part of the agreement after `step` and return the names of all its values that have arrived. Values
+        that come again replace the earlier ones."""
         known = self._agreed.setdefault((step, told), {})
         self._freed({key: known.pop(key) for key in values.keys() & known.keys()})
         self._admit(values)
@@ -105,7 +108,8 @@ class Held:
         return frozenset(known)
 
     def take_agreed(self, step: int) -> tuple[Told, dict[str, Carried]]:
-        """(form, what came in it), of the last that came whole. What came in another as well is forgotten."""
+        """Return (form, values) of the form that arrived completely last. Values that came in another form are
+        dropped."""
         found = {told: self._freed(self._agreed.pop((step, told), {})) for told in get_args(Told)}
         told = self._whole.pop(step)
         return told, found[told]
@@ -120,11 +124,11 @@ class Held:
         return taken
 
     def take_partials(self, step: int) -> list[tuple[int, Entries]]:
-        """(sender, its part), in the order of the stages."""
+        """Return (sender, its part), in stage order."""
         return self._taken(self._partials, step)
 
     def take_totals(self, step: int) -> list[tuple[int, Entries]]:
-        """(home, its sums); nothing where this stage's sums are the totals already."""
+        """Return (home stage, its sums). Empty if this stage's own sums are the totals."""
         return self._taken(self._totals, step)
 
     def _taken(self, table: dict[int, dict[int, _Shared]], step: int) -> list[tuple[int, Entries]]:
@@ -135,13 +139,13 @@ class Held:
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         if self._bytes + nbytes > self._limit_bytes:
             raise ExecutionError(
-                f"stage {self._stage} would hold {self._bytes + nbytes} bytes for later work, "
-                f"at most {self._limit_bytes}."
+                f"stage {self._stage} would hold {self._bytes + nbytes} bytes of tensors for later work, "
+                f"expected at most {self._limit_bytes}."
             )
         self._bytes += nbytes
 
     def drop(self, below: int | None = None) -> None:
-        """Everything, or inputs of steps before `below`."""
+        """Drop everything, or the inputs of steps before `below`."""
         if below is None:
             for table in (self._inputs, self._gradients, self._partials, self._totals, self._agreed, self._whole):
                 table.clear()

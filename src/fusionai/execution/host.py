@@ -1,6 +1,6 @@
-"""What a machine brings to every job it takes part in. Decides nothing.
+"""What a machine brings to every job it takes part in: backend, compute thread, transport and limits.
 
-Neighbours: `peer.daemon` and `client` make it, `execution.member` works with it.
+Built by `peer.daemon` and `client`, used by `execution.member`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from fusionai.transport.placements import Seal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """`memory_limit_bytes` covers stages and snapshots together; None where the provider set no limit. `weights`: where
-    those of served models are kept; None on a machine that serves nobody else's. `seal`: what signs the placements of
-    its own jobs; None on one that has none."""
+    """Resources of one machine.
+
+    `memory_limit_bytes` covers stages and snapshots together; None if the provider set no limit. `weights`: cache of
+    served models' weights; None on a machine that does not serve other owners' models. `seal`: signs the placements of
+    this machine's own jobs; None if it has no jobs.
+    """
 
     peer: PeerId
     backend: Backend

@@ -1,9 +1,9 @@
-"""What a member does with snapshots: takes them in for stages it guards, hands them on, waits for those it needs.
+"""A member's handling of snapshots: stores them for the stages it guards, passes them on, and waits for ones it needs.
 
-Decides who may give it one: a guarded stage's own peer, and anybody of the job for a stage that is to run here.
-Trouble with snapshots is never a stage's failure.
+It decides which peers may send a snapshot: the peer that runs the stage, if this member guards it, and any named
+member, if the stage runs (or is checked) here. A problem with snapshots never counts as a stage's failure.
 
-Neighbours: `execution.member` owns it, `execution.snapshots` stores, `execution.carrier` sends.
+Owned by `execution.member`; `execution.snapshots` stores, `execution.carrier` sends.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class Keeper:
-    """`on_kept(stage, step)`: a guarded stage's snapshot is whole. `on_refused(stage, code, reason)`: there is no room
-    for one, or it is not here."""
+    """Snapshots of one member.
+
+    `on_kept(stage, step)`: a guarded stage's snapshot is complete. `on_refused(stage, code, reason)`: a snapshot did
+    not fit in memory or is missing.
+    """
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class Keeper:
         self._on_refused = on_refused
         self._on_testimony = on_testimony
         self.judged: set[int] = set()
-        """Stages that run elsewhere and are run again here: snapshots of them are welcome from any member."""
+        """Stages of other members that are being rechecked here; any member may send snapshots of them."""
         self._accepted: set[Line] = set()
         self._awaited: dict[tuple[int, int], asyncio.Future[Mapping[str, HostTensor]]] = {}
 
@@ -86,7 +89,7 @@ class Keeper:
             self.store.drop_from(peer)
 
     def take(self, peer: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> None:
-        """Raises `ExecutionError` where it is not for this member."""
+        """Store one part of a snapshot. Raises `ExecutionError` if the snapshot is not for this member."""
         placement, stage, step = self._placement, message.stage, message.step
         if message.fence != placement.fence:
             self.stale_dropped += 1
@@ -111,7 +114,7 @@ class Keeper:
             waiting.set_result(entries)
 
     async def whole(self, stage: int, step: int) -> Mapping[str, HostTensor]:
-        """The entries, read-only, once the snapshot is here."""
+        """Wait for the snapshot and return its entries, read-only."""
         entries = self.store.whole(stage, step)
         if entries is not None:
             return entries
@@ -122,7 +125,7 @@ class Keeper:
     async def send(
         self, peer: PeerId, addresses: Sequence[str], message: wire.Snapshot | Sent, tensors: Sequence[HostTensor]
     ) -> None:
-        """Raises `RefusedError`, `TransportError`, `TrustError`."""
+        """Send one message to another member. Raises `RefusedError`, `TransportError`, `TrustError`."""
         await self._carrier.send(peer, addresses, self._placement.opening, message, tensors)
 
     async def hand_on(
@@ -130,7 +133,7 @@ class Keeper:
         order: wire.PassSnapshot,
         send: Callable[[wire.Snapshot, Sequence[HostTensor]], Awaitable[None]],
     ) -> None:
-        """Send a snapshot to the stage's new home, or to whoever runs a stretch from there. Raises like `send`."""
+        """Send a snapshot to the stage's new peer, or to the peer that rechecks it. Raises what `send` raises."""
         entries = self.store.whole(order.stage, order.step)
         if entries is None:
             self._on_refused(order.stage, "failed", f"there is no snapshot of step {order.step} here to hand on")

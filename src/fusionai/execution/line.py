@@ -1,9 +1,9 @@
-"""One open connection between members, kept alive: asks for signs of life, answers those asked of it.
+"""One open connection between members, kept alive with pings and pongs.
 
-Decides nothing about silence: whoever holds the line tells `coordination.silence` when something has arrived. Half a
-frame is a sign of life too, so a large tensor on a slow link is never taken for a dead peer.
+The owner of the line reports arrivals to `coordination.silence`, which decides about silence. Part of a frame counts as
+a sign of life too, so a large tensor on a slow link is never mistaken for a dead peer.
 
-Neighbours: `execution.links` has one line per neighbour, `execution.carrier` one per receiver of snapshots.
+`execution.links` has one line per neighbour, `execution.carrier` one per receiver of snapshots.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
 
 MAX_UNSENT_ANSWERS: Final = 16
-"""Who does not read gets no more answers: liveness needs one."""
+"""Pongs that may wait unsent. A peer that does not read gets no more of them, since liveness needs only one."""
 
 
 class Line:
-    """`on_lost`, where there is one, is told once, by whoever notices first; after `drop` it is told nothing."""
+    """One connection. `on_lost` is called at most once, with the reason, and never after `drop`."""
 
     def __init__(self, channel: Channel, on_lost: Callable[[Line, str], None] | None = None) -> None:
         self.channel = channel
         self.posted = False
-        """Whether anything but signs of life was sent since the flag was last cleared."""
+        """Whether anything but pings and pongs was sent since the flag was last cleared."""
         self._told = False
         self._on_lost = on_lost
         self._outbox = Outbox(channel, self.lost)
@@ -41,7 +41,7 @@ class Line:
         self._outbox.post(message, tensors)
 
     async def receive(self) -> Envelope:
-        """The next message that is no sign of life. Raises what `Channel.receive` raises."""
+        """Return the next message other than a ping or pong. Raises what `Channel.receive` raises."""
         while True:
             envelope = await self.channel.receive()
             match envelope.message:
@@ -54,21 +54,21 @@ class Line:
                     return envelope
 
     def beat(self, now_s: float) -> bool:
-        """Ask for a sign of life unless something is on its way anyway. True if anything came since the last beat."""
+        """Send a ping unless other messages already wait. Return whether anything arrived since the last call."""
         if self._outbox.waiting == 0:
             self._outbox.post(wire.Ping(sequence=0, sent_at_s=now_s))
         before, self._arrived_bytes = self._arrived_bytes, self.channel.stats.arrived_bytes
         return self._arrived_bytes != before
 
     def lost(self, reason: str) -> None:
-        """End the line and say why, unless it has ended before."""
+        """End the line and report the reason, unless it has ended already."""
         if not self._told:
             self.drop()
             if self._on_lost is not None:
                 self._on_lost(self, reason)
 
     def drop(self) -> None:
-        """End the line silently; what is queued is for nobody."""
+        """End the line without a report and discard what is queued."""
         self._told = True
         self._outbox.abandon()
         self.channel.abort()

@@ -1,10 +1,10 @@
-"""The tensor connections of one job member: one per other peer, both directions, dialled by one fixed side.
+"""Tensor connections of one job member: one per other peer, used in both directions.
 
-Decides who dials: the job owner always (its machine may listen to nobody), else the peer with the smaller id. Decides
-when a link is lost: closed, refused, or silent for too long. Never looks into what is sent and never dials again by
-itself: that is for the next round.
+This module decides which side dials: always the job owner (its machine may be unreachable from outside), otherwise the
+peer with the smaller id. It decides when a link is lost: closed, refused, or silent for too long. It never inspects
+payloads and never redials by itself; the next round does.
 
-Neighbours: `execution.member` posts and receives; `transport` connects; `coordination.silence` counts the silence.
+`execution.member` posts and receives, `transport` connects, `coordination.silence` measures silence.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fusionai.wire import messages as wire
 log = logging.getLogger(__name__)
 
 LINK_TIMEOUT_S: Final = 3.5
-"""For dialling, showing the ticket and being let in, all together; and for waiting to be dialled."""
+"""Seconds to dial, show the ticket and be admitted, all together; also the time to wait for being dialled (chosen)."""
 
 
 def dials(me: PeerId, other: PeerId, owner: PeerId) -> bool:
-    """Whether this side opens the connection between `me` and `other`."""
+    """Return whether `me` is the side that opens the connection to `other`."""
     if owner in (me, other):
         return me == owner
     return me < other
@@ -41,7 +41,8 @@ async def open_job(
 ) -> Channel:
     """Dial a member of a job and show the ticket, within `LINK_TIMEOUT_S`.
 
-    Raises `RefusedError`, `TransportError`, `TrustError`."""
+    Raises `RefusedError`, `TransportError`, `TrustError`.
+    """
     channel: Channel | None = None
     try:
         async with asyncio.timeout(LINK_TIMEOUT_S):
@@ -66,12 +67,17 @@ async def open_job(
 
 @dataclass(frozen=True, slots=True)
 class _Dialling:
+    """An attempt to open a link."""
+
     opening: wire.OpenJob
     task: asyncio.Task[None]
 
 
 class Links:
-    """`on_message` gets every envelope from any link but signs of life; `on_lost` is told once of each lost link."""
+    """Links to all other members.
+
+    `on_message` gets every message except pings and pongs; `on_lost` is called once per lost link.
+    """
 
     def __init__(
         self,
@@ -88,14 +94,14 @@ class Links:
         self._silence = Silence()
         self._lines: dict[PeerId, Line] = {}
         self._waiting: dict[PeerId, asyncio.Future[None]] = {}
-        """Resolved when a link to the peer comes up."""
+        """Futures that are resolved when a link to the peer is up."""
         self._dialling: dict[PeerId, _Dialling] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        """Tasks that dial and then read; the event loop alone would not keep them alive."""
+        """Tasks that dial and then read. The event loop alone would not keep them alive."""
         self._closing = False
 
     def post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
-        """Queue for `peer`. Raises `TransportError` when there is no usable link (`up` waits for one)."""
+        """Queue a message for `peer`. Raises `TransportError` if there is no usable link (`up` waits for one)."""
         line = self._lines.get(peer)
         if line is None or not line.usable:
             raise TransportError(f"there is no link to peer {short(peer)}.")
@@ -111,7 +117,7 @@ class Links:
             raise TransportError(f"no link to peer {short(peer)} within {LINK_TIMEOUT_S:g} s.") from None
 
     def begin_round(self, peers: Collection[PeerId]) -> None:
-        """Links to anybody else are closed; broken ones may be dialled again."""
+        """Close links to all other peers. Broken links may be dialled again."""
         for peer in [peer for peer in self._lines if peer not in peers]:
             self._lines.pop(peer).drop()
             self._silence.forget(peer)
@@ -119,7 +125,7 @@ class Links:
             line.posted = False
 
     def dial(self, peer: PeerId, addresses: Sequence[str], opening: wire.OpenJob) -> None:
-        """Open the link unless it is there. An attempt with another opening (of an earlier round) is given up."""
+        """Open the link unless it exists. An attempt with an opening of an earlier round is cancelled."""
         line = self._lines.get(peer)
         if self._closing or (line is not None and line.usable):
             return
@@ -157,7 +163,7 @@ class Links:
         if (waiting := self._waiting.pop(peer, None)) is not None and not waiting.done():
             waiting.set_result(None)
         if former is not None:
-            # One link per peer. The other side noticed a loss first; news to ours only if something was on the way.
+            # One link per peer. The other side noticed a loss first; it matters here only if something was on the way.
             if former.posted:
                 former.lost("another connection took its place")
             former.drop()
@@ -167,13 +173,13 @@ class Links:
         except FusionError as error:
             reason = str(error)
         except Exception as error:
-            # A link that nobody reads any more must be known as lost.
+            # A link that is no longer read must be reported as lost.
             log.exception("the link to peer %s failed", short(peer))
             reason = f"{type(error).__name__}: {error}"
         line.lost(reason)
 
     def beat(self) -> None:
-        """Call every `Silence.ping_s`: asks all others for a sign of life, ends links that gave none for too long."""
+        """Call every `Silence.ping_s`: ping all peers and end links that were silent for too long."""
         now_s = self._now_s()
         for peer, line in self._lines.items():
             if line.beat(now_s):
@@ -191,7 +197,7 @@ class Links:
             self._on_lost(peer, reason)
 
     async def close(self) -> None:
-        """What is queued is for nobody any more: nothing is flushed."""
+        """End all links. Queued messages are discarded, since no peer waits for them any more."""
         self._closing = True
         for waiting in self._waiting.values():
             waiting.cancel()

@@ -1,7 +1,6 @@
-"""From an `Attach`, a `Prepare` or a `Recheck` to a loaded stage: nothing received is run before it is validated.
-Decides what is refused.
+"""From an `Attach`, `Prepare` or `Recheck` message to a loaded stage, with everything validated before it runs.
 
-Neighbours: `execution.stages` asks, `ir.validate` guards the door, `backends` load.
+`execution.stages` calls it, `ir.validate` checks graphs, `backends` load them.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from fusionai.wire import messages as wire
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
+    """A validated stage and its program."""
+
     graph: Graph
     boundary: Boundary
     program: StageProgram
@@ -38,9 +39,11 @@ async def load_stage(
     places: Mapping[int, PeerId],
     memory_limit_bytes: int | None,
 ) -> LoadedStage:
-    """`places`: where the job's stages live, `memory_limit_bytes`: what is left for this one.
+    """Validate and load one stage in the compute thread.
 
-    Raises `GraphError` for a graph or boundary outside the grammar, `ExecutionError` for what can't run here."""
+    `places`: the peer of each of the job's stages. `memory_limit_bytes`: memory left for this stage. Raises
+    `GraphError` for a graph or boundary that is not valid, `ExecutionError` for a stage that this machine can't run.
+    """
     told_as = type(told).__name__.lower()
     graph_bytes = tensors.get("graph")
     if graph_bytes is None:
@@ -52,7 +55,7 @@ async def load_stage(
     if boundary.stage != told.stage:
         raise GraphError(f"the {told_as} of stage {told.stage} carries the boundary of stage {boundary.stage}.")
     if unknown := boundary.others - places.keys():
-        raise GraphError(f"stage {told.stage} exchanges tensors with {sorted(unknown)}, not in its plan.")
+        raise GraphError(f"stage {told.stage} exchanges tensors with {sorted(unknown)}, which are not in its plan.")
     if len(told.options.codecs) not in (0, len(places) - 1):
         raise GraphError(
             f"the {told_as} of stage {told.stage} has {len(told.options.codecs)} codecs for {len(places)} stages."
@@ -61,13 +64,13 @@ async def load_stage(
     def load() -> LoadedStage:
         graph = parse(graph_bytes.data, host.graph_limits)
         if content_hash(graph) != told.graph_hash:
-            raise GraphError(f"stage {told.stage}'s graph has another hash than announced.")
+            raise GraphError(f"stage {told.stage}'s graph does not have the announced hash.")
         boundary.check(graph)
         if unsupported := host.backend.unsupported(node.op for node in graph.nodes):
             raise ExecutionError(
                 f"backend {host.backend.name} can't run {', '.join(unsupported)} of stage {told.stage}."
             )
-        # The stage that came last decides for the process.
+        # The allocator's settings are process-wide, so the stage loaded last decides.
         if told.options.recompute or told.options.offload:
             spare_memory()
         else:

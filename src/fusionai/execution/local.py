@@ -1,6 +1,6 @@
-"""A channel between two parts of one process: the driver and the job owner's own stages. Nothing is encoded.
+"""An in-process channel between the driver and the job owner's own stages. Nothing is encoded.
 
-Decides nothing. Neighbours: `execution.connections` makes a pair; the interface is `transport.interface.Channel`.
+`execution.connections` makes a pair; the interface is `transport.interface.Channel`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fusionai.wire.messages import Message, Stream, Way
 
 
 class LocalChannel:
-    """One end. `pair` makes both."""
+    """One end of an in-process channel. `pair` makes both ends."""
 
     def __init__(self, peer: PeerId, stream: Stream) -> None:
         self.remote = Remote(peer, "member")
@@ -40,11 +40,11 @@ class LocalChannel:
         named: dict[str, HostTensor] = {h.name: tensor for h, tensor in zip(headers, tensors, strict=True)}
         self.stats.sent_frames += 1
         self._other.stats.received_frames += 1
-        self._other.stats.arrived_bytes += 1  # nothing is encoded; a sign of life all the same
+        self._other.stats.arrived_bytes += 1  # nothing is encoded, but it counts as a sign of life
         self._other._inbox.put_nowait(Envelope(message, named))
 
     def send_at_once(self, message: Message, tensors: Sequence[HostTensor] = ()) -> bool:  # noqa: ARG002
-        """Nothing that hurries goes this way."""
+        """Send nothing and return False: messages on this channel are never urgent."""
         return False
 
     async def receive(self) -> Envelope:

@@ -1,9 +1,9 @@
-"""The loop of `execution.serving_marks` over rows, as numba compiles it.
+"""Inner loop of `execution.serving_marks` over rows, compiled with numba.
 
-Every sum adds the row's numbers one after the other, in ascending order, so a row's marks do not depend on the rows it
-is multiplied with. A sign times a number is exact, so a processor that fuses the two operations rounds as one that does
-not: marks of equal rows have equal bits on every machine. Four rows go side by side, because each sum waits for the one
-before. Neighbour: `scheduling.compiled`.
+Every sum adds a row's numbers one by one in ascending order, so a row's mark does not depend on the rows processed with
+it. The product of a sign and a number is exact, so a fused multiply-add rounds the same as two operations, and equal
+rows have bitwise equal marks on every machine. Four rows are processed side by side, because each addition waits for
+the previous one. Compiled through `scheduling.compiled`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 
 
 def signed_sums(rows: Any, signs: Any, sums: Any) -> None:
-    """rows float32 [count, width] times signs float32 [width, 16] of 1 and -1 -> sums float32 [count, 16]."""
+    """Write sums float32 [count, 16]: rows float32 [count, width] times signs float32 [width, 16] of 1 and -1."""
     count, width = rows.shape
     lanes = signs.shape[1]
     totals = np.empty((4, lanes), np.float32)
     row = 0
     while row < count:
         last = count - 1
-        # The last row stands in for rows that are not there.
+        # If fewer than four rows are left, the last row is repeated in place of the missing ones.
         a, b, c, d = row, min(row + 1, last), min(row + 2, last), min(row + 3, last)
         totals[:] = np.float32(0.0)
         for at in range(width):

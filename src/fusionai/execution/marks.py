@@ -1,19 +1,19 @@
-"""Marks: a boundary tensor as a few numbers by which two machines can tell whether they mean the same one.
+"""Marks: short fingerprints of boundary tensors with which two machines can check that they computed the same tensor.
 
-A mark is `SIZE` random projections: each the sum of all elements with signs of its own, products of a row's and a
-column's, drawn by a counter-based generator from a key. For a difference D between two tensors, the expected square of
-each projection's difference is the square of D's Euclidean norm, so the distance of two marks by the length of one is
-about |D| / |X|, within a factor of two and a half (16 projections) but for one case in ten thousand. Who does not know
-the key can't make a difference that shows in no projection; who knows it can: keys are told when what they are for is
-over.
+A mark is `SIZE` random projections. Each projection is the sum of all elements with random signs (the product of a row
+sign and a column sign) that a counter-based generator draws from a key. For a difference D between two tensors, the
+expected square of the difference of one projection is the squared Euclidean norm of D. The distance of two marks
+divided by the length of one is therefore about |D| / |X|, within a factor of 2.5 (16 projections) in all but one of ten
+thousand cases. Without the key it is not possible to make a difference that cancels in all projections; with the key it
+is, so a key is revealed only after the work it covers is finished.
 
-Rows are summed first, under `ROWS` patterns of signs, as one product of matrices in the tensor's own number format: a
-mark costs 16 operations per element. Marks of equal bits differ by less than 1e-5 of their length, whatever library
-does the sums. What is not finite makes a mark that is not.
+Rows are first summed under `ROWS` sign patterns, as one matrix product in the tensor's own dtype; a mark costs 16
+operations per element. Marks of bitwise equal tensors differ by less than 1e-5 of their length, whatever library
+computes the sums. A tensor that contains a number that is not finite gives a mark that is not finite.
 
-Source: activation fingerprints of DiFR (arXiv 2511.20621), there of each row, here of a whole microbatch: 128 bytes
-however large it is. Neighbours: `execution.work` and `execution.referee` make marks, `training.inspection` compares;
-`execution.serving_marks` marks the rows of served models, each by itself.
+Source: activation fingerprints of DiFR (arXiv 2511.20621), which marks each row; here one mark covers a whole
+microbatch, in 128 bytes whatever its size. `execution.work` and `execution.referee` make marks and
+`training.inspection` compares them; `execution.serving_marks` marks each row of served models separately.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from fusionai.execution.accumulate import as_array
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor
 
 SIZE: Final = 16
+"""Number of random projections in a mark."""
 ROWS: Final = 8
-"""Patterns of signs over rows; each has `SIZE / ROWS` over columns."""
+"""Number of sign patterns over rows. Each is combined with `SIZE / ROWS` patterns over columns."""
 KEY_BYTES: Final = 32
+"""Bytes of a mark key."""
 
 
 def step_key(secret: bytes, step: int) -> bytes:
-    """What a stage makes its marks of `step` under. Telling it gives away no other step's."""
+    """Return the key for a stage's marks of `step`. Revealing it reveals the key of no other step."""
     return hashlib.blake2b(str(step).encode(), key=secret, digest_size=KEY_BYTES, person=b"marks of a step").digest()
 
 
 def mark(tensors: Mapping[str, HostTensor], key: bytes, *, what: str) -> tuple[float, ...]:
-    """Of these values together, in the order of their names. `what` is part of the key: of two messages of one step,
-    signs differ."""
+    """Return one mark of all these values together, in the order of their names. `what` is part of the key, so the
+    signs differ between two messages of one step."""
     total = np.zeros(SIZE)
     with np.errstate(invalid="ignore", over="ignore"):
         for name in sorted(tensors):
@@ -64,7 +66,7 @@ def _projected(tensor: HostTensor, what: bytes, key: bytes) -> npt.NDArray[np.fl
 
 
 def signs(generator: np.random.Generator, count: int) -> npt.NDArray[np.float64]:
-    """So many of 1 and -1, float64."""
+    """Return `count` random values of 1 and -1, float64."""
     bits = np.unpackbits(np.frombuffer(generator.bytes(-(-count // 8)), np.uint8), count=count)
     return bits.astype(np.float64) * 2 - 1
 

@@ -1,10 +1,10 @@
 """One machine's part in one job: its stages, its links, the snapshots it keeps, its connection to the driver.
 
-Decides nothing of the job. Checks every message's fence, loads what it is told to run after validating it, and brings
-messages to the right stage. Outlives its driver's connection: the next one takes it over. Used by the peer's daemon
-and, for the job owner's own stages, by the driver's process.
+The member checks every message's fence, validates what it is asked to run before loading it, and routes messages to
+stages. It outlives a driver's connection: the driver's next connection takes it over. All decisions about the job are
+the driver's. The peer's daemon uses it, and the driver's process uses it for the job owner's own stages.
 
-Neighbours: `execution.runtime` runs each stage, `execution.links` moves tensors, `execution.keeper` snapshots.
+`execution.runtime` runs each stage, `execution.links` moves tensors, `execution.keeper` handles snapshots.
 """
 
 from __future__ import annotations
@@ -43,8 +43,12 @@ OutputSink = Callable[[wire.Output, dict[str, HostTensor]], None]
 
 
 class JobMember(DrivenPart):
-    """`owner` is the driver's peer id, `opened` the fence it opened the job with. `on_output` and `on_link_lost` only
-    where the driver lives: job outputs and news of lost links end there, others send theirs on the network."""
+    """Takes part in one job.
+
+    `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_output` and `on_link_lost` are
+    set only in the driver's process, where job outputs and reports of lost links end; other members send theirs over
+    the network.
+    """
 
     def __init__(
         self,
@@ -71,9 +75,9 @@ class JobMember(DrivenPart):
             on_testimony=self.testimony,
         )
         self._checks: set[asyncio.Task[None]] = set()
-        """Of the present round; those that are over too."""
+        """Rechecks of the present round, including finished ones."""
         self._referees: dict[int, Referee] = {}
-        """Stage that is run again here -> who does it."""
+        """Stage that is rechecked here -> its referee."""
         self._state_channel: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
 
     @property
@@ -82,13 +86,13 @@ class JobMember(DrivenPart):
 
     @property
     def snapshots(self) -> tuple[wire.SnapshotAt, ...]:
-        """Whole ones kept here."""
+        """Complete snapshots kept here."""
         return self._keeper.store.held
 
     # ------------------------------------------------------------------------------------------ reading channels
 
     def _obey(self, envelope: Envelope, driver: Outbox) -> None:
-        """One message of the driver's. Takes no time: what does goes on beside the connection."""
+        """Handle one message of the driver without waiting; longer work goes on in tasks."""
         match envelope.message:
             case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
                 driver.post(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
@@ -109,10 +113,12 @@ class JobMember(DrivenPart):
                     self._keeper.store.drop_below(message.line)
                 self._deliver(message, envelope.tensors)
             case other:
-                raise ExecutionError(f"the driver sent a {type(other).__name__} on its control connection.")
+                raise ExecutionError(
+                    f"the driver sent a {type(other).__name__} on its control connection, where it does not belong."
+                )
 
     async def serve_state(self, channel: Channel) -> None:
-        """Take state chunks from the driver; what `state` sends leaves on the same connection."""
+        """Take state chunks from the driver. What `state` sends leaves on the same connection."""
         if self._state_channel.done():
             self._state_channel = asyncio.get_running_loop().create_future()
         self._state_channel.set_result(channel)
@@ -151,12 +157,12 @@ class JobMember(DrivenPart):
             self._report(error, runtime)
 
     async def serve_link(self, peer: PeerId, channel: Channel) -> None:
-        """A neighbour dialled this machine."""
+        """Serve a tensor connection that a neighbour dialled."""
         with self._served():
             await self._links.serve(peer, channel)
 
     async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
-        """Another member brings snapshots."""
+        """Serve a state connection on which another member sends snapshots."""
         with self._served():
             await self._keeper.serve(peer, channel)
 
@@ -164,9 +170,9 @@ class JobMember(DrivenPart):
         message = envelope.message
         sender = envelopes.sender(message)
         if sender is None:
-            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__}; only the driver may.")
+            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__}; only the driver may send it.")
         if _fence(message) != self._placement.fence:
-            self.stale_dropped += 1  # of another placement, so who may send what is another question
+            self.stale_dropped += 1  # from another placement, whose senders may differ
             return
         if self._placement.peer_of(sender) != peer:
             raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__} as stage {sender}, not its own.")
@@ -176,7 +182,7 @@ class JobMember(DrivenPart):
             self._deliver(message, envelope.tensors)
 
     def _deliver(self, message: wire.Message, tensors: Mapping[str, HostTensor]) -> None:
-        """To the stage it is for, if the fence is exactly that stage's."""
+        """Pass a message to the stage it addresses if the fence is exactly that stage's."""
         stage, fence = envelopes.receiver(message)
         runtime = self._runtime(stage, fence)
         if runtime is None:
@@ -197,8 +203,8 @@ class JobMember(DrivenPart):
     # ------------------------------------------------------------------------------------- enlisting and attaching
 
     def enlist(self, enlist: wire.Enlist) -> wire.Enlisted | wire.Refused:
-        """A round begins: adopt its fence and places. Stages that live elsewhere now are forgotten unless they are
-        guarded here, snapshots stay."""
+        """Begin a round: adopt its fence and placement. Stages that now run elsewhere are dropped unless they are
+        guarded here; snapshots stay."""
         if (refused := self._adopt(enlist)) is not None:
             return refused
         for check in self._checks:
@@ -208,21 +214,22 @@ class JobMember(DrivenPart):
             self._enlisted = True
             self._start(self._beat())
         own = frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
-        # What runs elsewhere now and is guarded here stays at hand until a snapshot of it is whole (recovery rule 22).
+        # A stage that now runs elsewhere and is guarded here stays loaded until its snapshot is complete (recovery rule
+        # 22).
         left = self._placement.guards - own if enlist.partition == self._keeper.store.partition else frozenset[int]()
         self._start(self._stages.keep_only(own, aside=left, guarded=self._placement.guards))
-        # Who runs nothing (any more) exchanges no tensors: others drop their ends too, and that is no loss to tell of.
+        # A member without stages exchanges no tensors. The others drop their ends too, which is not a loss to report.
         linked = bool(own) or self.owner == self._host.peer
         self._links.begin_round(self._placement.peers if linked else frozenset())
         self._keeper.begin_round(self._placement, enlist.partition)
         if self.owner == self._host.peer:
-            # The driver's machine feeds and hears every member, whatever stages it has itself.
+            # The driver's machine feeds every member and hears from it, whatever stages it has itself.
             for neighbour in enlist.neighbours:
                 self._dial(neighbour)
         return wire.Enlisted(fence=enlist.fence, fingerprint=self._host.fingerprint, snapshots=self._keeper.store.held)
 
     async def _attach(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> None:
-        """Loads if need be, one stage after the other; later rounds may come meanwhile."""
+        """Load the stage if necessary, one stage at a time. Later rounds may begin meanwhile."""
         async with self._attaching:
             try:
                 runtime = await self._made(attach, tensors)
@@ -240,7 +247,8 @@ class JobMember(DrivenPart):
                         self._dial(self._placement.neighbours[stage])
 
     async def _prepare(self, told: wire.Prepare, tensors: Mapping[str, HostTensor]) -> None:
-        """What can't be had ready is no failure of anybody's: if it can't be had at all, the attach will say so."""
+        """Load a guarded stage in advance. A failure is only logged: if the stage can't run here, the attach will
+        report it."""
         async with self._attaching:
             if told.fence != self._placement.fence or told.stage not in self._placement.guards:
                 self.stale_dropped += 1
@@ -249,12 +257,13 @@ class JobMember(DrivenPart):
             try:
                 await self._stages.prepare(told, tensors, self._placement.places, kept_bytes)
             except FusionError as error:
-                log.warning("stage %d of %s could not be made ready: %s", told.stage, self.job, error)
-            except Exception:  # whatever was received, this member goes on
-                log.exception("stage %d of %s could not be made ready", told.stage, self.job)
+                log.warning("stage %d of %s could not be prepared for a takeover: %s", told.stage, self.job, error)
+            except Exception:  # whatever was received, this member continues
+                log.exception("stage %d of %s could not be prepared for a takeover", told.stage, self.job)
 
     async def _made(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> StageRuntime | None:
-        """None, and refused, when the attach is not of the present round, or no longer once the stage is loaded."""
+        """Return the stage's runtime; None, after a refusal, if the attach is not (or no longer) of the present
+        round."""
         if attach.job != self.job:
             raise ExecutionError(f"this connection is for job {self.job}, the attach is for {attach.job}.")
         if not self._is_present(attach):
@@ -266,7 +275,7 @@ class JobMember(DrivenPart):
         return runtime
 
     def _is_present(self, attach: wire.Attach) -> bool:
-        """Whether this attach belongs to the round that was begun last; refuses it otherwise."""
+        """Return whether this attach belongs to the present round; refuse it otherwise."""
         if attach.fence < self.fence:
             self.stale_dropped += 1
             self._refuse(attach, "stale_fence", f"{self.job} is at {self.fence}")
@@ -277,7 +286,7 @@ class JobMember(DrivenPart):
         return True
 
     def _dial(self, neighbour: wire.Neighbour) -> None:
-        """Open the link to a neighbour if it is this side's turn to, and it is not there."""
+        """Open the link to a neighbour if this side dials and the link does not exist."""
         other = PeerId(neighbour.peer)
         if other != self._host.peer and dials(self._host.peer, other, self.owner):
             self._links.dial(other, neighbour.addresses, self._placement.opening)
@@ -302,8 +311,8 @@ class JobMember(DrivenPart):
         self._post(peer, message, tensors)
 
     def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
-        """A link that is not there is news for the driver, not the sender's failure. What a stage still says under the
-        fence before is for nobody: its receiver may live elsewhere now."""
+        """Post a message to another member. A missing link is reported to the driver, not raised. Messages of an
+        earlier fence are dropped, because their receiver may run elsewhere now."""
         if _fence(message) != self._placement.fence:
             self.stale_dropped += 1
             return
@@ -354,7 +363,7 @@ class JobMember(DrivenPart):
         if order.fence != self._placement.fence:
             self.stale_dropped += 1
             return
-        to_owner = order.peer == self.owner  # who runs a stretch from there
+        to_owner = order.peer == self.owner  # the owner rechecks from there
         if to_owner and self._keeper.store.whole(order.stage, order.step) is None:
             return
 
@@ -369,13 +378,13 @@ class JobMember(DrivenPart):
     # ---------------------------------------------------------------------------------------------------- spot checks
 
     async def _recheck(self, told: wire.Recheck, tensors: Mapping[str, HostTensor]) -> None:
-        """Run another's stretch again and say what came of it. No trouble with it is a failure of any stage."""
+        """Recheck another peer's steps and report the result. A problem with it never counts as a stage's failure."""
         stage, guarded = told.stage, told.stage in self._placement.guards
         if told.fence != self._placement.fence:
             self.stale_dropped += 1
             return
         if self._placement.peer_of(stage) == self._host.peer:
-            raise ExecutionError(f"the driver wants stage {stage} checked by its own peer.")
+            raise ExecutionError(f"the driver asked this peer to recheck stage {stage}, which it runs itself.")
         kept_bytes = self._keeper.store.nbytes
         try:
             async with self._attaching:
@@ -390,8 +399,8 @@ class JobMember(DrivenPart):
             answer = await referee.run(begin, end)
         except FusionError as error:
             answer = _no_opinion(told, str(error))
-        except Exception as error:  # whatever was received, this member goes on
-            log.exception("stage %d of %s could not be run again", stage, self.job)
+        except Exception as error:  # whatever was received, this member continues
+            log.exception("stage %d of %s could not be rechecked", stage, self.job)
             answer = _no_opinion(told, f"{type(error).__name__}: {error}")
         finally:
             self._referees.pop(stage, None)
@@ -401,7 +410,7 @@ class JobMember(DrivenPart):
         self.to_driver(answer)
 
     async def _snapshot_for_check(self, stage: int, step: int, guarded: bool) -> Mapping[str, HostTensor]:
-        """A guard has it, or had it; to others it is brought."""
+        """Return a snapshot for a recheck. A guard must have it already; for other members it is sent."""
         if not guarded:
             return await self._keeper.whole(stage, step)
         entries = self._keeper.store.whole(stage, step)
@@ -410,8 +419,8 @@ class JobMember(DrivenPart):
         return entries
 
     def testimony(self, peer: PeerId, message: Sent, tensors: Mapping[str, HostTensor]) -> None:
-        """What a stage got from `peer`, for whoever runs it again. Raises `ExecutionError` for a word in another's
-        name."""
+        """Take tensors that a stage received from `peer`, for the referee that reruns the stage. Raises
+        `ExecutionError` if `peer` does not run the stage it claims as the sender."""
         stage, fence = envelopes.receiver(message)
         sender = envelopes.sender(message)
         referee = self._referees.get(stage)
@@ -426,7 +435,7 @@ class JobMember(DrivenPart):
             referee.fail(str(error))
 
     async def _testify(self, told: wire.Testify) -> None:
-        """Without it the referee has no opinion: that is all that follows from trouble here."""
+        """Send a referee what its stage received. If this fails, the referee has no opinion; nothing else follows."""
         runtime = self._runtime(told.stage, told.fence)
         if runtime is None:
             return
@@ -443,13 +452,14 @@ class JobMember(DrivenPart):
                     return
                 await self._give(PeerId(told.peer), told.addresses, message, tensors)
         except FusionError as error:
-            log.warning("the referee of stage %d was not told what it got: %s", told.about, error)
+            log.warning("the inputs of stage %d could not be sent to its referee: %s", told.about, error)
 
     async def _give(
         self, peer: PeerId, addresses: Sequence[str], message: wire.Snapshot | Sent, tensors: Sequence[HostTensor]
     ) -> None:
-        """Snapshots and testimony to another member. To and from the owner's machine they go by way of the driver:
-        nobody dials that. Raises `RefusedError`, `TransportError`, `TrustError`."""
+        """Send snapshots and retained tensors to another member. To and from the owner's machine they travel through
+        the driver's connection, because members do not dial it. Raises `RefusedError`, `TransportError`,
+        `TrustError`."""
         if self.owner in (peer, self._host.peer):
             await self.state(message, tensors)
         elif peer == self._host.peer:
@@ -460,12 +470,13 @@ class JobMember(DrivenPart):
             await self._keeper.send(peer, addresses, message, tensors)
 
     def take_snapshot(self, peer: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> None:
-        """On the owner's machine: what the driver was brought. Raises `ExecutionError` where it is not wanted."""
+        """Take a snapshot that the driver received, on the owner's machine. Raises `ExecutionError` if it is not
+        needed."""
         self._keeper.take(peer, message, tensors)
 
     def _take_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
         if self._on_output is None:
-            raise ExecutionError(f"an output of {self.job} arrived where no driver is.")
+            raise ExecutionError(f"an output of {self.job} arrived at a member without a driver.")
         self._on_output(message, tensors)
 
     # -------------------------------------------------------------------------------------------------- the ends
@@ -474,14 +485,15 @@ class JobMember(DrivenPart):
         self.to_driver(wire.StageFailed(fence=attach.fence, stage=attach.stage, code=code, reason=reason[:4000]))
 
     def _snapshot_kept(self, stage: int, step: int) -> None:
-        """What ran here before and was kept for want of a snapshot is not needed any more."""
+        """Report a complete snapshot, and drop the stage that was kept loaded only until then."""
         self.to_driver(wire.SnapshotKept(fence=self._placement.fence, stage=stage, step=step))
         if self._placement.places.get(stage) != self._host.peer:
             kept = frozenset(self.stages) - {stage}
             self._start(self._stages.keep_only(kept, guarded=self._placement.guards))
 
     def _snapshot_refused(self, stage: int, code: wire.RefusalCode, reason: str) -> None:
-        """The driver takes a failure of a stage that runs elsewhere as news of its snapshots."""
+        """Report a snapshot that failed. The driver takes a failure of a stage that runs elsewhere as one of its
+        snapshots."""
         if (referee := self._referees.get(stage)) is not None and stage in self._keeper.judged:
             referee.fail(reason)
             return
@@ -489,7 +501,7 @@ class JobMember(DrivenPart):
         self.to_driver(wire.StageFailed(fence=fence, stage=stage, code=code, reason=reason[:4000]))
 
     def _report(self, error: FusionError, runtime: StageRuntime | None = None) -> None:
-        """A message that a stage can't obey fails that stage (or, unaddressed, all stages here)."""
+        """Fail the stage that can't follow a message, or all stages here if the message addressed none."""
         for failed in [runtime] if runtime is not None else self._stages.all:
             self.failed(failed.stage, failed.fence, "bad_message", str(error))
 
@@ -498,7 +510,7 @@ class JobMember(DrivenPart):
         await self._stages.keep_only(frozenset())
 
     async def close(self) -> None:
-        """End everything that works for this member. Harmless when done before."""
+        """End all work of this member. Does nothing if it is closed already."""
         self._closed = True
         await self._detach()
         await self._links.close()

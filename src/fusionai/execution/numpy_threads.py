@@ -1,10 +1,8 @@
-"""How many threads numpy's matrix products take in a process that computes: the one that asks for them.
+"""Limits numpy's matrix products to one thread in a process that computes. Set once per process.
 
-Decides it once per process. OpenBLAS, which numpy brings along, starts a thread per core, and they wait for the next
-product by asking for it over and over: small products beside a model's own threads (marks, mostly) took twice the time
-of all cores. Only numpy's own library is told; PyTorch and others have theirs.
-
-Neighbour: `execution.compute`, before its thread exists.
+numpy's OpenBLAS starts a thread per core, and these threads busy-wait for the next product. Small products (mostly
+marks) beside a model's own threads took twice the time on all cores. Only numpy's own library is limited; PyTorch and
+other frameworks have theirs. Called by `execution.compute` before its thread exists.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from threadpoolctl import ThreadpoolController
 
 @cache
 def numpy_computes_alone() -> int:
-    """The number of libraries told; none where numpy computes with what the system has (Accelerate on macOS)."""
+    """Return the number of libraries limited: 0 if numpy uses a system library (Accelerate on macOS)."""
     near = PurePath(np.__file__).parent
     told = 0
     for library in ThreadpoolController().lib_controllers:

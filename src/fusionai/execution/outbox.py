@@ -1,10 +1,11 @@
-"""An ordered sending queue in front of a channel, so that computing and sending overlap.
+"""An ordered send queue in front of a channel, so that computing and sending overlap.
 
-Decides nothing; keeps the order of `post`. A lost channel is reported once through `on_lost`, later posts are dropped:
-whoever posted learns of the loss from its machine's events, not from an exception in the middle of other work. What
-can't be sent at all (too large a frame) ends the channel too: the other side must not wait for it.
+Messages are sent in the order of `post`. A lost channel is reported once through `on_lost`, and later posts are
+dropped: the poster learns of the loss from that event instead of an exception in the middle of other work. A message
+that can't be sent at all (a frame that is too large) also ends the channel, because the other side must not wait for
+it.
 
-Neighbours: `execution.member` and `training.driver` post; `transport` sends.
+`execution.member` and `training.driver` post; `transport` sends.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from fusionai.transport.interface import Channel
 from fusionai.wire.messages import Message
 
 FLUSH_TIMEOUT_S: Final = 5.0
-"""How long closing waits for a side that does not read."""
+"""Seconds that closing waits for a peer that does not read (chosen)."""
 
 
 class Outbox:
-    """`post` never blocks; what bounds the queue is the credit of whoever posts."""
+    """Sends messages in order. `post` never blocks; the poster's credit bounds the queue."""
 
     def __init__(self, channel: Channel, on_lost: Callable[[str], None]) -> None:
         self.channel = channel
         self._on_lost = on_lost
         self._queue: asyncio.Queue[tuple[Message, Sequence[HostTensor]] | None] = asyncio.Queue()
         self._behind = 0
-        """Messages posted and not yet sent: the next must wait for them."""
+        """Messages posted and not yet sent; the next message must wait for them."""
         self._abandoned = False
         self._task = asyncio.create_task(self._run(), name="outbox")
 
@@ -52,7 +53,7 @@ class Outbox:
         self._queue.put_nowait((message, tensors))
 
     def _sent_at_once(self, message: Message, tensors: Sequence[HostTensor]) -> bool:
-        """Where nothing is before it, a turn of the loop is saved. What goes wrong is told by `_run`."""
+        """Send without a turn of the event loop if no message is queued. A failure is reported by `_run`."""
         try:
             return self.channel.send_at_once(message, tensors)
         except FusionError:
@@ -73,13 +74,13 @@ class Outbox:
         self._queue.task_done()
 
     async def flush(self) -> None:
-        """Wait until everything posted so far has been handed to the channel, or the channel is lost."""
+        """Wait until everything posted so far was handed to the channel, or the channel is lost."""
         waiting = asyncio.create_task(self._queue.join())
         await asyncio.wait({waiting, self._task}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
 
     async def close(self) -> None:
-        """Send what is queued, then close the channel. Waits for no side that does not read."""
+        """Send what is queued, for at most `FLUSH_TIMEOUT_S`, then close the channel."""
         if not self._task.done():
             self._queue.put_nowait(None)
             await asyncio.wait({self._task}, timeout=FLUSH_TIMEOUT_S)
@@ -88,6 +89,6 @@ class Outbox:
             await self.channel.close()
 
     def abandon(self) -> None:
-        """Drop what is queued; the channel is somebody else's to close."""
+        """Drop what is queued. The caller closes the channel."""
         self._abandoned = True
         self._task.cancel()

@@ -1,7 +1,7 @@
-"""One machine's part in one job, whatever the job does: what a door admits to and a driver's connections end in.
+"""Interface of one machine's part in one job, for training and serving alike.
 
-Names only. Implementations: `execution.member` trains, `execution.serving_member` serves. Neighbours: `peer.door` opens
-parts for drivers that come with a ticket, `execution.connections` has the driver's own.
+`execution.member` implements it for training, `execution.serving_member` for serving. `peer.door` opens parts for
+drivers that show a ticket; `execution.connections` holds the driver's own part.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ Task = Literal["train", "serve"]
 
 
 class Part(Protocol):
-    """Every `serve_...` returns when its channel has ended."""
+    """A machine's part in one job. Every `serve_...` method returns when its channel has ended."""
 
     @property
     def task(self) -> Task: ...
 
     @property
     def owner(self) -> PeerId:
-        """The driver."""
+        """Peer id of the driver."""
         ...
 
     @property
     def fence(self) -> Fence:
-        """The highest heard of from the driver; nothing below it is let in."""
+        """Highest fence received from the driver; messages of lower fences are refused."""
         ...
 
     @property
@@ -39,38 +39,39 @@ class Part(Protocol):
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Those at hand, ascending."""
+        """Numbers of the stages loaded here, ascending."""
         ...
 
     @property
     def snapshots(self) -> tuple[wire.SnapshotAt, ...]:
-        """Whole ones kept here."""
+        """Complete snapshots kept here."""
         ...
 
     def admit(self, opened: Fence) -> bool:
-        """Whether a driver that opens the job with this fence may take over; older ones may not from then on."""
+        """Return whether a driver that opens the job with this fence may take over; later, lower fences are refused."""
         ...
 
     def check(self, peer: PeerId, opening: wire.OpenJob) -> None:
-        """Raises `TrustError` for a peer that the owner's signed placement does not name."""
+        """Raise `TrustError` for a peer that the owner's signed placement does not name."""
         ...
 
     async def serve_control(self, channel: Channel) -> bool:
-        """Obey the driver. True if the job is over here; False if this part waits for its driver to come back."""
+        """Follow the driver's messages. Return True if the job is over here, False if this part waits for its driver to
+        come back."""
         ...
 
     async def serve_state(self, channel: Channel) -> None:
-        """The driver's other connection."""
+        """Serve the driver's state connection."""
         ...
 
     async def serve_link(self, peer: PeerId, channel: Channel) -> None:
-        """A neighbour dialled this machine, and passed `check`."""
+        """Serve the tensor connection of a neighbour that dialled this machine and passed `check`."""
         ...
 
     async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
-        """Another member's state connection; it passed `check`."""
+        """Serve the state connection of another member that passed `check`."""
         ...
 
     async def close(self) -> None:
-        """End everything that works for this part. Harmless when done before."""
+        """End all work of this part. Does nothing if it is closed already."""
         ...

@@ -1,9 +1,10 @@
-"""One microbatch through a stage program, forward or back, packed as it travels, and the marks of what went in and out.
+"""Forward and backward of one microbatch through a stage program, packing of what travels, and marks of what went in
+and out.
 
-The same functions serve the stage that does the work and the referee that does it again, so that both mean the same by
-it. Everything here runs in the compute thread. Decides nothing.
+The stage that does the work and the referee that repeats it use the same functions, so their results are comparable.
+Everything runs in the compute thread.
 
-Neighbours: `execution.work` and `execution.referee` call; `execution.marks` and `execution.codecs` do the arithmetic.
+`execution.work` and `execution.referee` call this module; `execution.marks` and `execution.codecs` do the arithmetic.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from fusionai.wire.codecs import codec_between, packing
 from fusionai.wire.messages import StageOptions
 
 ByStage = dict[int, dict[str, Carried]]
-"""Stage at the other end -> what went there."""
+"""Stage at the other end -> values sent to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """How a stage computes and what it exchanges with whom."""
+    """How one stage computes and what it exchanges with which stages."""
 
     program: StageProgram
     boundary: Boundary
     options: StageOptions
 
     def forward(self, call: Call, inputs: Mapping[str, HostTensor]) -> tuple[dict[str, HostTensor], ByStage]:
-        """(values, what goes to each stage)."""
+        """Return (values, what is sent to each stage)."""
         repeated = {alias: inputs[value] for alias, value in self.boundary.aliases.items() if value in inputs}
         values = self.program.forward(call, {**inputs, **repeated}, self.boundary.wanted(call.mode))
         own = self.boundary.stage
@@ -49,7 +50,7 @@ class Pass:
         return values, carried
 
     def backward(self, call: Call, arrived: ByConsumer) -> ByStage:
-        """What goes back to each stage: gradients of what it made, or sums that it continues."""
+        """Return what is sent back to each stage: gradients of its values, or sums that it continues."""
         gradients: dict[str, HostTensor] = {}
         begun: dict[str, HostTensor] = {}
         made_here = self.boundary.made
@@ -60,7 +61,7 @@ class Pass:
             gradients[LOSS] = _loss_seed(self.options.microbatches)
         made = self.program.backward(call, gradients, begun)
         own = self.boundary.stage
-        # A value this microbatch's outputs did not depend on has no gradient; the message still has to arrive.
+        # A value that no output of this microbatch depended on has no gradient, but the message must still arrive.
         return {
             port.other: self._packed(
                 port.other, own, {value: made[value] for value in port.values if value in made}, forward=False
@@ -73,7 +74,7 @@ class Pass:
     ) -> dict[str, Carried]:
         codec = codec_between(self.options.codecs, producer, consumer)
         way = packing(codec, forward=forward)
-        # A parameter's gradient travels whole: the update would keep what a codec loses.
+        # A parameter's gradient is never packed, because a codec's error would stay in the update.
         whole = self.boundary.parameters
         return {
             name: pack(name, value, "none" if name in whole else way, following=forward)
@@ -83,7 +84,7 @@ class Pass:
     # -------------------------------------------------------------------------------------------------------- marks
 
     def marks_got_forward(self, microbatch: int, inputs: Mapping[str, HostTensor], key: bytes) -> list[wire.Mark]:
-        """Less what the feed gave: a referee has that from the job's owner itself."""
+        """Marks of the received values, without the data feed's: a referee gets those from the job's owner itself."""
         own = self.boundary.stage
         return [
             _mark(port.other, own, microbatch, _some(inputs, port.values), key, sent=False, forward=True)
@@ -112,7 +113,7 @@ class Pass:
     def mark_at(
         self, other: int, microbatch: int, carried: Mapping[str, Carried], key: bytes, *, forward: bool
     ) -> wire.Mark:
-        """As the stage that gets it makes it."""
+        """Return the mark as the receiving stage `other` makes it."""
         own = self.boundary.stage
         ends = (own, other) if forward else (other, own)
         return _mark(*ends, microbatch, unpack_all(carried), key, sent=False, forward=forward)
@@ -128,7 +129,7 @@ def _mark(
     sent: bool,
     forward: bool,
 ) -> wire.Mark:
-    """Of activations from `producer` to `consumer`, or of their gradients, which go the other way."""
+    """Mark activations sent from `producer` to `consumer`, or their gradients, which go the other way."""
     what = f"{producer}{'>' if forward else '<'}{consumer}/{microbatch}"
     other = consumer if sent == forward else producer
     return wire.Mark(sent, forward, other, microbatch, mark(values, key, what=what))
@@ -139,6 +140,6 @@ def _some(values: Mapping[str, HostTensor], names: Iterable[str]) -> dict[str, H
 
 
 def _loss_seed(microbatches: int) -> HostTensor:
-    """d(mean over microbatches)/d(one microbatch's loss), rounded once to float32 as `(loss / M).backward()` does."""
+    """Return d(mean over microbatches)/d(one loss), rounded once to float32 as `(loss / M).backward()` does."""
     seed = np.float32(1) / np.float32(microbatches)
     return host_tensor("float32", (), seed.tobytes())

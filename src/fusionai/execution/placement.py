@@ -1,6 +1,6 @@
-"""A member's view of one round: the fence, where every stage lives, what it guards itself. Decides nothing.
+"""A member's view of one round: its fence, the peer of every stage, and the stages this member guards.
 
-Neighbours: made from `Enlist` by `execution.member`; `execution.keeper` reads it.
+`execution.member` makes it from `Enlist`; `execution.keeper` reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusionai.wire.messages import Fence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Without stages before the first `Enlist`."""
+    """Where the stages of a round run. It has no stages before the first `Enlist`."""
 
     job: str
     me: PeerId
@@ -27,9 +27,9 @@ class Placement:
     guards: frozenset[int] = frozenset()
     ticket: bytes = b""
     signed: bytes = b""
-    """By the owner; shown to others."""
+    """The placement signed by the owner, to show to other members."""
     named: frozenset[PeerId] = frozenset()
-    """Everybody whom it names: guards of others, too."""
+    """All peers that the signed placement names, including guards."""
     task: Task = "train"
 
     @property
@@ -38,16 +38,16 @@ class Placement:
 
     @property
     def peers(self) -> frozenset[PeerId]:
-        """Everybody else who has a stage, and the owner."""
+        """All other peers that have a stage, and the owner."""
         return frozenset({*self.places.values(), self.owner} - {self.me})
 
     @property
     def opening(self) -> wire.OpenJob:
-        """What this member shows to others."""
+        """The message with which this member opens connections to others."""
         return wire.OpenJob(job=self.job, fence=self.fence, ticket=self.ticket, placement=self.signed, task=self.task)
 
     def peer_of(self, stage: int) -> PeerId:
-        """Raises `ExecutionError` for a stage outside the plan."""
+        """Return the peer that runs `stage`. Raises `ExecutionError` for a stage outside the plan."""
         if stage == FEED:
             return self.owner
         neighbour = self.neighbours.get(stage)

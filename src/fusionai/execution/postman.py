@@ -1,6 +1,6 @@
-"""How a stage reaches others: the interface between a runtime and the member it belongs to.
+"""Interface through which a stage runtime sends messages.
 
-Neighbours: `execution.member` implements it, `execution.runtime` and `execution.work` send through it.
+`execution.member` implements it; `execution.runtime` and `execution.work` send through it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fusionai.wire.messages import Fence
 
 
 class Postman(Protocol):
-    """How a runtime reaches others; `execution.member` implements it. None of these raises for a lost link."""
+    """Sends a runtime's messages. Methods report lost links instead of raising, except where they say otherwise."""
 
     def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None: ...
 
@@ -26,23 +26,24 @@ class Postman(Protocol):
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None: ...
 
     async def state(self, message: wire.StateChunk | wire.Difference, tensors: Sequence[HostTensor]) -> None:
-        """Raises `TransportError`."""
+        """Send on the driver's state connection. Raises `TransportError`."""
         ...
 
     async def linked(self, stages: Sequence[int]) -> bool:
-        """Whether the links to these stages and to the driver are up; if not, the driver has been told."""
+        """Wait for the links to these stages and the driver; return whether all are up. Reports a missing one
+        itself."""
         ...
 
     async def to_guard(
         self, guard: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
     ) -> None:
-        """Raises `TransportError`, `RefusedError`, `TrustError`."""
+        """Send part of a snapshot to a guard. Raises `TransportError`, `RefusedError`, `TrustError`."""
         ...
 
     def unguarded(self, guard: PeerId, reason: str) -> None:
-        """Snapshots do not reach the guard, again and again."""
+        """Report that consecutive snapshots did not reach the guard."""
         ...
 
     async def snapshot(self, stage: int, step: int) -> Mapping[str, HostTensor]:
-        """The entries of a snapshot, once it is whole here. The caller must not change them."""
+        """Wait until the snapshot is complete here and return its entries, which the caller must not change."""
         ...

@@ -1,11 +1,11 @@
-"""A stretch of another peer's work run again: from a snapshot, with what that peer got, as it got it.
+"""Rechecks a range of another peer's steps: reruns them from a snapshot with the inputs that peer received.
 
-The stage's own machine runs microbatches in flight beside each other; here they go one after the other, in the order
-in which their gradients are summed, which gives the same bits. What comes out is told as marks under the keys of all
-who saw it, with the gradients' norms and how far the next snapshot is from the state that came out. Judges nothing.
+The stage itself computes microbatches concurrently. Here they run one by one, in the order in which their gradients are
+summed, which gives the same bits. The results are reported as marks under the keys of all stages that saw them, with
+the gradient norms and the distance of the resulting state from the next snapshot. The verdict is left to
+`training.inspection`.
 
-Neighbours: `execution.member` makes one per check and brings what arrives; `execution.passes` is the work itself;
-`training.inspection` compares.
+`execution.member` makes one referee per check and passes on what arrives; `execution.passes` does the work.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from fusionai.wire import messages as wire
 T = TypeVar("T")
 Entries = Mapping[str, HostTensor]
 Arrived = tuple[str, int, int, int]
-"""(what, step, microbatch, the other stage)."""
+"""(kind of message, step, microbatch, other stage)."""
 
 
 class Referee:
-    """`take` what arrives, `run` once. The program's state afterwards is nobody's."""
+    """Reruns one stage's steps. Call `take` for what arrives and `run` once. The program's state is unusable
+    afterwards."""
 
     def __init__(
         self, told: wire.Recheck, loaded: LoadedStage, compute: ComputeThread, *, held_limit_bytes: int
     ) -> None:
-        """Raises `ExecutionError` for a stretch that can't be run."""
+        """Raise `ExecutionError` for steps that can't be rerun."""
         boundary, options = loaded.boundary, told.options
         if not told.first < told.below or len(told.records) != told.below - told.first:
             raise ExecutionError(
@@ -64,12 +65,13 @@ class Referee:
         self._arrived: set[Arrived] = set()
         self._happened = asyncio.Event()
         self._marks: dict[tuple[int, int], list[wire.Mark]] = {}
-        """(whose, step) -> as it should have made them."""
+        """(stage, step) -> the marks that this stage should have made."""
         self._norms: list[wire.StepNorms] = []
         self._failure = ""
 
     def take(self, message: Sent, tensors: Entries) -> None:
-        """What a neighbour sent the stage, once more. Raises `ExecutionError` for what is none of it."""
+        """Take a message that a neighbour sent to the stage. Raises `ExecutionError` if it does not belong to the
+        check."""
         if not self._told.first <= message.step < self._told.below:
             raise ExecutionError(f"expected nothing of step {message.step} in a check of stage {self._told.stage}.")
         carried = joined(tensors, () if isinstance(message, wire.SharedGradient) else message.packed)
@@ -81,12 +83,12 @@ class Referee:
         self._happened.set()
 
     def fail(self, reason: str) -> None:
-        """What came can't be run: nobody's opinion."""
+        """End the check without an opinion, because something that arrived can't be used."""
         self._failure = reason
         self._happened.set()
 
     async def run(self, begin: Entries, end: Entries) -> wire.Rechecked:
-        """From snapshot `begin` to what should be snapshot `end`. Raises what the backend raises."""
+        """Rerun from snapshot `begin` to the state expected in snapshot `end`. Raises what the backend raises."""
         told = self._told
         if begin.keys() != self._entries.keys():
             raise ExecutionError(f"the snapshot of step {told.first} does not fit stage {told.stage}.")
@@ -110,7 +112,7 @@ class Referee:
         )
 
     def _from_rules(self, begin: Entries) -> float:
-        """How far the first snapshot's parameters are from those that follow from (seed, name)."""
+        """Return how far the first snapshot's parameters are from the ones that follow from (seed, name)."""
         self._program.discard()
         missing = {*self._program.initialise()}
         made = [name for name, entry in self._entries.items() if not entry.slot and name not in missing]
@@ -153,7 +155,7 @@ class Referee:
         await self._computed(work)
 
     def _summed(self, step: int) -> dict[str, float]:
-        """Norms of the step's gradients, shared ones as their home summed them."""
+        """Return the norms of the step's gradients, the shared ones as their home summed them."""
         for _, part in self._held.take_partials(step):
             self._program.import_gradients(part, add=True)
         for _, total in self._held.take_totals(step):
@@ -199,9 +201,12 @@ def _arrival(message: Sent) -> Arrived:
 
 
 def _apart(found: Iterable[tuple[str, HostTensor]], expected: Entries) -> float:
-    """The norm of the difference by the norm of what is expected: of all parameters together, or of all slots of one
-    kind, whichever is most. Of one alone it would say nothing: where a gradient is nothing but rounding, so is what an
-    optimizer that divides by its size makes of it."""
+    """Return the norm of the difference divided by the norm of `expected`, the largest of these ratios: over all
+    parameters together, and over all optimizer slots of each kind.
+
+    Single tensors are not compared, because a gradient may consist of rounding errors only. An optimizer that divides
+    by the gradient's size turns those into arbitrary values.
+    """
     squares: dict[str, list[float]] = {}
     for name, tensor in found:
         other = expected.get(name)

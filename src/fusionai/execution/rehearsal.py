@@ -1,9 +1,8 @@
-"""A stage tried before it is needed: one microbatch of zeros forward and back, and no trace of it left.
+"""Runs a stage once before it is needed: one microbatch of zeros forward and backward.
 
-What a framework puts off to the first pass (sizes worked out, kernels chosen and loaded, threads and memory got) would
-otherwise be part of a takeover. Decides nothing; runs in the compute thread.
-
-Neighbours: `execution.stages` asks for it on a machine that guards the stage.
+It takes care of what a framework defers to the first pass (shapes, kernel selection and loading, threads, memory),
+which would otherwise delay a takeover. Runs in the compute thread. `execution.stages` calls it on a machine that guards
+the stage.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ from fusionai.wire.messages import StageOptions
 
 
 def rehearse(loaded: LoadedStage, options: StageOptions) -> None:
-    """Raises what the backend raises. The state afterwards is none that anybody may use: a takeover brings its own, or
-    has it initialised."""
+    """Run one microbatch of zeros. Raises what the backend raises.
+
+    The program's state is unusable afterwards: a takeover imports its own or initialises it.
+    """
     graph, boundary, program = loaded.graph, loaded.boundary, loaded.program
     symbols = largest(graph)
 

@@ -1,7 +1,7 @@
-"""Boundary tensors a stage has sent, kept for a neighbour's replay until the line passes them (recovery rule 10).
+"""Boundary tensors that a stage has sent, kept so that a neighbour can replay (recovery rule 10).
 
-Decides the order in which they are sent again: step by step, microbatch by microbatch. Never changes a tensor.
-Neighbour: `execution.runtime`.
+They are kept until the retention line (the oldest step that a recovery can start from) passes them, and are resent step
+by step, microbatch by microbatch. Used by `execution.runtime`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from fusionai.wire.messages import Fence
 
 Sent = wire.Forward | wire.Backward | wire.SharedGradient
 _Key = tuple[int, int, int, int, int]
-"""(step, microbatch, what, receiver, part), in the order of sending again."""
+"""(step, microbatch, kind of message, receiver, part), which is the order of resending."""
 AFTER_ALL_MICROBATCHES: Final = 2**62
+"""Microbatch number in the sort key of messages that are sent once per step, after all microbatches."""
 
 
 @dataclass(slots=True)
 class Retained:
-    """A step that is run again replaces what it sent before: the same bits."""
+    """Sent messages of one stage. Running a step again replaces what it sent before with the same bits."""
 
     _sent: dict[_Key, tuple[Sent, tuple[HostTensor, ...]]] = field(default_factory=dict)
 
@@ -45,7 +46,7 @@ class Retained:
         self._sent = {key: sent for key, sent in self._sent.items() if key[0] >= line}
 
     def is_whole(self, boundary: Boundary, microbatches: int, to: int, first: int, below: int) -> bool:
-        """Whether all that stage `to` got in these steps, of so many microbatches each, is here."""
+        """Return whether everything that stage `to` received in these steps, of `microbatches` each, is kept."""
         forward = any(port.other == to for port in boundary.sends)
         back = any(port.other == to for port in boundary.returns)
         shares = to in boundary.totals_to | boundary.parts_to
@@ -60,7 +61,7 @@ class Retained:
     def again(
         self, fence: Fence, to: Collection[int], first: int, below: int
     ) -> Iterator[tuple[int, Sent, tuple[HostTensor, ...]]]:
-        """(receiver, message under `fence`, tensors) of steps `first` to `below` - 1."""
+        """Yield (receiver, message under `fence`, tensors) of steps `first` to `below` - 1."""
         for key in sorted(self._sent):
             step, _, _, receiver, _ = key
             if first <= step < below and receiver in to:

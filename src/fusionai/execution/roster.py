@@ -1,8 +1,10 @@
-"""Whom one member of a job lets in: the keys that the job owner's signed placement names, and nobody else.
+"""The peers that a member of a job admits: exactly the keys that the job owner's signed placement names.
 
-The broker's tickets alone open no door to a job's tensors, states and weights: it could sign one for a key of its own.
-Decides by the placement of the round this member is in, and for a neighbour that heard of a later round first, by the
-one it shows. Neighbours: `transport.placements` checks signatures, `peer.door` asks, members adopt at each `Enlist`.
+The broker's tickets alone don't open a job's tensors, states and weights, because the broker could sign one for a key
+of its own. A peer is checked against the placement of the member's present round. A neighbour that learned of a later
+round first is checked against the signed placement it shows.
+
+`transport.placements` checks signatures, `peer.door` asks, and members adopt the placement of each `Enlist`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from fusionai.wire.messages import Fence
 
 
 class Roster:
-    """One member's; `owner` is whom its driver proved to be."""
+    """Admission list of one member. `owner` is the authenticated peer id of its driver."""
 
     def __init__(self, job: str, owner: PeerId, me: PeerId) -> None:
         self._job = job
@@ -23,28 +25,28 @@ class Roster:
         self._me = me
         self._present: SignedPlacement | None = None
         self._early: dict[PeerId, Fence] = {}
-        """Who showed the placement of a round that this member had not heard of, and of which."""
+        """Peers admitted by the placement of a round that this member had not yet entered, and that round's fence."""
 
     @property
     def named(self) -> frozenset[PeerId]:
-        """Everybody in the present round; nobody before the first."""
+        """All peers of the present round; empty before the first round."""
         return frozenset() if self._present is None else self._present.peers
 
     def adopt(self, enlist: wire.Enlist) -> None:
-        """The placement of the round that begins. Raises `TrustError` when it is not signed by the owner for this round
-        of this job, or says other things than the rest of the message."""
+        """Adopt the placement of the round that begins. Raises `TrustError` if the owner did not sign it for this round
+        of this job, or if it contradicts the rest of the message."""
         placement = verify_placement(enlist.placement, self._owner, job=self._job, fence=enlist.fence)
         told = tuple(sorted((one.stage, one.peer) for one in enlist.neighbours))
         if told != placement.stages:
-            raise TrustError("expected the stages where the job owner's signed placement has them, got others.")
+            raise TrustError("the stages of this round differ from those in the job owner's signed placement.")
         guarded = tuple(stage for stage, peer in placement.guards if peer == self._me)
         if tuple(sorted(enlist.guards)) != guarded:
-            raise TrustError("expected the guards that the job owner's signed placement names, got others.")
+            raise TrustError("the guards of this round differ from those in the job owner's signed placement.")
         self._present = placement
         self._early = {peer: fence for peer, fence in self._early.items() if fence > enlist.fence}
 
     def check(self, peer: PeerId, opening: wire.OpenJob) -> None:
-        """Raises `TrustError` when `peer` has no part in the round that it opens a connection for."""
+        """Raise `TrustError` if `peer` has no part in the round that it opens a connection for."""
         present = self._present
         early = present is None or opening.fence > present.fence
         if present is None or early:
@@ -57,5 +59,5 @@ class Roster:
             self._early[peer] = max(opening.fence, self._early.get(peer, opening.fence))
 
     def may_stay(self, peer: PeerId) -> bool:
-        """Whether a connection that `check` let in is still one of the job's."""
+        """Return whether a connection that passed `check` may stay open."""
         return peer in self.named or peer in self._early

@@ -1,10 +1,10 @@
-"""One stage at work: events go to its machine, the machine's commands are performed.
+"""Runs one stage: passes events to its stage machine and performs the machine's commands.
 
-Decides nothing: `coordination.stage` says what to do next, this module does it and reports back. A piece of work that
-fails is told to the machine and to the driver; a link that fails is neither: the driver begins a new round for it.
+`coordination.stage` decides what to do next. A failed piece of work is reported to the machine and to the driver. A
+lost link is not a failure of the stage; the driver begins a new round for it.
 
-Neighbours: `execution.member` owns the runtimes of a job on this machine and moves their messages (`postman`);
-`execution.work` does the pieces of work, `held` has what arrived, `retained` what was sent, `copies` snapshots that go.
+`execution.member` owns the runtimes of a job on this machine and moves their messages (`postman`). `execution.work`
+does the pieces of work, `held` keeps what arrived, `retained` what was sent, `copies` sends snapshots.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from fusionai.wire.messages import Fence, StageOptions
 log = logging.getLogger(__name__)
 
 Identity = tuple[str, bytes, StageOptions]
-"""(graph hash, boundary as sent, options): what a runtime was loaded from."""
+"""(graph hash, boundary as sent, options): identifies what a runtime was loaded from."""
 
 
 class StageRuntime:
-    """See the module. All methods run on the event loop; only the backend's work runs in the compute thread."""
+    """Runs one stage. All methods run on the event loop; only the backend's work runs in the compute thread."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class StageRuntime:
         self._now_s = now_s
         self._entries = frozenset(state_entries(graph, options.optimizer))
         self._trainable = {spec.key: spec.shape for spec in graph.params.values() if spec.trainable}
-        """Key -> shape."""
+        """Key -> shape of trainable parameters."""
         self._machine = StageMachine(
             boundary.shape(
                 microbatches=options.microbatches,
@@ -99,9 +99,9 @@ class StageRuntime:
             saved=tuple(saved_entries(graph, options)),
         )
         self._awaited: frozenset[str] = frozenset()
-        """Entries the driver still has to send."""
+        """Entries that the driver still has to send."""
         self._happened = asyncio.Event()
-        """Set, and replaced, whenever the machine took an event."""
+        """Set and replaced whenever the machine has handled an event."""
         self._tasks: set[asyncio.Task[object]] = set()
         self._closed = False
 
@@ -111,7 +111,7 @@ class StageRuntime:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory the stage takes, as of its last piece of work."""
+        """Memory the stage uses, as of its last piece of work."""
         return self._bench.resident_bytes
 
     @property
@@ -123,7 +123,7 @@ class StageRuntime:
     # ---------------------------------------------------------------------------------------------- messages in
 
     def attach(self, attach: wire.Attach) -> None:
-        """Obey a later fence, as soon as the piece of work under way has ended."""
+        """Adopt a later fence as soon as the current piece of work has ended."""
         if self._machine.fence is not None and attach.fence > self._machine.fence:
             self._bench.superseded.set()
         self._guard = (PeerId(attach.guard), attach.guard_addresses) if attach.guard else None
@@ -131,7 +131,7 @@ class StageRuntime:
         self._handle(machine.Attached(attach.fence, attach.retain, attach.snapshot_every))
 
     def set_aside(self) -> None:
-        """It runs elsewhere now, and obeys nobody until it is attached again."""
+        """Stop taking part, because the stage now runs elsewhere. It stays loaded until it is attached again."""
         self._guard = None
         self._copies.abandon()
 
@@ -139,7 +139,7 @@ class StageRuntime:
         self._handle(machine.Detached(reason))
 
     async def close(self) -> None:
-        """Wait for nothing any more. A piece of work in the compute thread ends there; its result is nobody's."""
+        """End all tasks. Work in the compute thread still finishes; its result is discarded."""
         self._closed = True
         self._happened.set()
         await self._copies.close()
@@ -147,14 +147,14 @@ class StageRuntime:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # Both refer to this runtime: a circle that would keep the stage's whole state until somebody collects it.
+        # Both refer to this runtime: the reference cycle would keep the stage's whole state until garbage collection.
         del self._bench, self._copies
 
     def accepts(self, fence: Fence) -> bool:
         return not self._closed and self._machine.accepts(fence)
 
     def receive(self, message: wire.Message, tensors: Mapping[str, HostTensor]) -> None:
-        """A message whose fence is this stage's own."""
+        """Handle a message whose fence is this stage's own."""
         match message:
             case wire.Forward():
                 event = machine.ForwardArrived(message.mode, message.step, message.microbatch, message.producer)
@@ -168,7 +168,7 @@ class StageRuntime:
             case wire.Commit():
                 self._handle(machine.Committed(message.record, message.line, message.save))
             case wire.Resume():
-                # What an import has to bring; after `initialise` the program says what is missing.
+                # Entries that an import must bring. After `initialise` the program says which are missing.
                 self._awaited = self._entries if message.source == "import" else frozenset()
                 self._handle(
                     machine.Resumed(
@@ -195,18 +195,21 @@ class StageRuntime:
         carried = joined(tensors, () if isinstance(message, wire.SharedGradient) else message.packed)
         self.held.check(message, carried)
         if self._machine.wants(event) and not self.held.keep(message, carried):
-            return  # more of it comes
+            return  # more parts follow
         self._handle(event)
 
     async def receive_state(self, message: wire.StateChunk, tensors: Mapping[str, HostTensor]) -> None:
-        """Part of a state to start from; the last chunk says of which step it is. It may arrive before the resume that
-        asks for it, on another connection: then it waits (or it would be overwritten), but not beyond its fence."""
+        """Take part of a state to start from; the last chunk names its step.
+
+        It may arrive on another connection before the resume that asks for it. Then it waits, because initialisation
+        would overwrite it, but not longer than its fence is valid.
+        """
         while self.accepts(message.fence) and not self._machine.expects_state:
             await self._happened.wait()
         if not self.accepts(message.fence):
             return
         if foreign := (tensors.keys() & self._entries) - self._awaited:
-            raise ExecutionError(f"stage {self.stage} was given {min(foreign)}, which it does not await.")
+            raise ExecutionError(f"stage {self.stage} received state entry {min(foreign)}, which it does not need.")
         entries = list(tensors.items())
         await self._bench.take_in(entries)
         if not self.accepts(message.fence) or not self._machine.expects_state:
@@ -215,13 +218,13 @@ class StageRuntime:
         if message.last:
             if missing := sorted(self._awaited):
                 raise ExecutionError(
-                    f"stage {self.stage} was given a state without {', '.join(missing[:3])} ({len(missing)} missing)."
+                    f"stage {self.stage} received a state without {', '.join(missing[:3])} ({len(missing)} missing)."
                 )
             self._handle(machine.StateArrived(message.step))
 
     async def receive_agreement(self, message: wire.Agreement, tensors: Mapping[str, HostTensor]) -> None:
-        """Part of what others who train this model and this job agreed on. It may arrive before the resume, on another
-        connection: then it waits."""
+        """Take part of the agreement between the jobs that train this model. It may arrive on another connection before
+        the resume; then it waits."""
         while self.accepts(message.fence) and self._machine.awaits_word:
             await self._happened.wait()
         if not self.accepts(message.fence) or not self._machine.wants_agreement(message.step):
@@ -304,7 +307,7 @@ class StageRuntime:
         task.add_done_callback(self._tasks.discard)
 
     async def _reported(self, work: Callable[[], Awaitable[None]]) -> bool:
-        """The process boundary of a stage: whatever goes wrong must reach the driver as a report."""
+        """Run `work` and report every exception to the driver: nothing above this would do so."""
         try:
             await work()
         except FusionError as error:
@@ -318,11 +321,11 @@ class StageRuntime:
 
     @property
     def linked_stages(self) -> tuple[int, ...]:
-        """Stages this one exchanges tensors with."""
+        """Stages that this stage exchanges tensors with."""
         return tuple(sorted(self.boundary.others))
 
     def retains_whole(self, to: int, first: int, below: int) -> bool:
-        """Whether all that stage `to` got from this one in these steps can be sent again."""
+        """Return whether everything that stage `to` received from this one in these steps can be resent."""
         microbatches = self._machine.shape.microbatches
         return self.retained.is_whole(self.boundary, microbatches, to, first, below)
 
@@ -333,7 +336,7 @@ class StageRuntime:
     # ------------------------------------------------------------------------------------- recovery of others and self
 
     async def _send_retained(self, fence: Fence, to: frozenset[int], first: int, below: int) -> None:
-        """All at once: these tensors are in memory anyway, and receivers order them by step."""
+        """Resend all at once: these tensors are in memory anyway, and receivers order them by step."""
         if await self._postman.linked(sorted(to)) and self.accepts(fence):
             for receiver, message, tensors in self.retained.again(fence, to, first, below):
                 self._postman.to_stage(receiver, message, tensors)
@@ -387,7 +390,8 @@ class StageRuntime:
             self._handle(machine.WorkFailed(work))
 
     def send(self, receiver: int, message: Sent, tensors: Sequence[HostTensor]) -> None:
-        """To a neighbour, if it goes there now; a replay may need it in any case."""
+        """Send to a neighbour that now takes part in this step. It is retained in any case, because a replay may need
+        it."""
         if self._machine.retain and not (isinstance(message, wire.Forward) and message.mode != "train"):
             self.retained.keep(message, tensors)
         if self._machine.sends_to(receiver, message.step):
@@ -404,7 +408,7 @@ class StageRuntime:
 
 
 def _entries(graph: Graph, options: StageOptions) -> Entries:
-    """What no step changes: frozen weights, constants, and buffers that the graph does not write."""
+    """Split a state's entries: fixed ones are frozen weights, constants, and buffers that the graph does not write."""
     written = set(graph.state_writes.values())
     fixed = {spec.key for spec in graph.params.values() if not spec.trainable and spec.key not in written}
     entries = state_entries(graph, options.optimizer)

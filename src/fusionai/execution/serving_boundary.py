@@ -1,9 +1,9 @@
-"""What travels down a serving pipeline, stage by stage, derived once from the partition. Decides names; moves nothing.
+"""The values that travel along a serving pipeline, stage by stage, derived once from the partition.
 
-A pass goes from each stage to the next, so a value that only a later stage needs travels along through those between.
+A pass goes from each stage to the next, so a value that only a later stage needs travels through the stages between.
 Every value has one row per position: [1, positions, ...].
 
-Neighbours: made by `serving.deployment`, sent in `Load`, obeyed by `execution.serving_stage`.
+`serving.deployment` makes boundaries and sends them in `Load`; `execution.serving_stage` follows them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor
 
 LARGEST_ROW: Final = 2**24
+"""Largest number of elements accepted in one row of a received boundary (chosen)."""
 
 
 class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A value that travels: of shape [1, positions, *row]."""
+    """A value that travels, of shape [1, positions, *row]."""
 
     name: str
     dtype: str
@@ -35,7 +36,7 @@ class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
         return ITEMSIZE_BYTES[self.dtype] * prod(self.row)
 
     def check(self, tensor: HostTensor, rows: int) -> str | None:
-        """What is wrong with `tensor` as `rows` rows of this value, if anything."""
+        """Return what is wrong with `tensor` as `rows` rows of this value; None if nothing is."""
         if tensor.dtype == self.dtype and tensor.shape == (1, rows, *self.row):
             return None
         shape = [1, rows, *self.row]
@@ -43,8 +44,8 @@ class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 class ServingBoundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`receives`: from the stage before (the driver before the first). `sends`: to the stage after, made here or passed
-    along. `outputs`: what the driver may ask of this stage, e.g. `logits`."""
+    """`receives`: values from the previous stage (the first stage receives from the driver). `sends`: values for the
+    next stage, computed here or passed on. `outputs`: outputs the driver may ask for, e.g. `logits`."""
 
     stage: int
     receives: tuple[RowSpec, ...]
@@ -52,18 +53,20 @@ class ServingBoundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     outputs: tuple[str, ...] = ()
 
     def made(self, graph: Graph) -> tuple[str, ...]:
-        """Of `sends`, what this stage computes."""
+        """Return the values of `sends` that this stage computes itself."""
         return tuple(spec.name for spec in self.sends if spec.name in graph.outputs)
 
     def check(self, graph: Graph) -> None:
-        """Raises `GraphError` where this is no boundary of `graph`: what was received may name anything."""
+        """Raise `GraphError` if this boundary does not fit `graph`. It may come from the network and name anything."""
         place = f"the boundary of stage {self.stage}"
         received, sent = [spec.name for spec in self.receives], [spec.name for spec in self.sends]
         if len({*received}) != len(received) or len({*sent}) != len(sent):
             raise GraphError(f"{place} names a value twice.")
         for spec in (*self.receives, *self.sends):
             if spec.dtype not in ITEMSIZE_BYTES or any(size < 0 for size in spec.row) or prod(spec.row) > LARGEST_ROW:
-                raise GraphError(f"{place} has a {spec.name} of {spec.dtype}{list(spec.row)} per position.")
+                raise GraphError(
+                    f"{place} has {spec.name} with an invalid row of {spec.dtype}{list(spec.row)} per position."
+                )
         for what, named, known in (
             ("inputs of the stage", {*graph.inputs} - FROM_SEGMENTS, {*received}),
             ("values to send", {*sent}, {*graph.outputs, *received}),
@@ -71,14 +74,14 @@ class ServingBoundary(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         ):
             if unknown := named - known:
                 some = ", ".join(sorted(unknown)[:5])
-                raise GraphError(f"{place} leaves out or makes up {what}: {some}.")
+                raise GraphError(f"{place} does not match the graph's {what}: {some}.")
 
 
 def serving_boundaries(partition: Partition) -> tuple[ServingBoundary, ...]:
-    """One per stage, in their order. Raises `GraphError` for a value that has no row per position."""
+    """Return one boundary per stage, in order. Raises `GraphError` for a value that has no row per position."""
     count = len(partition.stages)
     crossing: list[dict[str, RowSpec]] = [{} for _ in range(count + 1)]
-    """What enters stage i."""
+    """Values that enter stage i."""
     for route in partition.routes:
         if route.value in FROM_SEGMENTS:
             continue
@@ -108,13 +111,13 @@ def _ordered(specs: dict[str, RowSpec]) -> tuple[RowSpec, ...]:
 
 
 def _row_spec(graph: Graph, value: str) -> RowSpec:
-    """Sizes beyond the first two do not depend on batch and positions."""
+    """Return the value's row; its sizes must not depend on batch and positions."""
     spec = graph.values[value]
     if len(spec.shape) >= 2 and isinstance(spec.shape[1], str):
         sizes = [bounds(size, graph.symbols) for size in spec.shape[2:]]
         if all(smallest == largest for smallest, largest in sizes):
             return RowSpec(value, spec.dtype, tuple(largest for _, largest in sizes))
     raise GraphError(
-        f"value {value} of shape {list(spec.shape)} crosses from one stage to another and has no row per position.",
-        hint="Serve this model with other stages, or on one machine.",
+        f"value {value} of shape {list(spec.shape)} crosses between stages but has no row per position.",
+        hint="Cut this model at other places, or serve it on one machine.",
     )

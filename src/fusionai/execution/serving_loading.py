@@ -1,6 +1,6 @@
-"""From a `Load` to a stage without weights: nothing received is run before it is validated. Decides what is refused.
+"""From a `Load` message to a stage without weights, with everything validated before it runs.
 
-Neighbours: `execution.serving_member` asks, `ir.validate` guards the door, `backends.serving` prepares.
+`execution.serving_member` calls it, `ir.validate` checks graphs, `backends.serving` prepares programs.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ async def prepare_stage(
     postman: ServingPostman,
     memory_limit_bytes: int | None,
 ) -> tuple[ServingStage, ServingProgram]:
-    """`memory_limit_bytes`: what is left for this stage. Raises `GraphError` for a graph or boundary outside the
-    grammar, `ExecutionError` for what can't run here."""
+    """Validate and prepare one stage in the compute thread. `memory_limit_bytes`: memory left for this stage.
+
+    Raises `GraphError` for a graph or boundary that is not valid, `ExecutionError` for a stage this machine can't run.
+    """
     place, identity = f"stage {load.stage}", identity_of(load)
     graph_bytes = tensors.get("graph")
     if graph_bytes is None:
@@ -54,23 +56,25 @@ async def prepare_stage(
     if boundary.stage != load.stage or load.stage >= load.stages:
         raise GraphError(f"the load of {place} of {load.stages} carries the boundary of stage {boundary.stage}.")
     if not hasattr(host.backend, "serve"):
-        raise ExecutionError(f"backend {host.backend.name} can't serve.")
+        raise ExecutionError(f"backend {host.backend.name} can't serve models.")
     backend = cast("ServingBackend", host.backend)
 
     def read() -> Graph:
         graph = parse(graph_bytes.data, host.graph_limits)
         if content_hash(graph) != load.graph_hash:
-            raise GraphError(f"the graph of {place} has another hash than announced.")
+            raise GraphError(f"the graph of {place} does not have the announced hash.")
         boundary.check(graph)
         if unsupported := host.backend.unsupported(node.op for node in graph.nodes):
             raise ExecutionError(f"backend {host.backend.name} can't run {', '.join(unsupported)} of {place}.")
         needed, given = {spec.key for spec in graph.params.values()}, {spec.key for spec in load.weights}
         if needed != given:
             some = ", ".join(sorted(needed ^ given)[:5])
-            raise GraphError(f"the load of {place} lists weights that the graph does not read, or leaves out: {some}.")
+            raise GraphError(
+                f"the load of {place} does not list exactly the weights that the graph reads; differing: {some}."
+            )
         return graph
 
-    # One after the other, so that passes of other stages get their turns in between.
+    # Two pieces of work, so that passes of other stages get their turns in between.
     graph, _ = await host.compute.run(read)
     limit_bytes = memory_limit_bytes
     if limit_bytes is not None:

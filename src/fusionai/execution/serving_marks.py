@@ -1,22 +1,22 @@
-"""Marks of a serving stage's rows: by what it got and gave of each text can be checked afterwards. Decides no outcome.
+"""Marks of the rows a serving stage received and sent, so that each text can be checked afterwards.
 
-A row, one position of a text, is told in `SIZE` random projections: the sums of its numbers under signs that follow
-from the text's key and the value's name, 64 bytes in float32. For a difference D between two rows X, the distance of
-their marks by the length of one is about |D| / |X|, within a factor of two and a half but for one case in ten thousand.
-Each text has a key of its own: telling one gives no other away.
+The mark of a row (one position of a text) consists of `SIZE` random projections: sums of its numbers under signs drawn
+from the text's key and the value's name, 64 bytes in float32. For a difference D of two rows X, the distance of their
+marks divided by the length of one is about |D| / |X|, within a factor of 2.5 in all but one of ten thousand cases. Each
+text has its own key, so revealing one reveals no other.
 
-A row's marks have the same bits among any rows and on every machine: `mark_kernels` adds a row's numbers in one fixed
-order, which a library for products of matrices does not.
+A row's mark has the same bits whatever rows are marked with it, on every machine: `mark_kernels` adds a row's numbers
+in one fixed order, which a matrix product library does not.
 
-A token at a time, making marks would cost as much as a good part of the pass: passes wait until they have `TOGETHER`
-rows, or somebody asks; then all rows of a text are marked in one call.
+When tokens are computed one at a time, making marks would cost a good part of a pass. Rows therefore wait until there
+are `TOGETHER` of them, or until marks are asked for; then all rows of a text are marked in one call.
 
-Texts are kept in the order in which they were last added to, and the longest forgotten goes when there are too many
-positions. A position that is computed again replaces what was known from there on.
+Texts are kept in the order of their last addition; the oldest is dropped when there are too many positions. A position
+that is computed again replaces everything known from there on.
 
-Source: activation fingerprints of DiFR (arXiv 2511.20621). Neighbours: `execution.serving_stage` adds what passes by,
-`execution.serving_referee` makes marks of what is computed again, `serving.checking` compares; `execution.marks` has
-the marks of training, of whole microbatches.
+Source: activation fingerprints of DiFR (arXiv 2511.20621). `execution.serving_stage` adds rows,
+`execution.serving_referee` marks recomputed rows, `serving.checking` compares. `execution.marks` makes the marks of
+training, which cover whole microbatches.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from fusionai.scheduling.compiled import available, compiled
 from fusionai.wire.messages import Segment
 
 Marks = npt.NDArray[np.float32]
-"""[rows, SIZE]."""
+"""Shape [rows, SIZE]."""
 Rows = npt.NDArray[np.float32]
-"""[rows, numbers of a row]."""
+"""Shape [rows, numbers of a row]."""
 TOGETHER: Final = 128
-"""Rows that wait, at most; they are held whole."""
+"""Largest number of rows that wait; they are held in memory as they are (chosen)."""
 
 
 def text_key(secret: bytes, session: int) -> bytes:
-    """What a stage makes its marks of this text under."""
+    """Return the key for a stage's marks of this text."""
     return step_key(secret, session)
 
 
 class Projection:
-    """Rows of some values, together, under one key."""
+    """Projects the rows of several values together, under one key."""
 
     def __init__(self, specs: Sequence[RowSpec], key: bytes) -> None:
         self._signs = {spec.name: _signs_of(spec, key) for spec in specs}
 
     def marks(self, tensors: Mapping[str, HostTensor]) -> Marks:
-        """Of tensors [1, rows, ...] of all values."""
+        """Return the marks of tensors [1, rows, ...], one per value."""
         with np.errstate(invalid="ignore", over="ignore"):
             return self.of({name: _rows(tensors[name]) for name in self._signs})
 
     def of(self, rows: Mapping[str, Rows]) -> Marks:
-        """Of these rows of all values. Numpy warns of what is not finite, unless whoever calls has asked it not to."""
+        """Return the marks of these rows of all values. numpy warns of overflow unless the caller suppresses it."""
         first, *others = (_signed_sums(rows[name], drawn) for name, drawn in self._signs.items())
         for part in others:
             first += part
@@ -74,10 +74,10 @@ class Projection:
 def _signed_sums(rows: Rows, drawn: npt.NDArray[np.float32]) -> Marks:
     sums = np.zeros((len(rows), SIZE), np.float32)
     if available():
-        # One type of array: numba compiles anew for arrays that are read-only or not contiguous.
+        # One array type: numba compiles again for arrays that are read-only or not contiguous.
         compiled(signed_sums)(np.require(rows, requirements=["C", "W"]), drawn, sums)
         return sums
-    # The kernel's order, one number of every row at a time.
+    # Same order as the kernel, one number of every row at a time.
     for at, sign in enumerate(drawn):
         sums += rows[:, at, None] * sign
     return sums
@@ -97,7 +97,7 @@ def _rows(tensor: HostTensor, *, own: bool = False) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Positions from `start` on, one after the other. Not numbers where a row did not pass by."""
+    """Consecutive positions from `start`. NaN marks a position whose row did not pass through."""
 
     start: int
     got: Marks | None
@@ -115,6 +115,8 @@ def _part(marks: Marks | None, which: slice) -> Marks | None:
 
 @dataclass(slots=True)
 class _Text:
+    """Marks of one text and the projections that make them."""
+
     got: Projection | None
     gave: Projection | None
     runs: list[_Run] = field(default_factory=list[_Run])
@@ -122,8 +124,8 @@ class _Text:
 
 
 class MarkBook:
-    """One stage's. `received`, `sent`: the values that come and go; empty for what is not marked. `capacity`: positions
-    of all texts together."""
+    """Marks of one stage's texts. `received`, `sent`: the values to mark; empty if not marked. `capacity`: positions of
+    all texts together."""
 
     def __init__(self, secret: bytes, received: Sequence[RowSpec], sent: Sequence[RowSpec], capacity: int) -> None:
         self.secret = secret
@@ -150,8 +152,8 @@ class MarkBook:
         got: Mapping[str, HostTensor],
         gave: Mapping[str, HostTensor],
     ) -> None:
-        """A pass went through. Tensors have the rows of all `segments`, or of those that are `wanted` of them; none
-        where nothing came or went."""
+        """Add a pass. Tensors have the rows of all `segments`, or only the `wanted` ones; they are empty if nothing was
+        received or sent."""
         total = sum(segment.length for segment in segments)
         self._waiting_rows += total
         waits = self._waiting_rows < TOGETHER
@@ -173,7 +175,7 @@ class MarkBook:
         return text
 
     def _settle(self) -> None:
-        """Marks what waits."""
+        """Mark the rows that wait."""
         waiting, self._waiting, self._waiting_rows = self._waiting, [], 0
         came, went = _joined([passed.came for passed in waiting]), _joined([passed.went for passed in waiting])
         with np.errstate(invalid="ignore", over="ignore"):
@@ -208,7 +210,7 @@ class MarkBook:
             self._positions -= gone.positions
 
     def told(self, session: int, start: int, length: int) -> tuple[Marks, Marks]:
-        """(got, gave) of these positions; not numbers where nothing is known."""
+        """Return (received, sent) marks of these positions; NaN where nothing is known."""
         got, gave = (np.full((length, SIZE), np.nan, np.float32) for _ in range(2))
         self._settle()
         text = self._texts.get(session)
@@ -224,7 +226,7 @@ class MarkBook:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Rows of a pass: of all its positions, or of those that were wanted."""
+    """Rows of a pass: of all its positions, or of the wanted ones."""
 
     rows: Mapping[str, Rows]
     count: int
@@ -234,7 +236,7 @@ class _Packed:
     def of(
         cls, specs: Sequence[RowSpec], tensors: Mapping[str, HostTensor], total: int, *, own: bool
     ) -> _Packed | None:
-        """`own`: in memory of its own."""
+        """`own`: copy the rows into separate memory."""
         if not specs or not tensors:
             return None
         rows = {spec.name: _rows(tensors[spec.name], own=own) for spec in specs}
@@ -254,7 +256,7 @@ class _Passed:
 
 @dataclass(slots=True)
 class _Found:
-    """A text's rows: where they lie among all that waited, ever farther, and which of its positions they are."""
+    """Rows of one text: their ascending indices among all waiting rows, and which of the text's positions they are."""
 
     rows: list[int] = field(default_factory=list[int])
     places: list[int] = field(default_factory=list[int])
@@ -262,19 +264,20 @@ class _Found:
 
 @dataclass(slots=True)
 class _Share:
-    """What a text has of all that waited: `length` positions, in the order in which they passed."""
+    """Waiting positions of one text: `length` of them, in the order in which they passed."""
 
     came: _Found = field(default_factory=_Found)
     went: _Found = field(default_factory=_Found)
     runs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Where positions do not follow the one before: (position in the text, place here)."""
+    """Where positions are not consecutive: (position in the text, index here)."""
     length: int = 0
     end: int = -1
     """The position after the last one."""
 
 
 def _by_text(waiting: Sequence[_Passed]) -> dict[int, _Share]:
-    """Last is the text that was last added to. It runs for every position of every text, so it makes few objects."""
+    """Group waiting rows by text, ending with the text added to last. The loop runs for every position, so it makes few
+    objects."""
     shares: dict[int, _Share] = {}
     came_before = went_before = 0
     for passed in waiting:
@@ -306,7 +309,7 @@ def _by_text(waiting: Sequence[_Passed]) -> dict[int, _Share]:
 
 
 def _joined(packs: Sequence[_Packed | None]) -> Mapping[str, Rows]:
-    """All rows that waited, one pass after the other."""
+    """Return all waiting rows, one pass after the other."""
     rows = [packed.rows for packed in packs if packed is not None]
     if len(rows) < 2:
         return rows[0] if rows else {}
@@ -314,7 +317,7 @@ def _joined(packs: Sequence[_Packed | None]) -> Mapping[str, Rows]:
 
 
 def _marked(projection: Projection | None, rows: Mapping[str, Rows], found: _Found, length: int) -> Marks | None:
-    """Of a text's positions; not numbers where there is no row."""
+    """Return the marks of a text's positions, NaN where there is no row; None if there is nothing to mark."""
     if projection is None or not found.rows:
         return None
     first, last = found.rows[0], found.rows[-1]

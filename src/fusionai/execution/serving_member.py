@@ -1,11 +1,11 @@
 """One machine's part in one serving job: its stages, its links, its weights, its connection to the driver.
 
-Decides nothing of the job. Checks every message's fence, loads what it is told to run after validating it, and brings
-passes to the right stage. Outlives its driver's connection. Used by the peer's daemon and, for the job owner's own
-stages, by the engine's process.
+The member checks every message's fence, validates what it is asked to run before loading it, and routes passes to
+stages. It outlives its driver's connection. All decisions about the job are the driver's. The peer's daemon uses it,
+and the engine's process uses it for the job owner's own stages.
 
-Neighbours: `execution.serving_stage` runs each stage, `execution.serving_weights` brings weights, `execution.links`
-moves tensors. `execution.member` is the same for training.
+`execution.serving_stage` runs each stage, `execution.serving_weights` fetches weights, `execution.links` moves tensors.
+`execution.member` is the counterpart for training.
 """
 
 from __future__ import annotations
@@ -48,15 +48,18 @@ Testimony = wire.ToldMarks | wire.ShownRows | wire.ReadText
 TestimonySink = Callable[[PeerId, Testimony, Mapping[str, HostTensor]], None]
 
 LOADING_S: Final = 0.5
-"""Between two words of how far the weights are."""
+"""Seconds between two progress reports while weights load (chosen)."""
 WORKING_BEATS: Final = 4
-"""So many pings' intervals lie between two words of what stages compute."""
+"""Number of ping intervals between two reports of what the stages compute (chosen)."""
 
 
 class ServingMember(DrivenPart):
-    """`owner` is the driver's peer id, `opened` the fence it opened the job with. `on_result`, `on_testimony` and
-    `on_link_lost` only where the driver lives: results of passes, what checks need and news of lost links end there,
-    others send theirs on the network."""
+    """Takes part in one serving job.
+
+    `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_result`, `on_testimony` and
+    `on_link_lost` are set only in the driver's process, where results of passes, data for checks and reports of lost
+    links end; other members send theirs over the network.
+    """
 
     def __init__(
         self,
@@ -72,20 +75,20 @@ class ServingMember(DrivenPart):
     ) -> None:
         super().__init__("serve", host, job, owner, opened, on_link_lost)
         self.snapshots: tuple[wire.SnapshotAt, ...] = ()
-        """Of a kind that only training keeps."""
+        """Always empty: only training keeps snapshots."""
         self._weights = weights
         self._on_result = on_result
         self._on_testimony = on_testimony
         self._stages: dict[int, ServingStage] = {}
         self._referees: dict[int, TextReferee] = {}
-        """By the number of the check."""
+        """Number of the check -> its referee."""
         self._loading = asyncio.Lock()
         self._loads: dict[int, wire.Loading] = {}
-        """Of stages that are being loaded, how far they are: told again while that takes."""
+        """Progress of the stages that are being loaded, reported repeatedly while that takes."""
         self._visitors: set[PeerId] = set()
-        """Linked without a stage: guards."""
+        """Linked peers without a stage, which are guards."""
         self._guests: dict[Channel, PeerId] = {}
-        """Members that ask for weights."""
+        """Members that fetch weights here, by connection."""
         self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
 
     @property
@@ -94,13 +97,13 @@ class ServingMember(DrivenPart):
 
     @property
     def present(self) -> Fence:
-        """Of the round that was begun last."""
+        """Fence of the present round."""
         return self._placement.fence
 
     # ------------------------------------------------------------------------------------------ reading channels
 
     def _obey(self, envelope: Envelope, driver: Outbox) -> None:
-        """One message of the driver's. Takes no time: what does goes on beside the connection."""
+        """Handle one message of the driver without waiting; longer work goes on in tasks."""
         match envelope.message:
             case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
                 driver.post(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
@@ -113,15 +116,17 @@ class ServingMember(DrivenPart):
             case wire.TellMarks() | wire.ShowRows() | wire.ReadAgain() as order:
                 self._testify(order)
             case other:
-                raise ExecutionError(f"the driver sent a {type(other).__name__} on its control connection.")
+                raise ExecutionError(
+                    f"the driver sent a {type(other).__name__} on its control connection, where it does not belong."
+                )
 
     async def serve_state(self, channel: Channel) -> None:
-        """The driver gives weights on this connection when asked."""
+        """Fetch weights over the driver's state connection when needed."""
         with self._served():
             await self._weights.from_owner(channel)
 
     async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
-        """Another member asks for weights."""
+        """Serve a state connection on which another member fetches weights."""
         self._guests[channel] = peer
         try:
             with self._served():
@@ -130,14 +135,15 @@ class ServingMember(DrivenPart):
             del self._guests[channel]
 
     async def serve_link(self, peer: PeerId, channel: Channel) -> None:
-        """A neighbour dialled this machine, or whoever will be one when it takes a stage over."""
+        """Serve a tensor connection dialled by a neighbour, or by a guard that may become one."""
         if peer not in self._placement.peers:
             self._visitors.add(peer)
         with self._served():
             await self._links.serve(peer, channel)
 
     def _see_off(self) -> None:
-        """Whom the placement of the round names no more; the driver's machine has asked its visitors in itself."""
+        """Part with peers that the round's placement no longer names. The driver's machine chose its visitors
+        itself."""
         if self.owner != self._host.peer:
             self._visitors = {peer for peer in self._visitors if self._roster.may_stay(peer)}
         for channel in [channel for channel, peer in self._guests.items() if not self._roster.may_stay(peer)]:
@@ -154,11 +160,13 @@ class ServingMember(DrivenPart):
             ):
                 pass
             case wire.ReadText():
-                sender = None  # of whoever stands by: the driver knows who was asked
+                sender = None  # from a guard; the driver knows which one it asked
             case _:
-                raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__}; only the driver may.")
+                raise ExecutionError(
+                    f"peer {short(peer)} sent a {type(message).__name__}; only the driver may send it."
+                )
         if message.fence != self._placement.fence:
-            self.stale_dropped += 1  # of another placement, so who may send what is another question
+            self.stale_dropped += 1  # from another placement, whose senders may differ
             return
         if sender is not None and self._placement.peer_of(sender) != peer:
             raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__} as stage {sender}, not its own.")
@@ -169,15 +177,15 @@ class ServingMember(DrivenPart):
                 self._read_on(peer, message, envelope.tensors)
             case wire.PassResult():
                 if self._on_result is None:
-                    raise ExecutionError(f"a result of {self.job} arrived where no driver is.")
+                    raise ExecutionError(f"a result of {self.job} arrived at a member without a driver.")
                 self._on_result(message, envelope.tensors)
             case wire.ToldMarks() | wire.ReadText():
                 if self._on_testimony is None:
-                    raise ExecutionError(f"a word for a check of {self.job} arrived where no driver is.")
+                    raise ExecutionError(f"data for a check of {self.job} arrived at a member without a driver.")
                 self._on_testimony(peer, message, envelope.tensors)
 
     def _deliver(self, message: wire.Pass | wire.Rebuild, tensors: Mapping[str, HostTensor]) -> None:
-        """To the stage it is for, if the fence is exactly that of the round."""
+        """Pass a message to the stage it addresses if the fence is exactly that of the round."""
         number = message.consumer if isinstance(message, wire.Pass) else message.stage
         stage = self._stages.get(number)
         here = self._placement.places.get(number) == self._host.peer
@@ -188,7 +196,9 @@ class ServingMember(DrivenPart):
             if isinstance(message, wire.Rebuild):
                 stage.rebuild(message)
             elif message.producer != number - 1:
-                raise ExecutionError(f"stage {message.producer} sent a pass to stage {number}, not to the next.")
+                raise ExecutionError(
+                    f"stage {message.producer} sent a pass to stage {number}, expected the next stage."
+                )
             else:
                 stage.take(message, tensors)
         except FusionError as error:
@@ -211,7 +221,7 @@ class ServingMember(DrivenPart):
             self._start(self._beat())
         self._keep_only(self._own | self._placement.guards)
         self._see_off()
-        # Others drop their ends too, and that is no loss to tell of.
+        # The others drop their ends too, which is not a loss to report.
         linked = self._placement.peers if self._exchanges else {PeerId(one.peer) for one in self._linked()}
         self._links.begin_round({*linked, self.owner} | self._visitors)
         for neighbour in self._linked():
@@ -220,12 +230,12 @@ class ServingMember(DrivenPart):
 
     @property
     def _exchanges(self) -> bool:
-        """Whether this machine has a part in passes; a guard has none."""
+        """Whether this machine takes part in passes; a guard does not."""
         return bool(self._own) or self.owner == self._host.peer
 
     def _linked(self) -> list[wire.Neighbour]:
-        """Whom this machine exchanges tensors with: the stages before and after its own; the driver's with all. A
-        guard that runs nothing has these links before it takes over."""
+        """Return the peers this machine exchanges tensors with: those of the stages before and after its own, for the
+        driver all. A guard that runs nothing opens these links before it takes over."""
         neighbours = self._placement.neighbours
         if self.owner == self._host.peer:
             return list(neighbours.values())
@@ -233,27 +243,30 @@ class ServingMember(DrivenPart):
         return [neighbours[stage] for stage in sorted(near & neighbours.keys())]
 
     def _dial(self, neighbour: wire.Neighbour) -> None:
-        """Open the link to a neighbour if it is this side's turn to, and it is not there. That of a guard always is: to
-        the others it has no stage. Only the driver's machine, which may listen to nobody, dials guards itself."""
+        """Open the link to a neighbour if this side dials and the link does not exist. A guard always dials, because
+        the others know no stage of it. The owner's machine, which may be unreachable, is the exception: it dials the
+        guards."""
         other = PeerId(neighbour.peer)
         turn = dials(self._host.peer, other, self.owner) if self._exchanges else other != self.owner
         if other != self._host.peer and turn:
             self._links.dial(other, neighbour.addresses, self._placement.opening)
 
     def dial_guard(self, peer: PeerId, addresses: Sequence[str], fence: Fence, ticket: bytes) -> None:
-        """The driver's: it will exchange tensors with this guard once that takes over."""
+        """Open the link to a guard from the driver's machine, for the tensors they exchange once the guard takes
+        over."""
         self._visitors.add(peer)
         self._links.dial(peer, addresses, wire.OpenJob(job=self.job, fence=fence, ticket=ticket, task=self.task))
 
     async def _load(self, load: wire.Load, tensors: Mapping[str, HostTensor]) -> None:
-        """Later rounds may come meanwhile: what was fetched and converted stays of use to them."""
+        """Load a stage and answer the driver. Later rounds may begin meanwhile; fetched weights stay useful for
+        them."""
         try:
             if self._is_present(load):
                 stage, fetched_bytes = self._at_hand(load), {}
                 if stage is None:
                     async with self._loading:
                         if load.standby and not self._is_present(load):
-                            return  # a stage that streams wait for may be next; this one is asked for again
+                            return  # streams may wait for another stage to load; the driver asks for this one again
                         try:
                             stage, fetched_bytes = await self._made(load, tensors)
                         finally:
@@ -282,7 +295,7 @@ class ServingMember(DrivenPart):
         return frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
 
     def _is_present(self, load: wire.Load) -> bool:
-        """Whether this load belongs to the round that was begun last; refuses it otherwise."""
+        """Return whether this load belongs to the present round; refuse it otherwise."""
         placement = self._placement
         if load.job != self.job:
             raise ExecutionError(f"this connection is for job {self.job}, the load is for {load.job}.")
@@ -301,7 +314,7 @@ class ServingMember(DrivenPart):
     async def _made(
         self, load: wire.Load, tensors: Mapping[str, HostTensor]
     ) -> tuple[ServingStage, Mapping[PeerId, int]]:
-        """The stage at hand if this load describes the same, otherwise another in its place, with its weights."""
+        """Return the loaded stage if this load describes the same one; otherwise load it in its place, with weights."""
         if (present := self._at_hand(load)) is not None:
             return present, {}
         if self._stages.pop(load.stage, None) is not None:
@@ -313,7 +326,7 @@ class ServingMember(DrivenPart):
         stage, program = await prepare_stage(
             self._host, load, tensors, postman=self, memory_limit_bytes=self._unused_bytes()
         )
-        # Whatever compiled is done, and nothing large is here yet.
+        # Compilation is done and no large tensor is allocated yet.
         return_freed_memory()
         return_code_pages()
         told_s = float("-inf")
@@ -333,7 +346,7 @@ class ServingMember(DrivenPart):
         fetched_bytes = await self._weights.fetch(load, self._placement.opening, progress, refused)
         with self._weights.holding(load.weights):
             for spec in load.weights:
-                # One after the other, so that passes of other stages get their turns in between.
+                # One weight at a time, so that passes of other stages get their turns in between.
                 await self._host.compute.run(
                     lambda spec=spec: program.import_weights([(spec.key, self._weights.read(spec))])
                 )
@@ -363,7 +376,7 @@ class ServingMember(DrivenPart):
         )
 
     async def _are_linked(self, fence: Fence) -> bool:
-        """Whether all that this machine exchanges tensors with can be reached; if not, the driver has been told."""
+        """Return whether all peers that this machine exchanges tensors with are linked. Reports lost links itself."""
         peers = {PeerId(neighbour.peer) for neighbour in self._linked()} | {self.owner}
         return all(await asyncio.gather(*(self._is_linked(peer, fence) for peer in peers - {self._host.peer})))
 
@@ -399,7 +412,7 @@ class ServingMember(DrivenPart):
                 self._tell_work()
 
     def _tell_work(self) -> None:
-        """A stage that works or loads long is told from one that is stuck by what it says."""
+        """Report progress, so that the driver can tell a stage that works or loads for long from one that is stuck."""
         for far in self._loads.values():
             self.to_driver(far)
         now_s = time.monotonic()
@@ -410,11 +423,11 @@ class ServingMember(DrivenPart):
     # ------------------------------------------------------------------------------------------------- spot checks
 
     def _testify(self, order: wire.TellMarks | wire.ShowRows | wire.ReadAgain) -> None:
-        """What can't be told fails the check, nothing else."""
+        """Send what a check asks for. A failure here fails only the check."""
         try:
             stage = self._stages.get(order.stage)
             if stage is None or order.fence != self._placement.fence:
-                raise ExecutionError(f"stage {order.stage} is not here in this round.")
+                raise ExecutionError(f"stage {order.stage} does not run here in this round.")
             match order:
                 case wire.TellMarks(fence=fence, number=number):
                     told = stage.told(order)
@@ -430,20 +443,20 @@ class ServingMember(DrivenPart):
                     self._referees[number] = stage.referee(order)
                     self.to_driver(wire.Reading(fence=fence, stage=order.stage, number=number))
         except TransportError as error:
-            # No word is no refusal: the driver hears of the link, and of this after a while.
-            log.info("what a check of stage %d of %s needs can't be sent: %s", order.stage, self.job, error)
+            # No refusal is sent: the driver learns of the lost link, and its check times out.
+            log.info("the data that a check of stage %d of %s needs can't be sent: %s", order.stage, self.job, error)
         except FusionError as error:
             self._not_checked(order, str(error))
 
     def testimony(self, peer: PeerId, message: Testimony, tensors: Mapping[str, HostTensor]) -> None:
-        """To the driver, or to a referee. Raises `TransportError`."""
+        """Send to the driver, or to a referee. Raises `TransportError`."""
         if peer != self._host.peer:
             self._links.post(peer, message, tuple(tensors.values()))
         elif self._on_testimony is not None:
             asyncio.get_running_loop().call_soon(self._on_testimony, peer, message, tensors)
 
     def _read_on(self, peer: PeerId, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]) -> None:
-        """Rows of a text that is read again: here, or by the driver's own machine."""
+        """Take rows of a text that is being rechecked, here or by the driver's own machine."""
         if self._on_testimony is not None:
             self._on_testimony(peer, rows, tensors)
         elif (referee := self._referees.get(rows.number)) is not None:
@@ -467,9 +480,9 @@ class ServingMember(DrivenPart):
                     tensors=headers(told.marks),
                 )
                 self.testimony(self.owner, answer, told.marks)
-        except Exception as error:  # whatever was received: the check has no outcome, all else goes on
+        except Exception as error:  # whatever arrived: the check ends without a result, everything else goes on
             if not isinstance(error, FusionError):
-                log.exception("a text of %s could not be read again", self.job)
+                log.exception("a text of %s could not be rechecked", self.job)
             self._referees.pop(order.number, None)
             await referee.end()
             self._not_checked(order, str(error) or type(error).__name__)
@@ -497,14 +510,14 @@ class ServingMember(DrivenPart):
             self._on_result(message, named)
 
     def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
-        """A link that is not there is news for the driver, not the sender's failure."""
+        """Post a message to another member. A missing link is reported to the driver, not raised."""
         try:
             self._links.post(peer, message, tensors)
         except TransportError as error:
             self._link_lost(peer, str(error))
 
     def _report(self, error: FusionError) -> None:
-        """A message for no stage in particular fails all that are here."""
+        """Fail all stages here, because a bad message addressed none in particular."""
         for stage in self.stages:
             self.failed(stage, self._placement.fence, "bad_message", str(error))
 
@@ -517,7 +530,7 @@ class ServingMember(DrivenPart):
             super()._link_lost(peer, reason)
 
     async def close(self) -> None:
-        """End everything that works for this member. Harmless when done before."""
+        """End all work of this member. Does nothing if it is closed already."""
         self._closed = True
         await self._links.close()
         await self._end_tasks()

@@ -1,9 +1,9 @@
-"""How positions of many sessions are put into passes that fill caches anew. Decides which go together; knows no values.
+"""Packs positions of many sessions into passes that rebuild caches.
 
-A session is cut where it would be if it were alone, so that its bits do not depend on who else is rebuilt. The pieces
-are packed: a pass costs more than its positions do.
+A session is cut at the same positions as if it were alone, so that its bits do not depend on the other sessions. The
+pieces are packed together, because a pass costs more than its positions alone.
 
-Neighbours: `execution.serving_stage` packs what a stage retained, `serving.driver` tokens.
+Used by `execution.serving_stage` for retained rows and by `serving.driver` for tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fusionai.wire.messages import Segment
 
 
 def packed(segments: Iterable[Segment], limit: int) -> list[tuple[Segment, ...]]:
-    """In their order, at most `limit` positions together. No pass has two pieces of one session."""
+    """Return passes of at most `limit` positions, in order. No pass has two pieces of one session."""
     passes: list[tuple[Segment, ...]] = []
     pack: list[Segment] = []
     room = limit
@@ -29,7 +29,7 @@ def packed(segments: Iterable[Segment], limit: int) -> list[tuple[Segment, ...]]
 
 
 def _pieces(segment: Segment, limit: int) -> list[Segment]:
-    """Of at most `limit` positions; the first brings the pages."""
+    """Cut a segment into pieces of at most `limit` positions. The first piece carries the pages."""
     pieces: list[Segment] = []
     for done in range(0, segment.length, limit):
         length = min(limit, segment.length - done)

@@ -1,10 +1,11 @@
-"""A text at one stage computed again: from what the stage got of it, in one go instead of token by token.
+"""Rechecks one text at one stage: recomputes it from the rows the stage received, in large passes instead of token by
+token.
 
-Whoever stands by for the stage has its weights, and nothing in its caches; the job owner's machine loads them for the
-occasion. What comes out is told as marks, under the keys of all who saw it. Judges nothing.
+A guard of the stage has its weights and empty caches; the job owner's machine loads the weights when it checks. The
+results are reported as marks, under the keys of all stages that saw them. The verdict is left to `serving.checking`.
 
-Neighbours: `execution.serving_member` has one per check and brings the rows; the driver has one where it settles what
-a guard took exception to; `execution.serving_marks` makes marks; `serving.checking` compares.
+`execution.serving_member` makes one referee per check and passes on the rows. The driver makes one to settle an
+objection of a guard. `execution.serving_marks` makes the marks.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from fusionai.wire.messages import Segment, ServeOptions
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a `ReadText` tells."""
+    """Result of a recheck, as sent in `ReadText`. `marks`: by `got`, `gave`, `seen`. `moved`: norm of what the stage
+    added to the rows, relative to the norm of what it sent (0 to 1)."""
 
     marks: Mapping[str, HostTensor]
     moved: float
 
 
 class TextReferee:
-    """`compute` the rows as they come, in order; it gives the marks with the last. The program's caches are free
-    afterwards, or after `end`."""
+    """Recomputes one text. Call `compute` with the rows in order; the last call returns the marks. The program's caches
+    are free afterwards, or after `end`."""
 
     def __init__(
         self,
@@ -50,12 +52,14 @@ class TextReferee:
         options: ServeOptions,
         compute: ComputeThread,
     ) -> None:
-        """Raises `ExecutionError` for a text that has no room here, or a stage whose rows nobody else gets."""
+        """Raise `ExecutionError` for a text that does not fit in the caches, or a stage that sends no rows on."""
         pages = -(-order.length // options.page_tokens)
         if pages > options.pages:
-            raise ExecutionError(f"a text of {order.length} positions takes {pages} pages, there are {options.pages}.")
+            raise ExecutionError(
+                f"a text of {order.length} positions needs {pages} pages, but the cache has {options.pages}."
+            )
         if not boundary.sends:
-            raise ExecutionError(f"stage {order.stage} sends nothing on that could be compared.")
+            raise ExecutionError(f"stage {order.stage} sends no values to a next stage that could be compared.")
         self.order = order
         self._boundary = boundary
         self._program = program
@@ -71,11 +75,11 @@ class TextReferee:
         self._parts: list[tuple[Marks, Marks, Marks]] = []
         self._stream = _stream(boundary, self._made)
         self._squares = [0.0, 0.0]
-        """Of what the stage adds to rows, and of what it gives."""
+        """Sums of squares: of what the stage adds to rows, and of what it sends."""
 
     async def compute(self, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]) -> Reading | None:
-        """The next rows; the marks of all of them once the last are there. Raises `ExecutionError` for rows that are
-        none of this text's, and what the program raises."""
+        """Compute the next rows and return the result after the last ones, None before. Raises `ExecutionError` for
+        rows that don't belong to this text, and what the program raises."""
         length = self._checked(rows, tensors)
         start, self._taken = self._taken, self._taken + length
         ends = self._taken == self.order.length
@@ -94,25 +98,29 @@ class TextReferee:
         return Reading(marks, moved)
 
     async def end(self) -> None:
-        """Nothing more is computed of it."""
+        """Free the caches. No further rows can be computed."""
         await self._compute.run(lambda: self._program.forget((self.order.session,)))
 
     def _checked(self, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]) -> int:
         if rows.start != self._taken:
-            raise ExecutionError(f"expected rows from position {self._taken} on, got those from {rows.start}.")
+            raise ExecutionError(f"expected rows from position {self._taken}, got rows from position {rows.start}.")
         if {*tensors} != {spec.name for spec in self._boundary.receives}:
-            raise ExecutionError(f"rows of {sorted(tensors)[:5]} came, which is not what stage {rows.stage + 1} gets.")
+            raise ExecutionError(
+                f"got rows of {sorted(tensors)[:5]}, which are not the inputs of stage {rows.stage + 1}."
+            )
         shape = next(iter(tensors.values())).shape
         length = shape[1] if len(shape) > 1 else 0
         if not 0 < length <= min(self._options.pass_tokens, self.order.length - self._taken):
-            raise ExecutionError(f"expected rows of a text of {self.order.length} positions, {length} more came.")
+            raise ExecutionError(
+                f"expected rows of a text of {self.order.length} positions, got {length} rows beyond its end or a pass."
+            )
         for spec in self._boundary.receives:
             if (wrong := spec.check(tensors[spec.name], length)) is not None:
                 raise ExecutionError(f"{wrong}.")
         return length
 
     def _computed(self, start: int, length: int, tensors: Mapping[str, HostTensor]) -> tuple[Marks, Marks, Marks]:
-        """In the compute thread."""
+        """Compute one part, in the compute thread. Returns its marks (got, gave, seen)."""
         order = self.order
         self._program.allocate()
         segment = Segment(
@@ -131,7 +139,8 @@ class TextReferee:
 
 
 def _stream(boundary: ServingBoundary, made: tuple[str, ...]) -> tuple[str, str] | None:
-    """The value that the stage gets and the one that it makes of it by adding to it, by their rows; None without."""
+    """Return the names (received, sent) of the residual stream, the value the stage receives and adds to; None without
+    one. It is recognised by equal rows."""
     widest = sorted((spec for spec in boundary.sends if spec.name in made), key=lambda spec: -spec.row_bytes)
     for gives in widest:
         for gets in boundary.receives:

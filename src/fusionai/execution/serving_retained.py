@@ -1,9 +1,9 @@
-"""What a stage sent on, kept by page of the cache: the next stage's cache can be computed again from it.
+"""Rows that a stage sent on, kept by cache page, from which the next stage's cache can be recomputed.
 
-Decides nothing: a page is overwritten when the driver gives it to other positions, and whoever asks for rows that are
-not here gets an error. Pages are numbered by the driver for all stages alike, so no more is kept than there are pages.
+A page is overwritten when the driver assigns it to other positions; asking for rows that are no longer here raises an
+error. The driver numbers pages for all stages alike, so no more rows are kept than there are pages.
 
-Neighbour: `execution.serving_stage`.
+Used by `execution.serving_stage`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Retained:
-    """`specs`: what is sent on. Rows are kept as bytes: nobody computes with them here."""
+    """Retained rows of one stage. `specs`: the values sent on. Rows are kept as bytes, since they are not computed
+    with."""
 
     def __init__(self, specs: Sequence[RowSpec], page_tokens: int) -> None:
         self._specs = tuple(specs)
@@ -30,17 +31,17 @@ class Retained:
         self._tables: dict[int, list[int]] = {}
         """Session -> its pages, in order of positions."""
         self._pages: dict[int, tuple[Bytes, ...]] = {}
-        """Page -> per value [page_tokens, bytes of a row]."""
+        """Page -> one array per value, [page_tokens, bytes of a row]."""
         self._filled: dict[int, int] = {}
-        """Page -> rows that are good, from its first position on."""
+        """Page -> number of valid rows, from the page's first position."""
 
     @staticmethod
     def capacity_bytes(specs: Iterable[RowSpec], pages: int, page_tokens: int) -> int:
-        """The most that will be kept."""
+        """Return the largest number of bytes that will be kept."""
         return pages * page_tokens * sum(spec.row_bytes for spec in specs)
 
     def forget(self, sessions: Iterable[int]) -> None:
-        """Their pages stay until they are overwritten: other sessions may share them."""
+        """Forget these sessions. Their pages stay until they are overwritten, because other sessions may share them."""
         for session in sessions:
             self._tables.pop(session, None)
 
@@ -53,12 +54,12 @@ class Retained:
         table = self._tables.setdefault(segment.session, [])
         if segment.first_page > len(table):
             raise ExecutionError(
-                f"session {segment.session} has {len(table)} pages here, expected its pages from {segment.first_page}."
+                f"session {segment.session} has {len(table)} pages here, the segment's start at {segment.first_page}."
             )
         table[segment.first_page :] = segment.pages
 
     def keep(self, segments: Sequence[Segment], tensors: Mapping[str, HostTensor]) -> None:
-        """`tensors`: the packed rows of all segments, as sent. Raises `ExecutionError` where pages do not suffice."""
+        """Keep the packed rows of all segments, as sent. Raises `ExecutionError` if a segment has too few pages."""
         rows = [_rows(tensors[spec.name], spec) for spec in self._specs]
         taken = 0
         for segment in segments:
@@ -73,14 +74,17 @@ class Retained:
                     )
                 for kept, new in zip(self._pages[page], rows, strict=True):
                     kept[offset : offset + count] = new[taken : taken + count]
-                # Positions beyond are other words now, or another session's.
+                # Rows at later positions of the page belong to other tokens or another session now.
                 self._filled[page] = offset + count if offset <= self._filled.get(page, 0) else 0
                 done += count
                 taken += count
 
     def rows(self, segments: Sequence[Segment], pages: Sequence[int] | None = None) -> dict[str, HostTensor]:
-        """The segments' positions one behind the other, as they were sent. `pages`: the table they are looked up in,
-        where that is not the session's own. Raises `ExecutionError` for what is not (any longer) here."""
+        """Return the segments' positions one after the other, as they were sent.
+
+        `pages`: the page table to use instead of the session's own. Raises `ExecutionError` for positions not kept (any
+        more).
+        """
         parts: list[list[Bytes]] = [[] for _ in self._specs]
         for segment in segments:
             table = self._tables.get(segment.session, []) if pages is None else pages

@@ -1,10 +1,11 @@
-"""One stage of a serving job at work: passes in, rows out, what was sent on kept for the stage after.
+"""Runs one stage of a serving job: computes passes, sends rows on, and keeps what it sent for the next stage's
+recovery.
 
-Decides what a pass may say and how many may wait; passes are computed in the order they came. Never decides which
-session has which page, nor what happens after a failure: the driver does.
+It validates passes and limits how many may wait; passes are computed in order of arrival. The driver assigns pages to
+sessions and handles failures.
 
-Neighbours: `execution.serving_member` brings messages and reaches others, `backends.serving` computes,
-`execution.serving_retained` keeps, `execution.serving_marks` marks what passes by where that may be checked.
+`execution.serving_member` delivers messages and sends, `backends.serving` computes, `execution.serving_retained` keeps
+rows, `execution.serving_marks` marks what passes through if it may be checked.
 """
 
 from __future__ import annotations
@@ -39,34 +40,37 @@ from fusionai.wire.messages import Fence, Hop, Segment, ServeOptions
 log = logging.getLogger(__name__)
 
 ATTENTION: Final = "fusion.attention"
+"""Operator that keeps a cache of earlier positions."""
 MAX_WAITING: Final = 1024
+"""Passes that may wait at a stage (chosen)."""
 MAX_WAITING_BYTES: Final = 2**29
+"""Bytes of tensors that waiting passes may hold at a stage (chosen)."""
 
 
 class ServingPostman(Protocol):
-    """How a stage reaches others; `execution.serving_member` implements it. Neither raises for a lost link."""
+    """Sends a stage's messages; `execution.serving_member` implements it. No method raises for a lost link."""
 
     def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None: ...
 
     def to_driver(self, message: wire.Message) -> None:
-        """On the control connection."""
+        """Send on the control connection."""
         ...
 
     def result(self, message: wire.PassResult, tensors: Sequence[HostTensor]) -> None:
-        """To the driver, on the link for tensors."""
+        """Send to the driver, on the tensor link."""
         ...
 
     def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None: ...
 
     @property
     def present(self) -> Fence:
-        """The fence of the round."""
+        """Fence of the present round."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Two loads of equal identity describe the same stage."""
+    """Identifies a loaded stage: two loads of equal identity describe the same stage."""
 
     graph_hash: str
     boundary: bytes
@@ -78,7 +82,8 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """A pass, checked. `rows`: as they came; `selected`: only those that are wanted came or go on."""
+    """A checked pass. `rows`: the rows of the segments to compute outputs for, None for all. `computes`: the graph
+    outputs to compute."""
 
     message: wire.Pass
     tensors: Mapping[str, HostTensor]
@@ -90,7 +95,7 @@ class _Order:
 
 
 class ServingStage:
-    """`identity` says what was loaded; `allocated` whether the caches are there (a guard does without)."""
+    """One loaded stage. `identity` says what was loaded; `allocated` whether it has caches (a guard has none)."""
 
     def __init__(
         self,
@@ -117,16 +122,16 @@ class ServingStage:
         """Whether the rows must be exactly the segments' positions."""
         self._made = boundary.made(graph)
         self._least = ((HIDDEN,) if HIDDEN in graph.outputs else tuple(graph.outputs))[:1]
-        """What takes least to compute of all that needs every attention."""
+        """Cheapest output whose computation fills every KV cache."""
         keeps = identity.options.retain and not identity.select and not identity.last
         self._retained = Retained(boundary.sends, identity.options.page_tokens) if keeps else None
         self._book: MarkBook | None = None
         self._orders: deque[_Order] = deque()
-        """Here and not done, in the order they are computed."""
+        """Passes that wait or are being computed, in order."""
         self._computing: tuple[int, float] | None = None
-        """Number of the pass that is computed and since when."""
+        """Number of the pass being computed, and its start time."""
         self._computed_any = False
-        """Since `working` was asked last."""
+        """Whether a pass ended since `working` was last called."""
         self._waiting_bytes = 0
 
     @property
@@ -135,13 +140,14 @@ class ServingStage:
 
     @property
     def reserved_bytes(self) -> int:
-        """With what will be retained once all pages are in use. A guard retains nothing: plans give it room for the
-        caches and retained rows of one stage, whichever it takes over, and for the weights of all."""
+        """Memory including the rows retained once all pages are in use. A guard retains nothing: plans give it room for
+        the caches and retained rows of one stage, whichever it takes over, and for the weights of all."""
         retained = retained_bytes(self._boundary, self.identity) if self.allocated else 0
         return self._program.resident_bytes + retained
 
     def working(self, now_s: float) -> tuple[int, float] | None:
-        """What `wire.Working` says, at a time on this machine's monotonic clock; None where nothing is to be said."""
+        """Return what `wire.Working` reports, (pass number or -1, seconds); None if there is nothing to report. `now_s`
+        is a time on this machine's monotonic clock."""
         computed, self._computed_any = self._computed_any, False
         computing = self._computing  # set in the compute thread
         if computing is not None:
@@ -151,15 +157,18 @@ class ServingStage:
         return (-1, 0.0) if computed else None
 
     async def begin(self, *, fresh: bool) -> tuple[tuple[int, int], ...]:
-        """Take part in passes from now on. `fresh`: nothing of what was computed and kept is of use any more. Gives
-        (session, positions) of what is cached, after everything that was under way."""
+        """Take part in passes from now on, and return (session, positions) of what is cached, after all work in
+        progress.
+
+        `fresh`: everything computed and kept so far is useless.
+        """
         if fresh and self._retained is not None:
             self._retained.clear()
         if self._book is not None:
-            self._book.clear()  # no text of two rounds is checked
+            self._book.clear()  # texts that span two rounds are not checked
 
         def ready() -> dict[int, int]:
-            # One piece of work: each waits for its turn, and somebody waits for all of them.
+            # One piece of work: each piece would wait for its turn, and the driver waits for all of them.
             if fresh:
                 self._program.forget_all()
             self._program.allocate()
@@ -170,11 +179,11 @@ class ServingStage:
         return tuple(sorted(found.items()))
 
     def mark(self, secret: bytes, *, gives: bool) -> None:
-        """Mark from now on what comes (and, if it `gives`, what goes) under keys that follow from `secret`; empty:
-        nothing. What was marked under the same secret stays."""
+        """Mark received rows (and sent ones, if `gives`) from now on, under keys derived from `secret`; with an empty
+        secret, mark nothing. Marks made under the same secret stay."""
         if self._book is not None and self._book.secret == secret:
             return
-        # All that live, all that wait to be checked, and as much that came after these.
+        # All live texts, all that wait to be checked, and as many newer ones.
         capacity = 3 * self._options.pages * self._options.page_tokens
         sends = self._boundary.sends if gives else ()
         self._book = MarkBook(secret, self._boundary.receives, sends, capacity) if secret else None
@@ -185,13 +194,13 @@ class ServingStage:
         """Compute a pass when its turn comes. Raises `ExecutionError` for one that breaks the protocol."""
         order = self._checked(message, tensors)
         if len(self._orders) >= MAX_WAITING or self._waiting_bytes + order.nbytes > MAX_WAITING_BYTES:
-            raise ExecutionError(f"stage {self.stage} is sent more passes than it can hold.")
+            raise ExecutionError(f"stage {self.stage} received more passes than it can hold.")
         self._orders.append(order)
         self._waiting_bytes += order.nbytes
         self._compute.submit(lambda: self._run(order), lambda outcome: self._done(order, outcome))
 
     def _run(self, order: _Order) -> dict[str, HostTensor] | None:
-        """In the compute thread. None for a pass of a round that is over."""
+        """Compute the pass, in the compute thread. Returns None for a pass of a round that is over."""
         if order.message.fence != self._postman.present:
             return None
         self._computing = order.message.number, time.monotonic()
@@ -209,7 +218,7 @@ class ServingStage:
         return self._program.run(order.segments, inputs, wanted=order.computes, rows=order.rows)
 
     def _done(self, order: _Order, outcome: Outcome[dict[str, HostTensor] | None]) -> None:
-        self._orders.popleft()  # passes are done in their order
+        self._orders.popleft()  # passes finish in order
         self._waiting_bytes -= order.nbytes
         self._computed_any = True
         message = order.message
@@ -248,7 +257,7 @@ class ServingStage:
                 )
                 self._postman.to_driver(rebuilt)
         elif answers:
-            # After a selection nothing is left to compute for a pass that nobody wants to see.
+            # After row selection, a pass without wanted rows has nothing left to compute.
             result = {} if not message.wanted else {message.output: made[message.output]}
             answer = wire.PassResult(
                 fence=message.fence, number=message.number, stage=self.stage, hops=hops, tensors=headers(result)
@@ -260,7 +269,7 @@ class ServingStage:
             )
             self._postman.to_stage(self.stage + 1, following, tuple(sent.values()))
         if self._retained is not None or self._book is not None:
-            # A turn of the loop later: what is to be sent leaves first.
+            # In a later turn of the event loop, so that the messages leave first.
             asyncio.get_running_loop().call_soon(self._keep, order, sent)
 
     def _keep(self, order: _Order, sent: dict[str, HostTensor]) -> None:
@@ -278,19 +287,19 @@ class ServingStage:
     def _checked(self, message: wire.Pass, tensors: Mapping[str, HostTensor]) -> _Order:
         place = f"pass {message.number} at stage {self.stage}"
         if not self.allocated:
-            raise ExecutionError(f"{place}: the stage stands by, it computes nothing.")
+            raise ExecutionError(f"{place}: this member only guards the stage and computes no passes.")
         total = sum(segment.length for segment in message.segments)
         if not 0 < total <= self._options.pass_tokens:
             raise ExecutionError(f"{place}: expected 1 to {self._options.pass_tokens} positions, got {total}.")
         if len({segment.session for segment in message.segments}) != len(message.segments):
-            raise ExecutionError(f"{place}: a session is in it twice.")
+            raise ExecutionError(f"{place}: it contains a session twice.")
         wanted = message.wanted
         if any(later <= row for row, later in itertools.pairwise(wanted)) or (wanted and wanted[-1] >= total):
-            raise ExecutionError(f"{place}: expected ascending rows below {total}, got others.")
+            raise ExecutionError(f"{place}: expected wanted rows in ascending order and below {total}.")
         if message.rebuild >= 0 and (message.rebuild < self.stage or wanted):
-            raise ExecutionError(f"{place}: expected stage {self.stage} or later to be rebuilt, no rows wanted.")
+            raise ExecutionError(f"{place}: a rebuild must end at stage {self.stage} or later and want no rows.")
         if {*tensors} != {spec.name for spec in self._boundary.receives}:
-            raise ExecutionError(f"{place}: it carries {sorted(tensors)[:5]}, not what this stage receives.")
+            raise ExecutionError(f"{place}: got {sorted(tensors)[:5]}, not this stage's inputs.")
         came = next(iter(tensors.values())).shape[1:2] if tensors else (total,)
         rows_in = came[0] if came else 0
         selected = rows_in != total
@@ -305,7 +314,7 @@ class ServingStage:
         ends = self._retained is None and (message.rebuild == self.stage or not (wanted or rebuilding))
         selects = (self.identity.select or self.identity.last) and not selected and not rebuilding
         if ends and (self.identity.select or self.identity.last or rebuilding):
-            # Nothing goes on from here; what fills the caches is computed all the same.
+            # Nothing is sent on from here, but the caches must still be filled.
             computes, rows = self._least if self._caches else (), ()
         else:
             computes = (message.output,) if self.identity.last else self._made
@@ -323,10 +332,12 @@ class ServingStage:
     # --------------------------------------------------------------------------------------------------- rebuilding
 
     def rebuild(self, order: wire.Rebuild) -> None:
-        """Send on once more what the segments sent before. Raises `ExecutionError` for an order that breaks the
-        protocol; what is not here any more fails the order, not the stage."""
+        """Resend what these segments sent before. Raises `ExecutionError` for an order that breaks the protocol. Rows
+        that are no longer here fail the order, not the stage."""
         if self.identity.last or order.through <= self.stage:
-            raise ExecutionError(f"stage {self.stage} has nothing to rebuild through stage {order.through}.")
+            raise ExecutionError(
+                f"stage {self.stage} can't rebuild caches through stage {order.through}, which is not a later stage."
+            )
         try:
             self._send_again(order)
         except ExecutionError as error:
@@ -355,11 +366,11 @@ class ServingStage:
     # ------------------------------------------------------------------------------------------------- spot checks
 
     def told(self, order: wire.TellMarks) -> dict[str, HostTensor]:
-        """What was marked of these positions. Raises `ExecutionError` where nothing is."""
+        """Return the marks made at these positions. Raises `ExecutionError` if nothing is marked."""
         if self._book is None:
-            raise ExecutionError(f"stage {self.stage} marks nothing.")
+            raise ExecutionError(f"stage {self.stage} was not asked to make marks.")
         if order.length > self._options.pages * self._options.page_tokens:
-            raise ExecutionError(f"there is no text of {order.length} positions.")
+            raise ExecutionError(f"marks of {order.length} positions were asked for; no text can be that long here.")
         told = self._book.told(order.session, order.start, order.length)
         return {
             name: host_tensor("float32", marks.shape, marks.tobytes())
@@ -367,18 +378,19 @@ class ServingStage:
         }
 
     def shown(self, order: wire.ShowRows) -> Iterator[tuple[int, dict[str, HostTensor]]]:
-        """(first position, rows as sent) of a text that is over, in parts of at most a pass. Raises `ExecutionError`
-        for what is not retained (any more)."""
+        """Yield (first position, rows as sent) of a finished text, in parts of at most one pass. Raises
+        `ExecutionError` for rows that are not retained (any more)."""
         if self._retained is None:
             raise ExecutionError(f"stage {self.stage} retains nothing.")
         for segments in packed([order.segment], self._options.pass_tokens):
-            # A pass of the text may still be under way: its own table stays as it is.
+            # A pass of the text may still be in progress, so the session's own page table stays unchanged.
             yield segments[0].start, self._retained.rows(segments, order.segment.pages)
 
     def referee(self, order: wire.ReadAgain) -> TextReferee:
-        """For work of whoever runs the stage, where this one stands by. Raises `ExecutionError`."""
+        """Return a referee for the peer that runs this stage, if this member only guards it. Raises
+        `ExecutionError`."""
         if self.allocated:
-            raise ExecutionError(f"stage {self.stage} runs here: it has no caches to spare.")
+            raise ExecutionError(f"stage {self.stage} runs here, so its caches are in use; only a guard can recheck.")
         return TextReferee(
             order,
             boundary=self._boundary,
@@ -390,12 +402,12 @@ class ServingStage:
 
 
 def keeps_positions(graph: Graph, options: ServeOptions) -> bool:
-    """Whether a stage with this graph needs what came before in a text."""
+    """Return whether a stage with this graph depends on earlier positions of a text."""
     return options.whole or any(node.op == ATTENTION for node in graph.nodes)
 
 
 def retained_bytes(boundary: ServingBoundary, identity: Identity) -> int:
-    """The most that a stage will retain."""
+    """Return the largest number of bytes that a stage will retain."""
     options = identity.options
     if not options.retain or identity.select or identity.last:
         return 0
@@ -403,7 +415,7 @@ def retained_bytes(boundary: ServingBoundary, identity: Identity) -> int:
 
 
 def _picked(order: _Order, spec: RowSpec) -> HostTensor:
-    """A value that is passed along, less the rows that nobody wants."""
+    """Return a value that is passed on, without the rows that no output needs."""
     tensor = order.tensors[spec.name]
     if order.rows is None:
         return tensor

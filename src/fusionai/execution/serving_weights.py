@@ -1,9 +1,9 @@
-"""Where a member of a serving job has its stages' weights from, and to whom it gives them.
+"""Where a member of a serving job gets its stages' weights, and which members it serves them to.
 
-A peer fetches into its store, from other members first and from the owner last, over the connection that the owner
-made; it gives what it has to whoever holds a ticket for the job. The owner reads the model's files. Decides nothing.
+A peer fetches weights into its store, from other members first and from the owner last, over the connection that the
+owner made. It serves what it has to members that hold a ticket for the job. The owner reads the model's files.
 
-Neighbours: `execution.serving_member` asks; `execution.weights`, `weight_desk` and `weight_inlet` do the work.
+Used by `execution.serving_member`; `execution.weights`, `weight_desk` and `weight_inlet` do the work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fusionai.wire.messages import WeightSource, WeightSpec
 
 
 class StageWeights(Protocol):
-    """One job's, at one member."""
+    """Source of one job's weights at one member."""
 
     async def fetch(
         self,
@@ -37,31 +37,32 @@ class StageWeights(Protocol):
         on_progress: Callable[[int, int], None],
         on_refused: Callable[[PeerId, str], None],
     ) -> Mapping[PeerId, int]:
-        """Have all weights of `load` at hand; gives the bytes that came, by source. `opening` is shown to others.
-        Raises `ExecutionError`, `StorageError`."""
+        """Make all weights of `load` available and return the bytes fetched, by source. `opening` is shown to other
+        members. Raises `ExecutionError`, `StorageError`."""
         ...
 
     def holding(self, specs: Sequence[WeightSpec]) -> AbstractContextManager[None]:
-        """They stay at hand meanwhile."""
+        """Keep these weights available inside the context."""
         ...
 
     def read(self, spec: WeightSpec) -> HostTensor:
-        """Mapped. Raises `StorageError`."""
+        """Return the weight, memory-mapped. Raises `StorageError`."""
         ...
 
     async def from_owner(self, channel: Channel) -> None:
-        """Ask on this connection, which the driver made, until it ends."""
+        """Fetch from the driver on this connection, which the driver made, until it ends."""
         ...
 
     async def to_other(self, peer: PeerId, channel: Channel) -> None:
-        """Give to another member, until its connection ends."""
+        """Serve weights to another member until its connection ends."""
         ...
 
     def close(self) -> None: ...
 
 
 class OwnWeights:
-    """The job owner's: nothing is fetched. Others are served by the driver, on the connections that it makes."""
+    """Weights at the job owner, where nothing is fetched. The driver serves other members on the connections it
+    makes."""
 
     def __init__(self, weights: ModelWeights) -> None:
         self._weights = weights
@@ -83,16 +84,16 @@ class OwnWeights:
 
     async def from_owner(self, channel: Channel) -> None:
         await channel.receive()
-        raise ExecutionError("the owner's own stages get nothing over a state connection.")
+        raise ExecutionError("the owner's own stages take no messages on a state connection.")
 
     async def to_other(self, peer: PeerId, channel: Channel) -> None:  # noqa: ARG002
-        raise ExecutionError("the job's owner listens to nobody.")
+        raise ExecutionError("the job's owner does not serve weights to members that dial it.")
 
     def close(self) -> None: ...
 
 
 class FetchedWeights:
-    """A peer's, in its store. `owner`: who can be asked over the connection it made."""
+    """Weights of a peer, in its store. `owner` is reached only over the connection that it made."""
 
     def __init__(self, host: Host, owner: PeerId, store: WeightStore) -> None:
         self._host = host
@@ -131,14 +132,16 @@ class FetchedWeights:
         )
 
     async def _from_owner(self) -> Channel:
-        """The newest connection that the owner made; waited for a moment: it may just be coming anew."""
+        """Return the newest connection that the owner made. Waits 3 s, because the owner may be reconnecting."""
         try:
             async with asyncio.timeout(3.0):
                 while self._inlet is None or self._inlet.closed:
                     self._inlet_came.clear()
                     await self._inlet_came.wait()
         except TimeoutError:
-            raise TransportError("the job's owner has no connection to this machine.") from None
+            raise TransportError(
+                "the job's owner has no connection to this machine, so weights can't be fetched from it."
+            ) from None
         return self._inlet
 
     def holding(self, specs: Sequence[WeightSpec]) -> AbstractContextManager[None]:

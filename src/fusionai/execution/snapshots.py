@@ -1,13 +1,14 @@
-"""Snapshots of stages that this member keeps, as their guard or as the stage's new home. Decides what may stay.
+"""Snapshots of stages that this member keeps, as the stage's guard or as its new home.
 
-A snapshot arrives in parts and counts when it is whole. Names, dtypes and shapes can't be known here: bytes and entries
-are bounded, the program that loads it checks the rest. Per stage the two newest stay, none below the line; one that
-arrives under a newer fence with a lower step shows that the job went back: later ones go.
+A snapshot arrives in parts and counts once it is complete. Names, dtypes and shapes can't be checked here: bytes and
+entries are limited, and the program that loads the snapshot checks the rest. Per stage the two newest are kept, none
+below the retention line. A snapshot that arrives under a newer fence with a lower step shows that the job went back, so
+later ones are dropped.
 
-A snapshot there is no room for is refused by `ExecutionError`: it is not acknowledged, and the member tells the driver,
-which strikes the guard out.
+A snapshot that does not fit is refused with `ExecutionError`. It is not acknowledged, and the member tells the driver,
+which stops using the guard for that stage.
 
-Neighbours: `execution.member` feeds it and answers the driver, `execution.runtime` loads from it.
+`execution.member` feeds the store and answers the driver; `execution.runtime` loads from it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, SnapshotAt
 
 MAX_ENTRIES: Final = 200_000
+"""Entries accepted in one snapshot (chosen)."""
 WHOLE_PER_STAGE: Final = 2
+"""Complete snapshots kept per stage."""
 
 
 @dataclass(slots=True)
 class _Snapshot:
+    """A snapshot that is arriving or complete."""
+
     sender: PeerId
     fence: Fence
     stage: int
@@ -35,7 +40,7 @@ class _Snapshot:
     parts: int = 0
     entries: dict[str, HostTensor] = field(default_factory=dict[str, HostTensor])
     rest: Mapping[str, HostTensor] = field(default_factory=dict[str, HostTensor])
-    """Of an earlier snapshot: what this one does not name is as it was there."""
+    """Entries of an earlier snapshot. Entries that this one does not name are unchanged since then."""
 
     def is_continued_by(self, sender: PeerId, message: wire.Snapshot) -> bool:
         mine = (self.sender, self.fence, self.step, self.parts)
@@ -43,7 +48,7 @@ class _Snapshot:
 
 
 class SnapshotStore:
-    """`room_bytes` says how much all snapshots together may take now."""
+    """Keeps snapshots in memory. `room_bytes` returns how much all of them together may take now."""
 
     def __init__(self, room_bytes: Callable[[], int]) -> None:
         self._room_bytes = room_bytes
@@ -53,7 +58,7 @@ class SnapshotStore:
 
     @property
     def partition(self) -> str:
-        """The cut the snapshots are of."""
+        """Hash of the partition that the snapshots belong to."""
         return self._partition
 
     @property
@@ -61,25 +66,27 @@ class SnapshotStore:
         return _bytes_of((*self._whole.values(), *self._arriving.values()))
 
     def nbytes_beside(self, stage: int) -> int:
-        """Those of all stages but this one."""
+        """Return the bytes of all snapshots of stages other than this one."""
         snapshots = (*self._whole.values(), *self._arriving.values())
         return _bytes_of(snapshot for snapshot in snapshots if snapshot.stage != stage)
 
     @property
     def held(self) -> tuple[SnapshotAt, ...]:
-        """Whole ones, in order."""
+        """Complete snapshots, in order."""
         return tuple(SnapshotAt(stage, step) for stage, step in sorted(self._whole))
 
     def whole(self, stage: int, step: int) -> Mapping[str, HostTensor] | None:
-        """The entries, read-only: whoever loads them must copy. None when there is no such whole snapshot."""
+        """Return the entries, read-only (copy them to load them); None if there is no such complete snapshot."""
         snapshot = self._whole.get((stage, step))
         return None if snapshot is None else snapshot.entries
 
     def take(self, sender: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> bool:
-        """One part; True when the snapshot is whole. What was arriving for this stage is dropped when a new one begins.
+        """Take one part and return whether the snapshot is complete. A new snapshot of a stage replaces one that was
+        arriving.
 
-        Raises `ExecutionError` when there is no room, an entry comes twice, or the snapshot that has the rest of this
-        one is not here: what else comes of it is ignored then, like parts that follow a gap."""
+        Raises `ExecutionError` if there is no room, an entry comes twice, or the snapshot that has the rest of this one
+        is missing. Further parts of it are ignored then, like parts that follow a gap.
+        """
         self.drop_below(message.line)
         arriving = self._arriving.pop(message.stage, None)
         if message.part == 0:
@@ -96,7 +103,7 @@ class SnapshotStore:
         if needed_bytes > room_bytes or len(arriving.entries) > MAX_ENTRIES:
             raise ExecutionError(
                 f"no room for a snapshot of stage {message.stage}: {needed_bytes} bytes in {len(arriving.entries)} "
-                f"entries, at most {max(0, room_bytes)} bytes in {MAX_ENTRIES}."
+                f"entries; the limit is {max(0, room_bytes)} bytes in {MAX_ENTRIES} entries."
             )
         if not message.last:
             self._arriving[message.stage] = arriving
@@ -111,13 +118,13 @@ class SnapshotStore:
         known = self.whole(message.stage, message.rest_of)
         if known is None:
             raise ExecutionError(
-                f"a snapshot of stage {message.stage} is to be completed from that of step {message.rest_of}, which is "
+                f"a snapshot of stage {message.stage} builds on the snapshot of step {message.rest_of}, which is "
                 "not here."
             )
         return known
 
     def _keep(self, snapshot: _Snapshot) -> None:
-        """The two newest stay, less those of a course of events that was taken back."""
+        """Keep the two newest, and drop ones of steps that were rolled back."""
         others = [other for (stage, _), other in self._whole.items() if stage == snapshot.stage]
         for other in others:
             if other.step > snapshot.step and other.fence < snapshot.fence:
@@ -128,18 +135,18 @@ class SnapshotStore:
             del self._whole[snapshot.stage, step]
 
     def begin_round(self, partition: str) -> None:
-        """What was arriving comes under an old fence; snapshots of another cut of the graph are of no use."""
+        """Drop incomplete snapshots, whose fence is old, and all snapshots of another partition."""
         self._arriving.clear()
         if partition != self._partition:
             self._whole.clear()
         self._partition = partition
 
     def drop_from(self, sender: PeerId) -> None:
-        """Its connection ended: what was arriving will never be whole."""
+        """Drop what was arriving from a peer whose connection ended."""
         self._arriving = {stage: one for stage, one in self._arriving.items() if one.sender != sender}
 
     def drop(self, stage: int) -> None:
-        """All of this stage's."""
+        """Drop all snapshots of this stage."""
         self._whole = {at: snapshot for at, snapshot in self._whole.items() if at[0] != stage}
         self._arriving.pop(stage, None)
 
@@ -152,6 +159,6 @@ class SnapshotStore:
 
 
 def _bytes_of(snapshots: Iterable[_Snapshot]) -> int:
-    """What several snapshots have in common is there once."""
+    """Return the bytes of several snapshots, counting shared tensors once."""
     held = (tensor for one in snapshots for tensor in (*one.entries.values(), *one.rest.values()))
     return sum({id(tensor): tensor.nbytes for tensor in held}.values())

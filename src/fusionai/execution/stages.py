@@ -1,7 +1,7 @@
-"""The stages that one member runs, and those ready for a takeover. Decides when one at hand serves an attach, and
-how much memory is left for others.
+"""The stages that one member runs, and the programs it holds ready for a takeover.
 
-Neighbours: `execution.member` owns it, `execution.loading` validates and loads, `execution.runtime` runs.
+This module decides when a loaded stage can serve an attach, and how much memory is left for others. `execution.member`
+owns it, `execution.loading` validates and loads, `execution.runtime` runs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 
 HELD_WITHOUT_LIMIT_BYTES: Final = 8 * 2**30
-"""Tensors a stage may hold for work to come, and snapshots a member may keep, where the provider set no limit."""
+"""Bytes of tensors a stage may hold for later work, and of snapshots, if the provider set no limit (chosen)."""
 
 
 class Stages:
-    """At most one runtime per stage number."""
+    """Loaded stages of one job. At most one runtime per stage number."""
 
     def __init__(self, host: Host, job: str, postman: Postman) -> None:
         self._host = host
@@ -36,7 +36,7 @@ class Stages:
         self._postman = postman
         self._runtimes: dict[int, StageRuntime] = {}
         self._ahead: dict[int, tuple[Identity, LoadedStage]] = {}
-        """Guarded stages whose programs are loaded and tried. They have no state."""
+        """Guarded stages whose programs are loaded and rehearsed. They have no state."""
         self._guarded: frozenset[int] = frozenset()
 
     @property
@@ -56,16 +56,18 @@ class Stages:
         return self._runtimes[stage]
 
     def accepting(self, stage: int, fence: Fence) -> StageRuntime | None:
-        """The stage, if it is here and at exactly this fence."""
+        """Return the stage if it is here and at exactly this fence."""
         runtime = self._runtimes.get(stage)
         return runtime if runtime is not None and runtime.accepts(fence) else None
 
     async def made(
         self, attach: wire.Attach, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId]
     ) -> StageRuntime:
-        """The one at hand if this attach describes the same stage, otherwise another, which `adopt` puts in its place.
+        """Return the present runtime if this attach describes the same stage, otherwise a new one; `adopt` puts it in
+        place.
 
-        Raises `GraphError`, `ExecutionError`."""
+        Raises `GraphError`, `ExecutionError`.
+        """
         if places.get(attach.stage) != self._host.peer:
             raise ExecutionError(f"the plan does not place stage {attach.stage} on this peer.")
         identity = _identity(attach)
@@ -73,10 +75,10 @@ class Stages:
         if present is not None and present.identity == identity:
             return present
         ahead = self._ahead.pop(attach.stage, None)
-        self._ahead.clear()  # the memory is this stage's now; what is still guarded is prepared anew
+        self._ahead.clear()  # the memory is needed by this stage; other guarded stages are prepared again
         if ahead is not None and ahead[0] == identity:
             loaded = ahead[1]
-            await self._host.compute.run(loaded.program.discard)  # a check may have been under way
+            await self._host.compute.run(loaded.program.discard)  # a recheck may have been in progress
         else:
             loaded = await load_stage(
                 self._host, attach, tensors, places=places, memory_limit_bytes=self._unused_bytes()
@@ -98,10 +100,11 @@ class Stages:
     async def prepare(
         self, told: wire.Prepare, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId], kept_bytes: int
     ) -> None:
-        """Load a guarded stage's program and try it, unless that was done. Where memory would not hold it beside the
-        snapshots (`kept_bytes` of other stages, and as many of this one as a guard may have) it stays undone.
+        """Load and rehearse a guarded stage's program, unless that was done.
 
-        Raises what an attach would."""
+        Nothing is kept if the program does not fit in memory beside the snapshots: `kept_bytes` of other stages, and
+        the most that a guard may hold of this one. Raises what an attach would raise.
+        """
         identity = _identity(told)
         runtime, ahead = self._runtimes.get(told.stage), self._ahead.get(told.stage)
         if (runtime is not None and runtime.identity == identity) or (ahead is not None and ahead[0] == identity):
@@ -113,7 +116,7 @@ class Stages:
         loaded = await load_stage(self._host, told, tensors, places=places, memory_limit_bytes=limit_bytes)
         if limit_bytes is not None:
             entries = state_entries(loaded.graph, told.options.optimizer)
-            # Loading made sure of one state and a pass; snapshots that arrive need their room as well.
+            # Loading made sure that one state and a pass fit; arriving snapshots need room as well.
             if (ARRIVING + 2) * sum(entry.nbytes for entry in entries.values()) > limit_bytes:
                 return
         await self._host.compute.run(lambda: rehearse(loaded, told.options))
@@ -123,10 +126,12 @@ class Stages:
     async def lent(
         self, told: wire.Recheck, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId], kept_bytes: int
     ) -> LoadedStage:
-        """A program of a stage that runs elsewhere, to run it again: the one that is ready for a takeover, which brings
-        its own state, else another one, in what memory is left beside `kept_bytes` of snapshots.
+        """Return a program of a stage that runs elsewhere, to recheck it. If one is ready for a takeover, it is used,
+        since a takeover brings its own state; otherwise another is loaded into the memory left beside `kept_bytes` of
+        snapshots.
 
-        Raises what an attach would."""
+        Raises what an attach would raise.
+        """
         ahead = self._ahead.get(told.stage)
         if ahead is not None and ahead[0] == _identity(told):
             await self._host.compute.run(ahead[1].program.discard)
@@ -152,9 +157,11 @@ class Stages:
         aside: frozenset[int] = frozenset(),
         guarded: frozenset[int] = frozenset(),
     ) -> Coroutine[object, object, None]:
-        """Those `aside` keep what they have and give nothing away until another attach. The others are forgotten now,
-        whatever they are at; await what is returned until their tasks have ended. Of those `guarded`, what is ready for
-        a takeover stays."""
+        """Drop all stages but these. The stages are removed now; await the result until their tasks have ended.
+
+        Stages `aside` stay loaded but send nothing until another attach. Programs of `guarded` stages that are ready
+        for a takeover stay.
+        """
         gone = [self._runtimes.pop(stage) for stage in self.numbers if stage not in stages | aside]
         self._guarded = guarded
         self._ahead = {stage: one for stage, one in self._ahead.items() if stage in stages | guarded}
@@ -165,13 +172,13 @@ class Stages:
 
     @property
     def snapshot_room_bytes(self) -> int:
-        """What snapshots may take: what is lent less what stages need."""
+        """Memory that snapshots may use: what the provider lends minus what stages need."""
         unused_bytes = self._unused_bytes()
         return HELD_WITHOUT_LIMIT_BYTES if unused_bytes is None else unused_bytes
 
     def _unused_bytes(self) -> int | None:
-        """Snapshots do not count: a guard may need their room for the very stage it takes over, and gives up no stage
-        for a snapshot."""
+        """Memory not used by stages, None without a limit. Snapshots do not count, because a guard may need their
+        memory for the stage it takes over, and no stage is given up for a snapshot."""
         if self._host.memory_limit_bytes is None:
             return None
         return self._host.memory_limit_bytes - sum(runtime.resident_bytes for runtime in self._runtimes.values())
@@ -182,7 +189,7 @@ def _identity(told: wire.Attach | wire.Prepare | wire.Recheck) -> Identity:
 
 
 async def _end_all(gone: list[StageRuntime], reason: str) -> None:
-    """Empties `gone`; their memory goes back to the system."""
+    """End these runtimes, empty the list, and return their memory to the system."""
     if not gone:
         return
     while gone:

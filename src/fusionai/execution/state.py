@@ -1,6 +1,6 @@
-"""A stage's state as a stream of chunks of bounded size. Decides the chunk size; knows no framework.
+"""A stage's state as a stream of chunks of limited size.
 
-Neighbours: `execution.runtime` exports and imports, `training.checkpoints` stores.
+`execution.runtime` exports and imports chunks; `training.checkpoints` stores them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import TensorHeader
 
 CHUNK_BYTES: Final = 32 * 2**20
-"""Enough to amortise a message, little enough to bound memory. A single larger tensor travels alone."""
+"""Bytes per chunk: large enough to amortise a message, small enough to bound memory. A larger tensor travels alone."""
 
 
 class Sized(Protocol):
@@ -26,7 +26,7 @@ Some = TypeVar("Some", bound=Sized)
 
 
 def chunks(entries: Iterable[tuple[str, Some]]) -> Iterator[list[tuple[str, Some]]]:
-    """Group entries in order; every chunk but one with a single large tensor stays below `CHUNK_BYTES`."""
+    """Group entries in order. Every chunk stays below `CHUNK_BYTES`, except one with a single larger tensor."""
     chunk: list[tuple[str, Some]] = []
     size_bytes = 0
     for name, tensor in entries:
@@ -40,5 +40,5 @@ def chunks(entries: Iterable[tuple[str, Some]]) -> Iterator[list[tuple[str, Some
 
 
 def headers(tensors: Mapping[str, HostTensor]) -> tuple[TensorHeader, ...]:
-    """What a message says of the tensors that follow it."""
+    """Return the descriptions of a message's tensors, in order."""
     return tuple(TensorHeader(name, tensor.dtype, tensor.shape, tensor.layout) for name, tensor in tensors.items())

@@ -1,7 +1,7 @@
-"""Groups of numbers turned so that they look normally distributed, and back. Decides the signs.
+"""Randomised Hadamard transform of groups of numbers, which makes them nearly normally distributed, and its inverse.
 
-A Hadamard matrix behind signs of each group's own; the same bits on every machine, compiled or not.
-Neighbours: `codecs` quantises what is turned, `codec_kernels` has the compiled loops.
+Each group is multiplied by fixed random signs, then by a Hadamard matrix. The bits are the same on every machine,
+compiled or not. `codecs` quantises the result, `codec_kernels` has the compiled loops.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fusionai.wire.codecs import GROUPS
 Floats = npt.NDArray[np.float32]
 
 _FACTOR: Final = np.float32(1 / 8)
-"""Of a turned group. All factors are powers of two, hence exact."""
+"""Scale of a transformed group. All factors are powers of two, hence exact."""
 _WINDOWS: Final = 2**16
-"""Signs of a group are those of a window of one sequence; there are so many."""
+"""Number of windows of the sign sequence; a group's signs are one window."""
 
 
 def turned(x: Floats, starts: npt.NDArray[np.int64]) -> Floats:
-    """Orthogonal but for a power of two, which the scale takes up. `starts`: of each group's signs."""
+    """Transform groups [groups, width]. Orthogonal up to a power of two. `starts`: where each group's signs begin."""
     return butterflied(signed(x, starts)) * _FACTOR
 
 
@@ -38,10 +38,12 @@ def turned_back(y: Floats, starts: npt.NDArray[np.int64]) -> Floats:
 
 
 def signed(x: Floats, starts: npt.NDArray[np.int64]) -> Floats:
-    """Each group times signs of its own, the same for everybody and for ever: no library's random numbers are.
+    """Multiply each group by its own signs. The signs are fixed for ever and do not depend on a library's random
+    numbers.
 
-    Were they the same for all, what packing loses of rows that are alike would be alike too: it would not cancel out
-    in a sum over rows, as gradients of weights are, and what rows have in common is most of them."""
+    With equal signs for all groups, the quantisation errors of similar rows would be similar too. They would not cancel
+    out in sums over rows, such as gradients of weights, and similar rows are the normal case.
+    """
     if available():
         out = np.empty_like(x)
         compiled(kernels.times_windows)(x, sequence(), starts, out)
@@ -50,7 +52,7 @@ def signed(x: Floats, starts: npt.NDArray[np.int64]) -> Floats:
 
 
 def starts_of(groups: int) -> npt.NDArray[np.int64]:
-    """Where in the sequence each group's signs begin: its number, well mixed (the last steps of MurmurHash3)."""
+    """Return where in the sequence each group's signs begin: a hash of its number (final mix of MurmurHash3)."""
     mixed = np.arange(groups, dtype=np.uint32)
     mixed += np.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -62,7 +64,7 @@ def starts_of(groups: int) -> npt.NDArray[np.int64]:
 
 @cache
 def sequence() -> Floats:
-    """1 and -1 from SHA-256."""
+    """Return the sequence of signs, 1 and -1, derived from SHA-256."""
     length = _WINDOWS + max(group for groups in GROUPS.values() for group in groups)
     digests = b"".join(hashlib.sha256(b"fusionai %d" % number).digest() for number in range(-(-length // 256)))
     bits = np.unpackbits(np.frombuffer(digests, np.uint8))[:length]
@@ -70,7 +72,7 @@ def sequence() -> Floats:
 
 
 def butterflied(x: Floats) -> Floats:
-    """`x` is overwritten."""
+    """Multiply each row by the Hadamard matrix. `x` is overwritten."""
     if available():
         compiled(kernels.butterflies)(x)
         return x

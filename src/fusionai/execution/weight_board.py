@@ -1,15 +1,14 @@
-"""Which pieces of weights are still to be asked for, and of whom. Pure: time comes as an argument.
+"""Schedules which pieces of weights to request from which source. Pure: time is an argument.
 
-Decides the order and who may ask what. Peers before the last source all draw from one heap, so that the quicker one
-gives more; the last source, the job owner, gives only what no peer has that is reached and quick enough. A piece that
-somebody is slow with may be asked of another too; the first answer counts. Who has nothing now may have it soon (it
-fetches as well).
+Sources before the last share one queue, so a faster one delivers more. The last source, the job owner, is asked only
+for pieces that no reachable and fast enough peer has. A piece that a slow source was asked for may also be requested
+from another; the first answer counts. A source without a piece may have it soon, because it is fetching as well.
 
-All who fetch go round one ring of pieces, each from a place of its own (`weight_ring`): a peer is asked from its place
-on, since that is what it has first; where it has nothing yet it rests for a moment instead of being asked for the whole
-ring, and the owner gives meanwhile from this member's own place on.
+All members go round one ring of pieces, each from its own starting point (`weight_ring`). A peer is asked from its
+starting point on, since it fetches those pieces first. If it does not have a piece yet, it is left alone for a moment
+instead of being asked for the whole ring; meanwhile the owner serves from this member's own starting point.
 
-Neighbours: `execution.weights` asks, receives and tells this board.
+`execution.weights` sends the requests and reports answers to this board.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from itertools import chain, islice
 from typing import Final
 
 Place = tuple[int, int]
-"""On the ring: which tensor, which of its pieces."""
+"""Position on the ring: (index of the tensor, index of its piece)."""
 
 LEAST_REST: Final = 1 / 32
-"""Of the longest rest: after the first decline; doubled with every further one in a row."""
+"""Rest after the first decline, as a fraction of the longest rest. It doubles with each further consecutive decline."""
 
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """Consecutive pieces of one tensor, asked for at once."""
+    """Consecutive pieces of one tensor, requested together."""
 
     digest: bytes
     first: int
     count: int
     tensor: int
-    """Its tensor's number on the ring."""
+    """Index of its tensor on the ring."""
     askers: set[int] = field(default_factory=set[int])
     rests_s: dict[int, float] = field(default_factory=dict[int, float])
-    """Until when each source that declined is not asked for it."""
+    """Source -> time until which it is not asked for this share, after declining it."""
     done: bool = False
 
     @property
@@ -48,9 +47,12 @@ class Share:
 
 
 class Board:
-    """`missing`: digest -> pieces that are not here, ascending; the tensors in the ring's order, by which they are
-    numbered. `having`: for each source the digests it has, empty means all. `starts`: where on the ring each source is
-    asked from; for the last it is this member's own place. Sources are numbers in order of preference."""
+    """State of one fetch.
+
+    `missing`: digest -> missing pieces, ascending; the tensors are in ring order, which numbers them. `having`: for
+    each source the digests it has, empty means all. `starts`: for each source the ring position it is asked from; for
+    the last source it is this member's own starting point. Sources are numbered in order of preference.
+    """
 
     def __init__(
         self,
@@ -64,8 +66,9 @@ class Board:
         grace_s: float,
         now_s: float,
     ) -> None:
-        """Who declined again and again is asked once in `retry_s`; who takes longer than `slow_s` for an answer is
-        slow; the last source waits `grace_s` for the others to be reached."""
+        """`retry_s`: longest rest of a source that declines repeatedly. `slow_s`: a source that takes longer to
+        answer is slow. `grace_s`: time for the other sources to be reached before the last source is asked for their
+        pieces."""
         self._having = [frozenset(digests) for digests in having]
         self._starts = tuple(starts)
         self._live = set(range(len(having)))
@@ -73,20 +76,20 @@ class Board:
         self._slow_s = slow_s
         self._heard_s = dict.fromkeys(self._live, now_s)
         self._pace_s = dict.fromkeys(self._live, 0.0)
-        """What the last answer took."""
+        """Source -> seconds its last answer took."""
         self._expected_s = dict.fromkeys(self._live, now_s + grace_s)
-        """Until when the last source leaves a source's pieces to it; for ever once it is reached."""
+        """Source -> time until which the last source leaves pieces to it; infinite once it is reached."""
         self._declines = dict.fromkeys(self._live, 0)
-        """In a row, until now."""
+        """Source -> number of consecutive declines."""
         self._rests_s = dict.fromkeys(self._live, -math.inf)
-        """Until when it is asked for nothing."""
+        """Source -> time until which it is asked for nothing."""
         self._open = [
             share
             for tensor, (digest, pieces) in enumerate(missing.items())
             for share in _shares(digest, pieces, ask_pieces, tensor)
         ]
-        """In the order of the ring."""
-        self._asked: dict[Share, None] = {}  # in the order of asking
+        """Shares not requested yet, in ring order."""
+        self._asked: dict[Share, None] = {}  # in order of request
         self._left = {digest: len(pieces) for digest, pieces in missing.items() if pieces}
 
     @property
@@ -103,7 +106,7 @@ class Board:
         return frozenset(self._left)
 
     def take(self, source: int, now_s: float) -> Share | None:
-        """What to ask `source` for now, if anything."""
+        """Return the share to request from `source` now, None if there is none."""
         if source not in self._live or now_s < self._rests_s[source]:
             return None
         for share in self._from(self._starts[source]):
@@ -121,7 +124,7 @@ class Board:
         return chain(islice(self._open, at, None), islice(self._open, at))
 
     def reached(self, source: int) -> None:
-        """A connection is open."""
+        """Note that the connection to `source` is open."""
         self._expected_s[source] = math.inf
 
     def _given(self, share: Share, source: int, now_s: float) -> Share:
@@ -137,7 +140,7 @@ class Board:
         return now_s >= share.rests_s.get(source, -math.inf)
 
     def _preferred_may(self, source: int, share: Share, now_s: float) -> bool:
-        """Whether the last source leaves this to others."""
+        """Return whether `source` is the last one and leaves this share to another."""
         if source != len(self._having) - 1:
             return False
         return any(
@@ -159,7 +162,8 @@ class Board:
         self._heard_s[source] = now_s
 
     def arrived(self, source: int, share: Share, good: int, now_s: float) -> bool:
-        """`good` pieces from the share's first on are here. False if they were already. The rest is open again."""
+        """Note that `good` pieces from the share's first on arrived; the rest is open again. Return False if the share
+        was done already."""
         self._hear(source, now_s)
         self._declines[source] = 0
         if share.done:
@@ -174,7 +178,7 @@ class Board:
         return True
 
     def declined(self, source: int, share: Share, now_s: float) -> None:
-        """It does not have them (any more, or yet)."""
+        """Note that `source` does not have the pieces (any more, or yet)."""
         self._hear(source, now_s)
         rest_s = self._retry_s * min(1.0, LEAST_REST * 2 ** self._declines[source])
         self._declines[source] += 1
@@ -182,13 +186,14 @@ class Board:
         self._release(source, share)
 
     def lost(self, source: int) -> None:
-        """The connection ended; what was asked of it is open again. Nobody waits for it to be reached again."""
+        """Note that the connection ended. What was requested from it is open again, and its return is not waited
+        for."""
         self._expected_s[source] = -math.inf
         for share in [share for share in self._asked if source in share.askers]:
             self._release(source, share)
 
     def drop(self, source: int) -> None:
-        """Nothing more is asked of it."""
+        """Request nothing more from `source`."""
         self.lost(source)
         self._live.discard(source)
 

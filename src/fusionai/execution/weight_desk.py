@@ -1,15 +1,15 @@
-"""Gives pieces of weights to other members of a job. Decides who gets how much at a time, and what is not given.
+"""Serves pieces of weights to other members of a job.
 
-Only tensors of the job's manifest, from a store or a model's files, never more in memory than one answer for each
-connection: answers get smaller the more connections there are, so that all get the same share. A connection is let in
-by ticket before (`peer.door`).
+Only tensors of the job's manifest are served, from a store or a model's files. At most one answer per connection is in
+memory, and answers get smaller as connections increase, so that all get an equal share. Connections are admitted by
+ticket before they get here (`peer.door`).
 
-    desk = WeightDesk(store)                  # a member; the owner: WeightDesk(model_weights)
+    desk = WeightDesk(store)                         # at a member; at the owner: WeightDesk(model_weights)
     desk.allow(spec.digest for spec in load.weights)
-    await desk.answer(peer, channel)          # once for each state connection; returns when it ends
-    desk.sent_bytes                           # by peer
+    await desk.answer(peer, channel)                 # once per state connection; returns when it ends
+    desk.sent_bytes                                  # by peer
 
-Neighbours: `execution.weights` asks, `storage.weight_store` and `storage.weight_manifest` have the bytes.
+`execution.weights` requests; `storage.weight_store` and `storage.weight_manifest` have the bytes.
 """
 
 from __future__ import annotations
@@ -31,40 +31,46 @@ from fusionai.wire.frame import describe
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 64
+"""Connections served at the same time (chosen)."""
 MAX_ASKS: Final = 16
-"""Unanswered ones on a connection."""
+"""Unanswered requests on one connection."""
 PIECES_AT_ONCE: Final = 4
+"""Largest number of pieces in one answer."""
 PIECES_FOR_ALL: Final = 32
-"""In the memory of all answers together, while there are fewer connections than that."""
+"""Pieces in memory for all answers together, as long as there are fewer connections than that."""
 PATIENCE_S: Final = 60.0
-"""For a side that does not read its answer."""
+"""Seconds that a peer may take to read an answer (chosen)."""
 
 
 class Pieces(Protocol):
-    """Where the bytes are. As `WeightStore.pieces`."""
+    """Source of the bytes, with the method of `WeightStore.pieces`."""
 
     def pieces(self, digest: bytes, first: int, count: int) -> bytes: ...
 
 
 class WeightDesk:
-    """One per job and member, for all its connections."""
+    """Serves weights of one job at one member, on all its connections."""
 
     def __init__(self, pieces: Pieces, digests: Iterable[bytes] = (), *, patience_s: float = PATIENCE_S) -> None:
         self.sent_bytes: Counter[PeerId] = Counter()
-        """By peer, pieces only."""
+        """Bytes of pieces sent, by peer."""
         self._pieces = pieces
         self._digests = set(digests)
         self._patience_s = patience_s
         self._lines: set[Line] = set()
 
     def allow(self, digests: Iterable[bytes]) -> None:
-        """These belong to the job."""
+        """Serve these tensors: they belong to the job."""
         self._digests.update(digests)
 
     async def answer(self, peer: PeerId, channel: Channel) -> None:
-        """Serve one connection until it ends. Whoever breaks the protocol or does not read is shown out."""
+        """Serve one connection until it ends. A peer that breaks the protocol or does not read is disconnected."""
         if len(self._lines) >= MAX_CONNECTIONS:
-            await channel.send(wire.Refused(code="busy", reason=f"{MAX_CONNECTIONS} others fetch weights here."))
+            await channel.send(
+                wire.Refused(
+                    code="busy", reason=f"{MAX_CONNECTIONS} other members fetch weights here; try again later."
+                )
+            )
             return
         line = Line(channel)
         self._lines.add(line)
@@ -76,14 +82,15 @@ class WeightDesk:
                 if not isinstance(message, wire.WeightAsk):
                     raise ExecutionError(f"expected a WeightAsk, got a {type(message).__name__}.")
                 if asks.full():
-                    raise ExecutionError(f"more than {MAX_ASKS} asks for weights wait for their answers.")
+                    raise ExecutionError(f"more than {MAX_ASKS} requests for weights are unanswered.")
                 asks.put_nowait(message)
         except ChannelClosed:
             return
         except FusionError as error:
-            log.warning("peer %s gets no more weights: %s", short(peer), error)
+            log.warning("closing the connection on which peer %s fetches weights: %s", short(peer), error)
         finally:
-            # First what needs no waiting: whoever cancels this task while it waits must not leave the line behind.
+            # Cleanup that does not wait comes first: this task may be cancelled while it waits and must not leave the
+            # line.
             self._lines.discard(line)
             line.drop()
             answering.cancel()
@@ -108,7 +115,7 @@ class WeightDesk:
         try:
             return await asyncio.to_thread(self._pieces.pieces, ask.digest, ask.first, min(ask.count, most))
         except StorageError as error:
-            log.warning("weights that should be here can't be given: %s", error)
+            log.warning("weights that should be here can't be read: %s", error)
             return b""
 
     async def _send(self, peer: PeerId, line: Line, ask: wire.WeightAsk, data: bytes) -> None:

@@ -1,18 +1,18 @@
-"""The driver's state connection as a source of weights: a member can't dial the owner, whose machine may listen to
-nobody, so it asks on the connection that the owner made. Decides nothing.
+"""The driver's state connection as a source of weights. A member can't dial the owner, whose machine may be
+unreachable, so it requests weights on the connection that the owner made.
 
-    inlet = WeightInlet(channel)              # in `serve_state`, when the driver's state connection comes
-    await inlet.serve()                       # reads it until it ends, answers signs of life
+    inlet = WeightInlet(channel)              # in `serve_state`, when the driver's state connection arrives
+    await inlet.serve()                       # reads until it ends, answers pings
 
     @asynccontextmanager
     async def reach(source):                  # for `weights.fetch`
         if source.peer == owner:
-            yield await the_present_inlet()   # the newest; raises `TransportError` where there is none
+            yield await the_present_inlet()   # the newest; raises `TransportError` if there is none
         else:
             async with dialled(transport, source, placement.opening) as channel:
                 yield channel
 
-The owner runs `WeightDesk.answer` on the connection it made. Neighbours: `execution.weights` asks through this.
+The owner runs `WeightDesk.answer` on the connection it made. `execution.weights` requests through this module.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fusionai.wire import messages as wire
 from fusionai.wire.messages import Stream, Way
 
 MAX_UNREAD: Final = 64
-"""Answers that nobody waits for any more, and those in flight."""
+"""Answers that may wait unread: those in flight, and those whose request was given up."""
 
 
 class WeightInlet:
-    """A `Channel` for one fetch after the other; ending a fetch ends nothing here."""
+    """A `Channel` for one fetch after the other. Closing it ends the fetch, not the connection."""
 
     def __init__(self, channel: Channel) -> None:
         self.remote = channel.remote
@@ -44,14 +44,14 @@ class WeightInlet:
         self._answers: asyncio.Queue[Envelope | None] = asyncio.Queue()
 
     async def serve(self) -> None:
-        """Read until the connection ends. Raises `ExecutionError` when anything but weights comes."""
+        """Read until the connection ends. Raises `ExecutionError` if anything but weights arrives."""
         try:
             while True:
                 envelope = await self._line.receive()
                 if not isinstance(envelope.message, wire.WeightPieces | wire.Refused):
                     raise ExecutionError(f"expected WeightPieces, got a {type(envelope.message).__name__}.")
                 if self._answers.qsize() >= MAX_UNREAD:
-                    raise ExecutionError("more answers came than were asked for.")
+                    raise ExecutionError("more answers arrived than were requested.")
                 self._answers.put_nowait(envelope)
         except ChannelClosed:
             return
@@ -73,10 +73,10 @@ class WeightInlet:
         return envelope
 
     async def close(self) -> None:
-        """The connection is the driver's to end."""
+        """Do nothing: the driver ends the connection."""
 
     def abort(self) -> None:
-        """As `close`."""
+        """Like `close`."""
 
     @property
     def closed(self) -> bool:

@@ -1,9 +1,10 @@
-"""The order in which all members of a job go through the same weights. Pure.
+"""The order in which all members of a job fetch the same weights, and each member's starting point. Pure.
 
-Decides each member's place. Whoever fetches begins at its own and goes round; what it comes to beyond the next member's
-place, that one has by then, and the owner gives each piece about once. (Orders drawn at random would not do: what two
-of them have at about the same time, both ask the owner for.) Neighbours: `execution.weights` asks by it,
-`execution.weight_board` hands out.
+Every member goes round the ring from its own starting point. When it reaches the next member's starting point, that
+member has the pieces from there on, so the owner sends each piece about once. Random orders would not achieve this: two
+members that reach a piece at about the same time would both request it from the owner.
+
+Used by `execution.weights` and `execution.weight_board`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from fusionai.execution.weight_board import Place
 
 
 def ring(pieces: Mapping[bytes, int]) -> tuple[bytes, ...]:
-    """`pieces`: digest -> how many. The order is the same for everybody and knows no layers: nobody need begin with the
-    embedding."""
+    """Return the digests in ring order. `pieces`: digest -> number of pieces. The order is the same for all members and
+    independent of layers, so that not all of them begin with the embedding."""
     return tuple(sorted(pieces, key=lambda digest: hashlib.sha256(digest).digest()))
 
 
 def start(pieces: Mapping[bytes, int], member: str, members: Collection[str]) -> Place:
-    """Where on the ring `member`, one of `members`, begins: all as far from each other as can be."""
+    """Return the ring position where `member`, one of `members`, begins. Starting points are evenly spaced."""
     order = sorted(members)
     begin = sum(pieces.values()) * order.index(member) // len(order)
     for tensor, digest in enumerate(ring(pieces)):

@@ -1,18 +1,19 @@
-"""Fetches a stage's weights from other members of the job. Decides whom to ask, when to go elsewhere, when to give up.
+"""Fetches a stage's weights from other members of the job.
 
-Every piece is checked when it arrives; who sends a wrong one is asked for nothing more. A connection that ends is made
-again a few times; what has arrived is kept, also by the next start. `weight_board` decides the order.
+It decides which source to ask, when to ask another one, and when to give up. Every piece is checked on arrival; a
+source that sends a wrong one is not asked again. A connection that ends is reopened a few times. What has arrived is
+kept, also across restarts. `weight_board` decides the order.
 
     def reach(source):                                     # a new state connection for each source ...
         return dialled(transport, source, placement.opening)
-    # ... but the owner's machine listens to nobody: borrow the connection it made, see `weight_inlet`
+    # ... except the owner, which can't be dialled: use the connection it made, see `weight_inlet`
     counted = await fetch(load.weights, load.sources, store, reach=reach, now_s=clock.now_s, me=host.peer,
                           on_progress=tell, on_refused=lambda peer, key: to_driver(WeightRefused(...)))
     with store.holding([spec.digest for spec in load.weights]):
         program.import_weights((spec.key, store.read(spec)) for spec in load.weights)
 
-Call it in a task of its own; cancelling it keeps what has arrived. Neighbours: `execution.weight_desk` answers,
-`storage.weight_store` keeps.
+Call it in a task of its own; cancelling the task keeps what has arrived. `execution.weight_desk` answers the requests,
+`storage.weight_store` keeps the bytes.
 """
 
 from __future__ import annotations
@@ -39,34 +40,37 @@ from fusionai.wire.serving import PIECE_BYTES, WeightSource, WeightSpec
 log = logging.getLogger(__name__)
 
 Reach = Callable[[WeightSource], AbstractAsyncContextManager[Channel]]
-"""An open state connection to the source, let in for this job, while the context lasts. Raises `FusionError`."""
+"""Opens a state connection to the source, admitted for this job, for the duration of the context. Raises
+`FusionError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchLimits:
-    """At most `asks` of `ask_pieces` each are unanswered per source: that bounds the memory of what arrives."""
+    """Limits of one fetch (chosen). Per source at most `asks` requests of `ask_pieces` pieces each are unanswered,
+    which bounds the memory of arriving pieces."""
 
     ask_pieces: int = 4
     asks: int = 3
     silence_s: float = 6.0
-    """Not a byte for so long, signs of life included: the connection is given up."""
+    """Seconds without a byte, pongs included, after which a connection is given up."""
     slow_s: float = 5.0
-    """Who takes longer for an answer is asked on, but the owner helps, and others are asked for the same at the end."""
+    """Seconds for an answer. A slower source is still asked, but the owner helps, and at the end others are asked for
+    the same pieces."""
     grace_s: float = 1.0
-    """For peers to be reached, before the owner gives what they have."""
+    """Seconds for peers to be reached before the owner is asked for the pieces they have."""
     retry_s: float = 3.0
-    """Who did not have a piece is asked for it again after this."""
+    """Longest time in seconds before a source that did not have a piece is asked for it again."""
     redials: int = 3
-    """Connections to one source in a row that brought nothing."""
+    """Consecutive connections to one source that may bring nothing before the source is given up."""
     redial_s: float = 0.3
-    """Before the first of them, doubled each time."""
+    """Seconds before the first reconnection, doubled each time."""
     give_up_s: float = 60.0
-    """Without any piece from anybody."""
+    """Seconds without a piece from any source before the fetch fails."""
 
 
 @asynccontextmanager
 async def dialled(transport: Transport, source: WeightSource, opening: wire.OpenJob) -> AsyncIterator[Channel]:
-    """A state connection of one's own to a source. Raises `RefusedError`, `TransportError`, `TrustError`."""
+    """Open a state connection to a source. Raises `RefusedError`, `TransportError`, `TrustError`."""
     channel = await open_job(transport, source.addresses, PeerId(source.peer), "state", opening)
     try:
         yield channel
@@ -86,12 +90,12 @@ async def fetch(
     on_refused: Callable[[PeerId, str], None] = lambda _source, _key: None,
     limits: FetchLimits | None = None,
 ) -> dict[PeerId, int]:
-    """Bring everything of `specs` into `store`; returns the bytes that came, by source.
+    """Fetch all tensors of `specs` into `store` and return the bytes that arrived, by source.
 
-    `sources` in order of preference: all but the last share the work, the last (the owner) gives what none of them
-    has. `me`: members who fetch at the same time begin at different places and then have the rest from each other.
-    `on_refused(source, key)`: it sent wrong bytes of this tensor. Raises `ExecutionError` naming what is missing and
-    who was asked, `StorageError` when the disk is full or the list of weights is wrong.
+    `sources` are in order of preference: all but the last share the work, and the last (the owner) sends what the
+    others lack. `me`: members that fetch at the same time start at different places and get the rest from each other.
+    `on_refused(source, key)`: the source sent wrong bytes of this tensor. Raises `ExecutionError` naming what is
+    missing and which sources were asked, `StorageError` if the disk is full or the list of weights is wrong.
     """
     with store.holding([spec.digest for spec in specs]):
         work = _Fetch(specs, sources, store, reach, now_s, on_progress, on_refused, limits or FetchLimits())
@@ -100,10 +104,12 @@ async def fetch(
 
 
 class _WrongPieceError(ExecutionError):
-    """Somebody sent bytes that are not those of the tensor."""
+    """A source sent bytes that do not match the tensor's hash."""
 
 
 class _Fetch:
+    """One fetch in progress: sources, board and counters."""
+
     def __init__(
         self,
         specs: Sequence[WeightSpec],
@@ -131,7 +137,7 @@ class _Fetch:
         self._arrived_s = now_s()
         self._finishing: set[asyncio.Task[None]] = set()
         self._reasons: dict[int, str] = {}
-        """Why each source is not asked any more, or last ended its connection."""
+        """Source -> why it is not asked any more, or why its last connection ended."""
 
     async def run(self, me: str) -> None:
         missing = await asyncio.to_thread(self._missing)
@@ -163,7 +169,7 @@ class _Fetch:
             raise self._failure()
 
     def _missing(self) -> dict[bytes, tuple[int, ...]]:
-        """By tensor that is not whole here. Only tensors without any bytes have none missing."""
+        """Return missing pieces by incomplete tensor. Empty only for tensors of zero bytes."""
         missing = {spec.digest: self._store.missing(spec) for spec in self._specs.values() if not self._store.has(spec)}
         parts = {digest for digest in missing if self._store.begun(digest)}
         self._store.make_room(sum(spec_bytes(self._specs[digest]) for digest in missing.keys() - parts))
@@ -193,7 +199,7 @@ class _Fetch:
     # ------------------------------------------------------------------------------------------------- one source
 
     async def _use(self, number: int) -> None:
-        """Ask one source until there is nothing more to ask or it is of no use. Raises `StorageError`."""
+        """Request from one source until nothing is left to request or it is of no use. Raises `StorageError`."""
         source, failures = self._sources[number], 0
         peer = PeerId(source.peer)
         while not self._board.done:
@@ -237,10 +243,10 @@ class _Fetch:
             async with asyncio.timeout(self._limits.silence_s):
                 await channel.send(message)
         except TimeoutError:
-            raise TransportError("it does not read what is asked of it.") from None
+            raise TransportError("it does not read the requests sent to it.") from None
 
     async def _next(self, channel: Channel) -> Envelope:
-        """Raises `TransportError` when not a byte comes for `silence_s`."""
+        """Return the next message. Raises `TransportError` if no byte arrives for `silence_s`."""
         quiet_from_s, arrived = self._now_s(), channel.stats.arrived_bytes
         while True:
             try:
@@ -271,7 +277,7 @@ class _Fetch:
             case other:
                 raise ExecutionError(f"it sent a {type(other).__name__} where weights were expected.")
         if share is None:
-            return  # an answer to whoever used this connection before
+            return  # an answer to an earlier fetch on this connection
         tensor = next(iter(envelope.tensors.values()), None)
         if tensor is None:
             self._board.declined(number, share, self._now_s())
@@ -280,7 +286,7 @@ class _Fetch:
                 raise TransportError(f"it does not have {self._specs[digest].key}.")
             return
         spec, came = self._specs[digest], pieces_of(tensor.nbytes)
-        # An answer to an earlier user of this connection, who asked for more from there on, is as good.
+        # An answer to an earlier fetch on this connection, which asked for more pieces, is just as valid.
         fits = came > 0 and tensor.nbytes == _span_bytes(spec, first, came)
         good = await asyncio.to_thread(self._store.put, spec, first, tensor.data) if fits else 0
         wanted = min(good, share.count)
@@ -301,7 +307,7 @@ class _Fetch:
         self._on_progress(self._done_bytes, self._total_bytes)
 
     def _finish(self, digest: bytes) -> None:
-        """Checking a whole large tensor takes a while: beside what goes on arriving."""
+        """Check a complete tensor in a thread: hashing a large one takes a while, and other pieces keep arriving."""
         self._finishing.add(asyncio.create_task(asyncio.to_thread(self._store.finish, self._specs[digest])))
 
     # ----------------------------------------------------------------------------------------------------- changes
@@ -311,7 +317,7 @@ class _Fetch:
         self._changed = asyncio.Event()
 
     async def _wait_for_change(self) -> None:
-        """Somebody's part may be this source's now; or who had nothing is asked again."""
+        """Wait until this source may have a new share, or a declined one is due again."""
         try:
             async with asyncio.timeout(self._limits.retry_s * LEAST_REST):
                 await self._changed.wait()
@@ -325,10 +331,10 @@ class _Fetch:
             for number, source in enumerate(self._sources)
         ]
         return ExecutionError(
-            f"{len(missing)} of {len(self._specs)} tensors could not be fetched, first {missing[0].key}: "
+            f"{len(missing)} of {len(self._specs)} tensors could not be fetched, the first is {missing[0].key}: "
             f"{format_bytes(self._total_bytes - self._done_bytes)} are missing; "
-            f"asked were {', '.join(asked) or 'nobody'}.",
-            hint="What has arrived is kept; the next attempt goes on from there.",
+            f"sources asked: {', '.join(asked) or 'none'}.",
+            hint="What has arrived is kept; the next attempt continues from there.",
         )
 
 

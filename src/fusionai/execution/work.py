@@ -1,9 +1,7 @@
-"""The pieces of work of one stage: backend calls in the compute thread, and the messages that follow from them.
+"""The pieces of work of one stage: backend calls in the compute thread, and the messages that result from them.
 
-Decides nothing: `coordination.stage` says which piece is next. What goes where is its stage's to know (`Stage`).
-
-Neighbours: `execution.runtime` has one bench and reports its work; `execution.held` has what arrived, `backends`
-compute.
+`coordination.stage` says which piece is next; the owner of the bench (`Stage`) knows where messages go.
+`execution.runtime` has one bench and reports its results; `execution.held` keeps what arrived, `backends` compute.
 """
 
 from __future__ import annotations
@@ -50,12 +48,12 @@ class Stage(Protocol):
     async def state(self, message: wire.StateChunk | wire.Difference, tensors: Sequence[HostTensor]) -> None: ...
 
     def start(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Beside other work; what goes wrong is reported as the stage's failure."""
+        """Run `work` in a task. A failure is reported as the stage's failure."""
         ...
 
 
 class Bench:
-    """One piece of work at a time. `copies` must be complete before the state changes."""
+    """Does one piece of work at a time. Before the state changes, it completes the pending snapshot copies."""
 
     def __init__(
         self,
@@ -70,16 +68,16 @@ class Bench:
         trainable: Sequence[str],
         saved: Sequence[str],
     ) -> None:
-        """`saved`: entries that a checkpoint has of it."""
+        """`saved`: names of the state entries that a checkpoint contains."""
         self.spans: list[Span] = []
         self.norms: dict[str, float] = {}
-        """Of the last step whose gradients are summed."""
+        """Gradient norms of the last step whose gradients are summed."""
         self.missing: frozenset[str] = frozenset()
         """Entries that the last `initialise` could not make."""
         self.resident_bytes = program.resident_bytes
-        """As of the last piece of work: the program itself must not be asked beside one."""
+        """Memory as of the last piece of work: the program must not be accessed while one runs."""
         self.superseded = asyncio.Event()
-        """A later attach waits for the work under way; nobody reads what it exports."""
+        """Set when a later attach waits for the current work; what that work exports is not needed any more."""
         self._stage = stage
         self._boundary = boundary
         self._options = options
@@ -92,16 +90,17 @@ class Bench:
         self._sending: set[asyncio.Task[None]] = set()
         self._pass = Pass(program, boundary, options)
         self.secret = b""
-        """What keys of marks follow from; empty: no marks are made."""
+        """Secret from which the keys of marks are derived; empty: no marks are made."""
         self._marks: dict[tuple[int, bool, bool, int, int], wire.Mark] = {}
         """(step, sent, forward, other, microbatch) -> mark."""
 
     async def do(self, work: Work) -> bool:
-        """True if entries are missing after `initialise`. Raises what the backend raises; `TransportError` when the
-        connection of an export is lost.
+        """Do one piece of work and return whether entries are missing after `initialise`. Raises what the backend
+        raises; `TransportError` if the connection of an export is lost.
 
-        What forward or backward made is sent last, and nothing is awaited behind it: a neighbour's answer must not come
-        before the stage knows that the work is done."""
+        Results of forward and backward are sent last, with no await after it: a neighbour's answer must not arrive
+        before the stage knows that the work is done.
+        """
         call = Call(work.mode, work.step, work.microbatch, self._boundary.replica)
         match work.kind:
             case "forward":
@@ -124,7 +123,8 @@ class Bench:
             case "total":
                 await self._sum_shared(work.step)
             case "difference" if self._options.sync_lag:
-                # What it is taken of stays as it is until the answer is there: the next steps are not kept waiting.
+                # The parameters it is computed from stay unchanged until the agreement arrives, so the next steps need
+                # not wait.
                 self._stage.start(partial(self._send_differences, work.step))
             case "difference":
                 await self._send_differences(work.step)
@@ -210,24 +210,24 @@ class Bench:
             self._after(marks)
 
     def _after(self, work: Callable[[], None]) -> None:
-        """In the compute thread, when what it is about is on its way already; nobody waits for it."""
+        """Run `work` in the compute thread after the results are on their way; it is not awaited."""
         self._compute.run(work).add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _key(self, call: Call) -> bytes:
-        """What marks of this pass are made under; empty where none are asked for."""
+        """Return the key for marks of this pass; empty if none are asked for."""
         return step_key(self.secret, call.step) if self.secret and call.mode == "train" else b""
 
     def _note(self, step: int, marks: Sequence[wire.Mark]) -> None:
-        """A pass that is run again replaces its marks."""
+        """Store marks. A pass that is run again replaces its marks."""
         self._marks |= {(step, one.sent, one.forward, one.other, one.microbatch): one for one in marks}
 
     def take_marks(self, step: int) -> tuple[wire.Mark, ...]:
-        """Of a step that is prepared; those of others that were begun are forgotten."""
+        """Return the marks of a prepared step and drop those of other steps."""
         marks, self._marks = self._marks, {}
         return tuple(one for (of, *_), one in sorted(marks.items()) if of == step)
 
     async def _norms_of(self, step: int) -> None:
-        totals = self._held.take_totals(step)  # they replace the own sums
+        totals = self._held.take_totals(step)  # they replace this stage's own sums
 
         def work() -> dict[str, float]:
             for _, total in totals:
@@ -242,10 +242,10 @@ class Bench:
 
     async def _apply(self, record: CommitRecord | None) -> None:
         if record is None:
-            raise ExecutionError(f"stage {self._boundary.stage} was told to apply a step without its commit record.")
+            raise ExecutionError(f"stage {self._boundary.stage} can't apply a step without its commit record.")
 
         options = self._options
-        first = options.sync_every > 0 and record.step == 0  # later on, an agreement is the anchor
+        first = options.sync_every > 0 and record.step == 0  # later, an agreement sets the anchor
         tells = options.sync_lag > 0 and exchanges_of(options).tells(record.step)
 
         def work() -> None:
@@ -260,7 +260,7 @@ class Bench:
         self._span("apply", 0, timed)
 
     async def _initialise(self) -> bool:
-        """True if the driver has to send what has no rule."""
+        """Initialise; return True if the driver has to send entries that have no initialisation rule."""
 
         def work() -> tuple[str, ...]:
             missing = self._program.initialise()
@@ -272,7 +272,7 @@ class Bench:
         return bool(missing)
 
     async def take_in(self, entries: Chunk) -> None:
-        """Part of a state."""
+        """Import part of a state."""
 
         def work() -> None:
             self._program.import_state(entries)
@@ -294,7 +294,7 @@ class Bench:
     # ----------------------------------------------------------------------------------------------- local updates
 
     async def _send_differences(self, step: int) -> None:
-        """To the driver: how far this stage has come since the last agreement."""
+        """Send the driver this stage's parameter differences since the last agreement."""
         codec, overlapped = self._options.sync_codec, self._options.sync_lag > 0
         pending, fence = (
             chunks(differences(self._program, self._trainable, codec, overlapped=overlapped)),
@@ -326,13 +326,14 @@ class Bench:
         pending: Iterator[T],
         message: Callable[[T | None], tuple[wire.StateChunk | wire.Difference, Sequence[HostTensor]]],
     ) -> None:
-        """One message after the other, None for the last. Ends early when a later attach waits: nobody would read the
-        rest, and a full connection blocks."""
+        """Send one message per chunk, then one for None. Ends early when a later attach waits, because the rest is not
+        needed and a full connection would block."""
         superseded, fence = asyncio.create_task(self.superseded.wait()), self._stage.fence
         try:
             while self._stage.accepts(fence) and not self.superseded.is_set():
                 chunk, _ = await self._compute.run(lambda: next(pending, None))
-                # Half a message must not be left on the connection: what was begun goes on alone.
+                # A partly sent message must not stay on the connection, so a send that has begun finishes in a task of
+                # its own.
                 sending = asyncio.create_task(self._stage.state(*message(chunk)))
                 self._sending.add(sending)
                 sending.add_done_callback(self._sent)
@@ -347,7 +348,7 @@ class Bench:
     # --------------------------------------------------------------------------------------------- shared weights
 
     async def _share(self, step: int) -> None:
-        """Own sums of what is summed elsewhere, to each home its own."""
+        """Send this stage's sums of shared gradients to each of their home stages."""
         own, homes = self._boundary.stage, sorted(self._boundary.parts_to)
 
         def work() -> list[list[tuple[str, HostTensor]]]:
@@ -361,7 +362,7 @@ class Bench:
     def _send_shared(
         self, receiver: int, step: int, phase: Literal["partial", "total"], entries: Sequence[tuple[str, HostTensor]]
     ) -> None:
-        pieces = list(chunks(entries)) or [[]]  # who has none says so
+        pieces = list(chunks(entries)) or [[]]  # a stage without entries sends an empty message
         for part, piece in enumerate(pieces):
             named = dict(piece)
             message = wire.SharedGradient(
@@ -377,7 +378,7 @@ class Bench:
             self._stage.send(receiver, message, tuple(named.values()))
 
     async def _sum_shared(self, step: int) -> None:
-        """At home: own sums plus the others' in stage order, then the totals to everybody who holds them."""
+        """Add the others' sums at the home stage in stage order, then send the totals to all holders."""
         parts, own = self._held.take_partials(step), self._boundary.stage
         keys = {other: self._boundary.shared_keys(own, other) for other in sorted(self._boundary.totals_to)}
 
@@ -398,7 +399,7 @@ class Bench:
     def _sent(self, sending: asyncio.Task[None]) -> None:
         self._sending.discard(sending)
         if not sending.cancelled():
-            sending.exception()  # whoever waits for it has it; of a message left alone nobody asks
+            sending.exception()  # awaited sends have raised it already; it marks the exception of others as retrieved
 
     async def close(self) -> None:
         for sending in self._sending:

@@ -1,4 +1,4 @@
-"""What a plan does in time: the shipped rules run on an agenda instead of a clock. Decides nothing a job would decide.
+"""Simulates plans in virtual time with the shipped decision code: stage machines, takeover rules, broker decisions.
 
 `step` and `generation` simulate single steps and tokens event by event; `course` simulates hours of a job under churn.
 The same inputs and the same seed give the same run.

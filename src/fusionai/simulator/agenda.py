@@ -1,6 +1,6 @@
-"""Virtual time: what happens next. Decides the order of events, equal times in the order they were noted.
+"""Virtual time: a queue of future events. Events at equal times happen in the order in which they were added.
 
-Neighbours: everything in this package acts through it; nothing here ever waits.
+The whole package runs on it; nothing here waits in real time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from math import inf
 
 
 class Agenda:
-    """`now_s` is the time of the event that is happening."""
+    """An event queue. `now_s` is the time of the current event."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -20,7 +20,7 @@ class Agenda:
         self._noted = 0
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """`time_s` before now counts as now."""
+        """Call `action` at `time_s`; a time in the past counts as now."""
         self._noted += 1
         heapq.heappush(self._entries, (max(time_s, self.now_s), self._noted, action))
 
@@ -28,7 +28,7 @@ class Agenda:
         self.at(self.now_s + delay_s, action)
 
     def run(self, until_s: float = inf) -> None:
-        """Everything up to and at `until_s`, which is now then; or until nothing is left."""
+        """Run all events up to and including `until_s`, which is then the current time, or until none are left."""
         while self._entries and self._entries[0][0] <= until_s:
             self.now_s, _, action = heapq.heappop(self._entries)
             self.happened += 1

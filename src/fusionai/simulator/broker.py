@@ -1,10 +1,9 @@
-"""A broker on its shipped decisions, for one job in virtual time. Decides nothing: `coordination.decisions` does.
+"""A broker for one job in virtual time, which decides with the shipped code (`coordination.decisions`).
 
-Heartbeats that change nothing are skipped: before anything is decided, the lease of everybody who would have been heard
-is renewed to its last beat, by the shipped table of leases. `every_beat` performs each of them instead; the outcome is
-the same.
+Heartbeats that change nothing are skipped: before each decision, the leases of all live machines are renewed to their
+last heartbeat with the shipped lease table. `every_beat` simulates each heartbeat instead, with the same outcome.
 
-Neighbours: `course` is the job's driver and everybody's process; `client.replanning` is what asks a real broker.
+`course` is the job's driver and all machines' processes; `client.replanning` is what asks a real broker.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _LIFETIME_S = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One start of a machine's peer, with the number of its connection to the broker."""
+    """One start of a machine's peer process, with the number of its connection to the broker."""
 
     boot: int
     connection: int
@@ -59,7 +58,8 @@ class Process:
 
 
 class SimulatedBroker:
-    """`released(peer)`, set before anything happens, is called when the pool lets somebody go who asked to leave."""
+    """The broker. `released(peer)` must be set before the first event; it is called when the pool releases a peer that
+    asked to leave."""
 
     released: Callable[[str], None]
 
@@ -70,7 +70,7 @@ class SimulatedBroker:
         self._owner = PeerId(owner)
         self._desk = Desk(rules=self.rules, pool=Pool())
         self._processes: dict[str, Process] = {}
-        """Of everybody who is heard."""
+        """Processes of all machines that currently send heartbeats."""
         self._numbers = 0
         self._enrolled: set[str] = set()
         self._ticking = False
@@ -80,7 +80,7 @@ class SimulatedBroker:
     # ------------------------------------------------------------------------------------------------- machines
 
     def come(self, peer: str) -> Process:
-        """A new process of this machine."""
+        """Start a new process of this machine."""
         if peer not in self._enrolled:
             self._enrol(peer, "provider")
         process = Process(self._number(), self._number(), self._agenda.now_s)
@@ -90,7 +90,7 @@ class SimulatedBroker:
         return process
 
     def unheard(self, peer: str, *, closed: bool) -> None:
-        """From now on nothing is heard of it; `closed`: its connection is seen to end."""
+        """Stop the heartbeats of a machine. `closed`: the broker sees its connection end."""
         self._renew()
         process = self._processes.pop(peer)
         if closed:
@@ -98,8 +98,8 @@ class SimulatedBroker:
         self._watch()
 
     def heard_again(self, peer: str, frozen: Process) -> Process:
-        """The same process, awake: it beats, and registers anew where it is told to. What it held of a job that went
-        on without it, the job's driver has told it to clear."""
+        """Resume a frozen process: it sends heartbeats and registers again if told to. State of a job that continued
+        without it was already dropped on the job driver's request."""
         process = replace(frozen, since_s=self._agenda.now_s)
         self._processes[peer] = process
         jobs = self._jobs(peer)
@@ -123,7 +123,7 @@ class SimulatedBroker:
         return frozenset(str(peer) for peer, member in self._desk.pool.members.items() if member.phase in PRESENT)
 
     def usable(self) -> tuple[str, ...]:
-        """Who stands by for the job and does not rest, or has a part in it already."""
+        """Return the idle machines that may work for the job now, and those that already do."""
         self._renew()
         wall_s = self._agenda.now_s
         return tuple(
@@ -140,7 +140,7 @@ class SimulatedBroker:
         return -1.0 if lease is None else lease.heard_s
 
     def mint(self, plan: Plan, steps: int) -> Plan | Refused:
-        """With the version the broker gives it."""
+        """Request the plan from the broker and return it with its version, or the refusal."""
         parts: dict[str, tuple[list[int], list[int]]] = {}
         for stage in plan.stages:
             parts.setdefault(stage.peer, ([], []))[0].append(stage.stage)
@@ -171,7 +171,7 @@ class SimulatedBroker:
         kind = "owner" if purpose == "owner" else "provider"
         (certified,) = self._ask(Enrol(digest, PeerId(peer), kind))
         if not isinstance(handed, HandOut) or not isinstance(certified, Certify):
-            raise FusionError(f"the simulated broker lets nobody in: {handed}, {certified}.")
+            raise FusionError(f"the simulated broker refused to enrol a machine: {handed}, {certified}.")
         self._enrolled.add(peer)
 
     def _number(self) -> int:
@@ -191,7 +191,7 @@ class SimulatedBroker:
         return decision.commands
 
     def _renew(self) -> None:
-        """What heartbeats since the last decision would have done: nobody who is heard runs out."""
+        """Renew leases as the skipped heartbeats would have done, so that no live machine's lease expires."""
         if self.every_beat:
             return
         now_s, every_s = self._agenda.now_s, self.rules.heartbeat_s
@@ -217,7 +217,7 @@ class SimulatedBroker:
         return () if job is None else (job,)
 
     def _watch(self) -> None:
-        """A tick when the first lease of somebody unheard runs out."""
+        """Schedule a tick for the time at which the first lease of a silent machine expires."""
         unheard = [lease.expires_at_s for peer, lease in self._desk.leases.items() if str(peer) not in self._processes]
         if unheard and not self._ticking:
             self._ticking = True

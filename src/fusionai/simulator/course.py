@@ -1,14 +1,13 @@
-"""Hours of a training job on a pool that changes: event by event, with the shipped planner, takeover and broker.
+"""Simulates hours of a training job on a changing pool, event by event, with the shipped planner, takeover and broker.
 
-Between events a step takes what `step` simulates for the plan in force. Who is lost, who stands in, what a plan is
-allowed to have and when a machine may come back is decided by the code that decides it in a pool. What a recovery takes
-follows from links, compute and `scenario.Timings`. What is official stays official; `Course.lost_steps` counts what did
-not.
+Between events a step takes what `step` simulates for the plan in force. Losses, replacements, allowed plans and returns
+are decided by the code that decides them in a real pool. The duration of a recovery follows from links, compute and
+`scenario.Timings`. Committed steps stay committed; `Course.lost_steps` counts violations.
 
-Not simulated: slow-downs, two jobs in one pool, snapshots and tensors holding each other up on a link.
+Not simulated: slow-downs, two jobs in one pool, and snapshots and tensors that compete for a link.
 
-Neighbours: `fates` says what happens to machines, `machines` lets it happen, `job` is the driver's side, `broker` keeps
-the pool; `cli.simulate` shows the course.
+`fates` draws what happens to machines, `machines` applies it, `job` is the driver's side, `broker` keeps the pool;
+`cli.simulate` shows the result.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ from fusionai.simulator.scenario import Scenario
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """What became of the job. `commits_s[n]`: when step n was official, seconds since the beginning."""
+    """The simulated run of the job. `commits_s[n]`: when step n was committed, in seconds since the start."""
 
     lasted_s: float
     seed: int
     first_plan: Plan
     last_plan: Plan
     undisturbed_step_s: float
-    """Of the first plan."""
+    """Step time of the first plan, in seconds."""
     commits_s: tuple[float, ...]
     incidents: tuple[Incident, ...]
     plans: int
     lost_steps: int
     redone_s: float
-    """Spent on what had been computed before: the step under way, replays."""
+    """Seconds spent on computing something again: interrupted steps and replays."""
     waiting_s: float
-    """Without a plan, because nobody could stand in."""
+    """Seconds without a plan, because no machine could take over."""
     working: Mapping[str, float]
-    """By peer, the part of all the time it computed."""
+    """Peer -> fraction of the whole time in which it computed."""
     present: Mapping[str, float]
-    """By peer, the part of the time it was there."""
+    """Peer -> fraction of the whole time in which it was present."""
     story: tuple[tuple[float, str], ...]
     takeovers: Mapping[str, int]
-    """Plans after a loss by what they kept: `exact` bits, `tolerant` of other numerics, `recut` over those that
-    remained."""
+    """Number of plans made after a loss, by what they kept: `exact` (same bits), `tolerant` (other numerics), `recut`
+    (model cut again over the remaining machines)."""
 
     @property
     def steps(self) -> int:
@@ -59,15 +58,16 @@ class Course:
 
     @property
     def goodput(self) -> float:
-        """Steps, against those of an undisturbed run of the first plan in the same time."""
+        """Steps per time, relative to an undisturbed run of the first plan."""
         return self.steps * self.undisturbed_step_s / self.lasted_s
 
 
 def simulate_course(problem: Problem, scenario: Scenario, *, every_beat: bool = False) -> Course:
-    """`problem.peers`: all machines, there or not yet. The same problem and scenario give the same course.
-    `every_beat`: perform each heartbeat instead of skipping those that change nothing.
+    """Simulate a job. `problem.peers` are all machines, present at the start or not. The same problem and scenario give
+    the same course. `every_beat`: simulate each heartbeat instead of skipping those that change nothing.
 
-    Raises `PlanError` when those that are there never can run the job, `UsageError` without a job owner's machine.
+    Raises `PlanError` if the present machines can never run the job, `UsageError` if the problem has no job owner's
+    machine.
     """
     owner = problem.owner
     if owner is None:

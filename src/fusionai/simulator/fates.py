@@ -1,8 +1,7 @@
-"""What happens to each machine, drawn beforehand from a scenario. Decides when; `course` decides what follows.
+"""Draws in advance what happens to each machine of a scenario. `course` decides what follows from it.
 
-A machine's fate depends on the seed and its name alone: another machine in the pool changes nobody else's.
-
-Neighbours: `scenario` has the distributions.
+A machine's events depend only on the seed and its name, so adding a machine changes no other's events. `scenario`
+defines the distributions.
 """
 
 from __future__ import annotations
@@ -21,13 +20,15 @@ Turn = Literal["come", "leave", "crash", "fall silent", "freeze", "wake"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Event:
+    """What happens to one machine at one time."""
+
     at_s: float
     peer: str
     turn: Turn
 
 
 def fates(churn: Churn, peers: tuple[str, ...], seed: int, until_s: float) -> tuple[Event, ...]:
-    """All events of all machines before `until_s`, in order. Those that are there from the start come at 0."""
+    """Return the events of all machines before `until_s`, in order. Machines present from the start come at 0."""
     return tuple(merge(*(_fate(churn, peer, random.Random(f"{seed} {peer}"), until_s) for peer in sorted(peers))))
 
 
@@ -41,7 +42,7 @@ def _fate(churn: Churn, peer: str, draw: random.Random, until_s: float) -> Itera
             wakes_s = frozen_s + _drawn_s(draw, churn.freeze_s)
             yield Event(frozen_s, peer, "freeze")
             if wakes_s >= min(goes_s, until_s):
-                break  # it goes without having woken
+                break  # it leaves before it wakes
             yield Event(wakes_s, peer, "wake")
             frozen_s = wakes_s + _drawn_s(draw, churn.freeze_every_s)
         if goes_s >= until_s:
@@ -54,6 +55,6 @@ def _fate(churn: Churn, peer: str, draw: random.Random, until_s: float) -> Itera
 
 
 def _drawn_s(draw: random.Random, mean_s: float) -> float:
-    """Draws even when nothing depends on it, so that one setting does not shift what another one draws."""
+    """Draw a duration, even if the mean is infinite, so that one setting does not shift the draws of another."""
     drawn = draw.expovariate(1.0)
     return inf if mean_s == inf else drawn * mean_s

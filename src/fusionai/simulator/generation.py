@@ -1,10 +1,11 @@
-"""Generation by a serving plan, pass by pass: compute, transfers, passes that wait for each other. Decides no order.
+"""Simulates token generation with a serving plan, pass by pass: compute, transfers, and passes that wait for each
+other.
 
-All sessions generate; they share the plan's passes in flight, each of which goes through the stages, gives its tokens
-to the job owner and begins again. `scheduling.serving_prediction` predicts the same without waiting: exactly for one
-pass, by its busiest machine alone for many.
+All sessions generate and share the plan's passes in flight. Each pass goes through all stages, returns its tokens to
+the job owner and starts again. `scheduling.serving_prediction` predicts the same without waiting: exactly for one pass,
+for several from the busiest machine alone.
 
-Neighbours: `network` carries, `lane` computes, `scheduling.stage_costs` prices.
+`network` transfers, `lane` computes, `scheduling.stage_costs` gives costs.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from fusionai.simulator.network import CALM, Network, Weather
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRun:
-    """`token_s`: from one token of a session to its next, the median. `tokens_per_s`: of all sessions together."""
+    """Results. `token_s`: median seconds between a session's tokens. `tokens_per_s`: of all sessions together."""
 
     sessions: int
     passes: int
     token_s: float
     tokens_per_s: float
     utilisation: Mapping[str, float]
-    """By peer, the part of the time it computes."""
+    """Peer -> fraction of the time in which it computes."""
 
 
 def simulate_tokens(
     plan: Plan, problem: Problem, sessions: int, *, rounds: int = 20, weather: Weather = CALM, seed: int = 0
 ) -> TokenRun:
-    """`rounds` tokens for each of so many sessions, after a quarter as many that are not counted. Raises `PlanError`
-    for a plan that does not serve."""
+    """Simulate `rounds` tokens for each of `sessions` sessions, after a quarter as many that are not counted. Raises
+    `PlanError` for a plan that does not serve."""
     needs = problem.serving
     if plan.serving is None or needs is None:
-        raise PlanError("only a serving plan generates.", hint='Ask for it with task = "serve".')
+        raise PlanError("generation needs a serving plan, got a training plan.", hint='Ask for it with task = "serve".')
     passes = min(plan.serving.passes_in_flight, sessions)
     circling = _Circling(plan, problem, needs.result_bytes, weather, seed)
     filling = rounds // 4
@@ -74,7 +75,7 @@ def simulate_tokens(
 
 
 class _Circling:
-    """Passes on their way round."""
+    """Passes that circulate through the stages."""
 
     def __init__(self, plan: Plan, problem: Problem, result_bytes: int, weather: Weather, seed: int) -> None:
         self.agenda = Agenda()
@@ -119,7 +120,7 @@ class _Circling:
 
 
 def _rounds_by(at_s: float, times: list[float]) -> float:
-    """With the part of the round under way, so that few rounds and passes tell as much as many do."""
+    """Return the rounds completed by `at_s`, with the fraction of the current one, so that few rounds suffice."""
     done = bisect_right(times, at_s)
     if done == len(times):
         return float(done)

@@ -1,12 +1,12 @@
-"""The driver's side of a simulated job: steps, losses, other plans, recoveries. Decides what the shipped rules leave to
-whoever performs them: when to ask and when to begin again.
+"""The driver's side of a simulated job: steps, losses, new plans, recoveries.
 
-A step under way is lost with any of its peers and done again. Plans come from `scheduling.takeover` and go through the
-broker, as `client.replanning` and `client.pool_watch` do it; how stages get back to the official step and what that
-takes is `recovery`'s. Snapshots go to guards every K steps and after each recovery, and hold the feed back when they
-are behind (rule 12 of docs/recovery.md); a commit waits while a checkpoint is collected.
+It decides what the shipped rules leave to the code that performs them: when to ask for a plan and when to begin again.
+A step in progress is lost with any of its peers and computed again. Plans come from `scheduling.takeover` and go
+through the broker, as in `client.replanning` and `client.pool_watch`. `recovery` decides how stages get back to the
+committed step and how long that takes. Guards get snapshots every K steps and after each recovery, and late snapshots
+stop the feed (rule 12 of docs/recovery.md). A commit waits while a checkpoint is collected.
 
-Neighbours: `machines` tells who stops and who comes, `pace` how long steps take, `course` starts all of it.
+`machines` reports which machines stop and come, `pace` says how long steps take, `course` starts everything.
 """
 
 from __future__ import annotations
@@ -47,27 +47,28 @@ from fusionai.simulator.scenario import Scenario
 from fusionai.wire.messages import Refused
 
 ENDLESS: Final = 2**31
+"""Number of steps of a simulated job: it never ends within the simulated time."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Incident:
-    """Something that stopped the job. Times since the beginning."""
+    """An event that stopped the job. Times are in seconds since the start."""
 
     at_s: float
     step: int
     causes: list[str]
-    """`gpu-3 crashed (stage 1)`"""
+    """For example `gpu-3 crashed (stage 1)`."""
     planned_s: float | None = None
-    """When the plan it goes on with was there; None while it waits, and where none was needed."""
+    """When the new plan was available; None while the job waits for one, and if none was needed."""
     recovered_s: float | None = None
-    """When the next step was official; None where the simulated time ended before."""
+    """When the next step was committed; None if the simulated time ended before."""
     restored: tuple[int, ...] = ()
-    """Stages that got their state from a snapshot or the checkpoint."""
+    """Stages that restored their state from a snapshot or the checkpoint."""
     replayed_steps: int = 0
     rollback: bool = False
-    """Everybody went back to the checkpoint."""
+    """Whether all stages went back to the checkpoint."""
     waited_for: str = ""
-    """What machine was missing for a while."""
+    """Why no plan was found for a while."""
 
     @property
     def stopped_s(self) -> float | None:
@@ -76,7 +77,7 @@ class Incident:
 
 @dataclass(slots=True)
 class _Offer:
-    """A better plan, which waits for a step's boundary."""
+    """A better plan that waits for the end of a step."""
 
     plan: Plan
     reason: str
@@ -84,16 +85,18 @@ class _Offer:
 
 @dataclass(slots=True)
 class _StepUnderWay:
+    """The step being computed."""
+
     began_s: float
     due_s: float
     row: int
-    """So many steps since the pipeline was filled."""
+    """Number of steps since the pipeline was filled."""
     left_s: float = field(default=0.0)
-    """While a peer is silent: what was left of it."""
+    """Time that was left of the step when a peer fell silent."""
 
 
 class SimulatedJob:
-    """Implements `machines.Watcher`."""
+    """One simulated job; implements `machines.Watcher`."""
 
     def __init__(
         self, agenda: Agenda, broker: SimulatedBroker, machines: Machines, problem: Problem, scenario: Scenario
@@ -123,40 +126,40 @@ class SimulatedJob:
         self._holdings = Holdings()
         self._phase: Literal["starting", "running", "waiting", "restoring"] = "starting"
         self._turn = 0
-        """What was foreseen in an earlier turn does not happen."""
+        """Incremented to cancel scheduled events: those of earlier turns are ignored."""
         self._under_way: _StepUnderWay | None = None
         self._silent: set[str] = set()
-        """Peers of stages that do nothing, noticed or not."""
+        """Peers of stages that have stopped working, noticed or not."""
         self._missing: set[str] = set()
-        """Those the driver knows of, while no plan without them is in force."""
+        """Lost peers that the driver knows of, until a plan without them is in force."""
         self._losses: dict[str, Loss] = {}
         self._open: Incident | None = None
         self._offer: _Offer | None = None
         self._looked_at: tuple[object, ...] = ()
-        """What the last look saw and found nothing in."""
+        """State of the pool when the last search found no better plan."""
         self._wait_began_s: float | None = None
         self._waited_s = 0.0
         self._saved_at_s = 0.0
-        """When the checkpoint being collected is whole: no commit before."""
+        """When the checkpoint being collected is complete; no commit happens before."""
         self._held = False
-        """The next step may not be fed before a snapshot is whole."""
+        """Whether feeding the next step must wait for a snapshot."""
         self._rests_until = 0
-        """No stage moves by way of a checkpoint before this step."""
+        """Until this step no stage moves by way of a checkpoint."""
         self._line = 0
         self._step = 0
-        """All stages are at this step; below the official one after a return to the checkpoint."""
+        """Step that all stages have reached; below the committed one after a return to the checkpoint."""
         self._shrunk = False
-        """The model was cut anew for want of machines."""
+        """Whether the model was cut again because machines were missing."""
         self._leaving: tuple[frozenset[str], float] = (frozenset(), 0.0)
         self._besides: tuple[object, Otherwise | Nothing] | None = None
-        """What there is where nobody can stand in, and for which machines that was found."""
+        """The alternative when no machine can take over, and the machines for which it was found."""
         self.takeovers: Counter[str] = Counter()
-        """Plans after a loss by what they kept: `exact`, `tolerant`, `recut`."""
+        """Number of plans made after a loss, by what they kept: `exact`, `tolerant`, `recut`."""
 
     # ----------------------------------------------------------------------------------------------- the beginning
 
     def start(self) -> None:
-        """Plan with whoever is there, as soon as that is enough."""
+        """Make the first plan as soon as enough machines are present."""
         if self._phase != "starting":
             return
         usable = frozenset(self._broker.usable())
@@ -183,7 +186,7 @@ class SimulatedJob:
         return len(self.commits_s)
 
     def waited_s(self) -> float:
-        """Up to now."""
+        """Seconds waited for machines up to now."""
         return self._waited_s + (0.0 if self._wait_began_s is None else self._agenda.now_s - self._wait_began_s)
 
     # ------------------------------------------------------------------------------------------------------- steps
@@ -234,7 +237,7 @@ class SimulatedJob:
             self._open = None
 
     def _take_snapshots(self) -> None:
-        """Of every guarded stage, to its guard, beside other work."""
+        """Send snapshots of all guarded stages to their guards, while other work goes on."""
         plan = self._current()
         stages = {stage.stage: stage for stage in plan.stages}
         for guard in plan.guards:
@@ -259,7 +262,7 @@ class SimulatedJob:
             self._holdings.checkpoint = step
 
     def _move_line(self) -> None:
-        """To the oldest of the newest snapshots of the guarded stages: from there on everybody retains what it sent."""
+        """Move the retention line to the oldest of the guarded stages' newest snapshots."""
         held = self._holdings.snapshots
         newest = [max(held.get((guard.stage, guard.peer), (0,))) for guard in self._current().guards]
         self._line = max(self._line, min(newest, default=self._step))
@@ -285,7 +288,8 @@ class SimulatedJob:
             self._agenda.after(noticed_after_s, partial(self._notice, peer, cause, at_s))
 
     def woke(self, peer: str) -> None:
-        """In time, or it has been noticed and may come back with what it still has."""
+        """Resume a frozen peer, either in time or after its loss was noticed; then it may return with what it still
+        has."""
         if peer in self._missing or self.plan is None:
             return
         if not self._stages_of(peer) and not self._guards(peer):
@@ -302,13 +306,13 @@ class SimulatedJob:
             self._begin_round()
 
     def _stall(self) -> None:
-        """Nothing is finished any more; whether the step is lost, the notice says."""
+        """Stop the current step. Whether it is lost is decided when the loss is noticed."""
         self._turn += 1
         if self._phase == "running" and self._under_way is not None:
             self._under_way.left_s = max(0.0, self._under_way.due_s - self._agenda.now_s)
 
     def _notice(self, peer: str, cause: Cause, at_s: float) -> None:
-        """The driver gives it up, unless it woke, or has been given up already."""
+        """Give up the peer, unless it is back or was given up already."""
         guards, stages = self._guards(peer), self._stages_of(peer)
         back = self._machines.is_there(peer) and peer not in self._silent
         if peer in self._missing or back or not (guards or stages):
@@ -332,7 +336,7 @@ class SimulatedJob:
         self._agenda.after(self._timings.plan_s, partial(self._ask, self._turn))
 
     def _strike_out(self, peer: str, cause: Cause) -> None:
-        """A lost guard: the same plan without it, no round (rule 20)."""
+        """Handle a lost guard: continue the same plan without it, with no new round (rule 20)."""
         plan = self._current()
         guarded = ", ".join(str(guard.stage) for guard in plan.guards if guard.peer == peer)
         self._say(f"{self._costs.name(peer)} {cause} (guard of stage {guarded})")
@@ -358,7 +362,7 @@ class SimulatedJob:
     # --------------------------------------------------------------------------------------------------- other plans
 
     def _ask(self, turn: int) -> None:
-        """For a plan without those that are missing, until there is one."""
+        """Ask for a plan without the missing peers until there is one."""
         if turn != self._turn or self._phase != "waiting":
             return
         found, waiting = self._replacement()
@@ -383,7 +387,7 @@ class SimulatedJob:
         self._adopt(minted, "the model is cut anew" if recut else "others stand in")
 
     def _replacement(self) -> tuple[Plan | None, str]:
-        """As `client.replanning` asks; without a plan, what is waited for."""
+        """Return a plan as `client.replanning` would make it; without one, the reason for waiting."""
         plan = msgspec.structs.replace(self._current(), version=0)
         present, usable = self._broker.present(), self._broker.usable()
         gone = frozenset(self._missing) | ({stage.peer for stage in plan.stages} - present - {plan.feed})
@@ -414,7 +418,7 @@ class SimulatedJob:
         return loss is None or loss.is_there(self._broker.last_heard_s(peer))
 
     def _watch(self) -> None:
-        """As `client.pool_watch` looks out for better plans."""
+        """Look for better plans, as `client.pool_watch` does."""
         self._agenda.after(WATCH_S, self._watch)
         if self._phase not in ("running", "restoring") or self._offer is not None or self._silent:
             return
@@ -467,7 +471,7 @@ class SimulatedJob:
 
     @property
     def _is_tolerant(self) -> bool:
-        """Bits are others than the first plan's already, or nobody minds."""
+        """Whether bits already differ from the first plan's, or may differ."""
         assert self.first_plan is not None, "the job has begun"
         first = {stage.fingerprint for stage in self.first_plan.stages if stage.peer != self.first_plan.feed}
         changed = self.takeovers["tolerant"] + self.takeovers["recut"] * (len(first) > 1)
@@ -489,18 +493,18 @@ class SimulatedJob:
             sheltered=self._sheltered(),
             steps_left=ENDLESS - self._step,
             rested=rested,
-            trust=1.0,  # steps take here what predictions say
+            trust=1.0,  # simulated steps take exactly what is predicted
         )
         return None if found is None else _Offer(found.plan, found.reason)
 
     def _sheltered(self) -> frozenset[int]:
-        """Stages whose guard has a snapshot newer than the checkpoint."""
+        """Return the stages whose guard has a snapshot newer than the checkpoint."""
         held = self._holdings.snapshots
         newest = {guard.stage: max(held.get((guard.stage, guard.peer), (-1,))) for guard in self._current().guards}
         return frozenset(stage for stage, step in newest.items() if step > self._holdings.checkpoint)
 
     def _change_plan(self, offer: _Offer) -> None:
-        """At a step's boundary. State that moves goes by way of a checkpoint, unless its guard has it."""
+        """Adopt a plan between steps. State that moves goes by way of a checkpoint, unless its guard has it."""
         before = {stage.stage: stage.peer for stage in self._current().stages}
         guards = {guard.stage: guard.peer for guard in self._current().guards}
         recut = _ranges(self._current()) != _ranges(offer.plan)
@@ -530,7 +534,7 @@ class SimulatedJob:
 
     def _adopt(self, plan: Plan, reason: str) -> None:
         if self.plan is not None and _ranges(self.plan) != _ranges(plan):
-            # Of another cut only the checkpoint is of use.
+            # After a new cut only the checkpoint is usable.
             self._holdings.states.clear()
             self._holdings.snapshots.clear()
             self._line = self._step + 1
@@ -543,7 +547,7 @@ class SimulatedJob:
         gone = sorted(peer for peer in members if not self._machines.is_there(peer))
         self._silent = {peer for peer in gone if self._stages_of(peer)}
         for peer in gone:
-            # The broker has not missed it yet; the driver will.
+            # The broker has not noticed its loss yet; the driver will.
             notice = partial(self._notice, peer, "fell silent", self._agenda.now_s)
             self._agenda.after(self._timings.silence_s, notice)
         self._begin_round()
@@ -552,7 +556,7 @@ class SimulatedJob:
         self._phase = "restoring"
         self._turn += 1
         if self._silent:
-            return  # somebody will not answer
+            return  # a member will not answer
         plan = self._current()
         restored = restoration(
             plan,

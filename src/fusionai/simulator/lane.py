@@ -1,6 +1,6 @@
-"""A peer's one compute thread. Decides that work is done one piece after another, in the order it was asked for.
+"""A peer's compute lane: does pieces of work one after another, in the order of submission.
 
-Neighbours: `step` and `generation` say what the pieces are and how long they take.
+`step` and `generation` submit the pieces with their durations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fusionai.simulator.agenda import Agenda
 
 @dataclass(slots=True)
 class Lane:
-    """A peer's one compute thread: one piece of work after another, in the order they were asked for."""
+    """A peer's compute thread. It does one piece of work at a time, in the order of submission."""
 
     agenda: Agenda
     _waiting: deque[tuple[float, Callable[[float], None]]] = field(
@@ -24,7 +24,7 @@ class Lane:
     _busy: bool = False
 
     def work(self, seconds: float, done: Callable[[float], None]) -> None:
-        """`done` is told when the work began."""
+        """Queue a piece of work. `done` is called at its end, with its start time."""
         self._waiting.append((seconds, done))
         if not self._busy:
             self._next()

@@ -1,6 +1,6 @@
-"""The machines of a simulated pool: who is there, frozen or away. Decides what an event does to a machine itself.
+"""The machines of a simulated pool, each present, frozen or away, and the effect of events on them.
 
-Neighbours: `fates` says what happens when; `broker` hears of it as a broker would, `job` as a driver would.
+`fates` says what happens when. `broker` and `job` learn of it as a real broker and driver would.
 """
 
 from __future__ import annotations
@@ -16,35 +16,37 @@ from fusionai.simulator.fates import Event
 from fusionai.simulator.scenario import Scenario
 
 AGAIN_S: Final = 60.0
-"""A machine that should come back before it has gone looks again after so long."""
+"""Seconds after which a machine whose return is due before it has left tries again (chosen)."""
 
 Cause = Literal["crashed", "fell silent", "froze", "left"]
 
 
 class Watcher(Protocol):
-    """The job's driver."""
+    """Receives changes of machines; the job's driver."""
 
     def came(self, peer: str) -> None: ...
 
     def stopped(self, peer: str, cause: Cause, noticed_after_s: float) -> None:
-        """It does nothing any more; that is noticed after so long. What it held is gone unless it froze."""
+        """Note that the peer stopped, noticed after `noticed_after_s`. It loses its state unless it froze."""
 
     def woke(self, peer: str) -> None: ...
 
 
 @dataclass(slots=True)
 class _Machine:
+    """State of one machine."""
+
     phase: Literal["away", "there", "frozen"] = "away"
     process: Process | None = None
-    """While it is not away."""
+    """The peer process; None while away."""
     leaving: bool = False
     came_s: float = 0.0
     present_s: float = 0.0
-    """Of earlier stays."""
+    """Seconds of earlier stays."""
 
 
 class Machines:
-    """`watcher` is set before anything happens."""
+    """All machines except the job owner's. `watcher` must be set before the first event."""
 
     watcher: Watcher
 
@@ -64,7 +66,7 @@ class Machines:
             case "come":
                 self._come(event.peer, machine)
             case _ if machine.phase == "away":
-                pass  # it went before its time, because somebody took over early
+                pass  # it left early, because another machine took over
             case "leave" if machine.phase == "there":
                 self._leave(event.peer, machine)
             case "leave" | "crash":
@@ -79,14 +81,14 @@ class Machines:
                 self._wake(event.peer, machine)
 
     def is_there(self, peer: str) -> bool:
-        """Whether it answers. The job owner's own machine always does."""
+        """Return whether the machine responds. The job owner's machine always does."""
         return peer not in self._machines or self._machines[peer].phase == "there"
 
     def there(self) -> frozenset[str]:
         return frozenset(name for name, machine in self._machines.items() if machine.phase == "there")
 
     def present_s(self, peer: str) -> float:
-        """Up to now, frozen or not."""
+        """Return how long the machine has been present up to now, frozen or not, in seconds."""
         machine = self._machines[peer]
         stay_s = 0.0 if machine.phase == "away" else self._agenda.now_s - machine.came_s
         return machine.present_s + stay_s
@@ -97,7 +99,7 @@ class Machines:
         self.watcher.came(peer)
 
     def _leave(self, peer: str, machine: _Machine) -> None:
-        """In order: it works on until the job has somebody else, if its owner's patience lasts."""
+        """Begin an orderly departure: work on until another machine takes over, or for at most `patience_s`."""
         if machine.leaving:
             return
         machine.leaving = True
@@ -114,7 +116,7 @@ class Machines:
             self._stop(peer, machine, "left", closed=True)
 
     def _released(self, peer: str) -> None:
-        """Nobody needs it any more."""
+        """Let a machine go that the pool does not need any more."""
         machine = self._machines[peer]
         if machine.phase != "away":
             self._go(peer, machine)

@@ -1,13 +1,13 @@
-"""Transfers between peers: access links that are shared, latency, jitter, packet loss. Decides when bytes arrive.
+"""Simulates transfers between peers: shared access links, latency, jitter, packet loss.
 
-Every peer has one uplink and one downlink, as in `scheduling.links`: a transfer goes through the sender's uplink and
-through the receiver's downlink, each at its own speed; the second begins with the first byte, not the last, so that an
-undisturbed transfer takes size / slower link + latency. Transfers of one connection follow each other; connections
-share a link evenly, as TCP does. An exceptional link serves its own direction of its own pair and takes neither access
-link. Nothing is lost for good: packet loss costs speed, by the formula of Mathis et al. 1997 (rate <= 1.22 * segment /
-(round trip * sqrt(loss))), and jitter costs time.
+Every peer has one uplink and one downlink, as in `scheduling.links`. A transfer goes through the sender's uplink and
+the receiver's downlink, each at its own speed. The second begins with the first byte, not the last, so an undisturbed
+transfer takes size / slower link + latency. Transfers of one connection follow each other; connections share a link
+evenly, as with TCP. An exceptional link (one described for a pair of peers) serves only its pair in its direction and
+uses no access link. Packet loss only reduces speed, by the formula of Mathis et al. 1997 (rate <= 1.22 * segment /
+(round trip * sqrt(loss))); jitter adds time.
 
-Neighbours: `step` and `generation` send over it; `scheduling.stage_costs` knows the links.
+`step` and `generation` send over it; `scheduling.stage_costs` knows the links.
 """
 
 from __future__ import annotations
@@ -24,28 +24,32 @@ from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.simulator.agenda import Agenda
 
 SEGMENT_BYTES: Final = 1448
+"""TCP payload of a packet on Ethernet, with timestamps."""
 MATHIS: Final = 1.22
+"""Constant of the formula of Mathis et al., sqrt(3/2)."""
 ROUNDING_S: Final = 1e-9
+"""Transfers whose remaining time differs by less than this end together."""
 
 Connection = tuple[str, str]
-"""Sender and receiver."""
+"""(sender, receiver)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weather:
-    """What links suffer. `jitter_s`: mean of an exponential delay on top of each transfer's latency. `loss`: part of
-    the packets that is lost, in [0, 1)."""
+    """Disturbances of links. `jitter_s`: mean of an exponential delay added to each transfer's latency. `loss`:
+    fraction of packets lost, in [0, 1)."""
 
     jitter_s: float = 0.0
     loss: float = 0.0
 
 
 CALM: Final = Weather()
+"""No jitter and no packet loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """From the first byte on its way to the last one there."""
+    """A transfer, from its first byte sent to its last byte received."""
 
     sender: str
     receiver: str
@@ -55,29 +59,32 @@ class Transfer:
 
 @dataclass(slots=True)
 class _Transfer:
+    """A transfer on one line."""
+
     left_s: float
-    """Of the line's undivided time."""
+    """Remaining seconds if the link served only this transfer."""
     begun: Callable[[], None]
     done: Callable[[], None]
 
 
 @dataclass(slots=True)
 class Line:
-    """One direction of a link. Connections share it evenly; each has one transfer after the other on it."""
+    """One direction of a link. Connections share it evenly; each has one transfer at a time on it."""
 
     agenda: Agenda
     busy_s: float = 0.0
-    """So long it has served."""
+    """Total seconds in which the link was in use."""
     _queues: dict[Connection, deque[_Transfer]] = field(default_factory=dict[Connection, deque[_Transfer]])
     _since_s: float = 0.0
-    """Up to here what is served has been counted."""
+    """Time up to which progress has been counted."""
     _round: int = 0
-    """What was foreseen before the last change does not happen."""
+    """Incremented to cancel scheduled events from before the last change."""
 
     def carry(
         self, connection: Connection, seconds: float, begun: Callable[[], None], done: Callable[[], None]
     ) -> None:
-        """`seconds`: undivided. `begun` is called when the first byte goes, `done` when the last one has gone."""
+        """Add a transfer that takes `seconds` on an undivided link. `begun` is called when its first byte is sent,
+        `done` when its last byte has been sent."""
         transfer = _Transfer(seconds, begun, done)
         queue = self._queues.get(connection)
         if queue is not None:
@@ -89,7 +96,7 @@ class Line:
         begun()
 
     def _count(self) -> None:
-        """What has been served since the last time."""
+        """Count the progress of all transfers since the last call."""
         elapsed_s = self.agenda.now_s - self._since_s
         self._since_s = self.agenda.now_s
         if self._queues:
@@ -108,7 +115,7 @@ class Line:
             return
         self._count()
         least_s = min(queue[0].left_s for queue in self._queues.values())
-        # What ends together ends together, however the arithmetic rounds.
+        # Transfers that end at the same time end together, despite rounding errors.
         through = [c for c, queue in self._queues.items() if queue[0].left_s <= least_s + ROUNDING_S]
         over = [self._queues[connection].popleft() for connection in through]
         begun: list[_Transfer] = []
@@ -125,23 +132,24 @@ class Line:
 
 
 class Network:
-    """The links of a problem's peers. The same seed gives the same jitter."""
+    """The links between a problem's peers. The same seed gives the same jitter."""
 
     def __init__(self, agenda: Agenda, costs: StageCosts, weather: Weather = CALM, seed: int = 0) -> None:
         self.sent_bytes: defaultdict[str, float] = defaultdict(float)
-        """By sender, over its uplink or an exceptional link."""
+        """Bytes by sender, over its uplink or an exceptional link."""
         self.transfers: list[Transfer] = []
-        """All that had a size, in the order in which they were through."""
+        """All transfers with a size, in the order of completion."""
         self._agenda = agenda
         self._costs = costs
         self._weather = weather
         self._draw = random.Random(seed)
         self._lines: defaultdict[tuple[str, str], Line] = defaultdict(lambda: Line(agenda))
-        """("up", peer), ("down", peer), or a connection's own."""
+        """Keys: ("up", peer), ("down", peer), or an exceptional link's (sender, receiver)."""
         self._arrived_s: defaultdict[Connection, float] = defaultdict(float)
 
     def send(self, sender: str, receiver: str, size_bytes: float, deliver: Callable[[], None]) -> None:
-        """Call `deliver` when all of it is there. Peers nobody describes have no bottleneck and no latency."""
+        """Call `deliver` when everything has arrived. Peers without a profile have unlimited bandwidth and no
+        latency."""
         if sender == receiver:
             self._agenda.after(0.0, deliver)
             return
@@ -167,7 +175,7 @@ class Network:
         up_s = size_bytes / profiles[sender].uplink.bandwidth_bytes_per_s
         down_s = size_bytes / profiles[receiver].downlink.bandwidth_bytes_per_s
         held_up = bandwidth_bytes_per_s < hop.bandwidth_bytes_per_s
-        # All have to be through: the uplink and the latency, the downlink, and what loss leaves of the connection.
+        # Wait for all parts: uplink with latency, downlink, and the limit that packet loss sets, if any.
         parts = [3 if held_up else 2]
 
         def through() -> None:
@@ -187,7 +195,7 @@ class Network:
         self._lines["up", sender].carry(connection, up_s, begun, later)
 
     def _arrive(self, connection: Connection, delay_s: float, deliver: Callable[[], None]) -> None:
-        """In the order in which it was sent."""
+        """Deliver in the order of sending."""
         if self._weather.jitter_s > 0:
             delay_s += self._draw.expovariate(1 / self._weather.jitter_s)
         in_order_s = max(self._agenda.now_s + delay_s, self._arrived_s[connection])
@@ -195,7 +203,7 @@ class Network:
         self._agenda.at(in_order_s, deliver)
 
     def _capped(self, sender: str, receiver: str, bandwidth_bytes_per_s: float) -> float:
-        """What one connection gets of a link that loses packets."""
+        """Return the bandwidth of one connection, limited by packet loss."""
         if self._weather.loss <= 0:
             return bandwidth_bytes_per_s
         there, back = self._costs.hop(sender, receiver), self._costs.hop(receiver, sender)

@@ -1,6 +1,6 @@
-"""How a plan's steps follow each other, from simulating a few of them. Decides nothing.
+"""How long a plan's steps take one after another, from simulating a few of them.
 
-Neighbours: `step` simulates; `job` lets steps pass at this pace.
+`step` simulates; `job` lets steps pass at this pace.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fusionai.simulator.network import Weather
 from fusionai.simulator.step import Rules, simulate_steps
 
 STEPS: Final = 4
-"""The first fills the pipeline, the others show how it runs."""
+"""Number of simulated steps: the first fills the pipeline, the others show the steady state (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`first_s`: of a step from standing. `busy_s`: seconds that each peer computes in a step."""
+    """`first_s`: duration of a step from an empty pipeline. `busy_s`: peer -> seconds it computes per step."""
 
     first_s: float
     gaps_s: tuple[float, ...]
@@ -33,12 +33,12 @@ class Pace:
         return fmean(self.gaps_s)
 
     def gap_s(self, index: int) -> float:
-        """Of the index-th step in a row."""
+        """Return the duration of the step with this index after the first one."""
         return self.gaps_s[index % len(self.gaps_s)]
 
 
 class Paces:
-    """One per placement; a plan that was in force before costs nothing again."""
+    """Paces of plans, cached by placement."""
 
     def __init__(self, problem: Problem, weather: Weather, journal_s: float, seed: int) -> None:
         self._problem = problem

@@ -1,10 +1,10 @@
-"""How a job gets back to its last official step, and what that takes. Decides by the rules of the recovery protocol.
+"""How a job gets back to its last committed step and how long that takes, by the rules of the recovery protocol.
 
-Lost stages start from the newest step at which the state of each exists, in a snapshot or in the checkpoint, and from
-which their neighbours retain what is needed to run the steps since then again. Where there is none, everybody goes back
-to the checkpoint, and all run the steps since then again (docs/recovery.md, "A round" and "Costs").
+Lost stages restart from the newest step for which each of them has a snapshot or the checkpoint, and from which their
+neighbours retain what is needed to run the later steps again. If there is no such step, all stages go back to the
+checkpoint and run the later steps again (docs/recovery.md, "A round" and "Costs").
 
-Neighbours: `course` keeps who holds what; `scheduling.stage_costs` has the prices.
+`course` keeps track of holdings; `scheduling.stage_costs` gives costs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fusionai.scheduling.types import Plan, StagePlacement
 
 @dataclass(slots=True)
 class Holdings:
-    """Who has which states. A machine that loses its memory is forgotten."""
+    """Which peers hold which states. Call `forget` for a machine that loses its memory."""
 
     states: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
-    """(stage, peer) -> the step its live state is at."""
+    """(stage, peer) -> step of its live state."""
     snapshots: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict[tuple[int, str], tuple[int, ...]])
-    """(stage, guard) -> steps of whole snapshots, the two newest."""
+    """(stage, guard) -> steps of complete snapshots, the two newest."""
     checkpoint: int = 0
-    """Step of the newest whole checkpoint on the owner's disk."""
+    """Step of the newest complete checkpoint on the owner's disk."""
 
     def forget(self, peer: str) -> None:
         self.states = {key: step for key, step in self.states.items() if key[1] != peer}
@@ -37,14 +37,15 @@ class Holdings:
         self.snapshots[stage, guard] = tuple(sorted({*known, step})[-2:])
 
     def snapshot_steps(self, stage: int, there: frozenset[str]) -> frozenset[int]:
-        """Steps at which somebody there has a snapshot of this stage."""
+        """Return the steps for which a present peer has a snapshot of this stage."""
         held = (steps for (at, peer), steps in self.snapshots.items() if at == stage and peer in there)
         return frozenset(step for steps in held for step in steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restoration:
-    """`base`: the step the lost stages start from; `rollback`: everybody does. `reached`: the step all are at after."""
+    """How stages are restored. `base`: step from which the lost stages restart, or all stages if `rollback`. `reached`:
+    the step all stages have reached afterwards."""
 
     base: int
     rollback: bool
@@ -68,8 +69,8 @@ def restoration(
     step: int,
     retained_from: int,
 ) -> Restoration:
-    """Of the stages of `plan` that are not at `step`. `retained_from`: what was sent in this step and later ones is
-    still there."""
+    """Restore the stages of `plan` that are not at `step`. `retained_from`: what was sent in this step and later ones
+    is still retained."""
     lost = [
         stage
         for stage in plan.stages
@@ -101,7 +102,7 @@ def restoration(
 
 
 def round_trip_s(plan: Plan, costs: StageCosts) -> float:
-    """Between the driver and the member farthest from it."""
+    """Return the round trip between the driver and the farthest member, in seconds."""
     members = {stage.peer for stage in plan.stages} - {plan.feed}
     return max(
         (costs.hop(plan.feed, peer).latency_s + costs.hop(peer, plan.feed).latency_s for peer in members), default=0.0
@@ -109,7 +110,7 @@ def round_trip_s(plan: Plan, costs: StageCosts) -> float:
 
 
 def collecting_s(stages: Sequence[StagePlacement], owner: str, costs: StageCosts, *, upwards: bool) -> float:
-    """For the states of these stages to get to the owner's machine (`upwards`), or back from its disk."""
+    """Return the seconds to move these stages' states to the owner's machine (`upwards`), or back from its disk."""
     shared: defaultdict[str, float] = defaultdict(float)
     longest_s = 0.0
     for stage in stages:
@@ -130,7 +131,7 @@ def collecting_s(stages: Sequence[StagePlacement], owner: str, costs: StageCosts
 def _loading_s(
     stage: StagePlacement, base: int, owner: str, costs: StageCosts, holdings: Holdings, there: frozenset[str]
 ) -> float:
-    """Nothing where the peer holds the snapshot itself; else from whoever is nearest, the owner's disk included."""
+    """Return 0 if the peer holds the snapshot itself, otherwise the shortest transfer, also from the owner's disk."""
     holders = {peer for (at, peer), steps in holdings.snapshots.items() if at == stage.stage and base in steps} & there
     if stage.peer in holders:
         return 0.0
@@ -141,7 +142,7 @@ def _loading_s(
 
 
 def _replay_s(stage: StagePlacement, plan: Plan, costs: StageCosts, steps: int) -> float:
-    """The stage's compute without bubbles, or what its neighbours send again if that takes longer."""
+    """Return the stage's compute time without bubbles, or its neighbours' resending time if that is longer."""
     by_number: Mapping[int, StagePlacement] = {one.stage: one for one in plan.stages}
     sending_s = 0.0
     before, after = by_number.get(stage.stage - 1), by_number.get(stage.stage + 1)

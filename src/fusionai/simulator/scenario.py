@@ -1,6 +1,6 @@
-"""What happens to a pool while a job runs on it, and what recovering takes. Decides names, units and defaults.
+"""A simulated scenario: what happens to the pool, and how long parts of a recovery take. Names, units and defaults.
 
-Neighbours: `fates` draws what happens from it, `course` lets it happen; `cli.scenario_file` reads it from a file.
+`fates` draws events from it, `course` runs them; `cli.scenario_file` reads it from a file.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from fusionai.simulator.network import CALM, Weather
 
 
 class Churn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How providers come and go. All times are means of exponential distributions, drawn for each machine by itself."""
+    """How providers come and go. All times are means of exponential distributions, drawn separately per machine."""
 
     stay_s: float = inf
     away_s: float = 1800.0
-    """Until a machine that went is back, with nothing of what it had; also until one that is late comes at all."""
+    """Time until a machine that left returns, without its earlier state; also until a late one first comes."""
     crashes: float = 0.5
-    """Part of the departures that are crashes; the others drain and leave in order."""
+    """Fraction of departures that are crashes; the others drain and leave in order."""
     silent: float = 0.25
-    """Part of the crashes that close no connection: power or network gone."""
+    """Fraction of crashes in which no connection is closed: power or network failure."""
     freeze_every_s: float = inf
     freeze_s: float = 10.0
-    """A frozen machine says and does nothing and keeps what it has."""
+    """Duration of a freeze: the machine sends and computes nothing, and keeps its state."""
     late: float = 0.0
-    """Part of the machines that are not there at the beginning."""
+    """Fraction of machines that are absent at the start."""
 
 
 class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is taken for granted about a recovery besides links and compute, which are the problem's."""
+    """Assumed durations of a recovery's parts, besides links and compute, which the problem describes."""
 
     notice_s: float = 0.05
-    """From a closed connection to a driver that knows."""
+    """From a closed connection until the driver knows."""
     silence_s: float = SHORTEST_S
-    """A silent peer counts as lost after so long."""
+    """Time after which a silent peer counts as lost."""
     plan_s: float = 0.2
-    """For another plan, its tickets and its way to the driver's disk."""
+    """Time to make another plan, get its tickets and save it on the driver's disk."""
     journal_s: float = 0.005
-    """For a commit to be on the driver's disk."""
+    """Time to write a commit to the driver's disk."""
     grace_s: float = GRACE_S
-    """How long a machine of the same numerics is waited for before the job goes on otherwise."""
+    """How long to wait for a machine with the same numerics before another solution is accepted."""
     patience_s: float = 600.0
-    """How long whoever wants to leave in order waits for somebody to take over."""
+    """How long a machine that leaves in order waits for another to take over."""
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Hours of one training job."""
+    """A run of one training job."""
 
     hours: float = 1.0
     seed: int = 1
     checkpoint_every: int = 100
-    """Steps; 0: only the beginning can be gone back to."""
+    """In steps; 0 means that the job can only go back to its beginning."""
     takeover: Takeover = "any"
-    """Who may go on in a lost machine's place."""
+    """Which machines may take over for a lost one."""
     churn: Churn = Churn()
     timings: Timings = Timings()
     weather: Weather = CALM

@@ -1,16 +1,16 @@
-"""Training steps of a plan, event by event: what every stage computes and sends, and when. Decides no order.
+"""Simulates training steps of a plan event by event: what every stage computes and sends, and when.
 
-The order of work is decided by the shipped machine of a stage (`coordination.stage`): 1F1B with credit, weight
-gradients that lag, what waits for a commit. Here its commands take time: work on the peer's one compute lane, transfers
-on the network. The driver's part is what `coordination.driver` does in an undisturbed run: feed at most one step ahead
-of the vote and within the window, commit when all losses and votes are in.
+The shipped stage machine (`coordination.stage`) decides the order of work: 1F1B with credit, delayed weight gradients,
+what waits for a commit. Here its commands take time: work on the peer's compute lane, transfers on the network. The
+driver's part is that of `coordination.driver` in an undisturbed run: feed at most one step ahead of the vote and within
+the window, and commit when all losses and votes have arrived.
 
-Durations are the planner's: operations over measured speed, bytes over links. What the closed form leaves out is here:
-waiting in turn for a link or a peer, credit that runs out between bursts, the vote's round trip, the update. With
-`Rules(bare=True)` only forward and backward of one step are simulated, from its first forward to its last backward:
-what `scheduling.prediction` predicts.
+Durations are the planner's: operations divided by measured speed, bytes divided by bandwidth. This module adds what the
+closed form leaves out: queueing for a link or a peer, credit that runs out between bursts, the vote's round trip, the
+update. `Rules(bare=True)` simulates only forward and backward of one step, from its first forward to its last backward,
+which is what `scheduling.prediction` predicts.
 
-Neighbours: `network` carries, `scheduling.stage_costs` prices, `course` asks how long a step takes under a plan.
+`network` transfers, `scheduling.stage_costs` gives costs, `course` asks how long a step takes with a plan.
 """
 
 from __future__ import annotations
@@ -48,21 +48,23 @@ from fusionai.training.deployment import stage_options
 from fusionai.wire.messages import CommitRecord, Fence, StageOptions
 
 FEED: Final = -1
+"""Stage number of the data feed."""
 _FENCE: Final = Fence(plan_version=1, incarnation=1, attempt=1)
 UPDATE_PASSES: Final = 7 / 3
-"""AdamW reads parameter, gradient and two slots and writes three of them: so often it goes over its state's bytes."""
+"""AdamW reads parameter, gradient and two slots and writes three of them: 7 accesses per 3 values of state."""
 
 Kind = Literal["forward", "backward", "weights", "update"]
 
 
 class SimulationError(FusionError):
-    """The simulated machines came to a stand: a defect, never a user's mistake."""
+    """The simulated machines are stuck. This is a defect of the program, never a user's mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How steps are simulated. `weight_lag`: whether stages put weight gradients off, as peers with room do; else the
-    backward computes them. `weight_part`: of a backward's time. `journal_s`: for a commit to be on the disk."""
+    """How steps are simulated. `weight_lag`: whether stages delay weight gradients, as peers with spare memory do;
+    otherwise the backward pass computes them. `weight_part`: their fraction of a backward's time. `journal_s`: seconds
+    to write a commit to disk."""
 
     steps: int = 3
     bare: bool = False
@@ -74,6 +76,7 @@ class Rules:
 
 
 BARE: Final = Rules(steps=1, bare=True, weight_lag=False)
+"""Rules for one step without the driver's part, as `scheduling.prediction` predicts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """What one stage's pieces of work take: of one microbatch, and the update of a step. With a lag, `backward_s` is
-    without the weights' part."""
+    """Durations of one stage's pieces of work, per microbatch, and of the update per step. With delayed weight
+    gradients, `backward_s` does not include them."""
 
     forward_s: float
     backward_s: float
@@ -115,9 +118,12 @@ class Durations:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What one stage's pieces of work took in steps that were run, by (kind, microbatch). Simulated steps take what
-    these took, in turn: work that varies makes a pipeline slower than its medians do, for everybody waits for whoever
-    is slow this time. The same steps of all stages belong together."""
+    """Measured durations of one stage's pieces of work, by (kind, microbatch) for each recorded step. Simulated steps
+    reuse the recorded steps in turn.
+
+    Medians would not do: if durations vary, all stages wait for the one that is slow at the moment, so the pipeline is
+    slower than medians predict. The same recorded step of all stages belongs together.
+    """
 
     steps: tuple[Mapping[tuple[str, int], float], ...]
 
@@ -127,25 +133,26 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRun:
-    """`committed_s`: when each step was official; of a bare run, when its last work was done."""
+    """`committed_s`: when each step was committed; in a bare run, when its last work was done."""
 
     spans: tuple[Span, ...]
     committed_s: tuple[float, ...]
     in_flight: tuple[int, ...]
-    """By stage, the most microbatches that were forwarded and not returned."""
+    """Largest number of microbatches forwarded but not yet returned, by stage."""
     sent_bytes: Mapping[str, float]
-    """By peer, in all steps."""
+    """Peer -> bytes sent in all steps."""
     transfers: tuple[Transfer, ...]
 
     @property
     def step_s(self) -> float:
-        """Between two commits, once the pipeline runs; of a single step, its whole length."""
+        """Median seconds between two commits; of a single step, its whole duration."""
         gaps = [after - before for before, after in pairwise(self.committed_s)]
         return median(gaps) if gaps else self.committed_s[0]
 
     @property
     def utilisation(self) -> Mapping[str, float]:
-        """By peer, the part of the time it computes, between the first commit and the last; of one step, in that."""
+        """Peer -> fraction of time computing between the first and the last commit; of a single step, during the
+        step."""
         begin_s, end_s = min(self.committed_s), max(self.committed_s)
         begin_s = begin_s if begin_s < end_s else 0.0
         busy: defaultdict[str, float] = defaultdict(float)
@@ -160,8 +167,8 @@ def simulate_steps(
     rules: Rules = Rules(),
     measured: Mapping[int, Durations] | Mapping[int, Recorded] | None = None,
 ) -> StepRun:
-    """`rules.steps` steps of `plan` over the machines and links of `problem`, from standing. Same inputs, same run.
-    `measured`: durations by stage that replace those the problem's profiles predict."""
+    """Simulate `rules.steps` steps of `plan` on the machines and links of `problem`, from an empty pipeline. The result
+    is deterministic. `measured`: durations by stage that replace the predicted ones."""
     job = _Job(plan, problem, rules, measured or {})
     job.begin()
     job.agenda.run()
@@ -179,7 +186,7 @@ def simulate_steps(
 
 @dataclass(slots=True)
 class _Stage:
-    """One stage's machine and what its work takes."""
+    """One stage's machine and the durations of its work."""
 
     machine: StageMachine
     placement: StagePlacement
@@ -191,7 +198,7 @@ class _Stage:
 
 
 class _Job:
-    """The driver's side, and the wiring."""
+    """The driver's side, and the connections between stages."""
 
     def __init__(
         self,
@@ -267,9 +274,9 @@ class _Job:
                     vote = partial(self._voted, step)
                     self.network.send(stage.placement.peer, self.plan.feed, 0.0, vote)
                 case Refuse(reason):
-                    raise SimulationError(f"a simulated stage refuses: {reason}.")
+                    raise SimulationError(f"a simulated stage refused an event: {reason}.")
                 case _:
-                    pass  # what is retained, held and reported for a recovery takes no time here
+                    pass  # retaining, holding and recovery reports take no time here
 
     def _computed(self, index: int, work: Work, began_s: float) -> None:
         stage = self.stages[index]
@@ -302,7 +309,7 @@ class _Job:
     # ------------------------------------------------------------------------------------------------------ driver
 
     def _feed(self) -> None:
-        """In order; see `coordination.driver`."""
+        """Feed microbatches in order, as `coordination.driver` does."""
         microbatches = self.plan.microbatches
         step = len(self.committed_s)
         known = step * microbatches + sum(count for at, count in self._losses.items() if at >= step)
@@ -370,7 +377,7 @@ def _predicted(placement: StagePlacement, costs: StageCosts, rules: Rules, lag: 
 
 
 def _update_s(placement: StagePlacement, costs: StageCosts) -> float:
-    """The optimizer is held up by memory alone; a peer without a measured memory bandwidth is taken to need no time."""
+    """Return the update's duration, which only memory bandwidth limits; 0 for a peer without a measured bandwidth."""
     profile = costs.profiles.get(placement.peer)
     bandwidth = 0.0 if profile is None else profile.memory_bandwidth_bytes_per_s * profile.share
     return UPDATE_PASSES * costs.state_bytes(placement) / bandwidth if bandwidth > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Steps and metrics, to files. Never blocks training, never holds text of the data.
+"""Writes steps and metrics to files. It never blocks training and never stores text of the data.
 
 Neighbours: `training`, `peer` and `client` record; `dashboard` reads.
 """

@@ -1,11 +1,11 @@
-"""Steps and metrics into a JSONL file, from a thread of its own. Decides what is dropped; never makes anybody wait.
+"""Writes steps and metrics to a JSONL file from a thread of its own, without ever blocking a caller.
 
-Every step has its numbers in one line. Its single pieces of work are many times that: they are written for one step in
-`DETAIL_EVERY_S` at most, so that a job of days leaves a file of megabytes.
+Every step gets one line with its numbers. Its pieces of work take many times that space, so they are written at most
+once per `DETAIL_EVERY_S`, and a job of days leaves a file of megabytes.
 
-Callers put records in a bounded queue and go on. When the disk is slower than that, records are dropped and counted,
-and the count is written as the metric `telemetry.dropped`. When the file can't be written, `failure` says why, records
-from then on count as dropped, and the job goes on. Neighbours: `records` (the schema), training, execution, the peer.
+Callers put records into a bounded queue. If the disk is slower, records are dropped and counted, and the count is
+written as the metric `telemetry.dropped`. If the file can't be written, `failure` has the reason, later records count
+as dropped, and the job continues. `records` has the schema.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ import msgspec
 from fusionai.telemetry.records import MetricName, MetricRecord, Origin, Record, StepRecord, Work, WorkKind
 
 _CAPACITY: Final = 65_536
+"""Records that may wait to be written (chosen)."""
 _POLL_S: Final = 0.1
+"""Seconds without a record after which the file is flushed and a close is noticed (chosen)."""
 _CLOSE_S: Final = 5.0
+"""Seconds that `close` waits for the disk (chosen)."""
 DETAIL_EVERY_S: Final = 10.0
+"""Smallest number of seconds between two steps whose pieces of work are written (chosen)."""
 _NOT_BUSY: Final[frozenset[WorkKind]] = frozenset({"send", "wait"})
+"""Kinds of work that do not count as busy time."""
 
 
 class Piece(Protocol):
-    """A piece of a stage's work, on the recorder's clock."""
+    """A piece of a stage's work, with times on the recorder's clock."""
 
     @property
     def kind(self) -> WorkKind: ...
@@ -43,10 +48,11 @@ class Piece(Protocol):
 
 
 class Recorder:
-    """One file, one process. Safe to call from any thread; `close` writes out what is queued.
+    """Records steps and metrics in one file, for one process. Safe to call from any thread; `close` writes out what is
+    queued.
 
-    `clock`: monotonic seconds, for the times of records. Raises `ValueError` on ids or names that are
-    not of the closed sets, at once and in the caller's thread.
+    `clock`: monotonic seconds, for the times of records. Raises `ValueError` in the caller's thread, at once, for ids
+    or names outside the closed sets.
     """
 
     def __init__(
@@ -73,22 +79,22 @@ class Recorder:
 
     @property
     def dropped(self) -> int:
-        """Records lost so far."""
+        """Number of records lost so far."""
         return self._dropped
 
     @property
     def failure(self) -> OSError | None:
-        """Why the file can't be written, if it can't."""
+        """The error that keeps the file from being written, None if there is none."""
         return self._failure
 
     def use_plan(self, version: int) -> None:
-        """Records from now on carry this plan version."""
+        """Use this plan version for all later records."""
         self._origin = msgspec.structs.replace(self._origin, plan_version=version)
 
     def record_step(
         self, step: int, metrics: Mapping[MetricName, float], pieces: Mapping[int, Sequence[Piece]]
     ) -> None:
-        """`pieces`: stage -> its work in this step."""
+        """Record a step. `pieces`: stage -> its work in this step."""
         at_s = self._clock()
         detailed = at_s >= self._next_detail_s
         if detailed:
@@ -110,7 +116,7 @@ class Recorder:
         self._put(self._metric(name, value, step, stage))
 
     def close(self) -> None:
-        """Write out what is queued. Gives up after a few seconds on a disk that hangs; twice is harmless."""
+        """Write out what is queued, for at most 5 s if the disk hangs. Calling it twice is harmless."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
 
@@ -154,7 +160,7 @@ class Recorder:
             try:
                 record = self._queue.get(timeout=_POLL_S)
             except Empty:
-                # The count is read once: it may grow meanwhile.
+                # Read once, because the count may grow meanwhile.
                 if (dropped := self._dropped) > reported:
                     reported = dropped
                     file.write(_line(self._metric("telemetry.dropped", dropped, step, None)))

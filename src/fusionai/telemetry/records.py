@@ -1,7 +1,7 @@
-"""What telemetry may say: steps and metrics, as a schema. Decides the closed sets of names; writes nothing.
+"""The schema of telemetry: steps and metrics, with closed sets of names.
 
-A record is numbers, a name from a closed set and the ids it belongs to. There is no field for free text, so that no
-text of the data, no token and no secret can get into a file by way of a log call. Neighbours: `recorder` writes these.
+A record consists of numbers, a name from a closed set, and the ids it belongs to. It has no field for free text, so no
+text of the data, token or secret can get into a file through a log call. `recorder` writes these records.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ WORK_KINDS: Final[frozenset[str]] = frozenset(get_args(WorkKind))
 METRIC_NAMES: Final[frozenset[str]] = frozenset(get_args(MetricName))
 
 _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,127}")
+"""An id: up to 128 lower-case letters, digits and dashes, with no dash at the start."""
 Id = Annotated[str, Meta(max_length=128, pattern=r"^[a-z0-9][a-z0-9-]*$")]
 
 
 class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What every record carries. Raises `ValueError` on an id that is not one, so that no text slips in as an id."""
+    """Ids in every record. Raises `ValueError` for an invalid id, so that no free text gets in as an id."""
 
     job: Id
     peer: Id
@@ -48,9 +49,11 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A piece of a stage's work. A step has hundreds: an array of whole microseconds takes a tenth of an object's room.
+    """A piece of a stage's work. It is encoded as an array of whole microseconds, which takes a tenth of an object's
+    size, since a step has hundreds of pieces.
 
-    `start_us` counts from the record's `at_s`: the work of a committed step comes before it, so it is negative."""
+    `start_us` is relative to the record's `at_s`. It is negative, because a step's work ends before its commit.
+    """
 
     kind: WorkKind
     microbatch: int
@@ -63,16 +66,16 @@ class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
 
 class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="step"):
-    """A training step, in one line. `work` is there for some of the steps only, `busy_s` always."""
+    """A training step, in one line. `busy_s` is always present, `work` only in some of the steps."""
 
     origin: Origin
     step: int
     at_s: float
     metrics: dict[MetricName, float | None]
     busy_s: dict[int, float]
-    """Stage -> seconds it computed (waiting and sending left out)."""
+    """Stage -> seconds it computed, without waiting and sending."""
     work: dict[int, tuple[Work, ...]] = {}
-    """Stage -> its pieces of work, in the order they ran."""
+    """Stage -> its pieces of work, in the order in which they ran."""
 
     def __post_init__(self) -> None:
         if unknown := self.metrics.keys() - METRIC_NAMES:
@@ -82,7 +85,7 @@ class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class MetricRecord(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="metric"
 ):
-    """A number at a step. `value` is None where it was infinite or not a number, for which JSON has no word."""
+    """A number at a step. `value` is None if it was infinite or NaN, which JSON can't express."""
 
     name: MetricName
     origin: Origin

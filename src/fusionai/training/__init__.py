@@ -1,4 +1,4 @@
-"""A training job's driver: the shell around `coordination.driver`. Performs, never decides.
+"""The driver of a training job: performs the commands of the state machine in `coordination.driver`.
 
 Neighbours: `client` starts it, `execution` runs the stages it drives, `storage` keeps commits and checkpoints.
 """

@@ -1,9 +1,8 @@
-"""State between stages and disk: what a stage is given to start from, and what it streams back to be kept.
+"""State between stages and disk: what a stage receives to start from, and what it sends back to be saved.
 
-Decides which entries a stage needs from outside: everything after a checkpoint, otherwise only what has no
-initialisation rule (a pretrained model's weights have none). The layout on disk is `storage.checkpoint`'s.
-
-Neighbours: `training.driver` calls it, `storage` keeps the files.
+This module decides which entries a stage needs from outside: everything after a checkpoint, otherwise only entries
+without an initialisation rule (weights of a pretrained model have none). The layout on disk is defined by
+`storage.checkpoint`. `training.driver` calls this module.
 """
 
 from __future__ import annotations
@@ -35,11 +34,12 @@ from fusionai.transport.interface import Envelope
 from fusionai.wire import messages as wire
 
 Chunk = tuple[dict[str, HostTensor], bool]
-"""Entries and whether they are the last."""
+"""Entries, and whether they are the last."""
 
 
 class Checkpoints:
-    """`files` stand beside the weights (config.json, tokenizer). `keep`: how many complete checkpoints stay."""
+    """The checkpoints of one job. `files`: files saved beside the weights (config.json, tokenizer). `keep`: number of
+    complete checkpoints to keep."""
 
     def __init__(self, root: Path, header: CheckpointHeader, *, files: Mapping[str, bytes], keep: int) -> None:
         self.root = root
@@ -48,7 +48,7 @@ class Checkpoints:
         self._keep = keep
 
     def state_for(self, job: TrainingJob, graph: Graph, *, base: int, source: Source) -> Iterator[Chunk]:
-        """Chunks of the state a stage starts from, the last one marked; none at all if it makes or has everything."""
+        """Yield the state a stage starts from in chunks, the last one marked; nothing if the stage needs none."""
         match source:
             case "keep" | "snapshot":
                 return
@@ -65,7 +65,7 @@ class Checkpoints:
         if previous is not None:
             yield previous, True
         elif source == "import":
-            yield {}, True  # a stage without any state waits for the word all the same
+            yield {}, True  # a stage without any state waits for the last chunk too
 
     def _saved(self, job: TrainingJob, graph: Graph, step: int) -> Iterator[tuple[str, HostTensor]]:
         reader = CheckpointReader(step_directory(self.root, step))
@@ -77,8 +77,8 @@ class Checkpoints:
             if key in keys:
                 kept.add(key)
                 yield entry, reader.read(entry)
-        # Constants are part of the graph's definition, not of its state, and an adapter's base is the owner's:
-        # checkpoints don't repeat them. What has a rule is made by it here, as at the beginning it was by the stage.
+        # Constants are part of the graph's definition, and an adapter's base belongs to the owner, so checkpoints do
+        # not repeat them. Entries with an initialisation rule are initialised here, as the stage did at the beginning.
         specs = {spec.key: spec for spec in graph.params.values()}
         rest = sorted(keys - kept)
         yield from _model_entries(graph, job.state([key for key in rest if specs[key].init is None]))
@@ -96,39 +96,43 @@ class Checkpoints:
         tolerant: bool,
         takeovers: tuple[TolerantTakeover, ...] = (),
     ) -> Collection:
-        """Of every stage's state of `step`. `entries`: what each stage's state consists of; nothing else is written,
-        and nothing of it may be missing. `tolerant`: machines round differently, so the copies of a tied parameter may
-        be apart as far as `backends.tolerance` lets them; what the first stage that has it holds is kept.
-        `takeovers`: what is said of the bits of this state."""
+        """Return a collection of all stages' state of `step`.
+
+        `entries`: the entries of each stage's state; all must arrive, and no others are accepted. `tolerant`: machines
+        round differently, so copies of a tied parameter may differ within `backends.tolerance`, and the first stage's
+        copy is saved. `takeovers`: tolerant takeovers to record in the checkpoint's header.
+        """
         owed = {stage: dict(entries[stage]) for stage in stages}
         header = msgspec.structs.replace(self._header, tolerant_takeovers=takeovers)
         return Collection(self.root, header, self._files, step, fence, dict(stages), owed, tolerant=tolerant)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Of the complete ones."""
+        """Steps of the complete checkpoints."""
         found = (step_of(path) for path in complete_checkpoints(self.root))
         return tuple(step for step in found if step is not None)
 
     def forget_after(self, step: int, best: Evaluation | None = None) -> None:
-        """Remove those of states after more than `step` steps; `best` is what is the best now. Blocking."""
+        """Remove checkpoints of states after more than `step` steps. `best`: the best evaluation that remains.
+        Blocking."""
         forget_after(self.root, step)
         best_checkpoint(self.root, best)
 
     def name_best(self, best: Evaluation) -> Path:
-        """Write down which complete checkpoint holds the best state. Blocking."""
+        """Record which complete checkpoint holds the best state. Blocking."""
         return name_best(self.root, best)
 
     def prune(self, best: int | None) -> None:
-        """Remove old checkpoints, but never that of step `best`. Blocking; only while no stage may still load one
-        (recovery rule 15)."""
+        """Remove old checkpoints, but never that of step `best`. Blocking. Call it only while no stage may still load
+        one (recovery rule 15)."""
         prune(self.root, self._keep, best)
 
 
 class Collection:
-    """One checkpoint on its way to the disk: `take` what members send, while `run` waits and then completes it.
+    """One checkpoint being written: `take` stores what members send, `run` waits for all of it and completes the
+    checkpoint.
 
-    `cancel` before the last chunk leaves nothing behind; afterwards the checkpoint is completed all the same.
+    `cancel` before the last chunk leaves nothing behind; after it, the checkpoint is still completed.
     """
 
     def __init__(
@@ -155,16 +159,16 @@ class Collection:
             for entry in owed[stage]:
                 firsts.setdefault(entry, stage)
         self._firsts = firsts if tolerant else None
-        """Entry -> the stage whose value is kept; None: all have the same."""
+        """Entry -> the stage whose value is saved; None if all copies are equal."""
         self._copies: list[tuple[int, str, HostTensor]] = []
-        """Stage, entry and what it holds, where another stage's is kept."""
+        """(stage, entry, value) of copies that are only compared, because another stage's is saved."""
         self._writer: asyncio.Future[CheckpointWriter] = asyncio.get_running_loop().create_future()
         self._settled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """True when everything has come, False when nothing more will; or why it can't be written."""
+        """True when everything has arrived, False after `cancel`; an exception if writing failed."""
         self._turn = asyncio.Lock()
 
     async def run(self) -> Path | None:
-        """The complete checkpoint, or None if it was cancelled. Raises `StorageError`."""
+        """Return the complete checkpoint, or None if it was cancelled. Raises `StorageError`."""
         try:
             writer = await asyncio.to_thread(CheckpointWriter, self._root, self.step, self._header, files=self._files)
         except BaseException:
@@ -181,12 +185,12 @@ class Collection:
                 await asyncio.to_thread(writer.abandon)
 
     async def take(self, peer: PeerId, envelope: Envelope) -> None:
-        """A message on a member's state connection. Raises `ExecutionError` for a state that is not as expected."""
+        """Take a message from a member's state connection. Raises `ExecutionError` for state other than expected."""
         message = envelope.message
         if not isinstance(message, wire.StateChunk):
             raise ExecutionError(f"expected the state of step {self.step}, got {type(message).__name__}.")
         if message.fence > self._fence:
-            raise ExecutionError(f"expected the state of step {self.step}, got one of a round that is still to come.")
+            raise ExecutionError(f"expected the state of step {self.step}, got one with the fence of a later round.")
         if message.fence < self._fence or self._settled.done():
             return
         finished = self._take_off(message, envelope.tensors, peer)
@@ -205,19 +209,19 @@ class Collection:
                 self._settled.set_result(True)
 
     def _take_off(self, message: wire.StateChunk, tensors: Mapping[str, HostTensor], peer: PeerId) -> bool:
-        """Strike what has come off the list of what is owed; whether it was the stage's last chunk."""
+        """Remove the arrived entries from those expected. Return whether it was the stage's last chunk."""
         mine = sorted(stage for stage in self._owed if self._stages[stage] == peer)
         if message.step != self.step or message.stage not in mine:
             raise ExecutionError(
                 f"expected the state of step {self.step} of stages {mine} from peer {short(peer)}, "
-                f"got that of step {message.step} of stage {message.stage}."
+                f"got the state of step {message.step} of stage {message.stage}."
             )
         entries = self._owed[message.stage]
         for name, tensor in tensors.items():
             check_entry(entries, name, tensor)
             del entries[name]
         if message.last and entries:
-            raise ExecutionError(f"the state of stage {message.stage} came without {', '.join(sorted(entries)[:3])}.")
+            raise ExecutionError(f"the state of stage {message.stage} lacks {', '.join(sorted(entries)[:3])}.")
         return message.last
 
     def _add_all(self, writer: CheckpointWriter, stage: int, tensors: Mapping[str, HostTensor]) -> None:
@@ -228,7 +232,7 @@ class Collection:
                 self._copies.append((stage, entry, host_tensor(tensor.dtype, tensor.shape, bytes(tensor.data))))
 
     def _compare(self, writer: CheckpointWriter) -> None:
-        """Raises `StorageError` where copies of one parameter are further apart than rounding explains."""
+        """Raise `StorageError` if copies of one parameter differ by more than rounding explains."""
         for stage, entry, tensor in self._copies:
             kept = writer.value(entry)
             apart = difference(numbers(tensor), numbers(kept))
@@ -236,12 +240,12 @@ class Collection:
             if apart > most:
                 raise StorageError(
                     f"checkpoint of step {self.step}: stage {stage} holds a value of {entry} that is {apart:.2g} of "
-                    f"its size away from what is kept; rounding explains {most:.2g}.",
+                    f"its size away from the saved copy; rounding explains at most {most:.2g}.",
                     hint="Tied parameters have diverged; the job must go back to its last checkpoint.",
                 )
 
     def cancel(self) -> None:
-        """What has not come will not come any more."""
+        """Stop waiting for state that has not arrived."""
         if not self._settled.done():
             self._settled.set_result(False)
 
@@ -253,6 +257,6 @@ def _initial(spec: ParamSpec, seed: int) -> HostTensor:
 
 
 def _model_entries(graph: Graph, entries: Iterable[tuple[str, HostTensor]]) -> Iterator[tuple[str, HostTensor]]:
-    """Frozen weights are packed here, once: whoever gets them afterwards, a guard or an heir, gets these bytes."""
+    """Yield state entries. Frozen weights are packed once, here, so guards and later stages get the same bytes."""
     specs = {spec.key: spec for spec in graph.params.values()}
     return ((f"model/{key}", as_stored(specs[key], tensor)) for key, tensor in entries)

@@ -1,7 +1,8 @@
-"""What follows from a plan's block ranges and is kept while they stay: graphs, boundaries, state entries.
+"""Graphs, boundaries and state entries that follow from a plan's block ranges and stay the same as long as the ranges
+do.
 
-Decides nothing. Neighbours: `execution.deployment` is the plan made real, `training.driver` runs it,
-`coordination.roles` is the machine's view of one.
+`execution.deployment` is the plan with addresses and tickets, `training.driver` runs it, and `coordination.roles` is
+the driver machine's view of a plan.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fusionai.wire.messages import StageOptions
 
 @dataclass(frozen=True, slots=True)
 class CutStage:
-    """One stage of a cut. `encoded`: its graph as it travels, named by `graph_hash`."""
+    """One stage of a cut. `encoded`: its graph as sent to peers, uint8; `graph_hash` is its hash."""
 
     graph: Graph
     encoded: HostTensor
@@ -37,28 +38,29 @@ class CutStage:
     boundary: Boundary
     entries: Mapping[str, StateEntry]
     saved: Mapping[str, StateEntry]
-    """Those a checkpoint is made of."""
+    """The entries that a checkpoint contains."""
 
     @property
     def trainable(self) -> dict[str, tuple[int, ...]]:
-        """Key -> shape of the parameters that it updates."""
+        """Key -> shape of the parameters that this stage updates."""
         return {spec.key: spec.shape for spec in self.graph.params.values() if spec.trainable}
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`name` differs where stages or their snapshots would. `ranges`: replica and blocks of each stage."""
+    """A model cut into stages. `name`: hash that differs whenever stages or their snapshots would. `ranges`: (replica,
+    blocks) of each stage."""
 
     name: str
     ranges: tuple[tuple[int, tuple[int, int]], ...]
     codecs: tuple[Codec, ...]
     stages: tuple[CutStage, ...]
     together: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Key and holders of the parameters whose gradients travel with each microbatch only because one machine has all
-    their stages."""
+    """(key, stages that hold it) for parameters whose gradients travel with each microbatch only because one machine
+    runs all of these stages."""
 
     def holds(self, plan: Plan) -> bool:
-        """Whether `plan` has these stages, and those together that must be."""
+        """Return whether `plan` has these stages, and keeps on one machine those that must be."""
         peers = [placement.peer for placement in plan.stages]
         same = (ranges_of(plan), plan.codecs) == (self.ranges, self.codecs)
         return same and all(len({peers[stage] for stage in stages}) == 1 for _, stages in self.together)
@@ -68,11 +70,11 @@ class Cut:
         return self.stages[0].boundary.replicas
 
     def saves(self, stage: int) -> bool:
-        """Whether a checkpoint has this stage's state from it: other replicas have the same."""
+        """Return whether a checkpoint takes this stage's state. Other replicas hold the same state."""
         return self.stages[stage].boundary.replica == 0
 
     def roles(self, plan: Plan, owner: PeerId) -> Roles:
-        """The machine's view of `plan`, whose block ranges are this cut's."""
+        """Return the driver machine's view of `plan`, which must have this cut's block ranges."""
         return Roles(
             version=plan.version,
             owner=owner,
@@ -96,10 +98,12 @@ def ranges_of(plan: Plan) -> tuple[tuple[int, tuple[int, int]], ...]:
 
 
 def cut(job: TrainingJob, plan: Plan) -> Cut:
-    """Raises `GraphError` or `PlanError` where the plan's ranges are no cut of the job's graph."""
+    """Cut the job's graph. Raises `GraphError` or `PlanError` if the plan's ranges do not fit the graph."""
     ranges = ranges_of(plan)
     if len(plan.codecs) not in (0, len(ranges) - 1):
-        raise PlanError(f"the plan has {len(ranges)} stages and {len(plan.codecs)} codecs, expected one fewer or none.")
+        raise PlanError(
+            f"the plan has {len(ranges)} stages and {len(plan.codecs)} codecs, expected one codec fewer, or none."
+        )
     peers = [placement.peer for placement in plan.stages]
     partitions: list[Partition] = []
     together: list[tuple[str, tuple[int, ...]]] = []
@@ -142,13 +146,13 @@ def _by_replica(ranges: Sequence[tuple[int, tuple[int, int]]]) -> list[list[tupl
         if replica == len(grouped):
             grouped.append([])
         if replica != len(grouped) - 1:
-            raise PlanError(f"stage {stage} is of replica {replica}; replicas follow each other, one after the other.")
+            raise PlanError(f"stage {stage} belongs to replica {replica}; expected all stages of a replica in a row.")
         grouped[replica].append(blocks)
     return grouped
 
 
 def stage_options(options: StageOptions, plan: Plan, stage: int) -> StageOptions:
-    """What a stage of `plan` is told; `options` are the job's."""
+    """Return the options of one stage of `plan`, made from the job's `options`."""
     placement = plan.stages[stage]
     return msgspec.structs.replace(
         options,
@@ -162,9 +166,12 @@ def stage_options(options: StageOptions, plan: Plan, stage: int) -> StageOptions
 
 
 def _weight_lag(placement: StagePlacement, microbatches: int) -> int:
-    """As many microbatches as are in flight may lag with their weight gradients, if the peer's memory holds them with
-    room to spare (the plan's bytes are predictions). The loss alone has no weights. Where activations are made again,
-    those that lag would have to be kept after all."""
+    """Return how many microbatches may delay their weight gradients.
+
+    It is the number in flight, as far as half of the peer's spare memory holds them (the plan's bytes are predictions).
+    It is 0 for a stage without weights (loss only), and with recomputation, which would then have to keep the
+    activations.
+    """
     if "stage" not in placement.roles or placement.recompute:
         return 0
     spare_bytes = (placement.memory_limit_bytes - placement.memory_bytes) // 2

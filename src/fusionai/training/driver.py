@@ -1,11 +1,11 @@
-"""The driver of a training job: performs what `coordination.driver` commands, feeds it what happens.
+"""The driver of a training job: performs the commands of `coordination.driver` and reports events to it.
 
-The loop is `run`: take an event, let the machine decide, perform its commands. Decides nothing itself, but which
-messages are of the present round: all else is dropped before it becomes an event (recovery rule 1).
+`run` takes an event, lets the machine decide, and performs its commands. The driver itself decides only which messages
+belong to the present round; all others are dropped before they become events (recovery rule 1).
 
-Neighbours: `execution.connections` reaches the members, `training.inbox` turns messages into events,
-`training.checkpoints` collects state, `storage.commits` is the journal; `execution` runs the stages, also those of the
-job owner in this process.
+`execution.connections` reaches the members, `training.inbox` turns messages into events, `training.checkpoints`
+collects state, `storage.commits` is the journal. `execution` runs the stages, including the job owner's own in this
+process.
 """
 
 from __future__ import annotations
@@ -61,16 +61,18 @@ log = logging.getLogger(__name__)
 Listener = Callable[[progress.Progress], None]
 
 CHECK_S = 120.0
-"""After which a referee's word is not waited for."""
+"""Timeout for a referee's answer, in seconds (chosen)."""
 LINK_GRACE_S = 0.2
-"""A lost link is often the first sign of a lost peer, whose own connection says so a moment later."""
+"""Seconds to wait after a lost link: it is often the first sign of a lost peer, which is reported a moment later."""
 
 
 class Driver:
-    """Use as: `await driver.run()`, then optionally `await driver.infer(...)`, then `await driver.close()`.
+    """Drives one job. Call `await driver.run()`, then optionally `await driver.infer(...)`, then `await
+    driver.close()`.
 
     `deployment`: the plan to begin with, journalled as the one in force. `saved`: step of the newest complete
-    checkpoint, -1 without any."""
+    checkpoint, -1 if there is none.
+    """
 
     def __init__(
         self,
@@ -86,23 +88,25 @@ class Driver:
         exchange: Exchange | None = None,
     ) -> None:
         if (exchange is None) != ((every := job.options.sync_every) == 0):
-            raise PlanError(f"{job.job} exchanges every {every} steps, with {'nobody' if every else 'somebody'}.")
+            raise PlanError(
+                f"{job.job} exchanges every {every} steps, but has {'no exchange' if every else 'an exchange'}."
+            )
         if host.seal is None:
             raise PlanError(f"{job.job} needs its owner's key to sign placements with; this machine has none.")
         self._job = job
         self._host = host
         self._seal = host.seal
         self._placement = b""
-        """Of the present round, signed."""
+        """Signed placement of the present round."""
         self._journal = journal
         self._checkpoints = checkpoints
         self._replanner = replanner
         self._on_progress = on_progress
         self._exchange = exchange
         self._events: asyncio.Queue[tuple[Fence | None, DriverEvent]] = asyncio.Queue()
-        """With the fence of the round they belong to; None for those that outlast rounds."""
+        """(fence of the event's round, event); the fence is None for events that outlast rounds."""
         self._round: set[asyncio.Task[None]] = set()
-        """Work of the present round."""
+        """Tasks of the present round."""
         self._lasting: set[asyncio.Task[None]] = set()
         self._asking: asyncio.Task[None] | None = None
         self._collection: Collection | None = None
@@ -112,13 +116,13 @@ class Driver:
         self._faults = FaultLog(on_progress, host.clock.now_s)
         self._ended: EndJob | None = None
         self.deployment = deployment
-        """In force."""
+        """The deployment in force."""
         self._granted: dict[int, tuple[Deployment, str]] = {}
-        """Newer plan version -> what it is and why, until the machine goes over to it."""
+        """Newer plan version -> (deployment, reason), until the machine adopts it."""
         self._cut = cut(job, deployment.plan)
         self._differences = self._new_differences()
         self._agreed_from = 0
-        """Agreements of earlier steps were given up."""
+        """Agreements of earlier steps were forgotten."""
         self._inspection = Inspection(job.secret, job.owner) if job.secret else None
         self._rewinding: asyncio.Task[None] | None = None
         saved_from = max(0, saved - 1)
@@ -136,9 +140,9 @@ class Driver:
         )
         self.fence = Fence(deployment.plan.version, journal.incarnation, 0)
         self._prints: dict[str, str] = {}
-        """Fingerprints of members, as they say."""
+        """Peer -> the fingerprint it reported."""
         self._prepared: Fence | None = None
-        """The round whose guards were told what to have ready."""
+        """The round whose guards were asked to prepare their stages."""
         self._member = JobMember(host, job.job, job.owner, self.fence, on_output=self._on_output)
         self._fed = Feed(self._member)
         self._connections = Connections(
@@ -153,7 +157,7 @@ class Driver:
     # ------------------------------------------------------------------------------------------------- the loop
 
     async def run(self) -> EndJob:
-        """Attach, restore, train, save. Raises nothing of the members' making: it is in the result."""
+        """Attach, restore, train, save. Failures caused by members are not raised; they are in the result."""
         self._perform_all(self._machine.start())
         while self._ended is None:
             fence, event = await self._events.get()
@@ -171,17 +175,17 @@ class Driver:
             self._last(asyncio.to_thread(self._checkpoints.prune, None if best is None else best.step))
 
     def stop(self, reason: str) -> None:
-        """Finish the step under way, save, end."""
+        """Finish the current step, save, end."""
         self._tell(events.StopAsked(reason), None)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a stage has nobody to run it."""
+        """Whether a stage has no peer to run it."""
         return self._machine.phase is DriverPhase.WAITING
 
     @property
     def plan(self) -> Plan:
-        """The plan in force, less the guards that are lost."""
+        """The plan in force, without guards that are lost."""
         living = self._machine.guards
         return without_guards(
             self.deployment.plan,
@@ -194,23 +198,23 @@ class Driver:
         return self._machine.sheltered
 
     def shut_out(self, peer: PeerId, reason: str) -> None:
-        """It counts as lost. Harmless for one without a connection."""
+        """Count a peer as lost. Does nothing if it is not connected."""
         self._connections.drop(peer, reason)
 
     def offer(self, deployment: Deployment, reason: str) -> None:
-        """A newer plan, journalled: gone over to when nothing is under way."""
+        """Offer a newer, journalled plan. It is adopted when no step is in progress."""
         version = deployment.plan.version
         if version > self.deployment.plan.version:
             self._granted[version] = (deployment, reason)
             self._tell(events.PlanGranted(self._cut_of(deployment.plan).roles(deployment.plan, self._job.owner)), None)
 
     def renew(self, deployment: Deployment) -> None:
-        """New tickets or addresses for the plan in force."""
+        """Use new tickets or addresses for the plan in force."""
         if deployment.plan.version == self.deployment.plan.version:
             self.deployment = deployment
 
     async def close(self, reason: str = "done") -> None:
-        """Whoever still waits for an inference learns why there is none."""
+        """End all tasks. Pending inferences fail with `reason`."""
         for task in (*self._round, *([] if self._asking is None else [self._asking])):
             task.cancel()
         if self._collection is not None:
@@ -226,9 +230,9 @@ class Driver:
         for command in todo:
             try:
                 self._perform(command)
-            except TransportError as error:  # whoever holds the connection says so too, and that is an event
+            except TransportError as error:  # the connection's owner reports the loss as an event
                 log.info("%s: %s", type(command).__name__, error)
-            except FusionError as error:  # data that can't be read
+            except FusionError as error:  # e.g. data that can't be read
                 self._tell(events.CommandFailed(str(error)), None)
 
     def _perform(self, command: DriverCommand) -> None:
@@ -282,7 +286,7 @@ class Driver:
             case commands.TellRestored():
                 self._faults.restored(command)
             case commands.WarnTolerant(_, detail):
-                self._on_progress(progress.Warned(f"not bit-exact, tolerated by the recipe: {detail}"))
+                self._on_progress(progress.Warned(f"not bit-exact, which the recipe allows: {detail}"))
             case commands.EndJob():
                 self._ended = command
                 if command.failed is None:
@@ -291,7 +295,7 @@ class Driver:
     # ---------------------------------------------------------------------------------------------------- rounds
 
     def _begin_round(self, command: commands.SendAttach) -> None:
-        """What was under way for the old fence ends; then everybody in the plan is told of the new one."""
+        """Cancel what the old round started, then send the new round to all members of the plan."""
         self.fence = command.fence
         for task in self._round:
             task.cancel()
@@ -320,7 +324,7 @@ class Driver:
             self._start(self._enlist(PeerId(member), command))
 
     async def _enlist(self, peer: PeerId, command: commands.SendAttach) -> None:
-        """Its whole part in the job, over connections that live."""
+        """Connect to a member and send it its whole part in the round."""
         if not await self._connections.open(peer, self.deployment, self.fence):
             return
         deployment, guards = self.deployment, command.guards
@@ -358,7 +362,7 @@ class Driver:
             )
 
     def _prepare_guards(self) -> None:
-        """Once a round, when it is under way: whoever guards a stage has it ready."""
+        """Once per round, when its first step is committed: ask guards to load their stages in advance."""
         if self._prepared == self.fence:
             return
         self._prepared = self.fence
@@ -400,7 +404,7 @@ class Driver:
             self._start(self._push_agreements(command.stage, command.base - 1 - self._job.options.sync_lag))
 
     async def _push_state(self, command: commands.SendResume) -> None:
-        """Send the stage what it can't make itself; nothing at all if it makes or has everything."""
+        """Send the stage the state it can't make itself, if any."""
         graph = self._cut.stages[command.stage].graph
         pending = self._checkpoints.state_for(self._job, graph, base=command.base, source=command.source)
         while (item := await asyncio.to_thread(next, pending, None)) is not None:
@@ -413,7 +417,8 @@ class Driver:
     # ---------------------------------------------------------------------------------------------- local updates
 
     def _new_differences(self) -> Differences:
-        """Of the stages that learn; the others take no part in exchanges."""
+        """Return a collector for differences of the stages with trainable parameters; others take no part in
+        exchanges."""
         shapes = {stage: self._cut.stages[stage].trainable for stage in range(len(self._cut.stages))}
         return Differences({stage: known for stage, known in shapes.items() if known}, self._codec)
 
@@ -428,13 +433,13 @@ class Driver:
                 await self._send_agreement(stage, agreement)
 
     def _forget_agreements(self, below: int) -> None:
-        """What no stage will run again."""
+        """Forget agreements that no stage will need again."""
         if self._exchange is not None and below > self._agreed_from:
             self._agreed_from = below
             self._last(asyncio.to_thread(self._exchange.forget, below))
 
     async def _push_agreements(self, stage: int, since: int) -> None:
-        """Those that a stage will need which runs steps again, or was waiting for one."""
+        """Send a stage the agreements it needs because it runs steps again or was waiting for one."""
         assert self._exchange is not None
         for agreement in await asyncio.to_thread(self._exchange.known, since):
             await self._send_agreement(stage, agreement)
@@ -459,10 +464,12 @@ class Driver:
                 return
 
     def _take_difference(self, peer: PeerId, message: wire.Difference, tensors: dict[str, HostTensor]) -> None:
-        """Raises `ExecutionError` for what is none."""
+        """Raise `ExecutionError` for a difference that is not expected from this peer."""
         exchange = self._exchange
         if exchange is None or message.stage not in self._machine.roles.stages_of(peer):
-            raise ExecutionError(f"expected no difference of stage {message.stage} from peer {short(peer)}.")
+            raise ExecutionError(
+                f"got a difference of stage {message.stage} from peer {short(peer)}, which does not send any."
+            )
         if message.fence == self.fence and (whole := self._differences.take(message, tensors)) is not None:
             self._start(self._agree(exchange, message.step, whole))
 
@@ -482,7 +489,7 @@ class Driver:
         self._tell(events.CommitJournalled(record), None)
 
     def _rounds_differently(self) -> bool:
-        """Whether machines of unlike numerics have, or may have had, a part in this job."""
+        """Return whether machines with different numerics have, or may have had, a part in this job."""
         prints = {stage.fingerprint for stage in self.plan.stages if self._cut.saves(stage.stage)}
         return self._job.options.takeover != "exact" or len(prints) > 1
 
@@ -502,7 +509,7 @@ class Driver:
 
         async def collect() -> None:
             if former is not None:
-                await asyncio.wait({former})  # two must not write to one place
+                await asyncio.wait({former})  # two collections must not write to the same directory
             path = await collection.run()
             if path is not None:
                 self._on_progress(progress.CheckpointSaved(step, str(path), time.monotonic() - started_s))
@@ -514,7 +521,7 @@ class Driver:
                 self._to(stage, wire.Export(fence=self.fence, stage=stage, step=step))
 
     async def _evaluate(self, step: int) -> None:
-        """Mean loss over the evaluation part; at most two pipelines' worth of microbatches under way."""
+        """Mean loss over the evaluation set, with at most twice as many microbatches in flight as there are stages."""
         fence, window = self.fence, asyncio.Semaphore(2 * len(self._cut.stages))
 
         async def one(index: int) -> float:
@@ -536,8 +543,8 @@ class Driver:
         self._on_progress(progress.BestKept(best.step, best.loss, str(path)))
 
     async def _probe(self, step: int) -> None:
-        """Invariant 7: nothing is called ready before a microbatch has crossed every stage and come back. It crosses
-        every replica twice."""
+        """Send a microbatch through every stage of every replica, twice, and compare the losses (invariant 7: a job is
+        ready only after a probe has come back right)."""
         fence, batch = self.fence, self._job.data.microbatch(min(step, self._job.steps - 1), 0)
         losses: list[float] = []
         for index in range(2 * self._cut.replicas):
@@ -545,16 +552,16 @@ class Driver:
             self._feed("eval", step, index, batch)
             losses.append(_scalar((await waiting)[LOSS]))
         count = self._cut.replicas
-        # Replicas may be unlike machines; each must agree with itself.
+        # Each replica is compared only with itself if takeover is "any": replicas may then be different machines.
         first = count if self._job.options.takeover == "any" else 1
         pairs = list(zip(losses[:count] if first == count else [losses[0]] * len(losses), losses[first:], strict=False))
         apart = next((pair for pair in pairs if pair[0].hex() != pair[1].hex()), pairs[0])
         self._tell(events.ProbeAnswered(apart), fence)
 
     async def infer(self, batch: Batch) -> dict[str, HostTensor]:
-        """Job outputs other than the loss (`logits`) for one batch, computed across the pool's stages with the state
-        of the last committed step. Raises `ExecutionError` when a stage is lost meanwhile: the job is over, nobody
-        restores it."""
+        """Return job outputs other than the loss (`logits`) for one batch, computed by the pool's stages with the state
+        of the last committed step. Raises `ExecutionError` if a stage is lost meanwhile: after the job's end lost
+        stages are not restored."""
         step, index = self._machine.step, self._outputs.next_inference()
         waiting = self._outputs.expect("infer", step, index)
         self._feed("infer", step, index, batch)
@@ -587,13 +594,16 @@ class Driver:
         return Inspector(job.secret, job.owner, max(1, job.options.microbatches // self._cut.replicas))
 
     def _start_check(self, check: Check) -> None:
-        """What the referee needs follows when it is ready. Steps below the stretch are never checked any more."""
+        """Ask a referee for a recheck; its inputs follow when it is ready. Earlier steps are never checked again."""
         assert self._inspection is not None
         self._inspection.forget(check.first)
         part = self._cut.stages[check.stage]
         keys = self._inspection.keys(check, sorted(part.boundary.others))
         if not keys or self._job.options.sync_every:
-            self._tell(events.StageChecked(check, Opinion(void="not all that is needed was kept")), self.fence)
+            self._tell(
+                events.StageChecked(check, Opinion(void="some inputs or keys that the recheck needs were not kept")),
+                self.fence,
+            )
             return
         message = wire.Recheck(
             fence=self.fence,
@@ -611,10 +621,10 @@ class Driver:
         self._start(self._give_up(check))
 
     async def _give_up(self, check: Check) -> None:
-        """A referee that says nothing must not hold the line for ever."""
+        """End a check without an opinion after `CHECK_S`, because it holds up the retention line."""
         fence = self.fence
         await asyncio.sleep(CHECK_S)
-        self._tell(events.StageChecked(check, Opinion(void=f"there was no answer for {CHECK_S:g} s")), fence)
+        self._tell(events.StageChecked(check, Opinion(void=f"the referee did not answer within {CHECK_S:g} s")), fence)
 
     def _hear_referee(self, peer: PeerId, message: wire.Rechecking | wire.Rechecked) -> None:
         inspector, inspection = self._machine.inspector, self._inspection
@@ -631,15 +641,15 @@ class Driver:
         self._tell(events.StageChecked(check, inspection.opinion(check, message, apart)), self.fence)
 
     def _miss_word(self, peer: PeerId, message: wire.Untold) -> None:
-        """A neighbour took its stage over since, or has dropped what it sent: the stretch can't be run again."""
+        """End a check without an opinion, because a neighbour no longer has what it sent to the checked stage."""
         inspector = self._machine.inspector
         check = None if inspector is None else inspector.open.get(message.about)
         if check is not None and self._machine.roles.places.get(message.stage) == peer:
-            void = Opinion(void=f"stage {message.stage} does not have all that it sent any more")
+            void = Opinion(void=f"stage {message.stage} no longer has everything that it sent")
             self._tell(events.StageChecked(check, void), self.fence)
 
     async def _bring(self, check: Check) -> None:
-        """Have all that the stage got sent to the referee; the owner's machine has no snapshot of it either."""
+        """Have all inputs of the checked stage sent to the referee. The owner's machine also needs its snapshots."""
         boundary, places = self._cut.stages[check.stage].boundary, self._machine.roles.places
         addresses = tuple(self.deployment.members.get(check.referee, ()))
         if check.referee == self._job.owner and (guard := self._machine.guards.get(check.stage)) is not None:
@@ -669,8 +679,8 @@ class Driver:
                     await self._connections.send_state(PeerId(check.referee), message, tensors)
 
     async def _take_testimony(self, peer: PeerId, message: Sent, tensors: dict[str, HostTensor]) -> None:
-        """For a referee in this process, or from a stage in this process to one elsewhere. Raises `ExecutionError` for
-        a word in another's name."""
+        """Pass on a stage's sent tensors to a referee, if the referee or the stage is in this process. Raises
+        `ExecutionError` if the peer does not run the stage it claims as the sender."""
         inspector, (stage, fence) = self._machine.inspector, receiver(message)
         check = None if inspector is None else inspector.open.get(stage)
         if check is None or fence != self.fence:
@@ -698,7 +708,7 @@ class Driver:
         )
 
     async def _rewind(self, step: int) -> None:
-        """First the journal, then checkpoints: one of a later state than the journal's is forgotten at a start."""
+        """Cut back the journal first, then checkpoints: at a start, checkpoints later than the journal are dropped."""
         if self._collection is not None:
             self._collection.cancel()
         if self._collected is not None:
@@ -709,14 +719,14 @@ class Driver:
     # ---------------------------------------------------------------------------------------------- what arrives
 
     def _on_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
-        """Never raises: a member that sends what is none counts as lost."""
+        """Handle an output. Never raises: a member that sends an invalid one counts as lost."""
         if message.fence != self.fence:
             return
         if (wrong := self._take_output(message, tensors)) is not None:
             self._connections.drop(self._peer_of(message.stage), wrong)
 
     def _take_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> str | None:
-        """What is wrong with it, if anything."""
+        """Return what is wrong with the output, None if nothing is."""
         boundary = self._cut.stages[message.stage].boundary
         if not boundary.crosses(message.microbatch):
             return f"it sent an output of microbatch {message.microbatch}, which does not cross stage {message.stage}"
@@ -795,13 +805,13 @@ class Driver:
                     pass
 
     async def _suspect_link(self, reporter: PeerId, message: wire.LinkLost) -> None:
-        """Told to the machine unless one of the two turns out to be lost: then its loss is what counts."""
+        """Report a broken link to the machine, unless one of the two peers turns out to be lost."""
         other, fence = PeerId(message.peer), self.fence
         while True:
             await asyncio.sleep(LINK_GRACE_S)
             if not (self._connections.is_doubtful(reporter) or self._connections.is_doubtful(other)):
                 break
-        # A guard exchanges no tensors: only a snapshot that it was to pass on is missed.
+        # A guard exchanges no tensors; its link matters only for a snapshot that it was asked to pass on.
         idle = not self._machine.roles.stages_of(reporter) and reporter != self._job.owner
         missed = not idle or self._machine.phase is DriverPhase.LOADING
         if missed and self._connections.is_open(reporter) and self._connections.is_open(other):
@@ -816,29 +826,29 @@ class Driver:
     # ---------------------------------------------------------------------------------------------------- details
 
     def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        """Ends with the round."""
+        """Run `work` in a task that ends with the round."""
         return self._spawn(work, self._round)
 
     def _last(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
-        """Outlasts the round."""
+        """Run `work` in a task that outlasts the round."""
         return self._spawn(work, self._lasting)
 
     def _spawn(self, work: Coroutine[object, object, object], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
         async def guarded() -> None:
             try:
                 await work
-            except TransportError as error:  # whoever holds the connection says so too, and that is an event
+            except TransportError as error:  # the connection's owner reports the loss as an event
                 log.info("a connection of %s: %s", self._job.job, error)
             except FusionError as error:
                 self._tell(events.CommandFailed(str(error)), None)
-            except Exception as error:  # the job must end with a reason, never wait for a task that is gone
+            except Exception as error:  # the job must end with a reason instead of waiting for a failed task
                 log.exception("a command of %s failed", self._job.job)
                 self._tell(events.CommandFailed(f"{type(error).__name__}: {error}"), None)
 
         task = asyncio.create_task(guarded())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # of a task that was cancelled before it began
+        task.add_done_callback(lambda _: work.close())  # for a task that was cancelled before it began
         return task
 
     def _to(self, stage: int, message: wire.Message) -> None:
@@ -849,5 +859,5 @@ class Driver:
 
 
 def _scalar(tensor: HostTensor) -> float:
-    """A float32 scalar as an exact Python float."""
+    """Return a float32 scalar as an exact Python float."""
     return float(np.frombuffer(tensor.data, np.float32)[0])

@@ -1,8 +1,8 @@
-"""The time line of a job's faults, for those who watch. Decides when a fault counts as over: when the next step is
-official, all stages being well.
+"""The timeline of a job's faults, reported as progress events.
 
-A guard's loss stops nothing and is never waited for. Neighbours: `training.driver` tells what the machine commands,
-`client.fault_story` puts what comes out into words.
+This module decides when a fault is over: when the next step is committed with all stages working. The loss of a guard
+stops nothing and is never waited for. `training.driver` reports the machine's commands, and `client.fault_story`
+renders the events.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fusionai.training import progress
 
 @dataclass(slots=True)
 class FaultLog:
-    """`now_s` is monotonic."""
+    """Tracks the fault in progress. `now_s` returns monotonic seconds."""
 
     tell: Callable[[progress.Progress], None]
     now_s: Callable[[], float]
     _since_s: float | None = None
-    """When the first fault was seen that is not over."""
+    """Time at which the first unresolved fault was seen."""
     _reason: str = ""
-    """Why a plan was asked for."""
+    """Why a new plan was requested."""
 
     def seen(self, fault: TellFault) -> None:
         self.tell(progress.FaultSeen(fault.kind, fault.peer, fault.stages, fault.step, fault.reason))
@@ -35,7 +35,7 @@ class FaultLog:
         self._reason = reason
 
     def adopted(self, plan: Plan, reason: str) -> None:
-        """`reason`: why it was offered, for a plan nobody had to ask for."""
+        """Report a plan as adopted. `reason`: why it was offered, if it was not requested after a fault."""
         self.tell(progress.PlanChanged(plan, self._reason or reason))
         self._reason = ""
 
@@ -44,7 +44,7 @@ class FaultLog:
             self.tell(progress.Restored(told.committed, told.base, told.restored, told.rollback))
 
     def committed(self, step: int) -> None:
-        """`step` is official and every stage is well."""
+        """Report that `step` was committed with every stage working."""
         if self._since_s is not None:
             self.tell(progress.Recovered(step, self.now_s() - self._since_s))
             self._since_s = None

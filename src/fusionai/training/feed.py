@@ -1,6 +1,6 @@
-"""What is fed into a job: one microbatch's inputs as messages, each stage getting exactly those it needs.
+"""The data feed of a job: inputs of one microbatch as messages, to each stage exactly those it needs.
 
-Decides nothing. Neighbours: `training.driver` feeds, `execution.boundary` says who needs what.
+Used by `training.driver`; `execution.boundary` says which stage needs what.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def forwards(
     *,
     only: Collection[int] | None = None,
 ) -> Iterator[tuple[wire.Forward, tuple[HostTensor, ...]]]:
-    """For the stages that this microbatch crosses; `only`: of these. Raises `DataError` where the batch has not what
-    the model needs."""
+    """Yield the messages for the stages that this microbatch crosses, or for those of them in `only`. Raises
+    `DataError` if the batch lacks an input of the model."""
     for number, stage in enumerate(cut.stages):
         if not stage.boundary.crosses(microbatch) or (only is not None and number not in only):
             continue
@@ -40,7 +40,9 @@ def forwards(
                 continue
             missing = [name for name in names if name not in batch]
             if missing:
-                raise DataError(f"the model needs inputs {', '.join(missing)}, the data has {', '.join(batch)}.")
+                raise DataError(
+                    f"the model needs inputs {', '.join(missing)}, but the data has only {', '.join(batch)}."
+                )
             tensors = {name: batch[name] for name in names}
             message = wire.Forward(
                 fence=fence,
@@ -56,7 +58,8 @@ def forwards(
 
 
 class Feed:
-    """The feed of one round, in order. A stage is ready when its own end of the link is up; ours may take longer."""
+    """Sends the inputs of one round, in order. A stage reports ready when its end of the link is up; this end may take
+    longer."""
 
     def __init__(self, member: JobMember) -> None:
         self._member = member
@@ -66,7 +69,7 @@ class Feed:
         self._queue.put_nowait((message, tensors))
 
     async def run(self) -> None:
-        """Until cancelled. What can't be delivered is dropped: the member has said which link is missing."""
+        """Send until cancelled. Inputs without a link are dropped; the member has reported the missing link."""
         linked: set[int] = set()
         while True:
             message, tensors = await self._queue.get()

@@ -1,7 +1,7 @@
-"""From what members say to what the driver's machine hears. Decides whether a member may say it.
+"""Turns messages of members into events for the driver's machine, if the member may send them.
 
-A member speaks for its own stages only, and in exact jobs it computes as the plan was promised. Neighbours:
-`training.driver` has checked the fence before; `coordination.driver_events` are the events.
+A member may speak only for its own stages, and in exact jobs it must have the fingerprint that the plan expects.
+`training.driver` has checked the fence before; `coordination.driver_events` defines the events.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from fusionai.wire import messages as wire
 
 
 def event_of(message: wire.Message, peer: PeerId, roles: Roles) -> DriverEvent | None:
-    """None for what is of no interest. Raises `ExecutionError` for a word in another's name."""
+    """Return the event, None for irrelevant messages. Raises `ExecutionError` if the member speaks for a foreign
+    stage."""
     stage = getattr(message, "stage", None)
     if isinstance(message, wire.StageFailed) and roles.guards.get(message.stage) == peer:
-        # A guard has no stage to fail: it has no room for the snapshots of this one.
+        # A guard has no stage that could fail: it has no memory for this stage's snapshots.
         return events.LinkBroken(roles.places[message.stage], peer, message.reason)
     speaks_for = roles.guards if isinstance(message, wire.SnapshotKept) else roles.places
     if stage is not None and speaks_for.get(stage) != peer:
@@ -46,11 +47,13 @@ def event_of(message: wire.Message, peer: PeerId, roles: Roles) -> DriverEvent |
 
 
 def check_numerics(message: wire.Message, plan: Plan, takeover: Literal["exact", "any", "tolerant"]) -> None:
-    """Raises `ExecutionError` where a stage's peer computes other bits than the plan was made with and the job does
-    not tolerate that from everybody: it was started anew with other settings since. What is tolerated after a fault is
-    in the plan."""
+    """Raise `ExecutionError` if a stage's peer computes other bits than the plan expects, unless the job tolerates that
+    of all peers. The peer must have restarted with other settings. Differences tolerated after a fault are recorded in
+    the plan."""
     if not isinstance(message, wire.Status) or takeover == "tolerant":
         return
     promised = plan.stages[message.stage].fingerprint
     if promised and message.fingerprint and promised != message.fingerprint:
-        raise ExecutionError("it computes other bits than the plan was made with: it was started with other settings.")
+        raise ExecutionError(
+            "its numeric fingerprint is not the one the plan was made with: it was restarted with other settings."
+        )

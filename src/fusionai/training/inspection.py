@@ -1,10 +1,10 @@
-"""What stages say they got and gave, and whether a referee's word of it agrees: numbers in, an opinion out.
+"""Compares what stages reported of their work with what a referee got when it reran it, and forms an opinion.
 
-Keeps the marks and gradient norms of the steps that may still be checked. Decides how far two words may be apart:
-machines whose fingerprints promise equal bits, not at all beyond the rounding of the marks themselves; others as far as
-`backends.tolerance` lets a chain of operators be, with room. Who is at fault is `coordination.verification`'s to say.
+It keeps marks and gradient norms of all steps that may still be checked, and defines how far two results may differ:
+machines with equal fingerprints only by the rounding of the marks themselves, others as far as `backends.tolerance`
+allows for a chain of operators, with a margin. `coordination.verification` decides which peer is at fault.
 
-Neighbours: `training.driver` brings what arrives; `execution.marks` makes marks.
+`training.driver` brings what arrives; `execution.marks` makes the marks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fusionai.wire import messages as wire
 from fusionai.wire.messages import StageOptions
 
 MarkKey = tuple[bool, bool, int, int]
-"""(sent, forward, other, microbatch)."""
+"""(sent, forward, other stage, microbatch)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far results may be apart, relative to what they are held against. `marks`: of one message; `norms`: of one
-    parameter's gradient, by the norm of all of the stage's; `state`: of all parameters, or of a kind of slot."""
+    """Largest accepted relative differences. `marks`: of one message. `norms`: of one parameter's gradient, relative to
+    the norm of all gradients of the stage. `state`: of all parameters together, or of all slots of one kind."""
 
     marks: float
     norms: float
@@ -36,28 +36,29 @@ class Limits:
 
 
 EXACT: Final = Limits(marks=1e-5, norms=0.0, state=0.0)
-"""Where fingerprints are equal; marks are sums of another library's."""
+"""Limits for equal fingerprints. Marks may still be summed by different libraries."""
 ROOM: Final = 20.0
-"""Between what honest machines may differ in one microbatch and what is held against one: a stretch of steps lets
-differences grow."""
+"""Factor from the tolerance of one microbatch to the accepted difference, because differences grow over several steps
+(chosen)."""
 _PRECISIONS: Final = {"fp32": "float32", "bf16": "bfloat16"}
+"""Precision of a job -> dtype name in the table of tolerances."""
 
 
 def limits(options: StageOptions, fingerprint: str, other: str) -> Limits:
-    """Between machines of these fingerprints, in a job of these options."""
+    """Return the limits between two machines with these fingerprints, in a job with these options."""
     if fingerprint and fingerprint == other:
         return EXACT
     stage = TOLERANCES[_PRECISIONS[options.precision]].stage
     apart = min(ROOM * stage, 0.1)
     if any(codec != "none" for codec in options.codecs):
-        # A number on the border of two levels falls to either side, one in many.
+        # A number between two quantisation levels can round to either one; that happens to a small share of numbers.
         apart = max(apart, 0.05)
     return Limits(marks=apart, norms=apart, state=10 * apart)
 
 
 @dataclass(slots=True)
 class _Word:
-    """What a stage said of one step."""
+    """What a stage reported of one step."""
 
     peer: str
     key: bytes
@@ -67,15 +68,19 @@ class _Word:
 
 @dataclass(slots=True)
 class Inspection:
-    """`secret`: the job's, which no peer learns; keys of stages follow from it. `owner`: who feeds."""
+    """Reports of the stages, and the keys of their marks.
+
+    `secret`: the job's secret, which peers do not know; the stages' keys are derived from it. `owner`: peer id of the
+    feed.
+    """
 
     secret: bytes
     owner: str
     _words: dict[tuple[int, int], _Word] = field(default_factory=dict[tuple[int, int], _Word])
-    """(stage, step) -> its word."""
+    """(stage, step) -> its report."""
 
     def secret_of(self, stage: int, peer: str) -> bytes:
-        """What `peer` makes its marks from as long as it runs `stage`."""
+        """Return the secret from which `peer` derives its mark keys while it runs `stage`."""
         return hashlib.blake2b(
             f"{stage}:{peer}".encode(), key=self.secret, digest_size=KEY_BYTES, person=b"marks of a stage"
         ).digest()
@@ -85,11 +90,11 @@ class Inspection:
         self._words[message.stage, message.step] = _Word(peer, key, _by_key(message.marks), message.norms)
 
     def forget(self, below: int) -> None:
-        """Steps below `below` will not be checked."""
+        """Drop reports of steps below `below`, which will not be checked."""
         self._words = {at: word for at, word in self._words.items() if at[1] >= below}
 
     def keys(self, check: Check, others: Sequence[int]) -> tuple[wire.StepKey, ...]:
-        """Those that a referee needs; empty where somebody's word is missing, or the stage changed hands."""
+        """Return the keys that a referee needs; empty if a report is missing or the stage changed its peer."""
         keys: list[wire.StepKey] = []
         for step in range(check.first, check.below):
             for stage in (check.stage, *others):
@@ -100,7 +105,7 @@ class Inspection:
         return tuple(keys)
 
     def opinion(self, check: Check, said: wire.Rechecked, limits: Limits) -> Opinion:
-        """Of what the referee says beside what the others said."""
+        """Compare the referee's results with the reports of the stage and its neighbours."""
         if said.reason:
             return Opinion(void=said.reason)
         inputs, links, own = set[str](), set[str](), list[str]()
@@ -110,7 +115,7 @@ class Inspection:
             word = self._words.get((check.stage, step))
             again = theirs.pop((check.stage, step), None)
             if word is None or again is None or step not in norms:
-                return Opinion(void=f"nothing was said of step {step}")
+                return Opinion(void=f"there is no report of step {step}")
             for key in sorted(word.marks.keys() | again.keys()):
                 off = _apart(word.marks.get(key), again.get(key))
                 if off <= limits.marks:
@@ -125,7 +130,7 @@ class Inspection:
         for (stage, step), marks in theirs.items():
             word = self._words.get((stage, step))
             if word is None:
-                return Opinion(void=f"stage {stage} said nothing of step {step}")
+                return Opinion(void=f"stage {stage} has no report of step {step}")
             if any(_apart(word.marks.get(key), values) > limits.marks for key, values in marks.items()):
                 links.add(word.peer)
         if not said.state_apart <= limits.state:
@@ -145,8 +150,8 @@ def _by_key(marks: Sequence[wire.Mark]) -> dict[MarkKey, tuple[float, ...]]:
 
 
 def _unlike(said: Mapping[str, float], again: Mapping[str, float], limit: float, step: int) -> list[str]:
-    """The gradient norm that differs most, in words. Each by that of all: one that is nothing but rounding tells
-    nothing."""
+    """Describe the gradient norm that differs most; empty if all agree. Differences are relative to the norm of all
+    gradients, because a single gradient may consist of rounding errors only."""
     if said.keys() != again.keys():
         return [f"gradients of other parameters in step {step}"]
     whole = math.sqrt(sum(norm * norm for norm in again.values()))
@@ -163,7 +168,7 @@ def _difference(one: float, two: float) -> float:
 
 
 def _apart(found: Sequence[float] | None, expected: Sequence[float] | None) -> float:
-    """The distance of two marks by the length of the second; infinite where one is missing."""
+    """Return the distance of two marks divided by the length of the second; infinite if one is missing."""
     if found is None or expected is None or len(found) != len(expected):
         return math.inf
     apart = math.hypot(*(_difference(one, two) for one, two in zip(found, expected, strict=True)))
@@ -172,4 +177,4 @@ def _apart(found: Sequence[float] | None, expected: Sequence[float] | None) -> f
 
 
 def _off(apart: float) -> str:
-    return f"differ by {apart:.2g} of their size" if math.isfinite(apart) else "are not there or no numbers"
+    return f"differ by {apart:.2g} of their size" if math.isfinite(apart) else "are missing or not finite"

@@ -1,6 +1,7 @@
-"""What a training job is, whoever runs it: frozen, complete, and enough to start its driver again.
+"""The definition of a training job, independent of the machines that run it: immutable, and sufficient to restart its
+driver.
 
-Neighbours: `client` builds it from a recipe, `training.deployment` says who runs which part, `training.driver` drives.
+`client` builds it from a recipe, `training.deployment` assigns stages, `training.driver` drives it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Batch = dict[str, HostTensor]
 
 
 class BatchSource(Protocol):
-    """Random access to the data, pure in its arguments."""
+    """Random access to the data. The same arguments always return the same batch."""
 
     def microbatch(self, step: int, microbatch: int) -> Batch: ...
 
@@ -28,14 +29,14 @@ class BatchSource(Protocol):
 
 
 class StateSource(Protocol):
-    """Values that stages can't make themselves: weights of a pretrained model, buffers, constants."""
+    """Yields values that stages can't make themselves: weights of a pretrained model, buffers, constants."""
 
     def __call__(self, keys: Iterable[str]) -> Iterator[tuple[str, HostTensor]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """What never changes in a job; who runs it is a `Deployment`."""
+    """Everything that never changes in a job. The machines are in a `Deployment`."""
 
     job: JobId
     owner: PeerId
@@ -55,7 +56,7 @@ class TrainingJob:
     minimum_improvement: float = 0.0
     tokens_per_microbatch: int = 0
     secret: bytes = b""
-    """What spot checks are drawn and marked with; no peer may know it. Empty: nothing is checked."""
+    """Secret for drawing spot checks and deriving mark keys; peers must not know it. Empty: nothing is checked."""
 
     def shape(self) -> JobShape:
         trainable = [spec for spec in self.graph.params.values() if spec.trainable]

@@ -1,9 +1,10 @@
-"""Local updates as a job's driver sees them: differences of its stages come in, what all agreed on goes out.
+"""Local updates from the view of one job's driver: collects its stages' differences and receives agreements.
 
-A job trains `every` steps alone; then its stages say how far they have come, somebody who knows the other jobs
-(`Exchange`) says what all of them agree on, and the stages go over to it. Decides when a step's differences are whole.
+A job trains `every` steps on its own. Then its stages send their parameter differences, an `Exchange` combines them
+with those of the other jobs, and the stages adopt the result. This module decides when a step's differences are
+complete.
 
-Neighbours: `training.driver` moves the messages, `training.outer` agrees, `execution.exchange` is the stages' side.
+`training.driver` moves the messages, `training.outer` makes agreements, `execution.exchange` is the stages' side.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from fusionai.wire.codecs import Exchanged, Told
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """After `step` of one job. `values`: in the form `told`, named as `execution.exchange.carried_shapes` says."""
+    """The agreement after `step` of one job. `values`: in the form `told`, named as in
+    `execution.exchange.carried_shapes`."""
 
     step: int
     told: Told
@@ -30,23 +32,23 @@ class Agreement:
 
 
 class Exchange(Protocol):
-    """What one job knows of the others."""
+    """Connection of one job to the others that train the same model."""
 
     async def agree(self, step: int, differences: Mapping[str, Carried]) -> Agreement:
-        """Waits for others, but not for ever. Asked again for the same step, after a fault, it says the same."""
+        """Wait for the other jobs, up to a deadline. The same step always gets the same answer, also after a fault."""
         ...
 
     def known(self, since: int) -> Iterable[Agreement]:
-        """Those of steps from `since` on that were made, in order: for stages that run these steps again. Blocking."""
+        """Return the agreements of steps from `since` on, in order, for stages that run these steps again. Blocking."""
         ...
 
     def forget(self, below: int) -> None:
-        """No stage runs steps before this one again. Blocking."""
+        """Drop agreements of steps below `below`, which no stage runs again. Blocking."""
         ...
 
 
 class Differences:
-    """Of one round of a job's driver. `shapes`: stage -> parameter -> shape."""
+    """Collects the differences of one round of a job's driver. `shapes`: stage -> parameter -> shape."""
 
     def __init__(self, shapes: Mapping[int, Mapping[str, tuple[int, ...]]], codec: Exchanged) -> None:
         self._shapes = {stage: carried_shapes(known, "mean") for stage, known in shapes.items()}
@@ -56,8 +58,9 @@ class Differences:
         self._whole: set[int] = set()
 
     def take(self, message: wire.Difference, tensors: Mapping[str, HostTensor]) -> dict[str, Carried] | None:
-        """Every parameter's, once those of all stages are here. A parameter of several stages has one difference, that
-        of the first. Raises `ExecutionError` for what is none."""
+        """Take part of a stage's differences. Return every parameter's difference once all stages have sent theirs,
+        None before. A parameter of several stages takes the first stage's difference. Raises `ExecutionError` for
+        invalid ones."""
         if message.step > self._step:
             self._step = message.step
             self._come.clear()

@@ -1,19 +1,18 @@
-"""What several jobs that train one model agree on (DiLoCo: A. Douillard et al. 2023, arXiv 2311.08105).
+"""Agreements between several jobs that train one model (DiLoCo: A. Douillard et al. 2023, arXiv 2311.08105).
 
-Every job trains so many steps alone. Then the mean of how far they have come is a gradient for an outer step: SGD with
-Nesterov's momentum, as torch computes it, on what was agreed on before. The gradient goes out packed, what packing
-loses is added to the next one, everybody takes the step with what was packed, and all jobs have the same bits again. Of
-two, each is told the other's difference as it came: that takes no more, and nothing is lost. Differences are summed in
-the order of the jobs' names.
+Every job trains a fixed number of steps on its own. The mean of the jobs' parameter differences then acts as a gradient
+for an outer step: SGD with Nesterov momentum in torch's order of operations, applied to the last agreement. The
+gradient is sent packed, its packing error is added to the next one, and every job takes the step with the packed
+gradient, so all jobs have the same bits again. With two jobs, each receives the other's difference as it was packed,
+which takes no more bytes and loses nothing. Differences are summed in the order of the jobs' names.
 
-Decides who takes part in a round: whoever has come since the last one when the last of those expected has come, or when
-`deadline_s` have passed since the first. Whoever comes later is given what is agreed on itself and goes on from there
-at once; how far it had come counts in the next round, so that a slow job's work is late but not lost. (The paper waits
-for all.) Until it comes it is not waited for again. Once rounds are held, none is decided that lacks somebody: whoever
-stops all jobs and starts them again finds the same as who did not. Keeps everything on disk before anybody is told:
-started again, it says the same.
+A round takes all jobs that have sent differences when the last expected one arrives, or `deadline_s` after the first. A
+later job receives the whole agreed state and continues from it at once; its difference counts in the next round, so a
+slow job's work is delayed but not lost. (The paper waits for all.) Until that job sends differences again, rounds do
+not wait for it. After `hold`, no round is decided without all jobs, so that stopping and restarting all jobs gives the
+same result as never stopping. Everything is on disk before any job is answered, so a restart gives the same answers.
 
-Neighbours: `training.local_updates` is what a job's driver sees of it, `outer_disk` keeps it.
+`training.local_updates` is a driver's view of this module; `outer_disk` stores it.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ Floats = npt.NDArray[np.float32]
 
 
 RELAYED: Final = 2
-"""Of so many differences, everybody is told the other one."""
+"""Number of differences in a round for which each job receives the other's difference instead of the mean."""
 
 
 class Said(NamedTuple):
-    """What one of those who took part in a round is told."""
+    """The answer to one participant of a round."""
 
     told: Told
     values: Mapping[str, Carried]
@@ -56,7 +55,7 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterRules:
-    """`learning_rate`, `momentum`: of the outer step. 0.7 and 0.9 are the paper's, for many rounds."""
+    """`learning_rate`, `momentum`: of the outer step; the paper uses 0.7 and 0.9 for many rounds."""
 
     codec: Exchanged
     learning_rate: float = 0.7
@@ -66,7 +65,8 @@ class OuterRules:
 
 @dataclass(slots=True)
 class OuterState:
-    """After `round` rounds. By parameter, flat float32: what is agreed on, the momentum, what packing lost."""
+    """State after `round` rounds. Per parameter, flat float32: the agreed values, the outer momentum, the packing
+    error."""
 
     round: int
     shapes: dict[str, tuple[int, ...]]
@@ -76,7 +76,7 @@ class OuterState:
 
     @classmethod
     def first(cls, values: Mapping[str, HostTensor]) -> OuterState:
-        """`values`: what all jobs begin with."""
+        """Return the state before the first round. `values`: the parameters that all jobs begin with."""
         anchor = {key: as_array(values[key]).astype(np.float32) for key in sorted(values)}
         return cls(
             round=0,
@@ -87,7 +87,7 @@ class OuterState:
         )
 
     def step(self, differences: Sequence[Mapping[str, Carried]], rules: OuterRules) -> list[Said]:
-        """One outer step from the differences of those who take part; what each of them is to be told."""
+        """Take one outer step from the participants' differences. Return the answer to each, in the same order."""
         share = np.float32(1 / len(differences))
         outer = OuterStep(learning_rate=rules.learning_rate, momentum=rules.momentum)
         relayed = len(differences) == RELAYED
@@ -109,7 +109,7 @@ class OuterState:
         return [Said("mean", means)] * len(differences)
 
     def agreed(self) -> dict[str, HostTensor]:
-        """What is agreed on and the momentum, as `execution.exchange.carried_shapes` names them."""
+        """Return agreed values and momentum, named as in `execution.exchange.carried_shapes`."""
         parts = {ANCHOR: self.anchor, OUTER_MOMENTUM: self.momentum}
         return {
             f"{slot}/{key}": host_tensor("float32", self.shapes[key], value.tobytes())
@@ -119,8 +119,8 @@ class OuterState:
 
 
 def beginning(graph: Graph, seed: int, state: StateSource) -> dict[str, HostTensor]:
-    """What the stages of every job begin with: trainable parameters as they initialise them, or as they are given.
-    Raises what `state` raises."""
+    """Return the trainable parameters that every job begins with: initialised as the stages do it, or read from
+    `state`. Raises what `state` raises."""
     specs = {spec.key: spec for spec in graph.params.values() if spec.trainable}
     given = dict(state([key for key in sorted(specs) if specs[key].init is None]))
     for key, spec in specs.items():
@@ -131,10 +131,10 @@ def beginning(graph: Graph, seed: int, state: StateSource) -> dict[str, HostTens
 
 
 class OuterDisk(Protocol):
-    """Keeps the state and what was said. Blocking; raises `StorageError`."""
+    """Stores the outer state and the answers. Blocking; raises `StorageError`."""
 
     def save(self, state: OuterState, said: Mapping[str, Agreement], rounds: Mapping[str, int]) -> None:
-        """Durable when it returns. `rounds`: of each job, the rounds that its state has."""
+        """Save durably before returning. `rounds`: for each job, the number of rounds that its state includes."""
         ...
 
     def said(self, job: str, since: int) -> Iterable[Agreement]: ...
@@ -144,8 +144,8 @@ class OuterDisk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoundDone:
-    """A round is over. `number` counts from 1; `late`: of those that took part, who had missed the round before.
-    `nbytes`: what all of them sent and were sent. `steps`: of each of `jobs` its own step that ended the round."""
+    """A finished round. `number` counts from 1. `late`: participants that had missed the previous round. `nbytes`:
+    bytes sent by and to all participants. `steps`: for each of `jobs`, its own step that ended the round."""
 
     number: int
     jobs: tuple[str, ...]
@@ -159,20 +159,20 @@ def _ignored(_round: RoundDone) -> None: ...
 
 @dataclass(slots=True)
 class _Round:
-    """Who has come, and who waits."""
+    """Participants of the open round, and what they sent."""
 
     differences: dict[str, Mapping[str, Carried]] = field(default_factory=dict[str, Mapping[str, Carried]])
     late: dict[str, Mapping[str, Carried]] = field(default_factory=dict[str, Mapping[str, Carried]])
-    """Of those who missed the round before."""
+    """Differences of jobs that missed the previous round."""
     steps: dict[str, int] = field(default_factory=dict[str, int])
     caught_up_bytes: int = 0
-    """What they were told instead."""
+    """Bytes that late jobs received as the whole state."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Outer:
-    """All jobs' agreements. Use: `seat` for each job, `close` at the end."""
+    """Agreements of all jobs. Call `seat` for each job and `close` at the end."""
 
     def __init__(
         self,
@@ -192,44 +192,44 @@ class Outer:
         self._expected: set[str] = set()
         self._open = _Round()
         self._turn = asyncio.Lock()
-        """One thing is decided and written at a time."""
+        """Held while a round is decided or state is written."""
         self._closing: asyncio.Task[None] | None = None
         self._decided = asyncio.Event()
-        """Set, and replaced, after each round."""
+        """Set and replaced after each round."""
         self._failed: BaseException | None = None
         self._held = False
         self._asking: set[str] = set()
         self._absent: set[str] = set()
-        """Missed a round and have not come since: nobody waits for them again and again."""
+        """Jobs that missed a round and have not sent differences since; rounds do not wait for them."""
 
     @property
     def round(self) -> int:
-        """Rounds so far."""
+        """Number of finished rounds."""
         return self._state.round
 
     def seat(self, job: str) -> Seat:
-        """For one that began with what all began with, or has taken part before."""
+        """Return the seat of a job that began with the common parameters, or has taken part before."""
         self._rounds.setdefault(job, 0)
         self._expected.add(job)
         return Seat(self, job)
 
     async def newcomer(self, job: str) -> tuple[Seat, dict[str, HostTensor]]:
-        """For one that begins now: its seat, and what is agreed on, which is to be its state."""
+        """Return the seat of a job that begins now, and the agreed state that it must start from."""
         async with self._turn:
             self._rounds[job] = self.round
             return self.seat(job), await asyncio.to_thread(self._state.agreed)
 
     def leave(self, job: str) -> None:
-        """Nobody waits for it any more."""
+        """Stop expecting this job."""
         self._expected.discard(job)
         self._check_complete()
 
     def hold(self) -> None:
-        """All jobs are being stopped: nobody's absence means anything from now on."""
+        """From now on decide only complete rounds, because all jobs are being stopped."""
         self._held = True
 
     def waits_in_vain(self, jobs: Iterable[str]) -> bool:
-        """Whether all of these wait for a round that lacks somebody else."""
+        """Return whether all of these jobs wait for a round that another job is missing from."""
         lacking = not self._open.differences.keys() >= self._awaited
         return self._held and lacking and self._asking.issuperset(jobs)
 
@@ -270,24 +270,24 @@ class Outer:
             await decided.wait()
 
     async def _known(self, job: str, step: int) -> Agreement | None:
-        """Off the loop: whoever writes meanwhile is waited for."""
+        """Look up an answer in a thread, since the lookup may wait for a write."""
         said = await asyncio.to_thread(self.said, job, step)
         return next((one for one in said if one.step == step), None)
 
     def said(self, job: str, since: int) -> list[Agreement]:
-        """Blocking."""
+        """Return saved agreements of this job, in order. Blocking."""
         return sorted(self._disk.said(job, since), key=lambda one: one.step)
 
     def forget(self, job: str, below: int) -> None:
-        """Blocking."""
+        """Drop saved agreements of this job below a step. Blocking."""
         self._disk.forget(job, below)
 
     async def _brought_up(self, job: str, step: int) -> Agreement:
-        """It missed a round: what it started from, others have left behind."""
+        """Answer a job that missed a round with the whole agreed state."""
         agreement = Agreement(step, "all", self._state.agreed())
         self._open.caught_up_bytes += _carried_bytes(agreement.values)
         self._rounds[job] = self.round
-        log.info("%s missed an exchange: it counts in the next", job)
+        log.info("%s missed an exchange; its difference counts in the next one", job)
         await asyncio.to_thread(self._disk.save, self._state, {job: agreement}, dict(self._rounds))
         return agreement
 
@@ -312,11 +312,11 @@ class Outer:
                     await self._open.complete.wait()
                 missing = self._awaited - self._open.differences.keys()
                 self._absent |= missing
-                log.info("round %d goes on without %s", self.round, ", ".join(sorted(missing)))
+                log.info("round %d is decided without %s after the deadline", self.round, ", ".join(sorted(missing)))
             try:
                 async with self._turn:
                     await self._decide()
-            except Exception as problem:  # noqa: BLE001 - whoever waits for the round is told
+            except Exception as problem:  # noqa: BLE001 - jobs that wait for the round get the exception
                 self._failed = problem
             self._decided.set()
             self._decided = asyncio.Event()
@@ -324,7 +324,7 @@ class Outer:
                 return
 
     async def _decide(self) -> None:
-        """The round's end: nobody is told before it is on the disk."""
+        """End the round. Everything is on disk before any job is answered."""
         over, self._open = self._open, _Round()
         names, late = sorted(over.differences), sorted(over.late)
         differences = [*(over.differences[name] for name in names), *(over.late[name] for name in late)]
@@ -348,7 +348,7 @@ def _carried_bytes(values: Mapping[str, Carried]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One job's place; an `Exchange`."""
+    """One job's access to the agreements; implements `Exchange`."""
 
     outer: Outer
     job: str

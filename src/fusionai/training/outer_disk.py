@@ -1,11 +1,10 @@
-"""The outer state of local updates on the disk, and what was said to each job. Decides what counts: what the index
-names.
+"""The outer state of local updates on disk, and the answer given to each job. Only files named in the index count.
 
-    outer/index.json                what counts: round, jobs, who was told what; replaced in one go
+    outer/index.json                round, jobs, and which answer each job got; replaced atomically
     outer/state-<round>.safetensors `anchor/<key>`, `momentum/<key>`, `residual/<key>`
     outer/said-<round>-<job>-<step>.safetensors
 
-Files that the index does not name are what an interrupted write left, and removed. Neighbour: `training.outer`.
+Files that the index does not name are left over from an interrupted write and are removed. Used by `training.outer`.
 """
 
 from __future__ import annotations
@@ -31,12 +30,14 @@ from fusionai.training.outer import OuterState
 from fusionai.wire.codecs import PackedTensor, Told
 
 INDEX: Final = "index.json"
+"""Name of the index file."""
 _PARTS: Final = ("anchor", "momentum", "residual")
+"""Parts of the outer state, as prefixes of tensor names."""
 Number = Annotated[int, Meta(ge=0)]
 
 
 class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`file` has the values; several jobs may have been told the same."""
+    """An answer to a job. `file` has the values; several jobs may share one file."""
 
     job: str
     step: Number
@@ -46,6 +47,8 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Content of the index file."""
+
     round: Number
     rounds: dict[str, Number]
     state: str
@@ -53,10 +56,10 @@ class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class OuterFiles:
-    """An `OuterDisk`. One process at a time."""
+    """Stores an outer state in a directory (an `OuterDisk`). Only one process may use it at a time."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises `StorageError`."""
+        """Open the directory, creating it if necessary. Raises `StorageError`."""
         self._directory = directory
         self._turn = threading.Lock()
         with storage_errors(directory):
@@ -65,7 +68,7 @@ class OuterFiles:
         self._clean()
 
     def load(self) -> tuple[OuterState, dict[str, int]] | None:
-        """The state and each job's rounds, if anything was saved. Raises `StorageError`."""
+        """Return the state and each job's rounds; None if nothing was saved. Raises `StorageError`."""
         index = self._index
         if index is None:
             return None
@@ -76,7 +79,9 @@ class OuterFiles:
             part, _, key = name.partition("/")
             tensor = file.read(name)
             if part not in found or tensor.dtype != "float32":
-                raise StorageError(f"{self._directory / index.state} holds {name}, which is no part of an outer state.")
+                raise StorageError(
+                    f"{self._directory / index.state} holds {name}, which is not part of an outer state."
+                )
             found[part][key] = as_array(tensor).copy()
             shapes[key] = tensor.shape
         if any(values.keys() != shapes.keys() for values in found.values()):
@@ -114,7 +119,7 @@ class OuterFiles:
     # ----------------------------------------------------------------------------------------------------- details
 
     def _write_said(self, number: int, said: Mapping[str, Agreement]) -> list[_Said]:
-        """What several are told is written once."""
+        """Write the answers; one that several jobs get is written once."""
         files: dict[int, tuple[str, tuple[PackedTensor, ...]]] = {}
         entries: list[_Said] = []
         for job, agreement in sorted(said.items()):
@@ -134,13 +139,13 @@ class OuterFiles:
         try:
             values: dict[str, Carried] = joined({name: file.read(name) for name in file.names}, entry.packed)
         except ExecutionError as problem:
-            raise StorageError(f"{path} is not what {INDEX} says: {problem}") from problem
+            raise StorageError(f"{path} does not match its entry in {INDEX}: {problem}") from problem
         return Agreement(entry.step, entry.told, values)
 
     def _write(self, name: str, tensors: Mapping[str, HostTensor]) -> None:
         path = self._directory / name
         with storage_errors(path):
-            path.unlink(missing_ok=True)  # of an interrupted write
+            path.unlink(missing_ok=True)  # left by an interrupted write
         write_safetensors(path, tensors)
 
     def _replace(self, index: _Index) -> None:
@@ -159,7 +164,7 @@ class OuterFiles:
             return msgspec.json.decode(content, type=_Index)
         except (msgspec.DecodeError, UnicodeDecodeError) as problem:
             raise StorageError(
-                f"{path} does not fit its schema: {problem}.", hint="Was it written by a newer version?"
+                f"{path} does not fit its schema: {problem}.", hint="It may have been written by a newer version."
             ) from problem
 
     def _clean(self) -> None:

@@ -1,7 +1,4 @@
-"""Job outputs awaited by microbatch: evaluation losses and inference logits. Decides nothing.
-
-Neighbour: `training.driver`.
-"""
+"""Job outputs that are awaited by microbatch: evaluation losses and inference logits. Used by `training.driver`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,8 @@ _Key = tuple[Mode, int, int]
 
 
 class Outputs:
-    """`expect` before feeding, `arrived` when it comes; `drop` when a round ends, `fail` when nothing can come."""
+    """Futures of awaited outputs. Call `expect` before feeding and `arrived` when an output comes; `drop` when a round
+    ends, `fail` when no output can come any more."""
 
     def __init__(self) -> None:
         self._waiting: dict[_Key, asyncio.Future[dict[str, HostTensor]]] = {}
@@ -27,7 +25,7 @@ class Outputs:
         return self._inferences
 
     def expect(self, mode: Mode, step: int, microbatch: int) -> asyncio.Future[dict[str, HostTensor]]:
-        """Raises `ExecutionError` where nothing can come any more."""
+        """Return a future for an output. Raises `ExecutionError` after `fail`."""
         if self._failed is not None:
             raise ExecutionError(self._failed)
         future: asyncio.Future[dict[str, HostTensor]] = asyncio.get_running_loop().create_future()
@@ -35,14 +33,14 @@ class Outputs:
         return future
 
     def arrived(self, mode: Mode, step: int, microbatch: int, tensors: dict[str, HostTensor]) -> bool:
-        """False for an output nobody waits for, unless everything has failed anyway."""
+        """Deliver an output. Return False if it was not expected, unless `fail` was called."""
         future = self._waiting.pop((mode, step, microbatch), None)
         if future is not None and not future.done():
             future.set_result(tensors)
         return future is not None or self._failed is not None
 
     def drop(self) -> None:
-        """What was fed under an older fence never comes; those who wait for it end with their round."""
+        """Cancel all waits, because what was fed under an older fence never comes back."""
         for future in self._waiting.values():
             future.cancel()
         self._waiting.clear()

@@ -1,6 +1,6 @@
-"""What a running job tells those who watch: the terminal, TensorBoard, the report, the broker.
+"""Events that a running job reports to the terminal, TensorBoard, the report and the broker.
 
-Neighbours: `training.driver` emits, `client` listens.
+`training.driver` emits them, `client` listens.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from fusionai.wire.messages import CommitRecord, Span
 
 @dataclass(frozen=True, slots=True)
 class JobReady:
-    """Every stage is at `base`, every link is up."""
+    """Every stage is at step `base` and every link is up."""
 
     base: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step is official. `spans`: stage -> its work on the driver's clock; `step_s`: since the commit before."""
+    """A step is committed. `spans`: stage -> its work on the driver's clock. `step_s`: seconds since the previous
+    commit."""
 
     record: CommitRecord
     losses: tuple[float, ...]
@@ -34,7 +35,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """`best`: step of the best evaluation so far. `since`: evaluations after the last improvement."""
+    """`best`: step of the best evaluation so far. `since`: number of evaluations after the last improvement."""
 
     step: int
     loss: float
@@ -44,7 +45,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class BestKept:
-    """The checkpoint in `path` holds the best state so far, and stays until there is a better one."""
+    """The checkpoint at `path` holds the best state so far and stays until a better one exists."""
 
     step: int
     loss: float
@@ -53,6 +54,8 @@ class BestKept:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
+    """A complete checkpoint of `step` is on disk; collecting and writing it took `seconds`."""
+
     step: int
     path: str
     seconds: float
@@ -60,16 +63,15 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something the owner should read; the job goes on."""
+    """A warning for the owner. The job continues."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Steps `first` to `below` - 1 of `stage`, which `peer` ran, were run again by `referee`: what came of it, and why.
-    `tasks`: microbatches of a stage that were over where somebody could have checked them, `checked_tasks`: those of
-    them that were and held."""
+    """Result of a recheck: `referee` reran steps `first` to `below` - 1 of `stage`, which `peer` had run. `tasks`:
+    stage microbatches that could have been checked so far. `checked_tasks`: those that were checked and confirmed."""
 
     stage: int
     peer: str
@@ -84,8 +86,8 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class FaultSeen:
-    """Something is lost. `step`: the number of official steps then, so the index of the step under way. `stages` stand
-    still because of it; none do for a guard."""
+    """A fault. `step`: number of committed steps, which is the index of the current step. `stages`: stages that stand
+    still because of it; none for a guard."""
 
     kind: Literal["peer", "guard", "link", "stage", "liar"]
     peer: str
@@ -96,7 +98,7 @@ class FaultSeen:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The job stands still until somebody else does something; `reason` says what it waits for."""
+    """The job stands still until something outside it changes; `reason` says what it waits for."""
 
     reason: str
 
@@ -111,8 +113,8 @@ class PlanChanged:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Decided how the job gets back to `committed`: `stages` from their state at `base`, the others kept theirs.
-    `rollback`: everybody from a checkpoint."""
+    """The way back to step `committed` was chosen: `stages` restore their state of step `base`, the others kept theirs.
+    `rollback`: all stages restart from a checkpoint."""
 
     committed: int
     base: int
@@ -122,7 +124,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The first commit after a fault: `step` is its index, `seconds` since the fault was seen."""
+    """The first commit after a fault: `step` is its index, `seconds` the time since the fault was seen."""
 
     step: int
     seconds: float
@@ -130,14 +132,14 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class BrokerAway:
-    """The broker can't be reached; the job goes on without it."""
+    """The broker can't be reached. The job continues without it."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerBack:
-    """The broker answers again."""
+    """The broker can be reached again."""
 
 
 Progress = (

@@ -1,7 +1,7 @@
-"""Where the time of a step went, all machines on the driver's clock.
+"""Where the time of a step went on each machine, on the driver's clock.
 
-Decides nothing. A member's clock offset is taken from its answer to the attach: good to half a round trip, enough for
-a chart. Neighbours: `training.driver` feeds it, the report draws it.
+A member's clock offset is taken from its answer to the attach. It is accurate to half a round trip, enough for a chart.
+`training.driver` feeds it, the report draws it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fusionai.wire.messages import CommitRecord, Span
 
 
 class Timeline:
-    """Spans of the step under way and the time of the last commit."""
+    """Spans of the current step and the time of the last commit."""
 
     def __init__(self) -> None:
         self._offset_s: dict[int, float] = {}
@@ -25,7 +25,7 @@ class Timeline:
         self._last_commit_s = None
 
     def spans(self, stage: int, spans: tuple[Span, ...]) -> None:
-        """A stage's spans since its last report, moved to the driver's clock."""
+        """Store a stage's spans since its last report, converted to the driver's clock."""
         offset_s = self._offset_s.get(stage, 0.0)
         self._spans[stage] = tuple(
             Span(span.kind, span.microbatch, span.start_s + offset_s, span.end_s + offset_s) for span in spans

@@ -54,9 +54,9 @@ def test_values_are_packed_as_agreed_or_refused(agreed: Codec, sent: Codec) -> N
 
 def test_rows_follow_each_other_forward_and_nowhere_else() -> None:
     alone, follow = (pack("y0", VALUE, "int2", following=following) for following in (False, True))
-    with pytest.raises(ExecutionError, match="expected rows of 'y0' following each other"):
+    with pytest.raises(ExecutionError, match="expected rows of 'y0' predicted from earlier rows"):
         arrivals(1, "int2").forward(forward(0, 1), {"y0": alone})
-    with pytest.raises(ExecutionError, match="expected rows of 'y0' on their own"):
+    with pytest.raises(ExecutionError, match="expected rows of 'y0' packed independently"):
         arrivals(0, "int2").backward(backward(1, 0), {"y0": follow})
 
 

@@ -137,7 +137,7 @@ def test_places_outside_of_a_group_are_refused() -> None:
     assert group < 256
     spoilt = bytearray(made.data.data)
     spoilt[some] = group
-    with pytest.raises(ExecutionError, match="expected places below"):
+    with pytest.raises(ExecutionError, match="expected positions below"):
         joined({"v": host_tensor("uint8", made.data.shape, bytes(spoilt))}, [made.was])
 
 
@@ -230,7 +230,7 @@ def test_a_message_s_two_halves() -> None:
 @pytest.mark.parametrize(
     ("was", "said"),
     [
-        (PackedTensor("b", "int8", "float32", (300,)), "did not come"),
+        (PackedTensor("b", "int8", "float32", (300,)), "is missing"),
         (PackedTensor("a", "int8", "float32", (301,)), None),
         (PackedTensor("a", "int8", "float32", (3, 100)), "expected float32"),
         (PackedTensor("a", "int8", "float32", (400,)), "expected float32"),

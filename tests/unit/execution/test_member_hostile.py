@@ -106,7 +106,7 @@ ATTACHES: dict[str, tuple[Callable[[Stand], dict[str, Any]], wire.RefusalCode, s
     "no graph": (lambda s: {"tensors": {}}, "bad_graph", "carries no graph"),
     "not JSON": (lambda s: {"tensors": {"graph": host_tensor("uint8", (3,), b"}}}")}}, "bad_graph", ""),
     "deep JSON": (lambda s: {"tensors": {"graph": host_tensor("uint8", (90_000,), b"[" * 90_000)}}, "bad_graph", ""),
-    "wrong hash": (lambda s: {"graph_hash": "0" * 64}, "bad_graph", "another hash than announced"),
+    "wrong hash": (lambda s: {"graph_hash": "0" * 64}, "bad_graph", "does not have the announced hash"),
     "unknown operator": (unknown_operator, "bad_graph", "os.system"),
     "cycle": (a_cycle, "bad_graph", ""),
     "memory bomb": (memory_bomb, "failed", ""),
@@ -127,9 +127,17 @@ ATTACHES: dict[str, tuple[Callable[[Stand], dict[str, Any]], wire.RefusalCode, s
     ),
     "an alias of nothing": (with_boundary(aliases={"x": "zz"}), "bad_graph", "inputs repeat"),
     "a join that is no output": (with_boundary(joins=("zz",)), "bad_graph", "outputs"),
-    "two ports with one stage": (with_boundary(sends=(Port(1, ("y0",)), Port(1, ("y0",)))), "bad_graph", "two ports"),
+    "two ports to the same stage": (
+        with_boundary(sends=(Port(1, ("y0",)), Port(1, ("y0",)))),
+        "bad_graph",
+        "two ports",
+    ),
     "one input from two": (with_boundary(receives=(Port(-1, ("x",)), Port(1, ("x",)))), "bad_graph", "two stages"),
-    "a gradient of what is not sent": (with_boundary(sends=(Port(1, ("y0",), ("x",)),)), "bad_graph", "not at all"),
+    "a gradient of what is not sent": (
+        with_boundary(sends=(Port(1, ("y0",), ("x",)),)),
+        "bad_graph",
+        "lacks ones of inference",
+    ),
     "a stage outside the plan": (with_boundary(sends=(Port(7, ("y0",)),)), "bad_graph", "not in its plan"),
     "a foreign shared weight": (
         with_boundary(shared=(SharedParam(key="layer1.weight", stages=(0, 1)),)),
@@ -239,15 +247,15 @@ FORWARDS: dict[str, tuple[Sent, str]] = {
     "wrong rank": (forward(values={"x": tensor(np.zeros(8, np.float32))}), "shape"),
     "too large a batch": (forward(values={"x": rows(batch=9)}), "at most"),
     "huge": (forward(values={"x": rows(batch=100_000)}), "at most"),
-    "another replica": (forward(replica=3), "is of replica 0, got microbatch 0 of replica 3"),
+    "another replica": (forward(replica=3), "belongs to replica 0, got microbatch 0 of replica 3"),
 }
 RETURNS: dict[str, tuple[Sent, str]] = {
     "unknown name": (backward(values={"zz": rows()}), "expected gradients of ['y0']"),
     "a parameter's name": (backward(values={"w0": rows()}), "expected gradients of ['y0']"),
-    "integers": (backward(values={"y0": rows(dtype="int64")}), "in floats"),
+    "integers": (backward(values={"y0": rows(dtype="int64")}), "a float gradient"),
     "wrong shape": (backward(values={"y0": rows(width=3)}), "y0"),
     "huge": (backward(values={"y0": rows(batch=100_000)}), "at most"),
-    "another replica": (backward(replica=1), "is of replica 0"),
+    "another replica": (backward(replica=1), "belongs to replica 0"),
 }
 
 
@@ -416,7 +424,7 @@ def test_an_output_where_no_driver_is_ends_the_link():
             fence=FENCE, mode="train", step=0, replica=0, microbatch=0, stage=1, tensors=headers({"loss": rows()})
         )
         await running.neighbour.send(message, (rows(),))
-        assert "no driver is" in (await running.link_lost()).reason
+        assert "a member without a driver" in (await running.link_lost()).reason
 
     with_running(body)
 

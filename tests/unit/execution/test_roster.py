@@ -86,7 +86,7 @@ def test_a_round_that_is_refused_changes_nothing():
 def test_a_guard_must_be_told_all_that_it_guards():
     roster = Roster(JOB, OWNER, ME)
     told = enlist(ADA, BOB, guard=ME)
-    with pytest.raises(TrustError, match="expected the guards"):
+    with pytest.raises(TrustError, match="the guards of this round differ"):
         roster.adopt(wire.Enlist(**{**_fields(told), "guards": ()}))
     roster.adopt(told)
 

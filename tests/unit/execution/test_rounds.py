@@ -363,7 +363,7 @@ def test_what_has_no_rule_comes_from_the_driver_and_nothing_else():
         await state.send(message, tuple(more.values()))
         failed = (await receive(control)).message
         assert isinstance(failed, wire.StageFailed)
-        assert "exp_avg, which it does not await" in failed.reason
+        assert "exp_avg, which it does not need" in failed.reason
 
     partition = cut_blocks(without_rule(), ((0, 2), (2, 3), (3, 4)))
     assert boundaries(partition)[0].stage == 0

@@ -309,10 +309,10 @@ def test_a_pass_fails_alone_unless_the_stage_is_broken(problem: Exception, is_pa
     ("message", "reason"),
     [
         (pass_of(Segment(1, 0, 7, 0, (0, 1, 2, 3)), values=[0] * 7), "1 to 6 positions, got 7"),
-        (pass_of(Segment(1, 0, 1, 0, (0,)), Segment(1, 1, 1, 1), values=[1, 2]), "a session is in it twice"),
-        (pass_of(*TWO, values=[1, 2, 3, 4], wanted=(3, 2)), "ascending rows"),
-        (pass_of(*TWO, values=[1, 2, 3, 4], wanted=(4,)), "ascending rows below 4"),
-        (pass_of(*TWO, values=[1, 2, 3, 4], rebuild=2, wanted=(3,)), "no rows wanted"),
+        (pass_of(Segment(1, 0, 1, 0, (0,)), Segment(1, 1, 1, 1), values=[1, 2]), "it contains a session twice"),
+        (pass_of(*TWO, values=[1, 2, 3, 4], wanted=(3, 2)), "wanted rows in ascending order"),
+        (pass_of(*TWO, values=[1, 2, 3, 4], wanted=(4,)), "wanted rows in ascending order and below 4"),
+        (pass_of(*TWO, values=[1, 2, 3, 4], rebuild=2, wanted=(3,)), "want no rows"),
         (pass_of(Segment(1, 0, 1, 0, (0,)), values=[1], rebuild=0), "stage 1 or later"),
         (pass_of(*TWO, values=[1, 2, 3]), "expected 4 rows, got 3"),
     ],
@@ -329,7 +329,7 @@ def test_what_breaks_the_protocol_is_refused(message: tuple[wire.Pass, dict[str,
 def test_tensors_must_be_those_of_the_boundary():
     async def work(bench: Bench) -> None:
         message, tensors = pass_of(*TWO, values=[1, 2, 3, 4])
-        with pytest.raises(ExecutionError, match="not what this stage receives"):
+        with pytest.raises(ExecutionError, match="not this stage's inputs"):
             bench.stage.take(message, {"h_in": tensors["h_in"]})
         with pytest.raises(ExecutionError, match="expected ids as int64"):
             bench.stage.take(message, {**tensors, "ids": tensor(np.zeros((1, 4), np.int32))})
@@ -351,7 +351,7 @@ def test_a_guard_reserves_no_memory_for_rows_that_it_does_not_retain():
 def test_a_guard_computes_nothing():
     async def work(bench: Bench) -> None:
         bench.stage.allocated = False
-        with pytest.raises(ExecutionError, match="stands by"):
+        with pytest.raises(ExecutionError, match="only guards the stage"):
             bench.stage.take(*pass_of(*TWO, values=[1, 2, 3, 4]))
 
     on_a_bench(work)

@@ -284,7 +284,7 @@ def test_a_snapshot_takes_the_rest_of_an_earlier_one_and_its_memory():
 def test_a_snapshot_whose_rest_is_not_here_is_refused():
     store = Store()
     assert store.all(4)
-    with pytest.raises(ExecutionError, match="completed from that of step 2, which is not here"):
+    with pytest.raises(ExecutionError, match="builds on the snapshot of step 2, which is not here"):
         store.part(0, step=6, rest_of=2)
     assert not store.part(1, step=6, rest_of=2), "a gap"
     assert store.held == at((1, 4))

@@ -268,7 +268,7 @@ def test_what_was_made_ready_for_other_options_is_loaded_anew(monkeypatch: pytes
     [
         ({"fence": Fence(1, 1, 7)}, 1, ""),
         ({"stage": 1}, 1, ""),
-        ({"graph_hash": "another"}, 0, "another hash"),
+        ({"graph_hash": "another"}, 0, "announced hash"),
         ({"boundary": msgspec.Raw(b"\xc0")}, 0, "does not fit its schema"),
     ],
 )

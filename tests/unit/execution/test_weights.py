@@ -400,14 +400,14 @@ def test_what_can_not_be_had_is_named_with_everybody_asked(tmp_path: Path) -> No
         with pytest.raises(ExecutionError) as told:
             await members.fetch(THIRD, store, gone, liar, partly, limits=QUICK)
         said = str(told.value)
-        assert "1 of 4 tensors could not be fetched, first mlp: 3.15 MB are missing" in said
+        assert "1 of 4 tensors could not be fetched, the first is mlp: 3.15 MB are missing" in said
         assert "peer aaaaaaaa (nobody answered at memory://nowhere:1)" in said
         assert "peer bbbbbbbb (peer bbbbbbbb sent wrong bytes of " in said
         assert "peer oooooooo (it does not have mlp)" in said
         assert "What has arrived is kept" in said
         owner = await members.desk(OWNER, filled(tmp_path / "owner"))
         assert await members.fetch(THIRD, store, owner) == {OWNER: 3 * MIB}
-        with pytest.raises(ExecutionError, match="asked were nobody"):
+        with pytest.raises(ExecutionError, match="sources asked: none"):
             await members.fetch(THIRD, WeightStore(tmp_path / "d"))
 
     with_members(tmp_path, body)
@@ -598,7 +598,9 @@ def test_members_ask_the_owner_on_the_connection_it_made(tmp_path: Path) -> None
         assert_whole(store)
         driver.abort()
         await giving
-        with pytest.raises(ExecutionError, match=r"asked were peer oooooooo \(the channel on stream state is closed"):
+        with pytest.raises(
+            ExecutionError, match=r"sources asked: peer oooooooo \(the channel on stream state is closed"
+        ):
             await fetching([described("more", 10)])
 
     with_members(tmp_path, body)

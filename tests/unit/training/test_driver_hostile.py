@@ -177,10 +177,10 @@ STATES: dict[str, tuple[Callable[[wire.StateChunk, dict[str, HostTensor]], dict[
     "an unknown entry": (lambda m, t: {"tensors": {**t, "model/zz": rows()}}, "unknown state entry 'model/zz'"),
     "an entry of another stage": (lambda m, t: {"tensors": {"model/layer0.weight": rows()}}, "unknown state entry"),
     "an entry of another shape": (lambda m, t: {"tensors": {"model/layer1.weight": rows()}}, "model/layer1.weight as"),
-    "nothing": (lambda m, t: {"tensors": {}}, "came without"),
+    "nothing": (lambda m, t: {"tensors": {}}, "lacks"),
     "another step": (lambda m, t: {"step": m.step + 1}, "expected the state of step 1"),
     "another stage": (lambda m, t: {"stage": 0}, "expected the state of step 1"),
-    "a round to come": (lambda m, t: {"fence": Fence(2, 0, 0)}, "a round that is still to come"),
+    "a round to come": (lambda m, t: {"fence": Fence(2, 0, 0)}, "the fence of a later round"),
 }
 
 
