@@ -26,6 +26,7 @@ from fusionai.wire.messages import StageOptions
 LAYERS: Final = 4
 """Layers of the copy. Hybrid models repeat their pattern of layers after about this many."""
 TOKENS: Final = 24
+"""Length of each text (chosen)."""
 SEEN: Final = 15
 """Positions at the start that both texts share."""
 LIMIT: Final = 1e-4

@@ -25,6 +25,7 @@ from torch.export import ExportedProgram
 REFUSED: Final = "fusion_refused"
 """Key in a node's meta: why the node can't be lowered; empty if the refusal of another node is the cause."""
 MARKS: Final = frozenset({"fusion.traced_layer.default", "fusion.repeated.default"})
+"""Operators that stand for repeated layers (`capture.repetition`)."""
 REAL_DTYPES: Final[Mapping[torch.dtype, torch.dtype]] = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,

@@ -34,6 +34,7 @@ TOLERANCE: Final = 1e-4
 _SMALL: Final = 24
 """Larger sizes are first tried at a smaller one."""
 _MOST_ELEMENTS: Final = 2**24
+"""Elements of all arguments up to which a call is also tried at its real sizes (chosen)."""
 _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.Size)
 
 

@@ -223,7 +223,7 @@ def _weights(path: Path) -> tuple[Path, ...]:
         raise ModelError(f"{index} can't be read: {error}.", hint="Fetch or save the model again.") from error
     for name in names:
         if Path(name).name != name or not (path / name).is_file():
-            raise ModelError(f"{path} lacks a file of its weights: {name}.", hint="Fetch or copy the model again.")
+            raise ModelError(f"{path} lacks a part of its weights: {name}.", hint="Fetch or copy the model again.")
     return tuple(path / name for name in names)
 
 

@@ -56,6 +56,7 @@ _SIZE_OPS: Final[Mapping[Any, str]] = {
 _DROPPED_KWARGS: Final = frozenset({"layout", "pin_memory", "non_blocking"})
 _ASSERTIONS: Final = ("aten._assert", "aten.sym_constrain", "aten._functional_assert", "aten._functional_sym_constrain")
 _SAME: Final = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"})
+"""Operators whose result is their operand: no node is emitted for them."""
 _REPETITION: Final = frozenset({"fusion.traced_layer.default", "fusion.repeated.default"})
 _SIZED_BY_VALUES: Final = frozenset(
     {"aten.nonzero.default", "aten.masked_select.default", "aten._unique2.default", "aten.unique_dim.default"}

@@ -20,11 +20,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ROWS: Final = 2
+"""Batch size of the examples."""
 TOKENS: Final = 11
+"""Tokens of each row: odd, so that the length rarely equals a size of the model."""
 IMAGE: Final = 224
 """Pixels per side if a model accepts any size: the usual training size of such models."""
 SAMPLES: Final = 4000
+"""Samples of sound (chosen)."""
 FRAMES: Final = 64
+"""Frames of a spectrogram, if the configuration states none (chosen)."""
 
 
 def model_inputs(module: nn.Module, config: PreTrainedConfig) -> dict[str, ExampleInput]:

@@ -38,6 +38,7 @@ from fusionai.primitives.units import format_count
 from fusionai.wire.messages import StageOptions
 
 LARGEST_PARAMETERS: Final = 20_000_000
+"""Models of at most this many parameters are always compared whole in memory (chosen)."""
 LARGEST_REDUCED_PARAMETERS: Final = 30_000_000
 """Largest smaller model: its check takes about a second."""
 LARGEST_STREAMED_PARAMETERS: Final = 4_000_000_000
@@ -48,6 +49,7 @@ _CHECK_BYTES_PER_PARAMETER: Final = 24
 TOLERANCE: Final = 1e-5
 """Largest accepted difference, relative to the largest magnitude of the tensor; ten times that for gradients."""
 _SIZES: Final = {"b": 2, "s": 9}
+"""Sizes of the random inputs, clipped to the graph's ranges (chosen)."""
 
 
 def _silent(_line: str) -> None: ...

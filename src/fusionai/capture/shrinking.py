@@ -27,11 +27,14 @@ from fusionai.storage.adapter_files import read_adapter
 DEPTH: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
 DEPTH_OF_PART: Final = ("num_decoder_layers", "num_encoder_layers", "encoder_num_hidden_layers")
 VOCABULARY: Final = 512
+"""Largest vocabulary of a smaller model (chosen)."""
 LAYERS: Final = (2, 3, 4, 5, 6, 8, 12)
 """Numbers of layers to try: hybrids and mixtures have their other kinds of layer only after the first few."""
 DIVISORS: Final = (1, 4, 8, 16, 32, 64)
+"""Divisors of the widths and heads, tried in this order."""
 _EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _FEWEST_EXPERTS: Final = 16
+"""Experts of a smaller model, if the model has more and no token needs more than 8 of them."""
 _WIDTHS: Final = frozenset(
     {"hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "d_model", "d_ff"}
     | {"n_embd", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "word_embed_proj_dim", "embedding_size"}

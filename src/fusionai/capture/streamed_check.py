@@ -40,6 +40,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.primitives.units import format_bytes
 
 _LINE_EVERY_S: Final = 10.0
+"""Shortest time between two lines of progress, in seconds."""
 _CPU: Final = torch.device("cpu")
 
 Progress = Callable[[str], None]

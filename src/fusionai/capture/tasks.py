@@ -31,9 +31,11 @@ entropy of logits [b, c]. `regression`: mean squared error. `module_loss`: the m
 module's outputs."""
 
 IGNORED_LABEL: Final = -100
+"""Label of positions without loss, as in PyTorch and transformers."""
 BATCH: Final = "b"
 DECODER: Final = "decoder_input_ids"
 LABEL_COUNT: Final = "labels_per_microbatch"
+"""Input of `counted_lm`: the mean number of labels in a microbatch of the step."""
 SEQUENCE: Final = "s"
 
 
