@@ -1,7 +1,7 @@
 """Report whether a model can be trained and served: `fusion check MODEL`.
 
-Collects operators, blocks, parameters, attention layers and every unsupported operation, including models that
-`capture` would refuse. Neighbours: `cli` prints the report, `capture.capture` makes the draft.
+Collects operators, blocks, parameters, attention layers and every unsupported operation, and reports on models that
+`capture` would refuse too. Neighbours: `cli` prints the report, `capture.capture` makes the draft.
 """
 
 from __future__ import annotations

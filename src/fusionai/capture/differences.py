@@ -14,8 +14,7 @@ import torch
 from fusionai.primitives.tensors import HostTensor
 
 _ROUNDING: Final = 1e-6
-"""Differences of gradients up to this fraction of the largest gradient count as rounding: about 8 times the unit roundoff
-of float32."""
+"""Differences of gradients up to this fraction of the largest gradient count as rounding: about 8 float32 epsilons."""
 _LEAST: Final = 1e-30
 """Smallest divisor of a difference, so that tensors of zeros do not divide by zero."""
 _PART_ELEMENTS: Final = 2**20

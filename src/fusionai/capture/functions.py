@@ -1,4 +1,4 @@
-"""Trace functions of PyTorch in a form that a graph can hold, if PyTorch's own trace can't be held.
+"""Trace functions of PyTorch whose own trace a graph can't hold, in a form that it can.
 
 Dropout and other draws with `inplace=True` become the function and a copy of its result: PyTorch's decomposition into
 draws and products would hide that they are dropout, which evaluation leaves out. `fill_diagonal_` becomes a selection

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROWS: Final = 2
 """Batch size of the examples."""
 TOKENS: Final = 11
-"""Tokens of each row: odd, so that the length rarely equals a size of the model."""
+"""Tokens of each row (chosen)."""
 IMAGE: Final = 224
 """Pixels per side if a model accepts any size: the usual training size of such models."""
 SAMPLES: Final = 4000
