@@ -1,5 +1,6 @@
-"""From a module to the operator graph: built without weights, traced, spelt in the IR, checked numerically.
+"""Turn a module into an operator graph: build it without weights, trace it, lower it to the IR and compare the two by
+numbers.
 
-Runs in the job owner's process only; nothing leaves it but the graph and the values it is asked for.
-Neighbours: `ir` is what comes out, `backends.torch` executes it for the self-check; `client` and `cli` call.
+Runs in the job owner's process only. Only the graph and the requested tensor values leave it. Neighbours: `ir` defines
+the graph, `backends.torch` executes it for the self-check, `client` and `cli` call this package.
 """

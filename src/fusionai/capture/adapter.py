@@ -1,11 +1,12 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) put into a module by `peft`, before it is captured like any other.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) that `peft` puts into a module before it is captured.
 
-Decides which layers take an adapter, what a parameter of the adapted module is called, and which adapter directories
-can be gone on from. Base parameters keep the names they have without adapter and are frozen; an adapter's are
-`<layer>.lora_A.weight` and `<layer>.lora_B.weight`, which PEFT's files have behind `base_model.model.`. Computes
-nothing.
+Chooses the layers that take an adapter, names the parameters of the adapted module, and checks whether an existing
+adapter directory fits the module. Base parameters are frozen and keep the names that they have without an adapter. An
+adapter's parameters are `<layer>.lora_A.weight` and `<layer>.lora_B.weight`; PEFT's files have the same names after the
+prefix `base_model.model.`.
 
-Neighbours: `capture.build` applies it while a module is built, `storage.adapter_files` reads and writes the files.
+Neighbours: `capture.build` applies the adapter while a module is built, `storage.adapter_files` reads and writes the
+files.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from fusionai.primitives.errors import ModelError
 from fusionai.storage.adapter_files import PREFIX, AdapterConfig, AdapterFiles, read_adapter
 
 ADAPTER: Final = "default"
-"""What peft calls the one adapter of a module."""
+"""peft's name for the only adapter of a module."""
 _ADAPTER_NAME: Final = re.compile(rf"(lora_[AB])\.{ADAPTER}(?=\.)")
 _BASE: Final = ".base_layer."
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """A new adapter. `targets`: ends of the names of the layers that take one, or every linear layer but the head.
-    `alpha` over `rank` scales what it adds; over the root of the rank where `rank_stabilised` (arXiv 2312.03732)."""
+    """A new adapter. `targets`: ends of the names of the layers that take one, or every linear layer except the head.
+    The adapter's output is multiplied by `alpha / rank`, or by `alpha / sqrt(rank)` if `rank_stabilised` (arXiv
+    2312.03732)."""
 
     rank: int
     alpha: float
@@ -43,7 +45,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class StartedLora:
-    """An adapter that lies in a directory in PEFT layout, trained on."""
+    """An existing adapter, in a directory in PEFT layout, whose training continues."""
 
     directory: Path
     dropout: float = 0.0
@@ -53,12 +55,13 @@ Adapter = Lora | StartedLora
 
 
 def adapted(module: nn.Module, adapter: Adapter) -> nn.Module:
-    """`module` with adapters in its layers and all else frozen: the same object. Raises `ModelError`."""
+    """Put adapters into the layers of `module`, freeze everything else and return the same object. Raises
+    `ModelError`."""
     from peft import LoraConfig, get_peft_model
 
     config = _config(module, adapter)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft tells what it found out of a layer's class
+        warnings.simplefilter("ignore")  # peft warns about settings that it infers from a layer's class
         try:
             settings = LoraConfig(
                 r=config.rank,
@@ -74,7 +77,7 @@ def adapted(module: nn.Module, adapter: Adapter) -> nn.Module:
         except (ValueError, TypeError) as error:
             raise ModelError(
                 f"peft can't put this adapter into {type(module).__name__}: {str(error).splitlines()[0]}",
-                hint="Name other layers: [adapter] targets.",
+                hint="Name other layers in `targets` of [adapter].",
             ) from error
     inner = model.get_base_model()
     assert isinstance(inner, nn.Module)
@@ -82,23 +85,24 @@ def adapted(module: nn.Module, adapter: Adapter) -> nn.Module:
 
 
 def adapter_config(module: nn.Module, adapter: Adapter) -> AdapterConfig:
-    """What stands in `adapter_config.json`, of a module that `adapted` made."""
+    """Return the contents of `adapter_config.json` for a module that `adapted` returned."""
     layers = {name for name, child in module.named_modules() if hasattr(child, "lora_A")}
     return _config(module, adapter, layers)
 
 
 def plain_name(name: str) -> str:
-    """The key of a parameter that an adapted module calls `name`."""
+    """Return the graph's key for a parameter called `name` in an adapted module: its name without the adapter's
+    wrapping."""
     return _ADAPTER_NAME.sub(r"\1", name).replace(_BASE, ".")
 
 
 def is_adapter(key: str) -> bool:
-    """Whether a key is an adapter's, not the base's."""
+    """Return whether a key belongs to an adapter rather than to the base model."""
     return ".lora_A." in key or ".lora_B." in key
 
 
 def located(adapter: object) -> dict[str, tuple[Path, str]]:
-    """Key -> (file, name in it) of the values an adapter starts from, where files have them."""
+    """Return key -> (file, name in it) of the adapter's starting values. Empty for a new adapter."""
     if not isinstance(adapter, StartedLora):
         return {}
     files = read_adapter(adapter.directory)
@@ -110,14 +114,14 @@ def located(adapter: object) -> dict[str, tuple[Path, str]]:
 
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """By name: the layers that can take an adapter."""
+    """Return the layers that can take an adapter, by name."""
     from transformers.pytorch_utils import Conv1D
 
     return {name: child for name, child in module.named_modules() if isinstance(child, nn.Linear | Conv1D)}
 
 
 def _config(module: nn.Module, adapter: Adapter, layers: Collection[str] | None = None) -> AdapterConfig:
-    """`layers`: which layers take it, where that is known already."""
+    """Return the configuration of `adapter`. `layers`: layers that take it, if they are known already."""
     match adapter:
         case StartedLora(directory=directory):
             files = read_adapter(directory)
@@ -139,7 +143,8 @@ def _config(module: nn.Module, adapter: Adapter, layers: Collection[str] | None 
 
 
 def _chosen(module: nn.Module, targets: tuple[str, ...] | Literal["all-linear"]) -> set[str]:
-    """Names of layers. Raises `ModelError` for a target that is none."""
+    """Return the names of the layers that `targets` mean. Raises `ModelError` for a target that matches no linear
+    layer."""
     layers = linear_layers(module)
     if isinstance(targets, str):
         head = _head(module)
@@ -155,56 +160,56 @@ def _chosen(module: nn.Module, targets: tuple[str, ...] | Literal["all-linear"])
             near = difflib.get_close_matches(target, ends, n=1)
             raise ModelError(
                 f"no linear layer of {type(module).__name__} is called {target!r}.",
-                hint=f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(ends)}.",
+                hint=f"Did you mean {near[0]!r}?" if near else f"Its linear layers are: {', '.join(ends)}.",
             )
         chosen |= named
     return chosen
 
 
 def require_fit(module: nn.Module, files: AdapterFiles) -> None:
-    """Raise `ModelError` unless every layer of the adapter is one of the module, of these sizes."""
+    """Raise `ModelError` unless the module has every layer of the adapter, with the same sizes."""
     layers = linear_layers(module)
     for name, part in files.layers.items():
         layer = layers.get(name)
         if layer is None:
             raise ModelError(
                 f"the adapter {files.directory} is for a layer {name!r}, which {type(module).__name__} does not have.",
-                hint="It belongs to another base model.",
+                hint="The adapter belongs to another base model; use it with that one.",
             )
         sizes = layer_sizes(layer)
         if sizes != (part.inputs, part.outputs):
             raise ModelError(
-                f"the adapter {files.directory} takes {part.inputs} and gives {part.outputs} numbers at {name!r}, the "
-                f"model's layer {sizes[0]} and {sizes[1]}.",
-                hint="It belongs to another base model.",
+                f"the adapter {files.directory} has {part.inputs} inputs and {part.outputs} outputs at {name!r}, but "
+                f"the model's layer has {sizes[0]} and {sizes[1]}.",
+                hint="The adapter belongs to another base model; use it with that one.",
             )
 
 
 def layer_sizes(layer: nn.Module) -> tuple[int, int]:
-    """Numbers in and out of one of `linear_layers`."""
+    """Return the input and output size of one of the `linear_layers`."""
     weight: Any = layer.weight
     first, second = weight.shape
     return (second, first) if isinstance(layer, nn.Linear) else (first, second)
 
 
 def _head(module: nn.Module) -> nn.Module | None:
-    """What makes logits: its adapter would be as large as the vocabulary."""
+    """Return the layer that computes logits, which gets no adapter: its `B` would have a row per vocabulary entry."""
     find = getattr(module, "get_output_embeddings", None)
     return find() if find is not None else None
 
 
 def _turned(module: nn.Module, layers: Collection[str]) -> bool:
-    """Whether these layers store their weights [in, out]. Raises `ModelError` where some do and some don't."""
+    """Return whether these layers store their weights as [in, out]. Raises `ModelError` if some do and others don't."""
     children = dict(module.named_modules())
     kinds = {not isinstance(getattr(children[name], "base_layer", children[name]), nn.Linear) for name in layers}
     if len(kinds) > 1:
         raise ModelError(
-            f"{type(module).__name__} has linear layers of two kinds; an adapter in PEFT layout can be of one only.",
-            hint="Name layers of one kind: [adapter] targets.",
+            f"{type(module).__name__} has linear layers of two kinds; an adapter in PEFT layout holds only one kind.",
+            hint="Name layers of one kind in `targets` of [adapter].",
         )
     return kinds == {True}
 
 
 def _whole(alpha: float) -> Any:
-    """peft declares a whole number and takes any."""
+    """Return a whole `alpha` as an int, the type that peft declares; peft accepts floats too."""
     return int(alpha) if alpha == int(alpha) else alpha

@@ -1,12 +1,12 @@
-"""Several low-rank adapters beside one base model, in one graph: which one a position goes through is an input.
+"""Several low-rank adapters beside one base model in one graph: a mask input selects the adapter of each position.
 
-Decides the form: the adapters' matrices lie one behind the other, `A` along its rows and `B` along its columns, scaled
-already; between the two a mask keeps the columns of the position's own adapter and makes all others zero, exactly. So
-positions of any adapters, and of none, go through one pass, the base is there once, and plain products of any backend
-compute it. An adapter that leaves a layer alone has zeros there.
+The adapters' matrices are concatenated, `A` along its rows and `B` along its columns, with each adapter's scale folded
+in. Between the two products the mask keeps the columns of the position's own adapter and sets all others to exactly
+zero. So positions of different adapters, and of none, share one pass, the base model exists once, and any backend
+computes it with plain products. If an adapter does not change a layer, its part there is zero.
 
-Neighbours: `capture.adapter` has what is trained, `storage.adapter_files` reads the files, `ir.serving` names the mask,
-`backends.serving_base` makes it of the adapters' numbers.
+Neighbours: `capture.adapter` handles adapters that are trained, `storage.adapter_files` reads the files, `ir.serving`
+names the mask, `backends.serving_base` makes it from the adapters' numbers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fusionai.storage.adapter_files import AdapterFiles
 from fusionai.storage.safetensors_file import SafetensorsFile
 
 DOWN: Final = "adapters_a"
-"""[all ranks, in]"""
+"""Parameter name of the concatenated `A` matrices, [sum of ranks, in]."""
 UP: Final = "adapters_b"
-"""[out, all ranks]"""
+"""Parameter name of the concatenated `B` matrices, [out, sum of ranks]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The adapters of one deployment, in the order of their numbers, which begin with 1."""
+    """The adapters of one deployment, in the order of their numbers, which start at 1."""
 
     adapters: tuple[AdapterFiles, ...]
 
@@ -46,16 +46,20 @@ class Slots:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """That any of them changes, sorted."""
+        """Sorted names of the layers that at least one adapter changes."""
         return tuple(sorted({name for adapter in self.adapters for name in adapter.layers}))
 
     @property
     def keys(self) -> frozenset[str]:
-        """Of all their parameters in the graph."""
+        """Keys in the graph of all parameters of the adapters."""
         return frozenset(f"{layer}.{part}" for layer in self.layers for part in (DOWN, UP))
 
     def tensor(self, key: str) -> HostTensor:
-        """float32. Raises `ModelError` where a weight is not finite: it would reach positions of other adapters."""
+        """Return the concatenated matrix of all adapters for `key`, in float32.
+
+        Raises `ModelError` if a weight is not finite: NaN and infinity times a mask of zero would still reach other
+        adapters' positions.
+        """
         layer, _, part = key.rpartition(".")
         pieces = [_piece(adapter, layer, is_up=part == UP) for adapter in self.adapters]
         inputs, outputs = next(
@@ -73,25 +77,26 @@ class Slots:
 
 
 def _piece(adapter: AdapterFiles, layer: str, *, is_up: bool) -> Any:
-    """One adapter's matrix of a layer, with what the layer's result is scaled by; None where it leaves it alone."""
+    """Return one adapter's matrix of a layer, `B` multiplied by the adapter's scale; None if the adapter lacks the
+    layer."""
     found = adapter.layers.get(layer)
     if found is None:
         return None
     values = np.asarray(numbers(SafetensorsFile(adapter.weights).read(found.b if is_up else found.a)), np.float32)
     if not np.isfinite(values).all():
-        raise ModelError(f"the adapter {adapter.directory} has numbers at {layer!r} that are not finite.")
+        raise ModelError(f"the adapter {adapter.directory} has weights at {layer!r} that are not finite.")
     return values * np.float32(adapter.config.scale(layer, found.rank)) if is_up else values
 
 
 class Chosen:
-    """What the layers of one module take for a mask while it is traced: [b, s, all ranks]."""
+    """Holds the mask of one module while it is traced; its layers read it. [b, s, sum of ranks]."""
 
     def __init__(self) -> None:
         self.mask: torch.Tensor | None = None
 
 
 class _Slotted(nn.Module):
-    """Stands before a linear layer's own class: what the layer gives, and what the adapters add to it."""
+    """Base class put before a linear layer's own class: adds the adapters' output to the layer's output."""
 
     chosen: Chosen
     adapters_a: nn.Parameter
@@ -101,7 +106,7 @@ class _Slotted(nn.Module):
         result = super().forward(x)
         mask = self.chosen.mask
         assert mask is not None
-        if mask.ndim != x.ndim:  # experts get positions of all rows one behind the other
+        if mask.ndim != x.ndim:  # experts get the positions of all rows concatenated
             mask = mask.reshape(*x.shape[:-1], mask.shape[-1])
         return result + F.linear(F.linear(x, self.adapters_a) * mask, self.adapters_b)
 
@@ -112,8 +117,8 @@ def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def slotted(module: nn.Module, slots: Slots) -> nn.Module:
-    """`module` with the adapters in its layers: the same object, names as before. Raises `ModelError` where one does
-    not fit."""
+    """Put the adapters into the layers of `module`, whose names stay the same, and return the same object. Raises
+    `ModelError` if an adapter does not fit."""
     layers = linear_layers(module)
     for adapter in slots.adapters:
         require_fit(module, adapter)
@@ -130,7 +135,7 @@ def slotted(module: nn.Module, slots: Slots) -> nn.Module:
 
 
 def chosen_of(module: nn.Module) -> Chosen | None:
-    """Where the module's mask goes; None for one without slots."""
+    """Return the holder of the module's mask; None for a module without adapters."""
     return next((child.chosen for child in module.modules() if isinstance(child, _Slotted)), None)
 
 

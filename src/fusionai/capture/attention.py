@@ -1,11 +1,12 @@
-"""Attention as one semantic operator, put in place through transformers' attention and mask interfaces.
+"""Attention as one semantic operator, installed through transformers' attention and mask interfaces.
 
-Decides how a mask made by transformers is read: as a rule (causal or not, a window, a padding mask), never as a tensor.
-The rule travels through the model in the place of the mask, and the attention function turns it into the operator
-`fusion::attention`. A mask that is a tensor is added to the scores by plain operations; one that is neither is refused:
-dropping it would compute something else.
+Reads a mask made by transformers as a rule (causal or not, a window, a padding mask) instead of as a tensor. The rule
+travels through the model in place of the mask, and the attention function turns it into the operator
+`fusion::attention`. A mask that is a tensor is added to the scores by plain operations. A mask function that no rule
+describes is refused, because ignoring it would change the results.
 
-Neighbours: `capture.export` turns the operator into the IR's `fusion.attention`; backends implement that one.
+Neighbours: `capture.export` traces the operator, `capture.lowering` turns it into the IR's `fusion.attention`, which
+the backends implement.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ import torch.nn.functional as F
 from fusionai.primitives.errors import ModelError
 
 ATTENTION: Final = "fusion"
-"""The name under which the interfaces know our functions."""
+"""Name under which our functions are registered with transformers' interfaces."""
 
 _HARMLESS: Final = frozenset(
     {"cache", "cache_position", "is_causal", "layer_idx", "past_key_values", "position_ids", "sliding_window"}
     | {"cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "num_items_in_batch", "logits_to_keep"}
     | {"output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache", "deterministic"}
 )
-"""Keyword arguments of an attention function that change nothing here when the mask is known as a rule."""
+"""Keyword arguments of an attention function that have no effect here, because the mask is known as a rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """Which keys a query sees. `window`: causal, only keys less than this many positions back; otherwise, keys at most
-    this far to either side. `key_mask` [b, s], bool: keys that are no padding."""
+    """Which keys a query sees. `window`: if causal, only keys fewer than this many positions back; otherwise keys at
+    most this many positions away on either side. `key_mask` [b, s], bool: true for keys that are not padding."""
 
     causal: bool
     window: int | None = None
@@ -54,12 +55,12 @@ def attention(
     softcap: float | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Attention, forward only and without dropout: for checks of a module in its own process.
+    """Compute attention, forward only and without dropout, to check a module in its own process.
 
-    query [b, hq, s, d], key and value [b, hkv, s, d and dv], result [b, hq, s, dv].
+    query [b, hq, s, d], key [b, hkv, s, d], value [b, hkv, s, dv]; returns [b, hq, s, dv].
     """
     if dropout:
-        raise NotImplementedError("fusion::attention runs eagerly without dropout only; run the captured graph")
+        raise NotImplementedError("fusion::attention has no eager dropout; run the captured graph instead")
     key, value = _shared(query, key), _shared(query, value)
     scores = query @ key.transpose(-1, -2) * scale
     if softcap is not None:
@@ -73,18 +74,18 @@ def attention(
 
 
 def _shared(query: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Keys or values for each query head."""
+    """Return keys or values repeated for each query head."""
     groups = query.shape[1] // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
 def _added(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask of true and false as what is added to scores."""
+    """Convert a boolean mask into a tensor to add to scores: 0 where true, the lowest finite number where false."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen.bool(), torch.finfo(dtype).min)
 
 
 def _masked(scores: torch.Tensor, rule: MaskRule) -> torch.Tensor:
-    """scores [b, h, s, t], what is not seen as low as can be."""
+    """Return scores [b, h, s, t] with hidden places set to the lowest finite number of the dtype."""
     rows = torch.arange(scores.shape[2], device=scores.device)[:, None]
     columns = torch.arange(scores.shape[3], device=scores.device)[None, :]
     seen: torch.Tensor | None = columns <= rows if rule.causal else None
@@ -100,7 +101,7 @@ def _masked(scores: torch.Tensor, rule: MaskRule) -> torch.Tensor:
 @attention.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:  # noqa: ARG001
     batch, heads, sequence = query.shape[:3]
-    # Laid out as flash attention lays it out, so that the caller's transpose and reshape need no copy.
+    # The layout of flash attention's result, so that the caller's transpose and reshape need no copy.
     return query.new_empty(batch, sequence, heads, value.shape[-1]).transpose(1, 2)
 
 
@@ -117,13 +118,15 @@ def attention_forward(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention function: query [b, hq, s, d] in, [b, s, hq, dv] out. With a bias that is learned
-    ([b or 1, hq, s, t], as T5 has it) or a mask that is a tensor it becomes plain operations."""
+    """Transformers' attention function: query [b, hq, s, d] in, [b, s, hq, dv] out.
+
+    With a learned bias ([b or 1, hq, s, t], as in T5) or a mask that is a tensor, it consists of plain operations.
+    """
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _HARMLESS)
     if unknown:
         raise ModelError(
-            f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which `fusion.attention` has not.",
-            hint="Choose a model whose attention takes scale, window, softcap, sinks and padding only.",
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which `fusion.attention` lacks.",
+            hint="Choose a model whose attention takes only scale, window, softcap, sinks and padding.",
         )
     if query.shape[1] % key.shape[1]:
         raise ModelError(
@@ -138,15 +141,15 @@ def attention_forward(
             causal = kwargs.get("is_causal")
             rule = MaskRule(bool(getattr(module, "is_causal", True) if causal is None else causal))
         case _:
-            # A mask of the model's own: what it adds to the scores.
+            # The model made its own mask: a tensor to add to the scores, or a boolean one.
             own = attention_mask if attention_mask.is_floating_point() else _added(attention_mask, query.dtype)
             position_bias = own if position_bias is None else position_bias + own
             rule = MaskRule(causal=False)
     if position_bias is not None:
         if softcap is not None or s_aux is not None:
             raise ModelError(
-                f"{type(module).__name__} has a bias besides a softcap or sinks, which no operator has together.",
-                hint="Choose a model with one of them.",
+                f"{type(module).__name__} has an attention bias and a softcap or sinks, which no operator combines.",
+                hint="Choose a model that has only one of them.",
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         scores = query @ _shared(query, key).transpose(-1, -2) * scale + position_bias
@@ -176,10 +179,10 @@ def scaled_dot_product(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: ARG001 - keys are shared wherever there are fewer
+    enable_gqa: bool = False,  # noqa: ARG001 - keys are shared whenever there are fewer key heads than query heads
 ) -> torch.Tensor:
-    """What `torch.nn.functional.scaled_dot_product_attention` is in a graph: the semantic operator, and with a mask
-    that is a tensor plain operations."""
+    """Replacement for `torch.nn.functional.scaled_dot_product_attention` in a graph: the semantic operator for 4-d
+    inputs without a mask tensor, plain operations otherwise."""
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     if attn_mask is None and query.ndim == 4:
         return attention(query, key, value, None, None, float(factor), is_causal, None, None, float(dropout_p))
@@ -193,8 +196,8 @@ def scaled_dot_product(
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
         if not is_causal:
-            # A query that sees no key (padding, say) gets zeros from PyTorch. Its scores are replaced, too, because the
-            # softmax of infinities alone would have no gradient but NaN.
+            # PyTorch returns zeros for a query that sees no key (padding, for example). Its scores are replaced as
+            # well: the softmax of a row of infinities would have NaN gradients.
             blind = (scores == -torch.inf).all(-1, keepdim=True)
             scores = scores.masked_fill(blind, 0.0)
     weights = F.softmax(scores, dim=-1)
@@ -204,7 +207,7 @@ def scaled_dot_product(
 
 
 def mask_rule(*, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, **_: Any) -> MaskRule:
-    """Transformers' mask function: reads `mask_function` instead of running it. Raises `ModelError`."""
+    """Transformers' mask function: identify `mask_function` instead of running it. Raises `ModelError`."""
     rule = _read(mask_function)
     return rule if attention_mask is None else replace(rule, key_mask=attention_mask)
 
@@ -228,7 +231,8 @@ def _read(function: Callable[..., Any]) -> MaskRule:
                     case "sliding_window_overlay" | "sliding_window_bidirectional_overlay":
                         window = int(part.__closure__[0].cell_contents)
                     case "packed_sequence_mask_function":
-                        # Only while tracing: rows are taken to be one sequence each, positions counting from 0.
+                        # Added only while tracing. Every row is taken to be one sequence, with positions counted from
+                        # 0.
                         pass
                     case _:
                         rule = _read(part)
@@ -246,7 +250,7 @@ def _read(function: Callable[..., Any]) -> MaskRule:
 
 @cache
 def register() -> None:
-    """Make the functions known to transformers under `ATTENTION`, once per process."""
+    """Register the attention and mask functions with transformers under the name `ATTENTION`, once per process."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 

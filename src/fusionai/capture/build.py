@@ -1,11 +1,11 @@
-"""Build a module with its parameters on the meta device and its buffers real, fast and without weights.
+"""Build a module with its parameters on the meta device and its buffers in real memory: fast and without weights.
 
-Decides how a source becomes an `nn.Module` and what is known of each parameter's initialisation. Buffers (also the
-non-persistent ones, such as rotary frequencies) are computed for real, because a graph ships them by value. Never runs
-code that was downloaded: only `module:function` of the job owner is imported, from the working directory.
+Turns a source into an `nn.Module` and records how each parameter is initialised. Buffers, including non-persistent ones
+such as rotary frequencies, are computed, because a graph ships them by value. Never runs downloaded code: it imports
+only the job owner's `module:function`, from the working directory.
 
-Neighbours: `capture.initialisation` watches, `capture.huggingface` makes Hugging Face models, `capture.state` reads or
-makes bytes later through `rebuild`.
+Neighbours: `capture.initialisation` observes the initialisation, `capture.huggingface` makes Hugging Face models,
+`capture.state` reads weights or makes them later through `rebuild`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from fusionai.capture.source import CodeSource, FactorySource, ModelSource, desc
 from fusionai.primitives.errors import ModelError
 
 Adapters = Lora | StartedLora | Slots
-"""What may be put into a module: an adapter to train, or several to serve."""
+"""What can be put into a module: one adapter to train, or several to serve."""
 Construct = Callable[[], nn.Module | tuple[nn.Module, Mapping[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A module ready for capture. `programs` has every parameter by the key of its first name; `registered` its place
-    in the order of construction, by which `rebuild` finds it again. `real`: the parameters hold memory, because the
-    module could not be built without it. `adapter`: what was put into it after its construction."""
+    """A module ready for capture.
+
+    `programs`: initialisation program of every parameter, by the key of its first name. `registered`: each parameter's
+    index in the order of construction, by which `rebuild` finds it again. `real`: the parameters hold memory, because
+    the module could not be built without it. `adapter`: what was put into the module after its construction.
+    """
 
     name: str
     module: nn.Module
@@ -55,11 +58,11 @@ class Built:
     adapter: Adapters | None = None
 
     def key(self, name: str) -> str:
-        """What a parameter or buffer of the module is called in the graph: as without an adapter around it."""
+        """Return the graph's key for a parameter or buffer of the module: its name without an adapter around it."""
         return plain_name(name) if isinstance(self.adapter, Lora | StartedLora) else name
 
     def is_adapter(self, key: str) -> bool:
-        """Whether a parameter is an adapter's, not the base's."""
+        """Return whether a parameter belongs to an adapter rather than to the base model."""
         match self.adapter:
             case None:
                 return False
@@ -69,17 +72,19 @@ class Built:
                 return is_adapter(key)
 
     def parameters(self, module: nn.Module | None = None) -> dict[str, nn.Parameter]:
-        """By key, in the module's order; of another module built the same way, if given."""
+        """Return the parameters by key in the module's order, of `module` if given (another one that was built the same
+        way)."""
         return {self.key(name): value for name, value in (module or self.module).named_parameters()}
 
     def buffers(self, module: nn.Module | None = None) -> dict[str, torch.Tensor]:
-        """As `parameters`."""
+        """Return the buffers by key in the module's order, of `module` if given (another one that was built the same
+        way)."""
         return {self.key(name): value for name, value in (module or self.module).named_buffers()}
 
 
 def build(source: ModelSource, seed: int, adapter: Adapters | None = None) -> Built:
-    """Build `source`'s module, with `adapter` in it. Raises `ModelError` when it can't be found, configured or
-    constructed."""
+    """Build the module of `source` with `adapter` in it. Raises `ModelError` if the module can't be found, configured
+    or constructed."""
     name = describe(source)
     huggingface: HuggingFaceModel | None = None
     match source:
@@ -102,7 +107,7 @@ def build(source: ModelSource, seed: int, adapter: Adapters | None = None) -> Bu
         module, inputs = _construct(construct, name, seed)
         programs = {name: None for name, _ in module.named_parameters()}
         registered, real = {}, True
-        notes = (*notes, f"Built in real memory: without it the constructor failed ({_first_line(error)}).")
+        notes = (*notes, f"Built in real memory, because the constructor fails without it ({_first_line(error)}).")
     key = plain_name if isinstance(adapter, Lora | StartedLora) else (lambda name: name)
     return Built(
         name,
@@ -120,10 +125,10 @@ def build(source: ModelSource, seed: int, adapter: Adapters | None = None) -> Bu
 
 
 def rebuild(built: Built, keys: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Construct the module again with just these parameters in real memory, and yield them.
+    """Construct the module again with only these parameters in real memory, and yield them.
 
-    The random state is seeded from (seed, first key), so that the same keys give the same values on any machine with
-    the same versions.
+    The random state is seeded from (seed, first key), so the same keys give the same values on any machine with the
+    same library versions.
     """
     if built.real:
         parameters = built.parameters()
@@ -136,20 +141,21 @@ def rebuild(built: Built, keys: frozenset[str]) -> Iterator[tuple[str, torch.Ten
         module, _ = _construct(built.construct, built.name, built.seed, salt=min(keys))
     made = {key: parameter for key, parameter in built.parameters(module).items() if key in keys}
     if any(parameter.is_meta for parameter in made.values()):
-        # Computed from another that was not wanted, as a direction and a length are of a weight: all in real memory.
+        # A wanted parameter was computed from an unwanted one, as weight normalisation computes direction and length:
+        # build all in real memory.
         module, _ = _construct(built.construct, built.name, built.seed, salt=min(keys))
         made = {key: parameter for key, parameter in built.parameters(module).items() if key in keys}
     for key, parameter in made.items():
         if parameter.is_meta:
             raise ModelError(
                 f"{built.name} leaves its parameter {key} without a value.",
-                hint="Give it one when the module is constructed, for example in reset_parameters.",
+                hint="Initialise it when the module is constructed, for example in reset_parameters.",
             )
         yield key, parameter.detach()
 
 
 def construct_real(built: Built) -> nn.Module:
-    """The owner's module in real memory, Hugging Face models as transformers runs them."""
+    """Construct the owner's module in real memory, a Hugging Face model as transformers itself would run it."""
     if built.huggingface is not None:
         plain = built.huggingface.construct_plain()
         return plain if built.adapter is None else _put_in(plain, built.adapter)
@@ -158,7 +164,8 @@ def construct_real(built: Built) -> nn.Module:
 
 
 def construct_empty(built: Built) -> nn.Module:
-    """As `construct_real`, with its parameters on the meta device. Not of what was `real` in the first place."""
+    """Construct the module that `construct_real` returns, with its parameters on the meta device. Fails if
+    `built.real`."""
     huggingface = built.huggingface
     if huggingface is None:
         construct = built.construct
@@ -186,7 +193,7 @@ def _with_adapter(construct: Construct, adapter: Adapters) -> Construct:
 
 
 def load_function(target: str) -> Construct:
-    """Import `module:function` of the job owner's own code from the working directory. Raises `ModelError`."""
+    """Import `module:function` from the job owner's own code in the working directory. Raises `ModelError`."""
     module_name, _, function_name = target.partition(":")
     here = os.getcwd()
     sys.path.insert(0, here)
@@ -225,15 +232,15 @@ def load_function(target: str) -> Construct:
 class _Registration:
     count: int = 0
     indices: dict[int, int] = field(default_factory=dict)
-    """id of a parameter that stays -> its place in the order of construction."""
+    """id of a live parameter -> its index in the order of construction."""
     kept: list[nn.Parameter] = field(default_factory=list)
-    """Keeps those ids from being reused."""
+    """References that keep those ids from being reused."""
 
 
 @contextmanager
 def _parameters_on_meta(watch: InitialisationWatch, wanted: frozenset[int] = frozenset()) -> Iterator[_Registration]:
-    """While open, a parameter moves to the meta device as a module registers it, or as it is copied (`copy.deepcopy`),
-    except those `wanted`."""
+    """While open, move a parameter to the meta device when a module registers it or `copy.deepcopy` copies it, except
+    those in `wanted`."""
     original, original_copy = nn.Module.register_parameter, nn.Parameter.__deepcopy__
     registration = _Registration()
 
@@ -242,7 +249,7 @@ def _parameters_on_meta(watch: InitialisationWatch, wanted: frozenset[int] = fro
         replacement = param
         if index not in wanted and not param.is_meta:
             replacement = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-            # Kept for being refused: a hook changes a gradient where no graph can see it.
+            # Hooks are copied so that capture can refuse them: a hook changes a gradient where no graph can see it.
             replacement._backward_hooks = param._backward_hooks
         watch.replace(param, replacement)
         registration.indices[id(replacement)] = index
@@ -282,14 +289,14 @@ def _build_on_meta(
     registered: dict[str, int] = {}
     for key, parameter in module.named_parameters():
         if not parameter.is_meta:
-            raise RuntimeError(f"the parameter {key} got round registration")
+            raise RuntimeError(f"the parameter {key} bypassed register_parameter and holds real memory")
         if id(parameter) not in registration.indices:
-            raise RuntimeError(f"the parameter {key} was put there without registration")
+            raise RuntimeError(f"the parameter {key} was assigned without register_parameter")
         programs[key] = (watch.program(parameter), tuple(parameter.shape))
         registered[key] = registration.indices[id(parameter)]
     for key, buffer in module.named_buffers():
         if buffer.is_meta:
-            raise RuntimeError(f"the buffer {key} was made from large empty memory")
+            raise RuntimeError(f"the buffer {key} was made from a large empty tensor, which gets no memory")
     return module, inputs, shared_draws(programs), registered
 
 

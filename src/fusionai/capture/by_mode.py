@@ -1,9 +1,9 @@
-"""What a module computes otherwise in training than in evaluation: traced in both modes, for graphs that train.
+"""Modules that compute different results in training and in evaluation: traced in both modes, for graphs that train.
 
-A graph that trains evaluates, too, and a trace in training holds what `if self.training` chose. Dropout and batch
-normalisation know their mode themselves. Leaf modules that draw (noise, dropped channels) and spectral norms are traced
-in both modes here, and `fusion::in_training` chooses where the graph runs. Where other code asks for its mode, the
-whole module is traced in both (`capture.evaluation`).
+A graph that trains is also used for evaluation, but a trace in training contains only the branch that `if
+self.training` took. Dropout and batch normalisation handle their mode themselves. Leaf modules that draw random numbers
+(noise, dropped channels) and spectral norms are traced in both modes here, and `fusion::in_training` selects one result
+when the graph runs. If other code reads its mode, the whole module is traced in both (`capture.evaluation`).
 
 Neighbours: `capture.export` opens `both_modes` around the trace, `capture.lowering` turns the operator into the IR's.
 """
@@ -24,8 +24,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 @torch.library.custom_op("fusion::in_training", mutates_args=())
 def in_training(trained: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
-    """Not to be run: the captured graph knows its mode."""
-    raise NotImplementedError("fusion::in_training chooses in a captured graph only")
+    """Select `trained` in training and `otherwise` in evaluation. Exists in traces only: running it eagerly raises."""
+    raise NotImplementedError("fusion::in_training runs only in a captured graph")
 
 
 @in_training.register_fake
@@ -40,12 +40,12 @@ _WATCHED: Final = frozenset(
     | {"feature_alpha_dropout", "feature_alpha_dropout_"}
     | {"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"}
 )
-"""Names of operators by which a module draws; plain dropout knows its mode itself."""
+"""Names of the operators that draw random numbers, except plain dropout, which handles its mode itself."""
 
 
 @contextmanager
 def both_modes(module: nn.Module) -> Iterator[None]:
-    """While open, leaf modules that draw and spectral norms are traced in training and in evaluation."""
+    """While open, trace leaf modules that draw random numbers, and spectral norms, in training and in evaluation."""
     patched = [child for child in module.modules() if child.training and _is_leaf(child)]
     normed, by_hook = _SpectralNorm.forward, SpectralNorm.compute_weight
     try:
@@ -61,7 +61,7 @@ def both_modes(module: nn.Module) -> Iterator[None]:
 
 
 def _spectral(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """In training the vectors of the largest singular value move on; evaluation takes them as they are."""
+    """Return a forward that traces both modes: only training updates the vectors of the largest singular value."""
 
     def both(self: _SpectralNorm, weight: torch.Tensor) -> torch.Tensor:
         if not self.training or get_proxy_mode() is None:
@@ -77,7 +77,7 @@ def _spectral(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _spectral_by_hook(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same of `torch.nn.utils.spectral_norm`."""
+    """Return the same wrapper for `torch.nn.utils.spectral_norm`, which works by a hook."""
 
     def both(self: SpectralNorm, module: nn.Module, do_power_iteration: bool) -> torch.Tensor:
         if not do_power_iteration or get_proxy_mode() is None:
@@ -89,7 +89,8 @@ def _spectral_by_hook(compute: Callable[..., torch.Tensor]) -> Callable[..., tor
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    """What is below would be traced twice: only where that is little, and no statistics move."""
+    """Return whether no module below has parameters. Others are left out, because tracing them twice would be
+    expensive."""
     own = "forward" in module.__dict__ or isinstance(module, _SpectralNorm)
     return not own and not any(parameter is not None for child in module.children() for parameter in child.parameters())
 

@@ -1,10 +1,10 @@
-"""From a model to the IR: `capture(source, ...) -> Captured`.
+"""Capture a model as a graph of the IR: `capture(source, ...) -> Captured`.
 
-Decides the order of the work: build without weights, trace, spell in the IR, number the blocks, validate. Allocates no
-weights. The graph is data and may travel; everything else here stays in the job owner's process.
+Runs the steps in order: build without weights, trace, lower to the IR, number the blocks, validate. Allocates no
+weights. The graph is plain data that may be sent to peers; everything else here stays in the job owner's process.
 
-Neighbours: `capture.build`, `capture.export`, `capture.lowering` do the steps; `capture.self_check` compares the graph
-with the module; `client` ships the graph and streams `Captured.state`.
+Neighbours: `capture.build`, `capture.export` and `capture.lowering` do the steps; `capture.self_check` compares the
+graph with the module; `client` ships the graph and streams `Captured.state`.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A model as a graph. `config`: its Hugging Face configuration, None for other modules. `attention_nodes` equals
-    `attention_layers` exactly if every attention is the semantic operator, which cached serving needs. `owed`: keys
-    of the graph without declarative initialisation, whose bytes `state` gives. `private_keys`: buffers and constants of
-    the graph that the module's own state dict leaves out. `unused`: parameters of the module
-    that no output depends on."""
+    """A model as a graph.
+
+    `config`: its Hugging Face configuration, None for other modules. `attention_nodes` equals `attention_layers`
+    exactly if every attention is the semantic operator, which serving with a cache needs. `owed`: keys of the graph
+    without an initialisation program, whose bytes `state` yields. `private_keys`: buffers and constants of the graph
+    that the module's own state dict leaves out. `unused`: parameters of the module that no output depends on.
+    """
 
     graph: Graph
     config: Mapping[str, Any] | None
@@ -67,28 +69,28 @@ class Captured:
     notes: tuple[str, ...]
     inputs: tuple[InputSpec, ...]
     input_names: tuple[str, ...]
-    """Those of `inputs` that the module itself takes."""
+    """Names of the `inputs` that the module itself takes."""
     source: StateSource
     task: Task
     train: bool
     evaluates: bool
-    """Whether the graph computes outside training what the module does in evaluation; otherwise a note says why."""
+    """Whether the graph, outside training, computes what the module computes in evaluation. If not, a note says why."""
 
     def state(self, keys: Iterable[str]) -> Iterator[tuple[str, HostTensor]]:
-        """Bytes of buffers, constants, pretrained weights and parameters that have no initialisation program, one at
-        a time. Raises `ModelError` on an unknown key."""
+        """Yield buffers, constants, pretrained weights and parameters without an initialisation program, one at a time.
+        Raises `ModelError` on an unknown key."""
         return self.source.tensors(keys)
 
     def layout(self) -> dict[str, Assembly]:
-        """Tensors as `save_pretrained` would name and cut them, where that is not a key as it is -> which parts of
-        keys they are."""
+        """Return name in `save_pretrained`'s files -> the parts of keys it consists of, for tensors that are not simply
+        one key."""
         keys = (spec.key for spec in self.graph.params.values())
         return self.source.layout(key for key in keys if key not in self.private_keys)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A capture before it is known to be supported."""
+    """A capture that may contain unsupported operations."""
 
     captured: Captured
     unsupported: tuple[Unsupported, ...]
@@ -106,11 +108,11 @@ def capture(
     adapter: Adapters | None = None,
     whole: bool = False,
 ) -> Captured:
-    """Capture `source` with its loss as a validated graph, for every batch and sequence in the ranges (inclusive).
-    With `adapter` in it, nothing else is trainable. `whole`: every repeated layer is traced, which takes longer and
-    gives the same graph.
+    """Capture `source` with its loss as a validated graph, for every batch and sequence size in the ranges (inclusive).
 
-    Raises `ModelError` when the model can't be built, traced or spelt in the IR; it names what, where and what to do.
+    With `adapter`, only the adapter's parameters are trainable. `whole`: trace every repeated layer instead of copying
+    one, which takes longer and gives the same graph. Raises `ModelError` if the model can't be built, traced or
+    expressed in the IR; the error names the operation, its place and a remedy.
     """
     made = draft(
         source,
@@ -148,10 +150,12 @@ def draft(
     adapter: Adapters | None = None,
     whole: bool = False,
 ) -> Draft:
-    """As `capture`, but collects what is unsupported instead of refusing."""
+    """Capture like `capture`, but collect unsupported operations instead of raising, and do not validate the graph."""
     for name, (low, high) in (("batch", batch), ("sequence", sequence)):
         if not 1 <= low <= high:
-            raise ModelError(f"the range of {name} sizes is {low} to {high}.", hint="Give 1 <= smallest <= largest.")
+            raise ModelError(
+                f"the range of {name} sizes, {low} to {high}, is not valid.", hint="Give 1 <= smallest <= largest."
+            )
     built = build(source, seed, adapter)
     examples = example_inputs or built.example_inputs
     if examples is None and built.huggingface is not None and task not in ("causal_lm", "counted_lm", "masked_lm"):
@@ -162,18 +166,20 @@ def draft(
     used_symbols = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
     symbols = {name: bounds for name, bounds in (("b", batch), ("s", sequence)) if name in used_symbols}
     if extra := sorted(used_symbols - set(symbols)):
-        raise ModelError(f"the inputs name the size {extra[0]!r}.", hint="Sizes that vary are 'b' (batch) and 's'.")
+        raise ModelError(
+            f"the inputs name the size {extra[0]!r}.", hint="Sizes that vary are 'b' (batch) and 's' (sequence)."
+        )
     notes = list(built.notes)
     sequence_limit = _longest_sequence(built)
     if "s" in symbols and sequence_limit is not None and sequence_limit < symbols["s"][1]:
         if sequence_limit < symbols["s"][0]:
             raise ModelError(
-                f"{built.name} takes sequences up to {sequence_limit} tokens, the job wants {sequence[0]}.",
+                f"{built.name} takes sequences of up to {sequence_limit} tokens, the job needs {sequence[0]} or more.",
                 hint="Lower the sequence length, or raise max_position_embeddings.",
             )
         notes.append(f"Sequences are limited to the model's {sequence_limit} positions.")
         symbols["s"] = (symbols["s"][0], sequence_limit)
-    # Weights of another model are told before the long part of the work.
+    # Checked before the expensive tracing: weights of another model raise here.
     checkpoint = None
     if built.huggingface is not None and built.huggingface.weights:
         checkpoint = index_checkpoint(built.huggingface.weights, built, aliases(built.module), located(adapter))
@@ -197,8 +203,8 @@ def draft(
         except (Apart, ModelError) as error:
             evaluates = False
             notes.append(
-                f"Evaluation computes as training does: {reads.first} asks for its mode, and what evaluation does "
-                f"otherwise can't be captured ({str(error).rstrip('.')})."
+                f"Evaluation computes as training does: {reads.first} reads `self.training`, and its evaluation can't "
+                f"be captured ({str(error).rstrip('.')})."
             )
         finally:
             built.module.train(train)
@@ -214,7 +220,8 @@ def _traced(
     *,
     whole: bool,
 ) -> tuple[ExportedProgram, Lowered]:
-    """With repeated layers copied, unless what is traced shows that they are not alike, or `whole`."""
+    """Trace and lower the module. Repeated layers are copied unless `whole`, or unless the trace shows that they
+    differ."""
     canonical = _canonical(built.module)
     with (
         semantic_recurrences(built.module),
@@ -224,7 +231,7 @@ def _traced(
         program = export(module, specs, symbols)
         try:
             if repetition.written:
-                raise Unlike("the result of a layer is written to")
+                raise Unlike("something writes to the result of a layer")
             for name in program.graph_signature.buffers_to_mutate.values():
                 if any(name.startswith(f"{PREFIX}{traced.path}.") for traced in repetition.traced):
                     raise Unlike(f"a layer writes its buffer {name}")
@@ -291,10 +298,10 @@ def _assemble(
     used = {built.key(name) for name in lowered.parameters.values()}
     unused = tuple(key for key in parameters if key not in used)
     if unused:
-        notes.append(f"{len(unused)} parameters have no part in the outputs, first {unused[0]}.")
+        notes.append(f"{len(unused)} parameters do not affect the outputs, first {unused[0]}.")
     buffers, saved = built.buffers(), {built.key(name) for name in built.module.state_dict()}
     notes.extend(
-        f"Files have the complex buffer {key} as its parts in a last dimension of 2."
+        f"Files store the complex buffer {key} as its real and imaginary parts in a last dimension of 2."
         for key in map(built.key, lowered.buffers.values())
         if key in saved and buffers[key].is_complex()
     )
@@ -302,16 +309,16 @@ def _assemble(
     carrying = sum(OPERATORS[node.op].category == "scan" for node in graph.nodes if node.op in OPERATORS)
     layers = _attention_layers(built, graph, carrying)
     if nodes != layers:
-        notes.append(f"{nodes} of {layers} attention layers are the semantic operator: no cache can serve it.")
+        notes.append(f"{nodes} of {layers} attention layers were recognised: no cache can serve it.")
     if carrying:
         notes.append(f"{carrying} layers carry a state from position to position: no cache can serve it.")
     if train and any(node.path.endswith(".experts") and node.op == "aten.bmm.default" for node in graph.nodes):
-        notes.append("The experts' weights are gathered per token: right, but slower than products by groups.")
+        notes.append("The experts' weights are gathered per token: correct, but slower than grouped products.")
     if train and any(getattr(child, "sparse", None) is True for child in built.module.modules()):
-        notes.append("Gradients of sparse embeddings are dense here: an optimizer moves every row, SparseAdam is none.")
+        notes.append("Sparse embeddings get dense gradients: an optimizer updates every row, unlike SparseAdam.")
     if train and (drawn := drawn_in_evaluation(graph)):
         where = f", first in {drawn[0].path}" if drawn[0].path else ""
-        notes.append(f"Random numbers are drawn in training and in evaluation alike, {len(drawn)} times{where}.")
+        notes.append(f"The model draws random numbers in evaluation too, {len(drawn)} times{where}.")
     without_program = [key for key, program in built.programs.items() if program is None]
     captured = Captured(
         graph=graph,
@@ -351,7 +358,7 @@ def _tensor_constant(value: Any) -> torch.Tensor:
 
 
 def aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """First name -> further names of the same parameter or buffer."""
+    """Return first name -> further names of the same parameter or buffer."""
     names: dict[int, list[str]] = {}
     for iterate in (module.named_parameters, module.named_buffers):
         for name, tensor in iterate(remove_duplicate=False):
@@ -360,14 +367,17 @@ def aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _canonical(module: nn.Module) -> dict[str, str]:
-    """Every name of a shared parameter or buffer -> its first name."""
+    """Return every name of a shared parameter or buffer -> its first name."""
     return {name: first for first, others in aliases(module).items() for name in (first, *others)}
 
 
 def _attention_layers(built: Built, graph: Graph, carrying: int) -> int:
-    """How many attention layers the model has. Hugging Face configurations say, of all layers together where they don't
-    tell them from those that carry a state; elsewhere whatever makes a softmax of its own is taken for one, so that a
-    doubt counts against cached serving."""
+    """Return how many attention layers the model has.
+
+    A Hugging Face configuration states it. If it does not separate attention layers from recurrent ones, the recurrent
+    ones (`carrying`) are subtracted. For other modules every softmax operator counts as attention, so an uncertain case
+    disables serving with a cache.
+    """
     if built.huggingface is None:
         return sum(
             node.op == "fusion.attention" or "softmax" in node.op.replace("log_softmax", "") or "scaled_dot" in node.op
@@ -381,7 +391,8 @@ def _attention_layers(built: Built, graph: Graph, carrying: int) -> int:
 
 
 def _longest_sequence(built: Built) -> int | None:
-    """The number of positions a model has a learned embedding for; rotary models have no such limit."""
+    """Return the number of positions a model has a learned embedding for; None for rotary models, which have no such
+    limit."""
     positions = [
         child.num_embeddings
         for name, child in built.module.named_modules()

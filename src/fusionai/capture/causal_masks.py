@@ -1,8 +1,8 @@
-"""Causal masks of `nn.Transformer` and its parts, recognised by how they are made instead of by their values.
+"""Recognise causal masks of `nn.Transformer` and its parts by how they were made instead of by their values.
 
-Given a mask without a hint, PyTorch compares it with a causal one: a branch on values, which a graph can't hold. A mask
-that `generate_square_subsequent_mask` made is causal at every length. Any other mask is applied as it is, which gives
-the same numbers.
+If PyTorch gets a mask without a hint, it compares the mask's values with a causal one, which is a branch on data that a
+graph can't hold. A mask from `generate_square_subsequent_mask` is causal at every length. Any other mask is applied as
+it is, which gives the same numbers.
 
 Neighbours: `capture.export` traces under it; `capture.attention` makes the semantic operator of causal attention.
 """
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 @contextmanager
 def recognised_causal_masks() -> Iterator[None]:
-    """While open, no values of masks are compared."""
+    """While open, PyTorch does not compare the values of masks."""
     generate, detect = transformer._generate_square_subsequent_mask, transformer._detect_is_causal_mask
     made = WeakTensorKeyDictionary()
 

@@ -1,8 +1,9 @@
-"""Whether a captured language model is causal, found out by trying. Decides how small a copy is tried.
+"""Test whether a captured language model is causal, by running a small copy of it.
 
-A graph whose attention is not recognised says nothing of what a position sees, so the same configuration with few
-layers and a small vocabulary is run twice, on texts that differ behind some position: what stands before must not
-change. Neighbours: `client.serving_model` asks before it serves such a model; `backends.torch` runs the copy.
+If a graph's attention is not recognised, the graph does not show which positions a position sees. So the same
+configuration with few layers and a small vocabulary runs on two texts that differ after some position; the logits
+before it must not change. Neighbours: `client.serving_model` asks before it serves such a model; `backends.torch` runs
+the copy.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from fusionai.primitives.tensors import host_tensor
 from fusionai.wire.messages import StageOptions
 
 LAYERS: Final = 4
-"""Hybrids repeat after so many."""
+"""Layers of the copy. Hybrid models repeat their pattern of layers after about this many."""
 TOKENS: Final = 24
+"""Length of each text (chosen)."""
 SEEN: Final = 15
-"""Positions that both texts have in common."""
+"""Positions at the start that both texts share."""
 LIMIT: Final = 1e-4
-"""Of the largest logit."""
+"""Smallest change of a logit that counts as a change, relative to the largest logit (chosen)."""
 
 
 def require_causal(captured: Captured) -> None:
-    """Raise `ModelError` unless a position's logits depend on what stands before it only."""
+    """Raise `ModelError` unless a position's logits depend only on the tokens up to it."""
     name, source = captured.graph.name, captured.source.built.huggingface
     if captured.config is None or source is None:
-        raise ModelError(f"{name} has no configuration: whether it is causal can't be tried.")
+        raise ModelError(f"{name} has no configuration, so a small copy to test whether it is causal can't be made.")
     try:
         small = capture(
             ConfigSource(reduced(captured.config, LAYERS), source.architecture),
@@ -44,7 +46,7 @@ def require_causal(captured: Captured) -> None:
             train=False,
         )
     except FusionError as error:
-        raise ModelError(f"{name} can't be made small to try whether it is causal: {error.message}") from error
+        raise ModelError(f"no small copy of {name} to test whether it is causal: {error.message}") from error
     first = np.arange(TOKENS) % 7 + 3
     second = np.where(np.arange(TOKENS) < SEEN, first, first + 11)
     before, after = _logits(small, first), _logits(small, second)
@@ -52,15 +54,15 @@ def require_causal(captured: Captured) -> None:
     largest = float(np.abs(before).max())
     if moved[:SEEN].max() > LIMIT * largest:
         raise ModelError(
-            f"{name} is not causal: what stands behind a position changes its logits.",
+            f"{name} is not causal: later tokens change the logits of a position.",
             hint="Serve a causal language model.",
         )
     if moved[SEEN:].max() <= LIMIT * largest:
-        raise ModelError(f"{name}: other tokens do not change its logits, so nothing can be told from trying.")
+        raise ModelError(f"{name}: different tokens give the same logits, so the test of causality is inconclusive.")
 
 
 def _logits(captured: Captured, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """[positions, vocabulary]"""
+    """Return the logits, [positions, vocabulary]."""
     program = TorchBackend("cpu").load(captured.graph, grad_inputs=(), options=StageOptions())
     program.initialise()
     program.import_state((f"model/{key}", tensor) for key, tensor in captured.state(captured.owed))

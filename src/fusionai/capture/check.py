@@ -1,7 +1,7 @@
-"""Does this model fit? What `fusion check MODEL` reports.
+"""Report whether a model can be trained and served: `fusion check MODEL`.
 
-Decides nothing: it gathers operators, blocks, parameters, attention and everything unsupported, and says so even where
-`capture` would refuse. Neighbours: `cli` prints the report, `capture.capture` makes the draft.
+Collects operators, blocks, parameters, attention layers and every unsupported operation, and reports on models that
+`capture` would refuse too. Neighbours: `cli` prints the report, `capture.capture` makes the draft.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fusionai.wire.messages import OptimizerSpec
 
 @dataclass(frozen=True, slots=True)
 class BlockReport:
-    """One block. `kind` numbers distinct computations: repeated layers have the same."""
+    """One block. `kind` numbers distinct computations: repeated layers have the same one."""
 
     block: int
     nodes: int
@@ -43,8 +43,8 @@ class BlockReport:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something unsupported: the operation (empty when the graph as a whole is outside the limits), where (module and,
-    as `capture.code_lines` writes it, line of code), and why."""
+    """Something unsupported: the operation (empty if the graph as a whole exceeds a limit), its module and line of code
+    (as `capture.code_lines` formats it), and the reason."""
 
     op: str
     path: str
@@ -54,8 +54,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """`ok`: the model can be trained. `cached_serving`: every attention layer is the semantic operator.
-    `owed_bytes`: what the job owner must send because it has no declarative initialisation."""
+    """`ok`: the model can be trained. `cached_serving`: it can be served with a KV cache, because every attention layer
+    is the semantic operator and no layer is recurrent. `owed_bytes`: bytes the job owner must send, because they have
+    no initialisation program."""
 
     model: str
     ok: bool
@@ -69,13 +70,13 @@ class CheckReport:
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     trained: Trained
-    """With AdamW, 32 bits of state for each of its two moments."""
+    """Memory of training with AdamW, whose two moments are kept in 32 bits each."""
     lacking: Mapping[str, tuple[str, ...]]
-    """Backend that is installed here -> operators of the model it has not."""
+    """Backend installed here -> operators of the model that it lacks."""
     compared: SelfCheck | None = None
-    """None where nothing was compared."""
+    """Result of comparing graph and module; None if they were not compared."""
     not_compared: str = ""
-    """Why, where a comparison was asked for."""
+    """Why nothing was compared although the caller asked for it; empty otherwise."""
 
     @property
     def cached_serving(self) -> bool:
@@ -94,9 +95,11 @@ def check(
     adapter: Adapters | None = None,
     compare: Callable[[str], None] | None = None,
 ) -> CheckReport:
-    """Capture as far as it goes and report. `compare`: also compare the graph with the module by numbers, with lines of
-    progress to this function. Raises `ModelError` when the model can't be built or traced at all, or when graph and
-    module differ."""
+    """Capture as far as possible and report.
+
+    `compare`: also compare the graph with the module by numbers, passing lines of progress to this function. Raises
+    `ModelError` if the model can't be built or traced at all, or if graph and module differ.
+    """
     made = draft(
         source,
         task=task,

@@ -1,9 +1,9 @@
 """Run `torch.utils.checkpoint` as a plain call while a module is compared with its graph.
 
-A checkpoint runs its function again in backward, and would draw again there: the comparison answers draws in forward
-only. Gradients are the same either way.
+A checkpoint runs its function again in backward and would draw its random numbers again there, but the comparison
+replays draws in forward only. Gradients are the same either way.
 
-Neighbours: `capture.self_check` opens it; `capture.custom_gradients` does the like while tracing.
+Neighbours: `capture.self_check` opens it; `capture.custom_gradients` does the same while tracing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils import checkpoint
 
 
 class _Plain:
-    """Stands for the function that recomputes."""
+    """Stands for the autograd function that recomputes: only runs the function."""
 
     @staticmethod
     def apply(run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
@@ -25,7 +25,7 @@ class _Plain:
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """While open, checkpointed functions keep what they compute."""
+    """While open, checkpointed functions keep their activations instead of recomputing them."""
     module: Any = checkpoint
     reentrant, frames = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
 

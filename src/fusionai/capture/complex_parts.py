@@ -1,13 +1,13 @@
-"""Complex values of a trace as pairs of real ones, so that the IR and every backend stay real.
+"""Replace complex values of a trace by pairs of real ones, so that the IR and every backend stay real.
 
 Rotary positions are often written with complex numbers (`torch.polar`, `view_as_complex`). Each complex value of the
-exported program is replaced by its real and its imaginary part, computed by operators of the vocabulary in the order of
-PyTorch's own formulas: (a + bi)(c + di) = (ac - bd) + (ad + bc)i. A constant or buffer that is complex travels as
-PyTorch lays it out, with its parts in a last dimension of 2. What has no such form (complex parameters, inputs and
-results, functions without a rule) is left and marked with the reason.
+exported program is replaced by its real and its imaginary part, computed by real operators in the order of PyTorch's
+own formulas: (a + bi)(c + di) = (ac - bd) + (ad + bc)i. A complex constant or buffer is stored in PyTorch's layout,
+with its parts in a last dimension of 2. Complex parameters, inputs and results, and functions without a rule, are left
+in place and marked with the reason.
 
-Neighbours: `capture.export` traces, `capture.lowering` spells what this makes and refuses what it marked;
-`capture.complex_rules` has the formulas; `capture.fourier` makes Fourier transforms products before.
+Neighbours: `capture.export` traces, `capture.complex_rules` has the formulas, `capture.lowering` converts the result
+and refuses what is marked; `capture.fourier` has already turned Fourier transforms into products.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 
 REFUSED: Final = "fusion_refused"
-"""Key in a node's meta: why it can't be lowered, empty where another node's refusal is the cause."""
+"""Key in a node's meta: why the node can't be lowered; empty if the refusal of another node is the cause."""
 MARKS: Final = frozenset({"fusion.traced_layer.default", "fusion.repeated.default"})
+"""Operators that stand for repeated layers (`capture.repetition`)."""
 REAL_DTYPES: Final[Mapping[torch.dtype, torch.dtype]] = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
@@ -38,7 +39,7 @@ class NoForm(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A complex tensor. None: that part is zero everywhere; never both."""
+    """A complex tensor. None means that this part is zero everywhere; at most one part is None."""
 
     real: fx.Node | None
     imaginary: fx.Node | None
@@ -47,7 +48,8 @@ class Pair:
 Operand = fx.Node | Pair | complex
 """A real tensor, a complex one, or a number."""
 Rule = Callable[["Parts", fx.Node, tuple[Any, ...], dict[str, Any]], "Pair | fx.Node | list[Any]"]
-"""Made of the node's arguments with pairs in the place of complex values: what stands for its result."""
+"""Takes the node's arguments with pairs in place of complex values, and returns the replacement of the node's
+result."""
 
 
 def real_parts(program: ExportedProgram, rules: Mapping[str, Rule]) -> None:
@@ -69,7 +71,7 @@ def is_complex(value: Any) -> bool:
 
 
 class Parts:
-    """One pass over a program. Rules make nodes by `call`, at the place of the node that is visited."""
+    """One pass over a program. Rules make nodes with `call`, before the node that is being visited."""
 
     def __init__(self, program: ExportedProgram, rules: Mapping[str, Rule], mode: Any) -> None:
         self.program = program
@@ -78,11 +80,11 @@ class Parts:
         self.mode = mode
         self.pairs: dict[fx.Node, Pair] = {}
         self.lists: dict[fx.Node, list[Any]] = {}
-        """What stands for each result of a node with several."""
+        """Replacements of the results of a node that has several."""
         self.stored: dict[fx.Node, str] = {}
-        """Placeholders of complex buffers and constants, whose parts are made where they are first used."""
+        """Placeholders of complex buffers and constants, whose parts are made at their first use."""
         self.seen_apart: dict[fx.Node, Pair] = {}
-        """Results of `view_as_real`: selecting a part of one is the part."""
+        """Results of `view_as_real`: selecting a part of such a result returns the part itself."""
         self.at = next(iter(self.graph.nodes))
         self.meta: dict[str, Any] = {}
 
@@ -98,13 +100,13 @@ class Parts:
                 for result in node.all_input_nodes:
                     if result in self.pairs:
                         self.mark(
-                            result, "it is a result of the model, and results are real: give torch.view_as_real of it"
+                            result, "it is a result of the model, and results are real: return torch.view_as_real of it"
                         )
         for node in reversed(replaced):
             if REFUSED in node.meta:
                 continue
             if node.users:
-                # Only what is refused uses it still.
+                # Only refused nodes still use it.
                 node.meta[REFUSED] = ""
             else:
                 self.graph.erase_node(node)
@@ -117,14 +119,14 @@ class Parts:
         signature = self.program.graph_signature
         target = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}.get(node.name)
         if target is None or target in signature.buffers_to_mutate.values():
-            # Lowering refuses parameters and inputs by their dtype.
+            # Parameters and inputs: lowering refuses them by their dtype.
             return
         with self.mode:
             node.meta["val"] = torch.view_as_real(value.resolve_conj())
         self.stored[node] = target
 
     def visit(self, node: fx.Node) -> bool:
-        """Whether the node is replaced by others."""
+        """Process one node; returns whether it is replaced by others."""
         name = str(node.target)
         args: Sequence[fx.Node] = node.all_input_nodes
         complex_args = any(
@@ -144,7 +146,7 @@ class Parts:
         if not complex_args and not is_complex(node.meta.get("val")):
             return False
         if name.startswith("aten._assert"):
-            # Of the dtype or place that tracing saw.
+            # An assertion about the dtype or device seen while tracing.
             return True
         if any(REFUSED in arg.meta or (is_complex(arg.meta.get("val")) and not self.known(arg)) for arg in args):
             node.meta[REFUSED] = ""
@@ -167,12 +169,13 @@ class Parts:
         return arg in self.pairs or arg in self.stored or arg in self.lists
 
     def enter(self, node: fx.Node) -> None:
-        """What is made from now on stands before `node` and belongs to its module."""
+        """Place the nodes made from now on before `node`, in its module."""
         self.at = node
         self.meta = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
 
     def keep(self, node: fx.Node, made: Pair | fx.Node | list[Any]) -> bool:
-        """Let `made` stand for the node. One with a real result stays, since the program knows results by name."""
+        """Let `made` replace the node. A node with a real result stays as an alias, since the program knows results by
+        name."""
         match made:
             case Pair():
                 self.pairs[node] = made
@@ -209,7 +212,7 @@ class Parts:
         return pair
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """A new node; of an operator with several results, their list."""
+        """Make a node and return it; for an operator with several results, return their list."""
         with self.graph.inserting_before(self.at):
             node = self.graph.call_function(target, args, kwargs)
         node.meta = dict(self.meta)
@@ -221,7 +224,7 @@ class Parts:
         return node
 
     def full(self, pair: Pair) -> tuple[fx.Node, fx.Node]:
-        """Both parts, zeros made."""
+        """Return both parts; a part that is None becomes a tensor of zeros."""
         real, imaginary = pair.real, pair.imaginary
         if real is None:
             assert imaginary is not None
@@ -229,7 +232,7 @@ class Parts:
         return real, self.call(_aten.zeros_like.default, real) if imaginary is None else imaginary
 
     def marked(self, node: fx.Node, args: tuple[Any, ...]) -> list[Any]:
-        """A layer's mark or copy takes and gives the parts one by one."""
+        """Convert a repeated layer's mark or copy: it takes and returns the parts one by one."""
 
         def flat(items: Sequence[Any]) -> list[fx.Node]:
             return [part for item in items for part in (self.full(item) if isinstance(item, Pair) else (item,))]

@@ -1,8 +1,8 @@
-"""What each operator is on complex values, in real ones. Decides formulas; `capture.complex_parts` applies them.
+"""Formulas of operators on complex values in terms of real ones; `capture.complex_parts` applies them.
 
-Operators that move, choose or sum elements do the same to both parts. Products are PyTorch's formula: bits are those
-of its vectorised kernels, which round every product. Its scalar kernels (for the rest of a row that is no whole vector)
-round a product together with the sum it goes into, so that the last bit may differ there.
+Operators that move, choose or sum elements do the same to both parts. Products follow PyTorch's formula and have the
+bits of its vectorised kernels, which round every product. Its scalar kernels (for the elements at the end of a row that
+fill no whole vector) use fused multiply-add, so the last bit may differ there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fusionai.capture.complex_parts import REAL_DTYPES, NoForm, Operand, Pair, P
 
 _aten: Final = torch.ops.aten
 Part = fx.Node | float | None
-"""None is zero."""
+"""Real or imaginary part of a value; None is zero."""
 
 
 def _parts(value: Operand) -> tuple[Part, Part]:
@@ -39,7 +39,8 @@ def _times(parts: Parts, left: Part, right: Part) -> Part:
 
 
 def _sum(parts: Parts, left: Part, right: Part, op: Any = _aten.add.Tensor) -> Part:
-    """Or difference. Both have the shape of the result, or are numbers."""
+    """Return the sum, or the difference if `op` is a subtraction. Both operands have the shape of the result, or are
+    numbers."""
     if right is None:
         return left
     if left is None:
@@ -60,7 +61,7 @@ def _negative(parts: Parts, part: Part) -> Part:
 
 
 def _pair(parts: Parts, real: Part, imaginary: Part) -> Pair:
-    """Numbers become tensors of the other part's shape."""
+    """Return a pair; a part that is a number becomes a tensor of the other part's shape."""
     like = real if isinstance(real, fx.Node) else imaginary
     if not isinstance(like, fx.Node):
         raise NoForm("no part of its result is a tensor")
@@ -127,7 +128,7 @@ def _add(op: Any, swapped: bool = False) -> Rule:
             right = _scaled(parts, right, alpha)
         made: list[Part] = []
         for one, other in zip(_parts(left), _parts(right), strict=True):
-            # A part alone must have the shape that the sum would have.
+            # A part without a counterpart must be expanded to the shape of the sum.
             if one is None or other is None:
                 one, other = _wide(parts, node, one), _wide(parts, node, other)
             made.append(_sum(parts, one, other, op))
@@ -145,7 +146,7 @@ def _scaled(parts: Parts, value: Operand, by: Any) -> Operand:
 
 
 def _wide(parts: Parts, node: fx.Node, part: Part) -> Part:
-    """The part in the shape of the node's result."""
+    """Return the part expanded to the shape of the node's result."""
     shape = node.meta["val"].shape
     if not isinstance(part, fx.Node) or tuple(map(str, part.meta["val"].shape)) == tuple(map(str, shape)):
         return part
@@ -154,7 +155,7 @@ def _wide(parts: Parts, node: fx.Node, part: Part) -> Part:
 
 
 def _size(parts: Parts, node: fx.Node, dim: int) -> fx.Node:
-    """A size of the node's result, of an operand that has it."""
+    """Return one size of the node's result, read from an operand that has it."""
     wanted = str(node.meta["val"].shape[dim])
     rank = node.meta["val"].ndim
     for operand in node.all_input_nodes:
@@ -204,7 +205,7 @@ def _conjugate(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dic
 
 
 def _abs(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> fx.Node:
-    """As the length of a vector of two, whose gradient at zero is zero as PyTorch's is."""
+    """Compute the length of a vector of two, whose gradient at zero is zero, as that of PyTorch's complex `abs`."""
     return parts.call(
         _aten.linalg_vector_norm.default, parts.call(_aten.stack.default, list(parts.full(args[0])), -1), 2, [-1]
     )
@@ -219,7 +220,7 @@ def _same(_parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[st
 
 
 def _matrix(op: Any) -> Rule:
-    """A product of matrices, as four of their parts, or two where one is real."""
+    """Return the rule of a matrix product: four products of real parts, or two if one operand is real."""
 
     def rule(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair:
         (a, b), (c, d) = _parts(args[0]), _parts(args[1])
@@ -234,7 +235,7 @@ def _matrix(op: Any) -> Rule:
 
 
 def _cast(parts: Parts, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pair | fx.Node:
-    """To another dtype; a real result is of the real part, as in PyTorch."""
+    """Convert to another dtype; a real result is the real part, as in PyTorch."""
     kwargs = {name: REAL_DTYPES.get(value, value) if name == "dtype" else value for name, value in kwargs.items()}
     args = tuple(REAL_DTYPES.get(arg, arg) if isinstance(arg, torch.dtype) else arg for arg in args)
     x = args[0]
@@ -246,14 +247,14 @@ def _cast(parts: Parts, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _created(parts: Parts, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pair | fx.Node:
-    """A tensor of one number. Made like a complex one, or complex itself."""
+    """Create a tensor filled with one number, complex or in the likeness of a complex one."""
     value = node.meta["val"]
     args = tuple(parts.full(arg)[0] if isinstance(arg, Pair) else arg for arg in args)
     numbers = [at for at, arg in enumerate(args) if isinstance(arg, complex)]
     kwargs = {name: REAL_DTYPES.get(arg, arg) if name == "dtype" else arg for name, arg in kwargs.items()}
     if not value.is_complex():
         return parts.call(node.target, *args, **kwargs)
-    # A graph has no default dtype; one of the like of a real tensor has that one's.
+    # A graph has no default dtype. Without a dtype, `zeros_like` of a real tensor would have that tensor's.
     kwargs["dtype"] = REAL_DTYPES[value.dtype]
 
     def part(name: str) -> fx.Node:
@@ -265,7 +266,7 @@ def _created(parts: Parts, node: fx.Node, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _each(parts: Parts, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same to both parts. A part that is zero stays so, unless other complex tensors join it."""
+    """Apply the operator to both parts. A part that is zero stays so, unless other complex tensors join it."""
     joined = sum(isinstance(item, Pair) for arg in args for item in (arg if isinstance(arg, list) else [arg])) > 1
     joined = joined or str(node.target) in _JOINS
 
@@ -292,7 +293,7 @@ def _each(parts: Parts, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _filled(parts: Parts, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pair:
-    """Elements chosen by a mask get a number."""
+    """Fill elements chosen by a mask with a number."""
     x, mask, value = args
     number = complex(value)
     real, imaginary = parts.full(x)
@@ -314,7 +315,7 @@ _JOINS: Final = frozenset(
         "aten.cat.default", "aten.concat.default", "aten.stack.default", "aten.broadcast_tensors.default",
     }
 )  # fmt: skip
-"""Of several tensors: a real one beside complex ones has an imaginary part of zeros."""
+"""Operators that join several tensors: a real one beside complex ones gets an imaginary part of zeros."""
 _EACH: Final = (
     "view.default _unsafe_view.default reshape.default flatten.using_ints unflatten.int transpose.int permute.default"
     " t.default alias.default detach.default unsqueeze.default squeeze.default squeeze.dim squeeze.dims slice.Tensor"

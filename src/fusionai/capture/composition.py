@@ -1,9 +1,9 @@
-"""Operators that PyTorch itself computes by others, spelt out as it does.
+"""Decompose operators that PyTorch itself computes by other operators, exactly as it does.
 
-Those operators have no kernel and no derivative of their own: eager PyTorch runs the same composition, so the bits are
-the same forward and backward. What the vocabulary has by its own name stays as it is.
+These operators have no kernel and no derivative of their own: eager PyTorch runs the same composition, so forward and
+backward have the same bits. Operators that the vocabulary contains are not decomposed.
 
-Neighbours: `capture.export` decomposes by this table, `capture.lowering` spells what is left.
+Neighbours: `capture.export` decomposes by this table, `capture.lowering` converts the result.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch._export.utils import _collect_all_valid_cia_ops_for_aten_namespace, _
 from fusionai.capture.lowering import spelt
 
 _SIMPLE: Final = ("linalg_norm", "linalg_matrix_norm", "linalg_matmul", "linalg_vecdot", "linalg_multi_dot")
-"""Of the operators of linear algebra those that are sums and products. The others solve, and look at whether they
-could, which a trace can't."""
+"""Linear-algebra operators that consist of sums and products. The other ones solve systems and check whether a solution
+exists, which is a branch on data that a trace can't hold."""
 
 
 def composed() -> dict[Any, Callable[..., Any]]:
-    """Operator -> its composition, of all that the vocabulary lacks."""
+    """Return operator -> its composition, for all operators that the vocabulary lacks."""
     lacking = [op for op in _collect_all_valid_cia_ops_for_aten_namespace() if not spelt(str(op))]
     return {op: _get_decomp_for_cia(op) for op in lacking if not _solves(op)}
 

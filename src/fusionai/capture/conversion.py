@@ -1,12 +1,12 @@
-"""How tensors in files make parameters of a transformers model, and the other way: transformers' own conversions.
+"""Convert between tensors in files and parameters of a transformers model by transformers' own conversions.
 
-Transformers renames, stacks, joins and cuts weights while it loads and saves (`transformers.core_model_loading`). Here
-its transforms are run on names and on addresses instead of weights: what comes out says from which elements of which
-tensors a parameter consists, so that any stage reads just its own part, and a checkpoint is written under the names
-that `save_pretrained` gives. Decides nothing about the conversions themselves. A conversion that moves single elements
-(a transposition) has no useful addresses: it is kept as `Computed` and run on the tensors.
+Transformers renames, stacks, joins and cuts weights while it loads and saves (`transformers.core_model_loading`). This
+module runs its transforms on names and on element addresses instead of weights. The result shows which elements of
+which tensors make up a parameter. So any stage reads only its own part, and a checkpoint is written under the names
+that `save_pretrained` uses. A conversion that moves single elements (a transposition) has no compact addresses: it is
+kept as `Computed` and run on the tensors.
 
-Neighbours: `capture.state` reads files by it, `storage.assembly` is the form of what it finds.
+Neighbours: `capture.state` reads files by it, `storage.assembly` describes which elements make up a tensor.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from fusionai.primitives.errors import ModelError
 from fusionai.storage.assembly import Assembly, Extent, Shape, whole
 
 ADDRESSED: Final = 2**18
-"""Elements of a conversion up to which each has an address of its own; above, one row out of `_PROBE` elements has."""
+"""Most elements of a conversion for which every element gets its own address. Above, only the first `_PROBE` elements
+of each row get one."""
 _PROBE: Final = 4
-"""Elements of a row that are traced to see that rows stay whole."""
+"""Elements traced per row, to verify that rows stay whole."""
 _MOST_ADDRESSES: Final = 2**26
-"""Conversions of more rows are computed: their addresses would take half a gigabyte."""
+"""Most addresses of a conversion: 0.5 GiB as 64-bit integers. Larger conversions are computed on the tensors."""
 _SHORTEST: Final = 64
-"""Elements per extent, at least, on average: conversions that cut finer are computed."""
+"""Minimum average number of elements per extent. Conversions that cut finer are computed on the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +42,29 @@ class Computed:
 
     transform: Any
     target: str
-    """The name by which transformers finds the parameters of this conversion."""
+    """Name by which transformers finds the parameters of this conversion."""
     name: str
-    """What of its results is meant."""
+    """Which of the conversion's results this is."""
     shape: Shape
     sources: Mapping[str, tuple[str, ...]]
 
     def tensor(self, model: nn.Module, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Raises `ModelError`."""
+        """Run the conversion on tensors that `read` returns. Raises `ModelError`."""
         tensors = {pattern: [read(name) for name in names] for pattern, names in self.sources.items()}
         return _converted(self.transform, self.target, tensors, model)[self.name]
 
 
 Source = Assembly | Computed
 _Parts = tuple[tuple[int, int, int], ...]
-"""Extents by the numbers of their sources."""
+"""Extents as (index of the source tensor, first element, number of elements)."""
 
 
 def loading(model: nn.Module, wanted: Mapping[str, torch.Tensor], found: Mapping[str, Shape]) -> dict[str, Source]:
-    """What each of the `wanted` parameters (by the names of the state dict) is made of, as `from_pretrained` would make
-    it of tensors with the names and shapes of `found`. Parameters that nothing makes are left out.
+    """Return how to make each of the `wanted` parameters (by state-dict names) from tensors with the names and shapes
+    of `found`, as `from_pretrained` would. Parameters that no tensor makes are left out.
 
-    Raises `ModelError` where a conversion fails: a part is missing or has another shape."""
+    Raises `ModelError` if a conversion fails because a part is missing or has another shape.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -86,8 +88,11 @@ def loading(model: nn.Module, wanted: Mapping[str, torch.Tensor], found: Mapping
 
 
 def saving(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, Assembly]:
-    """Names in files -> what they consist of, as `save_pretrained` would write the tensors of these names and shapes.
-    A parameter whose conversion moves single elements keeps its own name, which `from_pretrained` understands too."""
+    """Return name in files -> the parts it consists of, as `save_pretrained` would write tensors of these names and
+    shapes.
+
+    If a conversion moves single elements, its parameter keeps its own name, which `from_pretrained` accepts too.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         PrefixChange,
@@ -98,7 +103,7 @@ def saving(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, Assembly]
         dot_natural_key,
     )
 
-    # As transformers' `revert_weight_conversion` does for a model that was not loaded: old spellings are not written.
+    # Like transformers' `revert_weight_conversion` for a model that was not loaded: legacy names are not written.
     transforms = get_model_conversion_mapping(_pretrained(model), add_legacy=False)
     reverse = [one.reverse_transform() for one in reversed(transforms) if not isinstance(one, PrefixChange)]
     renamings = [one for one in reverse if isinstance(one, WeightRenaming)]
@@ -113,7 +118,7 @@ def saving(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, Assembly]
         names = [name for some in sources.values() for name in some]
         try:
             parts = tracer.traced(groups.transform(sources), target, sources)
-        except ModelError:  # not all of what it would join is there
+        except ModelError:  # some of the tensors that it would join are missing
             parts = {}
         pieces = {apply_renamings(name, renamings): part for name, part in parts.items() if isinstance(part, Assembly)}
         taken = sum(prod(part.shape) for part in pieces.values())
@@ -124,23 +129,23 @@ def saving(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, Assembly]
 
 
 def expected(model: nn.Module, name: str, shape: Shape) -> tuple[str, ...]:
-    """Names of tensors that `save_pretrained` would have written for a parameter."""
+    """Return the names of the tensors that `save_pretrained` would have written for a parameter."""
     return tuple(saving(model, {name: shape}))
 
 
 def left_out(model: nn.Module) -> frozenset[str]:
-    """Names of the state dict that `save_pretrained` does not write."""
+    """Return the names of the state dict that `save_pretrained` does not write."""
     return frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def made_anew(model: nn.Module, name: str) -> bool:
-    """Whether `from_pretrained` expects that files may lack this parameter, and makes it as for a new model."""
+    """Return whether `from_pretrained` accepts files without this parameter and initialises it as for a new model."""
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     return name in left_out(model) or any(re.search(pattern, name) for pattern in patterns)
 
 
 class _Groups:
-    """Names that one conversion takes together."""
+    """Groups names by the conversion that takes them together."""
 
     def __init__(self, converters: Iterable[Any]) -> None:
         self._of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
@@ -159,7 +164,7 @@ class _Groups:
 
 
 class _Tracer:
-    """Runs conversions on shapes and addresses. Layers of one form are traced once."""
+    """Runs conversions on shapes and addresses. Layers with equal shapes are traced once."""
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Shape]) -> None:
         self._model = model
@@ -167,7 +172,7 @@ class _Tracer:
         self._known: dict[object, dict[int, _Parts]] = {}
 
     def traced(self, transform: Any, target: str, sources: Mapping[str, Sequence[str]]) -> dict[str, Source]:
-        """What one conversion makes, by name. Raises `ModelError`."""
+        """Return how to make each result of one conversion, by name. Raises `ModelError`."""
         names = [name for some in sources.values() for name in some]
 
         def run(make: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -200,11 +205,12 @@ def _by_address(
     sources: Sequence[tuple[str, Shape]],
     full: Mapping[str, Shape],
 ) -> dict[int, _Parts]:
-    """Results, by their number, that consist of runs of elements; others are left out.
+    """Return the extents of each result, by the result's index. Results that move single elements are left out.
 
-    Every element is its own address. Of large tensors only the first elements of each row have one: that rows stay
-    whole is seen by these, and by the shapes."""
-    # A row is the last dimension; single elements are rows of one.
+    Every element is its own address. In large tensors only the first elements of each row have one; these and the
+    shapes show whether rows stay whole.
+    """
+    # A row is the last dimension. With `row` 1, every element is a row.
     widths = {shape[-1] if shape else 1 for _, shape in sources}
     elements = sum(prod(shape) for _, shape in sources)
     row = 1 if elements <= ADDRESSED or len(widths) > 1 else widths.pop()
@@ -222,7 +228,7 @@ def _by_address(
 
     try:
         found = run(addresses)
-    except ModelError:  # it counts on the length of rows
+    except ModelError:  # the conversion depends on the length of rows
         return {}
     made: dict[int, _Parts] = {}
     for number, (name, shape) in enumerate(full.items()):
@@ -240,7 +246,7 @@ def _by_address(
 
 
 def _runs(rows: torch.Tensor, starts: Sequence[int], row: int) -> _Parts:
-    """Rows that lie one behind the other in one source are one part."""
+    """Merge rows that are consecutive in one source into one extent."""
     if not rows.numel():
         return ()
     owner = torch.bucketize(rows, torch.tensor(starts), right=True) - 1
@@ -254,8 +260,8 @@ def _runs(rows: torch.Tensor, starts: Sequence[int], row: int) -> _Parts:
 def _converted(
     transform: Any, target: str, tensors: Mapping[str, list[torch.Tensor]], model: nn.Module
 ) -> dict[str, torch.Tensor]:
-    """Transformers' operations on these tensors. Raises `ModelError`."""
-    fresh = deepcopy(transform)  # it collects what it is to convert
+    """Run transformers' operations on these tensors. Raises `ModelError`."""
+    fresh = deepcopy(transform)  # `convert` uses up the tensors that it collected
     fresh.collected_tensors.update({pattern: list(some) for pattern, some in tensors.items()})
     try:
         made = fresh.convert(target, model=model, config=getattr(model, "config", None))
@@ -266,19 +272,20 @@ def _converted(
         )
         lines = str(error).strip().splitlines()
         raise ModelError(
-            f"the weights do not make {target!r}: transformers' conversion {spelt(transform)} failed on {shapes}: "
+            f"the weights can't be converted to {target!r}: transformers' {spelt(transform)} failed on {shapes}: "
             f"{lines[0] if lines else type(error).__name__}",
-            hint="A part of the weights is missing or of another model. Fetch or save the files again.",
+            hint="Part of the weights is missing or belongs to another model. Fetch or save the files again.",
         ) from error
     return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
 
 def spelt(transform: Any) -> str:
-    """A conversion, for messages."""
+    """Return a conversion as text for messages."""
     operations = ", ".join(repr(one) for one in transform.operations)
     return f"{' + '.join(transform.source_patterns)} -> {', '.join(transform.target_patterns)} ({operations})"
 
 
 def _pretrained(model: nn.Module) -> Any:
-    """`get_model_conversion_mapping` asks only what every pretrained model has."""
+    """Cast to the type that `get_model_conversion_mapping` declares; it only reads attributes of any pretrained
+    model."""
     return model

@@ -1,11 +1,11 @@
-"""Copy a traced layer's operations for the layers that are like it, in the IR.
+"""Copy a traced layer's operations, in the IR, for the other layers that are equal to it.
 
-A mark in the trace says which values a traced layer took and gave (`capture.repetition`). What lies between is copied
-for each layer that stands as one call, with its own inputs and parameters. Decides whether that is right: the layer and
-the one of its kind traced before must be the same but for names, and read nothing but their inputs, their own
-parameters and sizes.
+A mark in the trace records the inputs and results of a traced layer (`capture.repetition`). The operations between them
+are copied for each layer that the trace holds as one call, with that layer's own inputs and parameters. A copy is made
+only if the layer and the previously traced one of its kind are equal except for names, and read only their inputs,
+their own parameters and sizes.
 
-Neighbours: `capture.lowering` asks in the order of the trace.
+Neighbours: `capture.lowering` calls it in the order of the trace.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fusionai.ir.schema import Arg, ListArg, Node, Ref, ValueSpec
 
 
 class Unlike(Exception):
-    """Layers that seemed alike can't be copied; the message says why."""
+    """Layers that seemed equal can't be copied; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One traced layer. `parameters`: value -> names in the layer, without the layer's path."""
+    """One traced layer. `parameters`: value -> its names within the layer, without the layer's path."""
 
     path: str
     inputs: tuple[str, ...]
@@ -38,8 +38,8 @@ class _Layer:
 
 
 class Copies:
-    """`nodes` and `values` grow as the trace is read. `tied`: first name of a parameter or buffer -> its value;
-    `canonical`: every name of a shared one -> the first."""
+    """Copies layers while `capture.lowering` reads the trace and appends to `nodes` and `values`. `tied`: first name of
+    a parameter or buffer -> its value; `canonical`: every name of a shared one -> its first name."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Copies:
         self._layers: dict[int, _Layer] = {}
 
     def take(self, op: str, args: Sequence[Arg]) -> tuple[str, ...]:
-        """Names of the results of a mark or of a copy. Raises `Unlike`."""
+        """Return the names of the results of a mark or of a copy. Raises `Unlike`."""
         inputs = _names(args[0])
         if op == "fusion.traced_layer.default":
             _, outputs, number = args
@@ -71,7 +71,7 @@ class Copies:
         return self._copy(number, self._repetition.layers[place], inputs)
 
     def _layer(self, path: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> _Layer:
-        """The operations between inputs and outputs, which must all be the layer's own."""
+        """Return the operations between inputs and outputs, all of which must belong to the layer itself."""
         wanted, given = set(outputs) - set(inputs), set(inputs)
         kept: list[Node] = []
         for node in reversed(self._nodes):
@@ -103,13 +103,13 @@ class Copies:
     def _copy(self, number: int, path: str, inputs: tuple[str, ...]) -> tuple[str, ...]:
         layer, twin = self._layers[number], self._layers[self._repetition.traced[number].twin]
         if twin is not layer and self._form(twin) != self._form(layer):
-            raise Unlike(f"{layer.path} is traced in another way than {twin.path}")
+            raise Unlike(f"{layer.path} and {twin.path} have different traces")
         if twin is layer:
             raise Unlike(f"only {layer.path} of its kind was traced")
         names: dict[str, str] = {}
         for ours, theirs in zip(layer.inputs, inputs, strict=True):
             if names.setdefault(ours, theirs) != theirs:
-                raise Unlike(f"{path} takes apart what {layer.path} takes as one")
+                raise Unlike(f"{path} takes two different values where {layer.path} takes one value twice")
         for value, own in layer.parameters.items():
             if value in names:
                 continue
@@ -127,7 +127,8 @@ class Copies:
         return tuple(names.get(value, value) for value in layer.outputs)
 
     def _form(self, layer: _Layer) -> Any:
-        """Equal for layers that do the same. Sizes are left out: the first layer may make those that all share."""
+        """Return a key that is equal for layers that do the same. Sizes are left out: the first layer may compute sizes
+        that all layers share."""
         names: dict[str, str] = {}
         for place, value in enumerate(layer.inputs):
             names.setdefault(value, f"input {place}")
@@ -149,7 +150,7 @@ class Copies:
 
 
 def renamed(node: Node, names: Mapping[str, str]) -> Node:
-    """The same call on other values."""
+    """Return the same call on other values."""
     return msgspec.structs.replace(
         node,
         args=tuple(_renamed(arg, names) for arg in node.args),
@@ -170,5 +171,5 @@ def _renamed(arg: Arg, names: Mapping[str, str]) -> Arg:
 
 def _names(arg: Arg) -> tuple[str, ...]:
     if not isinstance(arg, ListArg) or not all(isinstance(item, Ref) for item in arg.items):
-        raise Unlike("a layer takes or gives something other than tensors")
+        raise Unlike("a layer's inputs or results are not all tensors")
     return tuple(item.name for item in arg.items if isinstance(item, Ref))

@@ -1,8 +1,8 @@
-"""Batch normalisation whose statistics are the average of all batches (`momentum=None`), without reading its counter.
+"""Trace batch normalisation with `momentum=None` (the average of all batches) without reading its counter.
 
-PyTorch computes the weight of a batch, one over the number of batches, as a Python number: a branch on values, which a
-graph can't hold. Here the operator gives the batch's own statistics (momentum 1), and their average with the running
-ones is arithmetic of the graph.
+PyTorch computes the weight of a batch, one over the number of batches, as a Python number, which a graph can't hold.
+Here the operator computes the batch's own statistics (momentum 1), and operators of the graph average them with the
+running ones.
 
 Neighbours: `capture.export` traces under it.
 """
@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @contextmanager
 def averaged_statistics() -> Iterator[None]:
-    """While open, modules with `momentum=None` that keep statistics trace as arithmetic."""
+    """While open, modules with `momentum=None` that keep statistics trace as arithmetic on tensors."""
     forward = _BatchNorm.forward
 
     def averaged(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name that callers may use
@@ -34,7 +34,7 @@ def averaged_statistics() -> Iterator[None]:
         with torch.no_grad():
             count.add_(1)
             share = 1.0 / count.double()
-            # In float64, as PyTorch's kernel adds them.
+            # In float64, like PyTorch's kernel.
             for running, own in ((mean, own_mean), (variance, own_variance)):
                 running.copy_((share * own.double() + (1.0 - share) * running.double()).to(running.dtype))
         return result

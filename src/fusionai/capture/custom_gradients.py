@@ -1,9 +1,9 @@
-"""Gradients a module defines itself, which a trace does not see: found while it is traced, and proven or refused.
+"""Gradients that a module defines itself, which a trace does not see: found while tracing, then verified or refused.
 
-`torch.export` records what a `torch.autograd.Function` computes forward and drops its backward. Each call is therefore
-noted while a module is traced. Afterwards the function's own gradient is compared with what automatic differentiation
-derives from its forward, on random inputs of several magnitudes. A function whose gradient differs, or can't be
-compared, is refused with its class and the line that calls it. Hooks on gradients are refused likewise.
+`torch.export` records the forward of a `torch.autograd.Function` and drops its backward. Each call is therefore noted
+while a module is traced. Afterwards the function's own gradient is compared with the gradient that automatic
+differentiation derives from its forward, on random inputs of several magnitudes. If the gradients differ or can't be
+compared, the function is refused with its class and the line that calls it. Hooks on gradients are refused as well.
 
 Neighbours: `capture.export` opens `watched_gradients` around the trace; `capture.self_check` compares whole modules.
 """
@@ -28,18 +28,19 @@ from fusionai.primitives.errors import ModelError
 
 SEEDS: Final = (0, 1)
 SCALES: Final = (1e-3, 0.3, 1.0, 5.0, 60.0, 1e3, 1e5)
-"""Magnitudes of the inputs tried: a clamp is the identity on small ones."""
+"""Magnitudes of the inputs tried. Several, because a clamp for example is the identity on small inputs."""
 TOLERANCE: Final = 1e-4
-"""Largest difference, relative to the largest gradient."""
+"""Largest accepted difference, relative to the largest gradient (chosen)."""
 _SMALL: Final = 24
-"""Sizes above this are tried smaller first."""
+"""Larger sizes are first tried at a smaller one."""
 _MOST_ELEMENTS: Final = 2**24
+"""Elements of all arguments up to which a call is also tried at its real sizes (chosen)."""
 _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.Size)
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """One call of a `torch.autograd.Function` while tracing. `args`: tensors as `_Shape`, the rest as given."""
+    """One call of a `torch.autograd.Function` while tracing. `args`: tensors as `_Shape`, other arguments unchanged."""
 
     function: type[Function]
     args: tuple[Any, ...]
@@ -49,7 +50,7 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What is known of a tensor argument. `small`: its sizes once more, large ones made small alike."""
+    """Sizes and dtype of a tensor argument. `small`: the same sizes, with large ones reduced."""
 
     sizes: tuple[int, ...]
     small: tuple[int, ...]
@@ -58,12 +59,12 @@ class _Shape:
 
 @dataclass(slots=True)
 class GradientWatch:
-    """Calls of custom functions, each kind once."""
+    """Collects the calls of custom functions, one per kind of call."""
 
     calls: dict[object, FunctionCall] = field(default_factory=dict)
 
     def require_derived(self) -> None:
-        """Raise `ModelError` unless the gradient of each function is what automatic differentiation derives."""
+        """Raise `ModelError` unless each function's gradient equals the one that automatic differentiation derives."""
         for call in self.calls.values():
             reason = _difference(call)
             if reason is not None:
@@ -71,9 +72,9 @@ class GradientWatch:
                 raise ModelError(
                     f"the model calls the torch.autograd.Function {name}{call.where}, whose backward a graph can't "
                     f"hold: {reason}.",
-                    hint="Write the gradient with operations that have it: y = x + (f(x) - x).detach() computes f(x) "
-                    "and passes the gradient straight through. Checkpointing needs no function: a job recomputes "
-                    "by its own setting, and torch.utils.checkpoint is understood.",
+                    hint="Use operations whose derived gradient is the one you want: y = x + (f(x) - x).detach() "
+                    "computes f(x) and passes the gradient straight through. Checkpointing needs no custom function: "
+                    "a job has its own setting for recomputing, and torch.utils.checkpoint is supported.",
                 )
 
     def note(self, function: type[Function], args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str) -> None:
@@ -85,10 +86,10 @@ class GradientWatch:
 
 @contextmanager
 def watched_gradients() -> Iterator[GradientWatch]:
-    """While open, calls of custom functions are noted (also through an `apply` that was bound earlier), a gradient hook
-    raises `ModelError`, reentrant checkpoints run plainly, and `x.data` is `x.detach()`."""
+    """While open, note calls of custom functions (also through an `apply` that was bound earlier), raise `ModelError`
+    on a gradient hook, run reentrant checkpoints plainly, and treat `x.data` as `x.detach()`."""
     watch = GradientWatch()
-    # Every `Function.apply` calls this first, whichever way it was bound.
+    # Every `Function.apply` calls this first, however it was bound.
     defined: Callable[[Any], bool] = autograd_function._is_setup_context_defined
     data: Any = torch.Tensor.data
     checkpointed: Any = torch_checkpoint.CheckpointFunction
@@ -107,7 +108,7 @@ def watched_gradients() -> Iterator[GradientWatch]:
         where = code_lines.of_frame(sys._getframe(1))
         raise ModelError(
             f"the model registers a hook on a gradient{where}, which a graph can't hold.",
-            hint="Write the gradient with operations that have it: y = x * 2 - x.detach() doubles the gradient of x.",
+            hint="Use operations with the derived gradient that you want: y = x * 2 - x.detach() doubles the gradient.",
         )
 
     def forward(_ctx: Any, run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
@@ -131,12 +132,12 @@ def watched_gradients() -> Iterator[GradientWatch]:
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Raise `ModelError` when a module or a parameter changes gradients by a hook."""
+    """Raise `ModelError` if a module or a parameter changes gradients by a hook."""
     for name, child in module.named_modules():
         if child._backward_hooks or child._backward_pre_hooks:
             raise ModelError(
                 f"the module {name or type(child).__name__} has a backward hook, which a graph can't hold.",
-                hint="Remove the hook, or write the gradient with operations that have it.",
+                hint="Remove the hook, or use operations whose derived gradient is the one you want.",
             )
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -147,8 +148,8 @@ def refuse_hooks(module: nn.Module) -> None:
 
 
 def _understood(function: type[Function]) -> bool:
-    """Functions of torch itself that a trace keeps: checkpoints run their part plainly, and a custom operator stays an
-    operator of the graph."""
+    """Return whether this is a function of torch that a trace handles: checkpoints run their function plainly, and a
+    custom operator stays an operator of the graph."""
     return function.__module__ in ("torch.utils.checkpoint", "torch._library.autograd")
 
 
@@ -176,10 +177,10 @@ def _shrunk(size: int) -> int:
 
 
 def _difference(call: FunctionCall) -> str | None:
-    """Why the gradient is not known to be what automatic differentiation derives; None where it is."""
+    """Return why the gradient may differ from the one that automatic differentiation derives; None if they agree."""
     for arg in (*call.args, *call.kwargs.values()):
         if (other := _opaque(arg)) is not None:
-            return f"it takes a {type(other).__name__}, so that its gradient can't be compared with the derived one"
+            return f"it takes a {type(other).__name__}, so its gradient can't be compared with the derived one"
     reason: str | None = "its gradient could not be compared with the derived one"
     for small in (True, False):
         if not small and _elements(call) > _MOST_ELEMENTS:
@@ -193,7 +194,7 @@ def _difference(call: FunctionCall) -> str | None:
                     reason = f"its gradient could not be compared with the derived one ({type(error).__name__})"
                     continue
                 if apart:
-                    return "its gradient is not the one that automatic differentiation derives from its forward"
+                    return "its gradient differs from the one that automatic differentiation derives from its forward"
                 told += moved
         if told:
             return None
@@ -224,7 +225,8 @@ def _elements(call: FunctionCall) -> int:
 
 
 def _apart(call: FunctionCall, seed: int, scale: float, small: bool) -> tuple[bool, bool]:
-    """Whether the function's outputs or gradients differ from the derived ones, and whether there was a gradient."""
+    """Return whether the function's outputs or gradients differ from the derived ones, and whether any gradient was
+    nonzero."""
     own = _gradients(call, seed, scale, small, lambda args, kwargs: _applied(call.function, args, kwargs))
     derived = _gradients(call, seed, scale, small, lambda args, kwargs: _plainly(call.function, args, kwargs))
     if len(own) != len(derived):
@@ -247,7 +249,7 @@ def _gradients(
     small: bool,
     run: Callable[[tuple[Any, ...], dict[str, Any]], Any],
 ) -> list[torch.Tensor]:
-    """Of every floating input, for random gradients of the outputs."""
+    """Return the gradients of every floating input, for random gradients of the outputs."""
     generator = torch.Generator().manual_seed(seed)
     leaves: list[torch.Tensor] = []
 
@@ -258,11 +260,11 @@ def _gradients(
                 if not arg.dtype.is_floating_point:
                     return torch.randint(0, 2, sizes, generator=generator).to(arg.dtype)
                 leaf = torch.randn(sizes, generator=generator, dtype=torch.float32) * scale
-                # Zeros are common where sequences are padded, and a gradient may be defined apart there.
+                # Zeros are common in padded sequences, and a function may define its gradient separately there.
                 leaf = leaf.masked_fill(torch.rand(sizes, generator=generator) < 0.1, 0.0)
                 leaf = leaf.to(arg.dtype).requires_grad_()
                 leaves.append(leaf)
-                # Not a leaf, because a function may write into what it is given.
+                # Not a leaf, because a function may write into its arguments.
                 return leaf * 1
             case tuple():
                 return tuple(drawn(item) for item in arg)
@@ -293,7 +295,8 @@ def _applied(function: type[Function], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Context:
-    """Takes what a forward says to its context, and forgets it: automatic differentiation remembers by itself."""
+    """Accepts anything a forward does with its context and discards it: automatic differentiation saves what it
+    needs."""
 
     needs_input_grad = (True,) * 64
 

@@ -1,4 +1,4 @@
-"""How far two computations of the same tensors are apart: outputs and gradients, relative to what was expected.
+"""Measure how far two computations of the same tensors differ: outputs and gradients, relative to the expected ones.
 
 Neighbours: `capture.self_check` and `capture.streamed_check` compare a graph with its module by these numbers.
 """
@@ -14,20 +14,23 @@ import torch
 from fusionai.primitives.tensors import HostTensor
 
 _ROUNDING: Final = 1e-6
+"""Differences of gradients up to this fraction of the largest gradient count as rounding: about 8 float32 epsilons."""
 _LEAST: Final = 1e-30
+"""Smallest divisor of a difference, so that tensors of zeros do not divide by zero."""
 _PART_ELEMENTS: Final = 2**20
-"""Tensors are compared part by part: copies in float64 of a whole one would take four times its memory."""
+"""Elements compared at a time: float64 copies of two whole float32 tensors would take four times the memory of one."""
 
 
 def from_host(tensor: HostTensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of its own memory."""
+    """Return a tensor with a copy of the data."""
     if not math.prod(tensor.shape):
         return torch.empty(tensor.shape, dtype=dtype)
     return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
 
 
 def relative_difference(got: HostTensor | torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest absolute difference over the largest magnitude expected; infinite where a NaN stands on one side."""
+    """Return the largest absolute difference over the largest expected magnitude; infinite if only one side has a
+    NaN."""
     if tuple(got.shape) != tuple(expected.shape):
         return math.inf
     value = got.detach() if isinstance(got, torch.Tensor) else from_host(got, expected.dtype)
@@ -38,8 +41,12 @@ def relative_difference(got: HostTensor | torch.Tensor, expected: torch.Tensor) 
 
 
 def gradient_difference(got: torch.Tensor, wanted: torch.Tensor, largest: float) -> float:
-    """As `relative_difference`, of a parameter's gradient. `largest`: magnitude of the largest gradient of all
-    parameters. What is as small as its rounding counts as zero: the bias of a key projection has no other gradient."""
+    """Return the relative difference of a parameter's gradient.
+
+    `largest`: magnitude of the largest gradient of all parameters. A difference below float32 rounding of `largest` is
+    taken relative to `largest`, because some gradients consist of rounding errors only: that of a key projection's bias
+    is zero.
+    """
     if got.shape != wanted.shape:
         return math.inf
     difference = _apart(got, wanted)
@@ -49,12 +56,12 @@ def gradient_difference(got: torch.Tensor, wanted: torch.Tensor, largest: float)
 
 
 def magnitude(tensor: torch.Tensor) -> float:
-    """The largest absolute value; 0 for an empty tensor, NaN where one is in it."""
+    """Return the largest absolute value; 0 for an empty tensor, NaN if it contains one."""
     return _largest(part.double().abs().max().item() for part in _parts(tensor.detach()))
 
 
 def _apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest absolute difference of two tensors of one shape."""
+    """Return the largest absolute difference of two tensors of the same shape."""
     pairs = zip(_parts(got.detach()), _parts(wanted.detach()), strict=True)
     return _largest((one.double() - other.double()).abs().max().item() for one, other in pairs)
 
@@ -69,7 +76,7 @@ def _largest(values: Iterable[float]) -> float:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Ranges of the first dimension, of at most `_PART_ELEMENTS` where one row is no more."""
+    """Yield ranges of the first dimension, with at most `_PART_ELEMENTS` elements unless one row has more."""
     if not tensor.numel():
         return
     rows = tensor.reshape(1) if tensor.ndim == 0 else tensor

@@ -1,9 +1,9 @@
-"""Trace `torch.distributions` without the checks of their arguments.
+"""Trace `torch.distributions` without validation of their arguments.
 
-A distribution checks that its parameters and samples lie in its support and raises where they don't: a branch on
-values, which a graph can't hold. In a captured graph such a value gives NaN or infinity instead.
+A distribution checks that its parameters and samples lie in its support and raises otherwise: a branch on data, which a
+graph can't hold. In a captured graph such values give NaN or infinity instead.
 
-Neighbours: `capture.export` traces under it, `capture.draws` makes the samples of uniform numbers.
+Neighbours: `capture.export` traces under it, `capture.draws` makes the samples from uniform numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributions import Distribution
 
 @contextmanager
 def unchecked_arguments() -> Iterator[None]:
-    """While open, distributions that are made check nothing, even with `validate_args=True`."""
+    """While open, new distributions validate nothing, even with `validate_args=True`."""
     begin, checks = Distribution.__init__, Distribution._validate_args
 
     def unchecked(self: Distribution, *args: Any, **kwargs: Any) -> None:

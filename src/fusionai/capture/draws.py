@@ -1,11 +1,11 @@
-"""Random numbers of a forward as functions of `fusion::uniform`, which counters make the same in every run.
+"""Express the random numbers of a forward by `fusion::uniform`, whose counters give the same numbers in every run.
 
-A draw by torch depends on what was drawn before it in one process; a stage has no such past. Decides how each of
-torch's draws is made of uniform numbers: a comparison, an inverse distribution function, Box and Muller's method.
+A draw by torch depends on the draws before it in the same process, which a stage does not run. Each of torch's draws is
+computed from uniform numbers here: by a comparison, an inverse distribution function or the Box-Muller method.
 
-Neighbours: `capture.export` decomposes by `draws`, `capture.same_draws` answers the module's own draws by the same
-functions, `capture.by_mode` keeps what is drawn in training only out of evaluation, `capture.lowering` turns the
-operator into the IR's.
+Neighbours: `capture.export` decomposes by `draws`, `capture.same_draws` replaces the module's own draws by the same
+functions, `capture.by_mode` keeps draws of training out of evaluation, `capture.lowering` turns the operator into the
+IR's.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, Final
 import torch
 
 Draw = Callable[[torch.Tensor], torch.Tensor]
-"""Uniform numbers in [0, 1) of the shape and dtype of a tensor."""
+"""Returns uniform numbers in [0, 1) of the shape and dtype of a tensor."""
 
 
 @torch.library.custom_op("fusion::uniform", mutates_args=())
 def uniform(like: torch.Tensor) -> torch.Tensor:
-    """Not to be run: the captured graph draws."""
-    raise NotImplementedError("fusion::uniform draws in a captured graph only")
+    """Draw uniform numbers. Exists in traces only: running it eagerly raises."""
+    raise NotImplementedError("fusion::uniform runs only in a captured graph")
 
 
 @uniform.register_fake
@@ -33,7 +33,8 @@ def _(like: torch.Tensor) -> torch.Tensor:
 
 
 def draws(draw: Draw) -> dict[Any, Callable[..., Any]]:
-    """Draw of torch -> the same as a function of `draw`. What writes in place is here by its functional form."""
+    """Return operator of torch -> the same as a function of `draw`. Operators that write in place have their functional
+    form."""
     aten = torch.ops.aten
     table: dict[Any, Callable[..., Any]] = {
         aten.rand.default: partial(_of_sizes, draw),
@@ -69,7 +70,7 @@ IN_PLACE: Final = {
     torch.ops.aten.exponential_.default: torch.ops.aten.exponential.default,
     torch.ops.aten.rrelu_with_noise_.default: torch.ops.aten.rrelu_with_noise_functional.default,
 }
-"""Draw that writes in place -> its functional form."""
+"""Operator that draws in place -> its functional form."""
 
 
 def _empty(size: Sequence[int], how: dict[str, Any]) -> torch.Tensor:
@@ -87,7 +88,7 @@ def _alike(draw: Draw, x: torch.Tensor, *, dtype: torch.dtype | None = None, **_
 
 
 def _normal(draw: Draw, x: torch.Tensor) -> torch.Tensor:
-    """By Box and Muller's method, in float32 at least."""
+    """Draw normal numbers by the Box-Muller method, in float32 at least."""
     wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
     radius = torch.sqrt(torch.log(1.0 - draw(wide)) * -2.0)
     return (radius * torch.cos(draw(wide) * (2.0 * math.pi))).to(x.dtype)
@@ -102,7 +103,7 @@ def _with_moments(draw: Draw, x: torch.Tensor, mean: float = 0.0, std: float = 1
 
 
 def _with_moments_of(draw: Draw, mean: torch.Tensor | float, std: torch.Tensor | float = 1.0, **_: Any) -> torch.Tensor:
-    """No gradient reaches the moments."""
+    """Draw normal numbers with these moments, to which no gradient flows."""
     means, stds = (one.detach() if isinstance(one, torch.Tensor) else one for one in (mean, std))
     return _normal(draw, torch.zeros_like(torch.as_tensor(means + stds))) * stds + means
 
@@ -122,7 +123,7 @@ def _exponential(draw: Draw, x: torch.Tensor, rate: float = 1.0, **_: Any) -> to
 
 
 def _whole(draw: Draw, low: int, high: int, like: torch.Tensor, how: dict[str, Any]) -> torch.Tensor:
-    # A fraction of 32 bits: each number of the range is as likely as any other, to one in 2**32.
+    # In float64, uniform numbers are multiples of 2**-32: every integer of the range is equally likely up to 2**-32.
     places = torch.floor(draw(like.detach().to(torch.float64)) * (high - low)) + low
     return places.to(how.get("dtype") or torch.int64)
 
@@ -136,7 +137,8 @@ def leaky_by_chance(
     training: bool = False,
     generator: Any = None,  # noqa: ARG001
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(result, slope of each element): slopes of what is not positive are drawn in training, their mean otherwise."""
+    """Return (result, slope of each element). In training the slopes of elements that are not positive are drawn,
+    otherwise they are the mean of the bounds."""
     if not training:
         slope = (lower + upper) / 2
         return torch.nn.functional.leaky_relu(x, slope), torch.ones_like(x)
@@ -146,7 +148,7 @@ def leaky_by_chance(
 
 
 def _multinomial(draw: Draw, weights: torch.Tensor, samples: int, replacement: bool = False, **_: Any) -> torch.Tensor:
-    """The smallest of exponential times whose rates are the weights, as torch does."""
+    """Choose the smallest of exponential times whose rates are the weights, as torch does."""
     rates = weights.detach()
     if replacement:
         rates = rates[..., None, :].expand(*rates.shape[:-1], samples, rates.shape[-1])

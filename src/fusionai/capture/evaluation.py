@@ -1,12 +1,12 @@
-"""Add to a graph that trains what its module computes otherwise in evaluation.
+"""Add to a training graph the computations that its module does differently in evaluation.
 
-The module is traced once in each mode, and both traces are spelt in the IR. A value of the training trace that is the
-same in evaluation (dropout passes its operand on, batch normalisation takes its running statistics) stands for
-evaluation's value, too. Where the two part, `fusion.in_training` chooses between the two traces' values, as far from
-the outputs as the two computations are alike: a branch in one layer leaves the layers behind it as they are.
+The module is traced once in each mode, and both traces are lowered to the IR. If a value of the training trace is the
+same in evaluation (dropout passes its operand on, batch normalisation uses its running statistics), it also serves as
+evaluation's value. Where the traces differ, `fusion.in_training` selects one of the two values, as early in the
+computation as the traces allow: a branch in one layer leaves the layers after it unchanged.
 
-Decides nothing about whether a second trace is needed: `capture.mode_reads` finds that out. Neighbours:
-`capture.capture` traces and calls `with_evaluation`; backends run either side of the choice by their mode.
+Whether a second trace is needed is decided by `capture.mode_reads`. Neighbours: `capture.capture` traces and calls
+`with_evaluation`; backends run one side of the selection by their mode.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _CHOICE: Final = "fusion.in_training"
 _IDENTITIES: Final = frozenset(
     {"fusion.dropout", "aten.clone.default", "aten.alias.default", "aten.detach.default", "aten.contiguous.default"}
 )
-"""Operators whose result is their first operand in evaluation."""
+"""Operators whose result in evaluation is their first operand."""
 _UNIFORM: Final = "fusion.uniform"
 _TRAINED_NORM: Final = "aten._native_batch_norm_legit_functional.default"
 _NORM: Final = "aten.batch_norm.default"
 _SUFFIX: Final = "_in_evaluation"
 
 _Key = tuple[Any, ...]
-"""What a value is in evaluation: equal keys of two traces mean equal values."""
+"""Identifies a value in evaluation: equal keys of two traces mean equal values."""
 
 
 class Apart(Exception):
-    """Training and evaluation differ in a way that no choice of a value can hold; the message says which."""
+    """Training and evaluation differ in a way that selecting between values can't express; the message says how."""
 
 
 def with_evaluation(
@@ -47,22 +47,22 @@ def with_evaluation(
     constants: Mapping[str, torch.Tensor],
     evaluation_constants: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Change `trained` so that its outputs are those of `evaluated` outside training. Returns constants that it reads
-    besides its own. Raises `Apart`, with `trained` as it was."""
+    """Change `trained` so that its outputs outside training are those of `evaluated`. Returns the constants that it
+    reads in addition to its own. If it raises `Apart`, `trained` is unchanged."""
     return _Union(trained, evaluated, constants, evaluation_constants).made()
 
 
 class _Trace:
-    """The values of one trace and what they are in evaluation."""
+    """The values of one trace, each with the number of its value in evaluation."""
 
     def __init__(self, lowered: Lowered, constants: Mapping[str, torch.Tensor], numbers: dict[_Key, int]) -> None:
         self.lowered = lowered
         self.numbers = numbers
         self.makers = {value: node for node in lowered.nodes for value in node.outputs}
         self.of: dict[str, int] = {}
-        """Value -> number of what it is in evaluation."""
+        """Value -> number of its value in evaluation."""
         self.first: dict[int, str] = {}
-        """Number -> first value that is it."""
+        """Number -> first value with this number."""
         self._draws: dict[_Key, int] = {}
         for value in lowered.inputs:
             self._is(value, ("input", value))
@@ -99,7 +99,7 @@ class _Trace:
                 kwargs = {**node.kwargs, **({"dropout": 0.0} if "dropout" in node.kwargs else {})}
                 key: _Key = (node.op, self._spelt(operands), self._spelt(tuple(sorted(kwargs.items()))))
                 if node.op == _UNIFORM:
-                    # Each draw is one of its own; those of one module are told apart by their order.
+                    # Each draw is a value of its own; draws of one module are distinguished by their order.
                     key = (*key, node.path)
                     self._draws[key] = self._draws.get(key, -1) + 1
                     key = (*key, self._draws[key])
@@ -135,19 +135,19 @@ class _Union:
         self.evaluated = _Trace(evaluated, evaluation_constants, numbers)
         self.constants = evaluation_constants
         self.values: dict[str, ValueSpec] = {}
-        """Specs of values that `trained` gets."""
+        """Specs of the values added to `trained`."""
         self.state: dict[str, str] = {}
         """Value of `evaluated` for state that `trained` does not read -> its value in the union."""
         self.taken: dict[str, str] = {}
         """Value of `evaluated` -> the value of the union that stands for it."""
         self.added: dict[str, Node] = {}
-        """Value -> node of evaluation that makes it."""
+        """Value -> node of evaluation that computes it."""
         self.choices: dict[tuple[str, str], Node] = {}
-        """(value in training, value in evaluation) -> the node that chooses."""
+        """(value in training, value in evaluation) -> the node that selects one."""
         self.partner: dict[int, int] = {}
-        """Node of `trained` -> node of `evaluated` that it computes outside training."""
+        """Node of `trained` -> number of the value of `evaluated` that it computes outside training."""
         self.pairs: list[tuple[Node, tuple[Arg, ...], dict[str, Arg]]] = []
-        """Nodes of `trained` that get operands paired with these."""
+        """Nodes of `trained` with the operands and keyword arguments that theirs must be paired with."""
 
     def made(self) -> dict[str, torch.Tensor]:
         lowered, wanted = self.trained.lowered, self.evaluated.lowered.outputs
@@ -186,7 +186,7 @@ class _Union:
     # ------------------------------------------------------------------------------------------------------ pairing
 
     def paired(self, value: str, wanted: str) -> str:
-        """The value that is `value` in training and evaluation's `wanted` outside."""
+        """Return a value that equals `value` in training and evaluation's `wanted` outside training."""
         trained, evaluated = self.trained, self.evaluated
         if trained.of[value] == evaluated.of[wanted]:
             return value
@@ -194,7 +194,7 @@ class _Union:
         while other is not None and other.op in _IDENTITIES and isinstance(other.args[0], Ref):
             wanted = other.args[0].name
             other = evaluated.makers.get(wanted)
-        # What evaluation needs as it is can't become another value there.
+        # If evaluation needs this value unchanged elsewhere, it can't be redefined in place.
         if node is None or trained.of[value] in evaluated.first:
             return self.choice(value, wanted)
         operands = self._operands(node, value, wanted, other)
@@ -207,15 +207,15 @@ class _Union:
     def _operands(
         self, node: Node, value: str, wanted: str, other: Node | None
     ) -> tuple[Node, tuple[Arg, ...], dict[str, Arg]] | None:
-        """What the first operands of `node` must be outside training for its result `value` to be `wanted`; None
-        where no operands make it that."""
+        """Return the operands that `node` needs outside training for its result `value` to equal `wanted`; None if no
+        operands can do that."""
         if node.op in _IDENTITIES:
             return (node, (Ref(wanted),), {}) if self._may_pair(node.args[0], Ref(wanted)) else None
         if other is None:
             return None
         args, kwargs = other.args, dict(other.kwargs)
         if node.op == _TRAINED_NORM and other.op == _NORM:
-            # (x, weight, bias, mean, variance, training, momentum, eps), and a switch of the device's.
+            # (x, weight, bias, mean, variance, training, momentum, eps), then a switch that depends on the device.
             same = node.args[6:8] == other.args[6:8] and all(map(self._may_pair, node.args[:5], args[:5]))
             return (node, args[:5], {}) if same and value == node.outputs[0] else None
         if node.op != other.op or len(node.outputs) != 1 or len(node.args) != len(args):
@@ -248,10 +248,10 @@ class _Union:
             case _:
                 return one
 
-    # ------------------------------------------------------------------------------------------- what stands for what
+    # --------------------------------------------------------------------------------------------------- substitution
 
     def choice(self, value: str, wanted: str) -> str:
-        """The value of a node that chooses by the mode."""
+        """Return the result of a node that selects by the mode."""
         mine, theirs = self.trained.lowered.values[value], self.evaluated.lowered.values[wanted]
         if mine != theirs or mine.dtype == SYMINT:
             raise Apart(
@@ -269,8 +269,8 @@ class _Union:
         return self.choices[value, taken].outputs[0]
 
     def take(self, wanted: str) -> str:
-        """The value of the union that is evaluation's `wanted`: one of training's that is the same, or evaluation's
-        own computation."""
+        """Return the value of the union for evaluation's `wanted`: an equal value of training, or evaluation's own
+        computation."""
         theirs = self.evaluated
         pending = [wanted]
         while pending:
@@ -303,7 +303,7 @@ class _Union:
 
 
 def _in_order(makers: Mapping[str, Node]) -> list[Node]:
-    """The nodes, each after what it reads, otherwise in the order given, numbered anew."""
+    """Return the nodes sorted so that each follows its operands, otherwise in the given order, and renumbered."""
     placed: list[Node] = []
     seen: set[str] = set()
     for first in makers:

@@ -1,6 +1,6 @@
-"""Example inputs for a capture from a batch of the job's data: the batch varies, every other size is fixed.
+"""Example inputs for a capture, made from a batch of the job's data: the batch size varies, every other size is fixed.
 
-Neighbours: `client.preparation` has the batch, `capture.capture` takes the examples.
+Neighbours: `client.preparation` provides the batch, `capture.capture` takes the examples.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ from fusionai.primitives.tensors import HostTensor
 
 
 def examples_of(batch: Mapping[str, HostTensor]) -> dict[str, ExampleInput]:
-    """One example per input, in the batch's order."""
+    """Return one example per input, in the batch's order."""
     return {name: ExampleInput(to_torch(tensor, torch.device("cpu"), own=True)) for name, tensor in batch.items()}

@@ -1,10 +1,10 @@
-"""Mixtures of experts as products by groups of rows, put in place through transformers' experts interface.
+"""Compute mixtures of experts as grouped matrix products in graphs that train, through transformers' experts interface.
 
-Decides the form of an experts' layer in a graph that trains: everything but the products by experts' weights is plain
-operators, in the order of transformers' own batched form. That one gathers the weights of each token's experts, which
-is what serving wants of a few rows, whose bits must be their own, and no memory holds for thousands.
+Everything except the products with experts' weights is plain operators, in the order of transformers' own batched form.
+That form gathers the weights of each token's experts. It suits serving, where rows are few and each row's bits must not
+depend on the others, but for thousands of tokens the copies do not fit in memory.
 
-Neighbours: `capture.capture` chooses between the two, `capture.lowering` turns the operator into the IR's.
+Neighbours: `capture.capture` chooses between the two forms, `capture.lowering` turns the operator into the IR's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fusionai.backends.torch.experts import expert_linear as by_groups
 from fusionai.primitives.errors import ModelError
 
 EXPERTS: Final = "fusion"
-"""The name under which the interface knows our function."""
+"""Name under which our function is registered with the interface."""
 
 
 @torch.library.custom_op("fusion::expert_linear", mutates_args=())
@@ -35,10 +35,10 @@ def _(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, transposed: 
 def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Transformers' experts function: hidden_states [s, d], top_k_index and top_k_weights [s, k]; result [s, d]."""
+    """Transformers' experts function: hidden_states [s, d], top_k_index and top_k_weights [s, k]; returns [s, d]."""
     layer = cast(Any, self)
     if layer._is_expert_parallel:
-        raise ModelError(f"{type(self).__name__} is spread over processes, which a graph can't follow.")
+        raise ModelError(f"{type(self).__name__} is distributed over processes, which a graph can't express.")
     chosen = top_k_index.shape[-1]
     experts = top_k_index.reshape(-1)
     rows = hidden_states.repeat_interleave(chosen, dim=0)
@@ -58,7 +58,7 @@ def _product(layer: Any, name: str, rows: torch.Tensor, experts: torch.Tensor) -
 
 
 def by_products(module: nn.Module) -> None:
-    """Let `module`'s experts' layers, if it has any that can be replaced, be traced as products by groups."""
+    """Make the replaceable experts layers of `module` trace as grouped products, if it has any."""
     _register()
     choose = getattr(module, "set_experts_implementation", None)
     config = getattr(module, "config", None)

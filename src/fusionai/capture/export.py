@@ -1,7 +1,8 @@
-"""Trace a module into functional ATen operations with `torch.export` on fake tensors; nothing is allocated.
+"""Trace a module into functional ATen operations with `torch.export` on fake tensors; allocates no tensor memory.
 
-Decides the dynamic sizes, which gradient stops survive functionalisation, and how a tracing failure is told to the
-user. The exported program never leaves this process and is never saved: `capture.lowering` turns it into the IR.
+Chooses the dynamic sizes, keeps gradient stops through functionalisation, and turns tracing failures into errors about
+the user's model. The exported program never leaves this process and is never saved: `capture.lowering` turns it into
+the IR.
 """
 
 from __future__ import annotations
@@ -52,12 +53,14 @@ from fusionai.capture.triangular import triangular
 from fusionai.primitives.errors import ModelError
 
 _EXAMPLE_SIZES = {"b": 3, "s": 13}
-"""Sizes of the symbols while tracing: odd and unlike each other, so that they rarely equal a size of the model."""
+"""Sizes of the symbols while tracing: odd and different, so that they rarely equal a size of the model."""
 
 
 def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str, tuple[int, int]]) -> ExportedProgram:
-    """Trace `task`, functionalised, every symbol with its range. Raises `ModelError` when it can't be traced, and in
-    training when it defines gradients of its own."""
+    """Trace `task` in functional form, with every symbol's range.
+
+    Raises `ModelError` if it can't be traced, and in training if it defines gradients of its own.
+    """
     if task.module.training:
         refuse_hooks(task.module)
     sizes = {name: _example_size(name, bounds) for name, bounds in symbols.items()}
@@ -75,7 +78,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
             with (
                 _own_words(),
                 watched_gradients() as gradients,
-                averaged_statistics(),  # before `both_modes`, which keeps the forward that it finds
+                averaged_statistics(),  # before `both_modes`, which wraps the current forward
                 both_modes(task.module),
                 recognised_causal_masks(),
                 unchecked_arguments(),
@@ -98,9 +101,9 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
 
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Operators that are several of the vocabulary, spelt out: recurrent layers step by step, which fixes the
-    sequence, weights that are a direction and a length, nearest and linear resizing, grids of positions, losses per
-    row, and attention by torch's own function."""
+    """Return decompositions of operators into several of the vocabulary: recurrent layers step by step (which fixes the
+    sequence length), weight normalisation, nearest and linear resizing, sampling grids, losses per row, and
+    attention."""
     aten = torch.ops.aten
     table: dict[Any, Callable[..., Any]] = {
         aten._weight_norm.default: _weight_norm,
@@ -125,8 +128,8 @@ def _weight_norm(direction: torch.Tensor, length: torch.Tensor, dim: int = 0) ->
 
 
 def output_dims(task: TaskModule, inputs: tuple[InputSpec, ...]) -> tuple[int | str, ...]:
-    """Dims of the module's first output, found without memory by running it at two values of each symbol. Raises
-    `ModelError` when a size is neither fixed nor a symbol."""
+    """Return the dims of the module's first output, found without memory by running it at two values of each symbol.
+    Raises `ModelError` if a size is neither fixed nor a symbol."""
     used = sorted({dim for spec in inputs for dim in spec.dims if isinstance(dim, str)})
     sizes = {name: _EXAMPLE_SIZES.get(name, 7) for name in used}
     base = _output_shape(task, inputs, sizes)
@@ -139,7 +142,7 @@ def output_dims(task: TaskModule, inputs: tuple[InputSpec, ...]) -> tuple[int | 
             if (size, moved) != (sizes[name], sizes[name] + 1):
                 raise ModelError(
                     f"the size of dimension {index} of the module's output is neither fixed nor {name!r}.",
-                    hint="Give an example of `labels` among the example inputs.",
+                    hint="Add an example of `labels` to the example inputs.",
                 )
             dims[index] = name
     return tuple(dims)
@@ -147,7 +150,7 @@ def output_dims(task: TaskModule, inputs: tuple[InputSpec, ...]) -> tuple[int | 
 
 def _output_shape(task: TaskModule, inputs: tuple[InputSpec, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
     was_training = task.module.training
-    # Statistics must not move, and they would if the module trained.
+    # In training mode the running statistics would change.
     task.eval()
     try:
         with _fake_parameters(task) as mode, watched_gradients(), unchecked_arguments(), mode, torch.no_grad():
@@ -167,7 +170,8 @@ def _shape(spec: InputSpec, sizes: Mapping[str, int]) -> list[int]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Tracing makes millions of small objects that live until its end: collecting in between finds nothing."""
+    """Disable garbage collection: tracing makes millions of small objects that live until its end, so collecting is
+    futile."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -178,7 +182,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class _Silenced(io.TextIOBase):
-    """Standard error without what this thread writes to it."""
+    """Standard error without the output of this thread."""
 
     def __init__(self, real: TextIO) -> None:
         self._real = real
@@ -193,7 +197,7 @@ class _Silenced(io.TextIOBase):
 
 @contextmanager
 def _own_words() -> Iterator[None]:
-    """A failing export prints its half-made graph and logs a traceback; the user is told the line of the model
+    """Suppress what a failing export prints (its unfinished graph and a traceback); our error names the model's line
     instead."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
@@ -206,13 +210,13 @@ def _own_words() -> Iterator[None]:
 
 @contextmanager
 def _fake_parameters(task: nn.Module) -> Iterator[FakeTensorMode]:
-    """While open, parameters are fake tensors of the device the buffers are on, so that nothing is allocated."""
+    """While open, parameters are fake tensors on the buffers' device, so nothing is allocated."""
     mode = FakeTensorMode(
         shape_env=ShapeEnv(tracked_fakes=[], trace_asserts=True, prefer_deferred_runtime_asserts_over_guards=False),
         allow_non_fake_inputs=True,
         export=True,
     )
-    # Sizes are symbols: describing an operation for the cache takes longer than computing its result's shape again.
+    # Sizes are symbols: describing an operation for the cache takes longer than recomputing its result's shape.
     mode.cache_enabled = False
     fakes: dict[int, nn.Parameter] = {}
     originals: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -235,8 +239,8 @@ def _fake_parameters(task: nn.Module) -> Iterator[FakeTensorMode]:
 
 
 def _keep_gradient_stops(program: ExportedProgram) -> None:
-    """Functionalisation inlines `torch.no_grad()` regions and forgets that no gradient passes them. Where one depends
-    on something that learns, its results get an explicit detach."""
+    """Add an explicit detach to results of `torch.no_grad()` regions that depend on a parameter. Functionalisation
+    inlines these regions and loses the stop of the gradient."""
     parameters = program.graph_signature.inputs_to_parameters
     learning: set[fx.Node] = set()
     for node in list(program.graph.nodes):
@@ -274,18 +278,18 @@ _SIZES: Final = {"b": "batch", "s": "sequence"}
 
 
 def _explain(error: Exception, inputs: tuple[InputSpec, ...]) -> ModelError:
-    """What, where, and what to do, in the model's own terms."""
+    """Return the error as the place, the reason and a remedy in the model's own terms."""
     text = str(error)
     where = code_lines.of_error(error)
     if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__:
         return ModelError(
-            f"the model decides by the values of tensors{where}, which a graph can't follow.",
+            f"the model branches on the values of tensors{where}, which a graph can't express.",
             hint="Replace the branch by torch.where or arithmetic, or move it out of forward.",
         )
     if apart := re.search(r"specified range (\w+) <= (\d+) satisfy the generated guard [^\n]* != \2\b", text):
         name, most = _SIZES.get(apart[1], apart[1]), int(apart[2])
         return ModelError(
-            f"the model treats a {name} of exactly {most} apart{where}: one graph can't do both.",
+            f"the model treats a {name} of exactly {most} apart from all others{where}: one graph can't do both.",
             hint=f"Ask for at most {most - 1}.",
         )
     if "specialized" in text or "Constraints violated" in text or "Not all values of" in text:
@@ -301,7 +305,7 @@ def _explain(error: Exception, inputs: tuple[InputSpec, ...]) -> ModelError:
     if inputs and inputs[0].example is None:
         hint = (
             "It came without example inputs and was given token ids [batch, sequence]. A function that returns "
-            "(module, example_inputs) says what it takes instead: a dictionary of one tensor per input."
+            "(module, example_inputs) can name other inputs: example_inputs is a dictionary of one tensor per input."
         )
     return ModelError(f"the model could not be traced{where}: {type(error).__name__}: {_first_line(text)}.", hint=hint)
 

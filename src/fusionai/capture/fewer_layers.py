@@ -1,8 +1,8 @@
-"""The same module with fewer of its repeated layers, at full width, where comparing all of it would take too long.
+"""Make a copy of a module with fewer of its repeated layers at full width, if comparing all of it would take too long.
 
-Decides which layers stay: of each list of modules some of every kind, the first ones and the last. A candidate counts
-only if every block of the whole model's graph has an equal one (`ir.blocks.block_hashes`) in the candidate's graph, so
-that each operator of the whole is there at its own widths.
+Each list of modules keeps the first few layers of every kind and the last layer. A candidate counts only if every block
+of the whole model's graph has an equal one (`ir.blocks.block_hashes`) in the candidate's graph, so each operator of the
+whole model occurs at its real widths.
 
 Neighbours: `capture.self_check` compares the smaller module, `capture.shrinking` makes smaller configurations.
 """
@@ -25,17 +25,19 @@ from fusionai.primitives.errors import ModelError
 from fusionai.primitives.units import format_count
 
 _OF_A_KIND: Final = (2, 3, 4, 6, 8)
-"""Layers tried per kind. Two at least: what follows a layer differs from what follows the embedding."""
+"""Numbers of layers per kind to try. At least two, because the code after a layer differs from the code after the
+embedding."""
 
 
 def with_fewer_layers(captured: Captured, most_parameters: int) -> Captured:
-    """A capture of the same module with at most so many parameters. Raises `TooLarge` when none can be made."""
+    """Return a capture of the same module with at most `most_parameters` parameters. Raises `TooLarge` if none can be
+    made."""
     built = captured.source.built
     why = "none of its lists of modules has layers to leave out"
     if built.huggingface is not None:
         why = "it comes from a configuration"
     elif built.adapter is not None:
-        why = "it has an adapter in it"
+        why = "it has an adapter"
     else:
         wanted = set(block_hashes(captured.graph))
         for count in _OF_A_KIND:
@@ -48,11 +50,11 @@ def with_fewer_layers(captured: Captured, most_parameters: int) -> Captured:
                 why = f"with fewer layers it can't be captured ({error.message.rstrip('.')})"
                 continue
             if made.n_parameters > most_parameters:
-                why = f"{count} layers of each kind are too many still"
+                why = f"{count} layers of each kind are still too many"
                 break
             if wanted <= set(block_hashes(made.graph)):
                 return made
-            why = "with fewer layers its blocks are others"
+            why = "with fewer layers its blocks differ"
     raise TooLarge(
         f"{captured.graph.name} has {format_count(captured.n_parameters)} parameters, more than the "
         f"{format_count(most_parameters)} that are compared, and a part of it does not stand for the whole: {why}.",
@@ -61,7 +63,7 @@ def with_fewer_layers(captured: Captured, most_parameters: int) -> Captured:
 
 
 def _kept(module: nn.Module, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(path, places that stay) of each outermost list of modules that gets shorter."""
+    """Yield (path, indices that stay) of each outermost list of modules that becomes shorter."""
     done: list[str] = []
     for path, child in module.named_modules():
         if type(child) not in (nn.ModuleList, nn.Sequential) or any(path.startswith(f"{outer}.") for outer in done):

@@ -1,11 +1,11 @@
-"""Discrete Fourier transforms (`torch.fft`) as products with matrices of cosines and sines.
+"""Trace discrete Fourier transforms (`torch.fft`) as products with matrices of cosines and sines.
 
-Decides what stands for the functions of `torch.fft` while a module is traced: the definition of the transform, summed
-by a product along each dimension, for sizes that vary too. It takes n * n steps where a fast transform takes n log n,
-and rounds otherwise: equal to about 1e-6 of the largest result, not bit for bit. Angles are taken modulo the whole
-circle in whole numbers first, so that they are as exact for long dimensions as for short ones.
+While a module is traced, each function of `torch.fft` is replaced by the definition of the transform, one product along
+each dimension, for varying sizes too. It takes n * n steps instead of n log n and rounds differently: results agree to
+about 1e-6 of the largest, not bit for bit. Angles are reduced modulo the full circle in integers first, so they are as
+exact for long dimensions as for short ones.
 
-Neighbours: `capture.export` traces under `Fourier`; `capture.complex_parts` makes pairs of the complex values.
+Neighbours: `capture.export` traces under `Fourier`; `capture.complex_parts` turns the complex values into pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from fusionai.primitives.errors import ModelError
 
 LARGEST: Final = 32_768
-"""Above it, places multiplied by frequencies leave 31 bits, and a matrix has 4 GiB."""
+"""Largest size of a transform. Above, position times frequency exceeds 31 bits, and a matrix takes 4 GiB."""
 Parts = tuple[torch.Tensor, torch.Tensor | None]
 """Real and imaginary part; None is zero."""
 
@@ -47,11 +47,11 @@ def _split(x: torch.Tensor) -> Parts:
 
 
 def _tables(rows: Any, columns: Any, size: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of the angle of place times frequency, [rows, columns]."""
+    """Return cosine and sine of the angle of position times frequency, [rows, columns]."""
     if isinstance(size, int) and size > LARGEST:
         raise ModelError(
             f"a Fourier transform over {size} numbers is too large for a product with a matrix.",
-            hint=f"Transform at most {LARGEST} at once.",
+            hint=f"Transform at most {LARGEST} numbers at once.",
         )
     places = torch.arange(rows, device=like.device)[:, None] * torch.arange(columns, device=like.device)
     turns = (places % size).to(like.dtype) / size
@@ -61,7 +61,7 @@ def _tables(rows: Any, columns: Any, size: Any, like: torch.Tensor) -> tuple[tor
 
 def _scaled(x: torch.Tensor, size: Any, norm: str | None, inverse: bool) -> torch.Tensor:
     if norm not in (None, "backward", "forward", "ortho"):
-        raise ModelError(f"the normalisation {norm!r} of a Fourier transform is unknown.")
+        raise ModelError(f"the normalisation {norm!r} of a Fourier transform is not 'backward', 'forward' or 'ortho'.")
     if norm == "ortho":
         count = torch.full((1,), size, dtype=x.dtype, device=x.device)
         return x * torch.rsqrt(count)
@@ -69,14 +69,14 @@ def _scaled(x: torch.Tensor, size: Any, norm: str | None, inverse: bool) -> torc
 
 
 class _Dimension:
-    """One dimension of some tensors: the last one, or brought to the place before it."""
+    """One dimension of some tensors, moved to the second-last place unless it is the last."""
 
     def __init__(self, x: torch.Tensor, dim: int) -> None:
         self._dim = dim % x.ndim
         self._place = x.ndim - 1 if self._dim == x.ndim - 1 else x.ndim - 2
 
     def taken(self, x: torch.Tensor, count: Any) -> torch.Tensor:
-        """At most `count` of it."""
+        """Move the dimension into place and keep at most `count` elements of it."""
         x = x.transpose(self._dim, self._place) if self._dim != self._place else x
         if count is None or statically_known_true(count == x.shape[self._place]):
             return x
@@ -89,12 +89,12 @@ class _Dimension:
         return x @ table if self._place == x.ndim - 1 else table.transpose(0, 1) @ x
 
     def back(self, x: torch.Tensor) -> torch.Tensor:
-        # In the layout that torch.fft gives: strides of another order would be compared by sizes that vary.
+        # In the layout of torch.fft: strides in another order would be compared by sizes that vary.
         return x.transpose(self._dim, self._place).contiguous() if self._dim != self._place else x
 
 
 def _transform(parts: Parts, size: Any, dim: int, norm: str | None, *, inverse: bool, half: bool = False) -> Parts:
-    """Along one dimension; `half`: frequencies up to the middle one alone."""
+    """Transform along one dimension; `half`: only frequencies up to the middle one."""
     along = _Dimension(parts[0], dim)
     real, imaginary = (None if part is None else along.taken(part, size) for part in parts)
     assert real is not None
@@ -113,7 +113,8 @@ def _transform(parts: Parts, size: Any, dim: int, norm: str | None, *, inverse: 
 
 
 def _real_from_half(parts: Parts, size: Any, dim: int, norm: str | None, *, inverse: bool = True) -> torch.Tensor:
-    """What has these frequencies up to the middle one; those behind it are their conjugates."""
+    """Return the real signal with these frequencies up to the middle one; the other frequencies are their
+    conjugates."""
     along = _Dimension(parts[0], dim)
     size = 2 * (parts[0].shape[dim] - 1) if size is None else size
     real, imaginary = (None if part is None else along.taken(part, size // 2 + 1) for part in parts)
@@ -172,7 +173,7 @@ def _many_real(*, last_two: bool = False) -> Callable[..., torch.Tensor]:
 
 
 def _dims(x: torch.Tensor, sizes: Sequence[int] | None, dim: Sequence[int] | int | None) -> list[tuple[int, Any]]:
-    """Each dimension and its size, None for its own."""
+    """Return each dimension with its requested size; None keeps the dimension's own size."""
     if isinstance(dim, int):
         dim = (dim,)
     if dim is None:

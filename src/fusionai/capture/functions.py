@@ -1,10 +1,10 @@
-"""Functions of PyTorch that a trace takes apart into what a graph can't hold, in a form that it can.
+"""Trace functions of PyTorch whose own trace a graph can't hold, in a form that it can.
 
-Dropout and other draws that write in place (`inplace=True`) are the function and a copy of its result: PyTorch
-decomposes them into draws and products, which hides from the graph that they are dropout, to be left out in
-evaluation. `fill_diagonal_` is a choice by row and column, not a view with strides. `F.gaussian_nll_loss` does not
-check that variances are positive: a branch on values. `take_along_dim` compares no sizes and `einsum` orders its
-products by the sizes of the example: both would fix a size that varies. Indices of a triangle are constants.
+Dropout and other draws with `inplace=True` become the function and a copy of its result: PyTorch's decomposition into
+draws and products would hide that they are dropout, which evaluation leaves out. `fill_diagonal_` becomes a selection
+by row and column instead of a strided view. `F.gaussian_nll_loss` does not check that variances are positive, a branch
+on data. `take_along_dim` does not compare sizes, and `einsum` orders its products by the example's sizes: both would
+fix a size that varies. Indices of a triangle are constants.
 
 Neighbours: `capture.export` traces under `Functions`; `capture.by_mode` and `capture.draws` handle the draws.
 """
@@ -44,8 +44,8 @@ class Functions(TorchFunctionMode):
 def _fill_diagonal(x: torch.Tensor, fill_value: float, wrap: bool = False) -> torch.Tensor:
     if wrap or x.ndim != 2:
         raise ModelError(
-            "the model calls fill_diagonal_ with wrap or of more than two dimensions, which a graph can't hold.",
-            hint="Choose by torch.where of rows and columns instead.",
+            "the model calls fill_diagonal_ with wrap or on a tensor that is no matrix, which a graph can't hold.",
+            hint="Select by torch.where on rows and columns instead.",
         )
     rows, columns = (torch.arange(size, device=x.device) for size in x.shape)
     return x.copy_(x.masked_fill(rows[:, None] == columns, fill_value))
@@ -66,7 +66,7 @@ def _take_along(
 
 
 def _triangle(kept: Callable[[int, int], bool]) -> Callable[..., torch.Tensor]:
-    """Rows and columns of the places with `kept` (column, row + offset)."""
+    """Return a function for the rows and columns of the places with `kept` (column, row + offset)."""
 
     def indices(row: int, col: int, offset: int = 0, *, dtype: torch.dtype = torch.int64, **how: Any) -> torch.Tensor:
         places = [(at, along) for at in range(row) for along in range(col) if kept(along, at + offset)]
@@ -77,7 +77,7 @@ def _triangle(kept: Callable[[int, int], bool]) -> Callable[..., torch.Tensor]:
 
 
 def _einsum(equation: str, *operands: Any) -> torch.Tensor:
-    """Of three operands or more, in the order that opt_einsum finds best for the example's sizes."""
+    """Multiply three or more operands in the order that opt_einsum finds best for the example's sizes."""
     given: list[torch.Tensor] = list(operands[0]) if isinstance(operands[0], list | tuple) else list(operands)
     if len(given) <= 2 or not opt_einsum.enabled or not opt_einsum.is_available():
         return torch.einsum(equation, *operands)
@@ -126,7 +126,7 @@ _IN_PLACE: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
 _ASKED: Final = frozenset(
     {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu}
 )
-"""Functions with an argument `inplace`, which PyTorch hands on by name."""
+"""Functions with an argument `inplace`, which PyTorch passes on by name."""
 _OTHER: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
     torch.Tensor.fill_diagonal_: _fill_diagonal,
     torch.take_along_dim: _take_along,

@@ -1,8 +1,8 @@
-"""Hugging Face models by their configuration, through transformers' own classes. Weights stay where they are.
+"""Hugging Face models by their configuration, through transformers' own classes. Reads no weights.
 
-Decides which auto class an architecture means, where a directory's or hub model's safetensors lie, and that neither
-remote code nor a pickle is ever loaded. Neighbours: `capture.build` calls `construct` (several times, perhaps),
-`capture.state` reads `weights` lazily.
+Chooses the auto class of an architecture and finds the safetensors of a directory or hub model. Never loads remote code
+or a pickle. Neighbours: `capture.build` calls `construct`, possibly several times, `capture.state` reads the files in
+`weights` lazily.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _STORED_KEYS = frozenset(
     {"_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"}
     | {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}
 )
-"""Keys that files carry besides a configuration class's own fields."""
+"""Keys in files that are not fields of the configuration class."""
 _EARLIER_KEYS = frozenset({"rope_theta", "rope_scaling"})
-"""Fields of earlier versions that classes still read: what a misspelt field may have meant."""
+"""Fields of earlier versions that classes still read; candidates for what a misspelt field meant."""
 
 
 _HEADS: Mapping[Architecture, tuple[str, ...]] = {
@@ -56,7 +56,7 @@ _HEADS: Mapping[Architecture, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
-    """`weights`: safetensors files of a pretrained model, empty for a new one."""
+    """A configuration and its weights. `weights`: safetensors files of a pretrained model, empty for a new one."""
 
     config: PreTrainedConfig
     architecture: Architecture
@@ -64,35 +64,35 @@ class HuggingFaceModel:
     notes: tuple[str, ...] = ()
 
     def construct(self) -> nn.Module:
-        """The module in float32 with the semantic attention, where its class lets attention be replaced."""
+        """Construct the module in float32, with the semantic attention if its class allows replacing attention."""
         register()
         model_class = self._model_class()
-        # Some classes call the interface and do not say so: where it is imported, it is used.
+        # Some classes use the interface without declaring it: if their file imports it, they use it.
         replaceable = getattr(model_class, "_supports_attention_backend", False) or hasattr(
             sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"
         )
-        # The default of mixtures of experts sorts tokens by the data and calls an operator that exists in transformers
-        # only; this one gathers each token's expert weights: slower, but plain operations of any framework.
+        # The default form of mixtures of experts sorts tokens by the data and calls an operator that only transformers
+        # has. `batched_mm` gathers each token's expert weights: slower, but plain operations of any framework.
         return self._from_config(ATTENTION if replaceable else self._own_way(), experts_implementation="batched_mm")
 
     def construct_plain(self) -> nn.Module:
-        """The module in float32 as transformers itself would run it."""
+        """Construct the module in float32 as transformers itself would run it."""
         return self._from_config(self._own_way())
 
     def _own_way(self) -> str:
-        """Transformers' default. Falcon with ALiBi computes something else in its other way."""
+        """Return the attention that transformers chooses. Falcon with ALiBi gives other results with the other one."""
         return "sdpa" if getattr(self._model_class(), "_supports_sdpa", False) else "eager"
 
     def _from_config(self, attention: str, **choices: str) -> nn.Module:
         config = copy.deepcopy(self.config)
         if self.architecture == "masked_lm":
             config.is_decoder = False
-        # Where several classes have the head, transformers looks here for the one that is meant.
+        # If several classes have the head, transformers takes the class named here.
         config.architectures = config.architectures or [self._model_class().__name__]
         return self._auto().from_config(config, attn_implementation=attention, dtype=torch.float32, **choices)
 
     def _auto(self) -> Any:
-        """The first auto class of the architecture that knows such a configuration."""
+        """Return the first auto class of the architecture that knows such a configuration."""
         import transformers
 
         for name in _HEADS[self.architecture]:
@@ -122,7 +122,7 @@ def resolve(source: ConfigSource | DirectorySource | HubSource) -> HuggingFaceMo
 
 
 def model_directory(source: DirectorySource | HubSource) -> Path:
-    """Where its files lie on this machine; fetched if need be. Raises `ModelError`."""
+    """Return the directory of the model's files on this machine, downloading a hub model first. Raises `ModelError`."""
     match source:
         case DirectorySource(path=path):
             return path
@@ -153,26 +153,26 @@ def _from_fields(fields: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str
     try:
         return config_class(**{key: value for key, value in fields.items() if key != "model_type"}), tuple(notes)
     except Exception as error:
-        raise ModelError(f"the configuration of {model_type} does not hold: {_last_line(error)}.") from error
+        raise ModelError(f"the configuration of {model_type} is not valid: {_last_line(error)}.") from error
 
 
 def _has_effect(config_class: type[PreTrainedConfig], fields: Mapping[str, Any], key: str) -> bool:
-    """Whether the class reads a field that it does not list, such as `rope_theta`, which becomes a part of
-    `rope_parameters`. False too for fields with which no configuration can be made."""
+    """Return whether the class reads a field that it does not list, such as `rope_theta`, which becomes part of
+    `rope_parameters`. Also False if no configuration can be made with these fields."""
     try:
         with_it, without = (
             config_class(**{name: value for name, value in fields.items() if name not in ("model_type", left_out)})
             for left_out in ("", key)
         )
-    except Exception:  # noqa: BLE001 - what is wrong with it is said where the configuration is made
+    except Exception:  # noqa: BLE001 - the error is reported where the configuration is made
         return False
     read = {name: value for name, value in with_it.to_dict().items() if name != key}
     return read != {name: value for name, value in without.to_dict().items() if name != key}
 
 
 def _is_named_by_the_model(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Whether the model's own code, or that of rotary embeddings, names a field that its configuration does not list,
-    such as Qwen3-MoE's `head_dim`."""
+    """Return whether the model's own code, or that of rotary embeddings, names a field that its configuration does not
+    list, such as Qwen3-MoE's `head_dim`."""
     model = config_class.__module__.replace(".configuration_", ".modeling_")
     for module in (model, "transformers.modeling_rope_utils"):
         found = find_spec(module)
@@ -194,23 +194,23 @@ def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:
     if weights and (scheme := getattr(config, "quantization_config", None)):
         method = scheme.get("quant_method") if isinstance(scheme, Mapping) else getattr(scheme, "quant_method", None)
         raise ModelError(
-            f"the weights in {path} are quantized ({method}), and can be read by that method's own code only.",
+            f"the weights in {path} are quantized ({method}); only that method's own code can read them.",
             hint="Use the model's plain weights, or load it with transformers, dequantize() it and save_pretrained.",
         )
     notes: tuple[str, ...] = ()
     if not weights:
         if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
             raise ModelError(
-                f"{path} holds weights as pickles only, which are never loaded.",
+                f"{path} holds weights only as pickles, which are never loaded.",
                 hint="Save the model with save_pretrained of a recent transformers, which writes safetensors.",
             )
-        notes = (f"{path} has no weights: the model is new, initialised from the seed.",)
+        notes = (f"{path} has no weights: the model starts from new weights, initialised from the seed.",)
     return HuggingFaceModel(config, architecture, weights, notes)
 
 
 def _weights(path: Path) -> tuple[Path, ...]:
-    """The files that transformers would read: others beside them, in another layout, hold the same once more. Raises
-    `ModelError` where one is missing."""
+    """Return the files that transformers would read; files in other layouts beside them hold the same weights again.
+    Raises `ModelError` if a file is missing."""
     single = path / SINGLE_FILE
     if single.is_file():
         return (single,)
@@ -228,7 +228,7 @@ def _weights(path: Path) -> tuple[Path, ...]:
 
 
 def _last_line(error: Exception) -> str:
-    """What is wrong; the lines before say which of transformers' checks found it."""
+    """Return the last line, which states the problem; the lines before name the check of transformers that found it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__).removeprefix("ValueError: ").rstrip(".")
 
@@ -246,7 +246,7 @@ def _download(repository: str, revision: str | None) -> Path:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES))
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"the hub has no model {repository!r} that this machine may read.",
+            f"the hub has no model {repository!r}, or this machine may not read it.",
             hint="Check the spelling; a gated model needs `hf auth login` first.",
         ) from error
     except LocalEntryNotFoundError as error:

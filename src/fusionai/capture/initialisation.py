@@ -1,12 +1,11 @@
-"""Each parameter's initialisation as a declarative program, learnt by watching a model being built.
+"""Record each parameter's initialisation as a declarative program, by observing how a module is built.
 
-Decides which in-place random and fill operations a program can express; anything else makes the program unknown
-(`None`), and the bytes then come from the job owner (`capture.materialise`). Never draws a random number itself: the
-programs are run by `ir.init`.
+A program can express certain random and fill operations. Any other operation makes it unknown (`None`), and the job
+owner then sends the bytes (`capture.state`). Draws no random numbers itself: `ir.init` runs the programs.
 
-How: while the watch is open every tensor operation passes through a dispatch mode. Tensors are known by their storage,
-so that views, `.data` and detached aliases belong to the tensor they look into; parameters land on the meta device as
-they are registered, so nothing large is ever computed.
+While the watch is open, every tensor operation passes through a dispatch mode. Tensors are identified by their storage,
+so that views, `.data` and detached aliases belong to the tensor that they look into. Parameters move to the meta device
+as they are registered, so nothing large is computed.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from fusionai.ir.schema import InitOp
 Program = tuple[InitOp, ...]
 
 _LARGE_BYTES = 2**28
-"""Empty memory from here on is made on the meta device."""
+"""Empty tensors of at least this size (256 MiB, chosen) are made on the meta device."""
 
 _SHARED = "shared"
 
 _PADDINGS = frozenset({"constant_pad_nd", "pad"})
-"""Copies where they pad by nothing, as when transformers ties an output bias to its matrix."""
+"""Operators that copy if they pad by nothing, as when transformers ties an output bias to its matrix."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one storage. `program` None: unknown, or not initialised yet."""
+    """One storage. `program`: what initialised it; None if that is unknown or has not happened yet."""
 
     program: Program | None
     anchor: StorageWeakRef
@@ -60,27 +59,27 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: s
 
 
 class InitialisationWatch(TorchDispatchMode):
-    """Follows initialisation while entered. `program(tensor)` answers afterwards."""
+    """Follows initialisation while it is entered; afterwards `program(tensor)` returns the programs."""
 
     def __init__(self, kept: frozenset[tuple[int, ...]] = frozenset()) -> None:
-        """`kept`: shapes that are given real memory however large they are."""
+        """`kept`: shapes that get real memory however large they are."""
         super().__init__()
         self._kept = kept
         self._records: dict[int, _Record] = {}
         self._draws = 0
 
     def program(self, tensor: torch.Tensor) -> Program | None:
-        """The program that made the whole of `tensor`, None when it is unknown."""
+        """Return the program that made the whole of `tensor`, None if it is unknown."""
         record = self._lookup(tensor)
         return None if record is None or not _is_whole(tensor) else record.program
 
     def replacement(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """The meta parameter standing for this one, if it has been registered before (ties)."""
+        """Return the meta parameter that stands for this one, if it has been registered before (ties)."""
         record = self._lookup(parameter)
         return None if record is None else record.parameter
 
     def replace(self, real: nn.Parameter, meta: nn.Parameter) -> None:
-        """From now on both storages share one record: code that still holds `real` may go on initialising it."""
+        """Let both storages share one record, so code that still holds `real` can go on initialising it."""
         record = self._lookup(real)
         if record is None:
             record = _Record(None, StorageWeakRef(real.untyped_storage()))
@@ -90,19 +89,19 @@ class InitialisationWatch(TorchDispatchMode):
         self._records[_address(meta)] = record
 
     def drawn(self, program: Program) -> Program:
-        """The program, marked as drawing numbers of its own."""
+        """Return the program with a mark of its own draw, by which copies of the same draw are recognised."""
         self._draws += 1
         return (InitOp(_SHARED, (self._draws,)), *(step for step in program if step.op != _SHARED))
 
     def _copied(self, program: Program | None, *tensors: torch.Tensor) -> Program | None:
-        """The program of a copy between `tensors`. A program draws in the order of the elements: a copy in another
-        order has values of its own."""
+        """Return the program of a copy between `tensors`. A program draws in the order of the elements, so a copy in
+        another order counts as a draw of its own."""
         if program is None or all(tensor.is_contiguous() for tensor in tensors):
             return program
         return self.drawn(program) if program[0].op == _SHARED else program
 
     def write(self, tensor: torch.Tensor, program: Program | None) -> None:
-        """Note that `tensor` now holds what `program` makes."""
+        """Record that `tensor` now holds the result of `program`."""
         record = self._lookup(tensor)
         if record is None:
             record = _Record(None, StorageWeakRef(tensor.untyped_storage()))
@@ -116,7 +115,7 @@ class InitialisationWatch(TorchDispatchMode):
         target = args[0] if args and isinstance(args[0], torch.Tensor) else None
         before = None if target is None else self.program(target)
         if func is torch.ops.aten.empty.memory_format and self._is_large(args[0], kwargs):
-            # Experts of one layer may take tens of gigabytes, of which a parameter on the meta device needs none.
+            # The experts of one layer may take tens of gigabytes, which a parameter on the meta device does not need.
             kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": False}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
@@ -141,7 +140,7 @@ class InitialisationWatch(TorchDispatchMode):
     def _after(
         self, name: str, before: Program | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Program | None:
-        """The program of a tensor after the operation `name` on it, in place or not."""
+        """Return the program of a tensor after the operation `name` on it, in place or not."""
         first: float | None
         second: float | None
         match name:
@@ -169,7 +168,7 @@ class InitialisationWatch(TorchDispatchMode):
     def _created(
         self, name: str, before: Program | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Program | None:
-        """The program of a new tensor returned by the operation `name`."""
+        """Return the program of a new tensor returned by the operation `name`."""
         match name:
             case "zeros" | "zeros_like" | "new_zeros":
                 return (InitOp("fill", (0.0,)),)
@@ -190,7 +189,7 @@ class InitialisationWatch(TorchDispatchMode):
                 return None if before is None or step is None else (*before, *step)
 
     def _row(self, record: _Record, part: torch.Tensor, program: Program | None) -> Program | None:
-        """What is known of the whole after `part` of it was written: only a filled row can be said."""
+        """Return the program of the whole tensor after `part` of it was written. Only a filled row can be expressed."""
         whole = record.parameter
         if record.program is None or program is None or len(program) != 1 or program[0].op != "fill" or whole is None:
             return None
@@ -204,7 +203,7 @@ class InitialisationWatch(TorchDispatchMode):
 
 
 def _transform(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program | None:
-    """The steps of an elementwise operation with plain numbers, None for any other operation."""
+    """Return the steps of an elementwise operation with plain numbers, None for any other operation."""
     value = _number(args[1]) if len(args) > 1 else None
     match name:
         case "mul" if value is not None:
@@ -230,8 +229,11 @@ def _transform(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prog
 
 
 def shared_draws(programs: Mapping[str, tuple[Program | None, tuple[int, ...]]]) -> dict[str, Program | None]:
-    """The programs as the IR has them: parameter -> (program, shape). Parameters of one shape that began with the same
-    draws, as copies do, share a number made of the first one's name; all others draw by their own name."""
+    """Return the programs in the IR's form, from parameter -> (program, shape).
+
+    Parameters of one shape that began with the same draws, as copies do, share a number made from the first one's name.
+    All others draw by their own name.
+    """
     drawn = {
         name: (program[0].args, shape)
         for name, (program, shape) in programs.items()
@@ -252,7 +254,7 @@ def shared_draws(programs: Mapping[str, tuple[Program | None, tuple[int, ...]]])
 
 
 def truncated_normal(mean: float, std: float, low: float, high: float) -> Program:
-    """The normal distribution cut to [low, high], by the inverse of its distribution function."""
+    """Return the program of the normal distribution cut to [low, high], by the inverse of its distribution function."""
 
     def distribution(x: float) -> float:
         return (1.0 + math.erf((x - mean) / std / math.sqrt(2.0))) / 2.0
@@ -269,27 +271,29 @@ def truncated_normal(mean: float, std: float, low: float, high: float) -> Progra
 
 _TRUNCATE = "_no_grad_trunc_normal_"
 _SILENT = ("dirac_", "orthogonal_", "sparse_")
-"""Functions of `torch.nn.init` that return from a meta tensor without any operation a watch could see."""
+"""Functions of `torch.nn.init` that return from a meta tensor without any operation that a watch could see."""
 
 
 @contextmanager
 def watching(kept: frozenset[tuple[int, ...]] = frozenset()) -> Iterator[InitialisationWatch]:
-    """Open a watch; `kept` as `InitialisationWatch` has it. Functions that do nothing at all on meta tensors are
-    replaced for the time being, wherever they have been imported to: the truncated normal has a program, of the others
-    it is noted that they have none."""
+    """Open a watch; `kept` as in `InitialisationWatch`.
+
+    Functions that do nothing on meta tensors are replaced while it is open, in every module that imported them. The
+    truncated normal gets a program; the other functions make the program unknown.
+    """
     watch = InitialisationWatch(kept)
     replaced: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
     for name in _SILENT:
         original: Callable[..., Any] = getattr(nn.init, name)
         replaced[id(original)] = (original, _unsayable(watch, original))
-    # Only `torch.nn.init` itself calls this one, so that every imported `trunc_normal_` goes through it.
+    # Only `torch.nn.init` itself calls this function, so every imported `trunc_normal_` goes through it.
     truncate: Callable[..., Any] = getattr(nn.init, _TRUNCATE)
     replaced[id(truncate)] = (truncate, _truncated(watch, truncate))
     wanted = frozenset(replaced)
     places = [
         (namespace, name, original, stand_in)
         for namespace in _namespaces()
-        # Few modules have one: their names are looked through without a step of the interpreter for each.
+        # Few modules contain one of them: this test skips the others without a Python loop over their names.
         if not wanted.isdisjoint(map(id, list(namespace.values())))
         for name, value in list(namespace.items())
         if (found := replaced.get(id(value))) is not None
@@ -312,7 +316,7 @@ def _namespaces() -> Iterator[dict[str, Any]]:
             yield namespace
     initialization = sys.modules.get("transformers.initialization")
     if initialization is not None:
-        # Its wrappers call what they found when transformers was imported.
+        # Its wrappers call the functions that were there when transformers was imported.
         yield initialization.TORCH_INIT_FUNCTIONS
 
 
@@ -341,6 +345,6 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether the tensor spans its storage, in whatever order. Programs draw elements independently, so order does
-    not matter to them."""
+    """Return whether the tensor spans its storage, in any order: programs draw elements independently, so order does
+    not matter."""
     return tensor.storage_offset() == 0 and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

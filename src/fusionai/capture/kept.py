@@ -1,10 +1,11 @@
-"""Graphs that were captured before, kept on disk: who plans a known model again needs no framework for it.
+"""Cache of captured graphs on disk, so that planning a known model again needs no framework.
 
-Decides what a graph depends on, and that a doubt means capturing: the configuration (of a directory also its files'
-sizes and times), what is asked for, this program's own capture and IR, and every installed package with its version.
-Code of the job owner's own may depend on anything, and a hub's model may have changed: neither is kept.
+A graph's key covers everything it depends on: the configuration (for a directory also its files' sizes and times), the
+requested options, this program's own capture and IR code, and every installed package with its version. In doubt the
+model is captured again: graphs of the job owner's own code, which may depend on anything, and of hub models, which may
+have changed, are not cached.
 
-Loads no framework. Neighbours: `cli.asked` asks, `capture.capture` captures, `storage.atomic` writes.
+Loads no framework. Neighbours: `cli.asked` uses it, `capture.capture` captures, `storage.atomic` writes.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from fusionai.primitives.errors import GraphError, StorageError
 from fusionai.storage.atomic import write_atomic
 
 MOST_KEPT: Final = 32
-"""The longest unused go first. A graph takes some hundred kilobytes, of the largest models megabytes."""
+"""Most graphs in the cache (chosen); the least recently used go first. A graph takes some hundred kilobytes, that of
+the largest models megabytes."""
 _SUFFIX: Final = ".graph"
-"""A line with the checksum, then the graph's JSON."""
+"""Suffix of a cached graph's file: a line with the checksum, then the graph's JSON."""
 _log: Final = logging.getLogger(__name__)
 
 
 def kept(directory: Path, source: ModelSource, asked: Mapping[str, object], capture: Callable[[], Graph]) -> Graph:
-    """What `capture` returns for `source` and these options (of JSON), from `directory` where it was kept."""
+    """Return the graph that `capture` returns for `source` and these options (JSON values), from `directory` if it is
+    there."""
     key = _key(source, asked)
     if key is None:
         return capture()
@@ -53,7 +56,7 @@ def kept(directory: Path, source: ModelSource, asked: Mapping[str, object], capt
         write_atomic(path, _checksum(content) + b"\n" + content)
         _forget(directory)
     except (StorageError, OSError) as problem:
-        _log.warning("the captured graph is not kept: %s", problem)
+        _log.warning("the captured graph is not kept on disk: %s", problem)
     return graph
 
 
@@ -62,7 +65,7 @@ def _checksum(content: bytes) -> bytes:
 
 
 def _key(source: ModelSource, asked: Mapping[str, object]) -> str | None:
-    """Of all that the graph depends on; None where nobody can know that."""
+    """Return a hash of everything that the graph depends on; None if that can't be known."""
     try:
         described = _described(source)
         if described is None:
@@ -93,14 +96,14 @@ def _described(source: ModelSource) -> object:
 
 
 def _packages() -> Iterator[str]:
-    """Names and versions, as the directories are called that describe installed packages."""
+    """Yield names and versions of installed packages: the names of the directories that describe them."""
     for place in dict.fromkeys(sys.path):
         with suppress(OSError):
             yield from (name for name in os.listdir(place or ".") if name.endswith((".dist-info", ".egg-info")))
 
 
 def _code() -> str:
-    """Of this program's files that a graph follows from."""
+    """Return a hash of the source files of `capture` and `ir`."""
     found = hashlib.sha256()
     for place in (Path(__file__).parent, *(Path(one) for one in fusionai.ir.__path__)):
         for path in sorted(place.glob("*.py")):
@@ -110,7 +113,7 @@ def _code() -> str:
 
 
 def _forget(directory: Path) -> None:
-    """Files beyond `MOST_KEPT`, those that were not used for longest."""
+    """Delete the least recently used files beyond `MOST_KEPT`."""
     files = sorted(directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in files[MOST_KEPT:]:
         path.unlink(missing_ok=True)

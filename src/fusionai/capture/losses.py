@@ -1,9 +1,10 @@
-"""Losses per row (`reduction="none"`) of a batch of class indices, by the operator that PyTorch computes them with.
+"""Trace losses per row (`reduction="none"`) of a batch of class indices by the operator that PyTorch computes them
+with.
 
-PyTorch's composite operators give such a loss the shape of a scalar when they are traced a second time. The operator
-beneath has the right shape and is what eager PyTorch runs, so the bits are the same forward and backward.
+When PyTorch's composite operators are traced a second time, they give such a loss the shape of a scalar. The operator
+beneath has the right shape and is what eager PyTorch runs, so forward and backward have the same bits.
 
-Neighbours: `capture.export` puts these functions in the place of PyTorch's operators.
+Neighbours: `capture.export` replaces PyTorch's operators by these functions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MEAN = 1
 
 
 def losses_per_row() -> dict[Any, Callable[..., Any]]:
-    """Operator -> what it is without reduction. With a reduction the operator stays as it is."""
+    """Return operator -> its replacement without reduction. With a reduction the operator stays unchanged."""
     aten = torch.ops.aten
     return {
         aten.nll_loss_nd.default: _negative_log_likelihood,

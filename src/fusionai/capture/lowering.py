@@ -1,10 +1,10 @@
-"""From an exported program to the IR: names, closed argument grammar, semantic operators, dead code.
+"""Convert an exported program to the IR: names, the closed argument grammar, semantic operators, dead code.
 
-Decides how each traced operation is spelt in the IR. Views become reshapes (strides at capture mean nothing where the
-graph runs), device constants become "the stage's device", results of multi-output operations belong to their node,
-assertions are dropped, ties are one parameter. What has no spelling is collected as `Unsupported`, never guessed.
+Views become reshapes, because strides at capture mean nothing where the graph runs. Device constants become "the
+stage's device", results of multi-output operations belong to their node, assertions are dropped, and tied parameters
+become one. Operations that the IR can't express are collected as `Unsupported`, never guessed.
 
-Neighbours: `capture.export` traces, `ir.operators` says what exists, `capture.shapes` spells sizes.
+Neighbours: `capture.export` traces, `ir.operators` lists the operators, `capture.shapes` converts sizes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fusionai.ir.schema import (
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 
 PREFIX: Final = "module."
-"""Where the owner's module hangs in the `TaskModule`."""
+"""Prefix of the owner's module inside `TaskModule`."""
 
 _SIZE_OPS: Final[Mapping[Any, str]] = {
     operator.add: "sym.add",
@@ -56,12 +56,13 @@ _SIZE_OPS: Final[Mapping[Any, str]] = {
 _DROPPED_KWARGS: Final = frozenset({"layout", "pin_memory", "non_blocking"})
 _ASSERTIONS: Final = ("aten._assert", "aten.sym_constrain", "aten._functional_assert", "aten._functional_sym_constrain")
 _SAME: Final = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"})
+"""Operators whose result is their operand: no node is emitted for them."""
 _REPETITION: Final = frozenset({"fusion.traced_layer.default", "fusion.repeated.default"})
 _SIZED_BY_VALUES: Final = frozenset(
     {"aten.nonzero.default", "aten.masked_select.default", "aten._unique2.default", "aten.unique_dim.default"}
     | {"aten.unique_consecutive.default", "aten.bincount.default", "aten.repeat_interleave.Tensor"}
 )
-"""Refused for a reason that a larger vocabulary would not change."""
+"""Operators that a larger vocabulary would not make possible: the size of the result depends on data."""
 _RESHAPES: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
 _MEMORY_FORMATS: Final[Mapping[torch.memory_format, Literal["contiguous", "channels_last", "preserve"]]] = {
     torch.contiguous_format: "contiguous",
@@ -72,8 +73,8 @@ _MEMORY_FORMATS: Final[Mapping[torch.memory_format, Literal["contiguous", "chann
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """An operation the IR has no word for, the first module that uses it, and the line of the model's code (as
-    `capture.code_lines` writes it, empty where there is none)."""
+    """An operation that the IR can't express, the first module that uses it, and the line of the model's code (as
+    `capture.code_lines` formats it, empty if there is none)."""
 
     op: str
     path: str
@@ -83,12 +84,13 @@ class Unsupported:
 
 @dataclass(slots=True)
 class Lowered:
-    """A graph in the making: parameters are still FX placeholders by value name."""
+    """A graph under construction: the tables map value names to the module's names of parameters, buffers and
+    constants."""
 
     nodes: list[Node] = field(default_factory=list)
     values: dict[str, ValueSpec] = field(default_factory=dict)
     parameters: dict[str, str] = field(default_factory=dict)
-    """Value -> name of a parameter of the module, ties not yet resolved."""
+    """Value -> name of a parameter of the module; tied parameters are one value, named by the first name."""
     buffers: dict[str, str] = field(default_factory=dict)
     constants: dict[str, str] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
@@ -103,19 +105,19 @@ def lower(
     canonical: Mapping[str, str],
     repetition: Repetition,
 ) -> Lowered:
-    """Spell `program` in the IR. `canonical`: every name of a parameter or buffer -> its first name. Raises `Unlike`
-    where layers of `repetition` can't be copied."""
+    """Convert `program` to the IR. `canonical`: every name of a parameter or buffer -> its first name. Raises `Unlike`
+    if layers of `repetition` can't be copied."""
     lowering = _Lowering(program, inputs, canonical, repetition)
     lowering.run()
     return lowering.result
 
 
 class _Consequence(Exception):
-    """This operation uses one that was refused already; only the cause is worth telling."""
+    """This operation uses a refused one; only the cause is reported."""
 
 
 class _Refusal(Exception):
-    """This operation has no spelling; the message says why."""
+    """This operation can't be expressed; the message says why."""
 
 
 class _Lowering:
@@ -131,9 +133,9 @@ class _Lowering:
         self.canonical = canonical
         self.result = Lowered()
         self.names: dict[fx.Node, Arg | tuple[str, ...]] = {}
-        """FX node -> what stands for it: a reference, a number, or the results of a multi-output node."""
+        """FX node -> its replacement: a reference, a number, or the results of a multi-output node."""
         self.tied: dict[str, str] = {}
-        """Canonical name -> the one value of that parameter."""
+        """Canonical name -> the single value of that parameter."""
         self.symbols: dict[str, str] = {}
         self.constant_values: set[str] = set()
         signature = program.graph_signature
@@ -143,8 +145,8 @@ class _Lowering:
             (signature.inputs_to_lifted_tensor_constants, self.result.constants),
         )
         self.given = {name: (target, table) for targets, table in tables for name, target in targets.items()}
-        """What the module holds: placeholder -> its name there and the table it belongs in. The signature makes each
-        of its dictionaries anew whenever it is asked."""
+        """Placeholder -> (its name in the module, the table it belongs in). Built once, because the signature rebuilds
+        its dictionaries on every access."""
         self.copies = Copies(self.result.nodes, self.result.values, self.tied, canonical, repetition)
 
     def run(self) -> None:
@@ -213,9 +215,9 @@ class _Lowering:
             self.emit(node, _SIZE_OPS[node.target], node.args, {})
             return
         if isinstance(node.meta.get("val"), torch.SymBool | bool):
-            # Comparisons of sizes feed assertions. One that feeds anything else decides something by a size.
+            # Comparisons of sizes feed assertions. If one feeds anything else, the model branches on a size.
             if any(user.op == "output" or not _op_name(user).startswith(_ASSERTIONS) for user in node.users):
-                raise _Refusal("it compares sizes and computes with the answer")
+                raise _Refusal("it compares sizes and computes with the result")
             return
         if name in _SAME or (name == "aten.clone.default" and self.is_constant(node.args[0])):
             self.names[node] = self.argument(node.args[0])
@@ -230,7 +232,7 @@ class _Lowering:
 
     def emit(self, node: fx.Node, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if op not in OPERATORS:
-            # Spelt all the same, so that a report can say what else the model has.
+            # Emitted all the same, so that a report can list the model's other problems.
             by_values = "the size of its result depends on values of its operands"
             self.refuse(node, op, by_values if op in _SIZED_BY_VALUES else "it is not in the operator vocabulary")
         spelt_args = tuple(self.argument(arg) for arg in args)
@@ -314,7 +316,7 @@ class _Lowering:
             key = target.removeprefix(PREFIX)
             if isinstance(written, Ref):
                 self.result.state_writes[written.name] = self.canonical.get(key, key)
-        # The task returns a dictionary; its keys are in the program's output tree in order.
+        # The task returns a dictionary; the program's output tree holds its keys in order.
         tree = self.program.call_spec.out_spec
         meanings: list[Any] = [] if tree is None else tree.context
         for meaning, name in zip(meanings, signature.user_outputs, strict=True):
@@ -328,7 +330,7 @@ class _Lowering:
             self.result.unsupported.append(Unsupported(op, path, reason, line))
 
     def drop_dead(self) -> None:
-        """Keep what outputs and state writes need, and number nodes in order."""
+        """Keep the nodes that outputs and state writes need, and number them in order."""
         needed = {*self.result.outputs.values(), *self.result.state_writes}
         kept: list[Node] = []
         for node in reversed(self.result.nodes):
@@ -338,7 +340,7 @@ class _Lowering:
             needed.update(reads(node))
         kept.reverse()
         used = needed | {value for node in kept for value in node.outputs} | set(self.result.inputs)
-        # A buffer that is only written must stay known.
+        # A buffer that is written but never read must stay in the table.
         written = set(self.result.state_writes.values())
         used |= {value for value, key in self.result.buffers.items() if key in written}
         self.result.nodes = [
@@ -353,7 +355,7 @@ class _Lowering:
                 del table[value]
 
     def rename(self) -> None:
-        """Name results by operator and number, the same however the graph was made."""
+        """Name results by operator and number, so that the names do not depend on how the graph was made."""
         result = self.result
         taken = {*result.inputs, *result.parameters, *result.buffers, *result.constants}
         counts: dict[str, int] = {}
@@ -388,10 +390,10 @@ def _linear_attention(lowering: _Lowering, node: fx.Node) -> None:
 
 
 def _embedding_bag(lowering: _Lowering, node: fx.Node) -> None:
-    """The bags alone: what else the operator gives, nobody reads."""
+    """Emit the operator for the bags alone; refuse a model that uses its other results."""
     value = node.meta["val"]
     if any(user.args[1] != 0 and user.users for user in node.users if user.target is operator.getitem):
-        raise _Refusal("the model uses more of its results than the bags")
+        raise _Refusal("the model uses results of it other than the bags")
     given = dict(zip(_BAG_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
     kwargs = {
         "mode": given.get("mode", 0), "weights": given.get("per_sample_weights"),
@@ -426,7 +428,7 @@ def _dropout(lowering: _Lowering, node: fx.Node) -> None:
         return
     masks = [user for user in node.users if user.target is operator.getitem and user.args[1] == 1 and user.users]
     if masks:
-        raise _Refusal("the model uses a dropout mask by itself")
+        raise _Refusal("the model uses the dropout mask itself")
     value = node.meta["val"]
     if isinstance(value, tuple | list):
         node.meta["val"] = value[0]
@@ -437,7 +439,8 @@ def _dropout(lowering: _Lowering, node: fx.Node) -> None:
 
 
 def _new_empty(lowering: _Lowering, node: fx.Node) -> None:
-    # Uninitialised memory is overwritten anyway, and a graph must not show what a process held before.
+    # Zeros instead of uninitialised memory: it is overwritten anyway, and a graph must not reveal what a process held
+    # before.
     lowering.emit(node, "aten.new_zeros.default", node.args, node.kwargs)
 
 
@@ -449,22 +452,25 @@ def _fill(lowering: _Lowering, node: fx.Node) -> None:
 
 
 def _copy(lowering: _Lowering, node: fx.Node) -> None:
-    """`copy` has no derivative of its own: the source, cast and expanded to the target's shape, is the same."""
+    """Emit the source, expanded to the target's shape: the same result as `copy`, which has no derivative of its
+    own."""
     args: tuple[Any, ...] = node.args
     target, source = args[:2]
     if source.meta["val"].dtype != node.meta["val"].dtype:
         raise _Refusal("it writes a tensor of another dtype; cast it first")
     if lowering.spec(source.meta["val"]) == lowering.spec(node.meta["val"]):
-        # What is overwritten has no part in the result. A value of its own, because a buffer may be written with it.
+        # The overwritten target has no part in the result. An alias makes a new value, because a buffer may be written
+        # with it.
         lowering.emit(node, "aten.alias.default", (source,), {})
         return
     lowering.emit(node, "aten.expand_as.default", (source, target), {})
 
 
 def _normalise(lowering: _Lowering, node: fx.Node) -> None:
-    """Batch normalisation by its running statistics; the further results are empty or not, as the device likes."""
+    """Emit batch normalisation by running statistics. The further results, whose contents depend on the device, are
+    dropped."""
     if any(user.args[1] != 0 and user.users for user in node.users if user.target is operator.getitem):
-        raise _Refusal("the model uses the saved statistics")
+        raise _Refusal("the model uses its saved statistics")
     value = node.meta["val"]
     node.meta["val"] = value[0]
     x, weight, bias, mean, variance, momentum, eps = node.args
@@ -474,7 +480,8 @@ def _normalise(lowering: _Lowering, node: fx.Node) -> None:
 
 
 def _embedding(lowering: _Lowering, node: fx.Node) -> None:
-    """Its gradient is dense, also of a module that asks for a sparse one: the same numbers, zeros in the other rows."""
+    """Emit an embedding whose gradient is dense even if the module asks for a sparse one: the same numbers, with zeros
+    in the other rows."""
     lowering.emit(node, "aten.embedding.default", node.args[:4], {})
 
 
@@ -553,7 +560,7 @@ _REWRITES: Final[Mapping[str, Callable[[_Lowering, fx.Node], None]]] = {
 
 
 def spelt(op: str) -> bool:
-    """Whether an operator has a spelling, whatever its arguments."""
+    """Return whether an operator can be expressed, whatever its arguments."""
     return op in OPERATORS or op in _REWRITES or op in _RESHAPES or op in _SAME or op.startswith(_ASSERTIONS)
 
 
@@ -574,7 +581,7 @@ def _path(node: fx.Node) -> str:
 def _dtype_name(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     if dtype.is_complex:
-        raise _Refusal("it is complex: hold its parts in a last dimension of 2 and use torch.view_as_complex of it")
+        raise _Refusal("it is complex: store its parts in a last dimension of 2 and apply torch.view_as_complex")
     if name not in ITEMSIZE_BYTES:
         raise _Refusal(f"it uses the dtype {name}")
     return name

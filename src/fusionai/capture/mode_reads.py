@@ -1,9 +1,10 @@
-"""Where a module's own code asks whether it trains: `self.training`, noted while it is traced.
+"""Note where a module's own code reads `self.training` while it is traced.
 
-A trace in training holds what such code chose. PyTorch's layers that ask are understood by the graph (dropout, batch
-normalisation) or by `capture.by_mode`; any other code may branch, so that its evaluation must be traced, too.
+A trace in training contains only the branch that such code took. If PyTorch's own layers read their mode, the graph
+(dropout, batch normalisation) or `capture.by_mode` handles it. Any other code may branch, so the module must be traced
+in evaluation too.
 
-Neighbours: `capture.capture` watches the trace and has `capture.evaluation` add what evaluation computes otherwise.
+Neighbours: `capture.capture` watches the trace and lets `capture.evaluation` add what evaluation computes differently.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from fusionai.capture import code_lines
 
 _LIBRARY: Final = "transformers"
 _DROPOUT: Final = re.compile(r"training=self\.training|0\.0 if not self\.training else|if self\.training else 0\.0,")
-"""How transformers' models hand the mode to dropout, which knows it in a graph. Nearly all of them do, and tracing each
-twice would take twice the time."""
+"""How transformers' models pass the mode to dropout, which handles it in a graph. Nearly all models do this, and
+tracing each of them twice would double the time."""
 
 
 class ModeReads:
-    """`first`: the class of the first module whose mode was asked for, and the line; empty where none was."""
+    """`first`: class of the first module whose mode was read, and the line; empty if none was read."""
 
     def __init__(self) -> None:
         self.first = ""
@@ -37,7 +38,7 @@ class ModeReads:
         return bool(self.first)
 
     def note(self, module: nn.Module, frame: FrameType) -> None:
-        """One read, by the code of `frame`."""
+        """Note one read, by the code of `frame`."""
         if self.first or not code_lines.is_of_model(frame.f_code.co_filename) or _is_dropout(frame):
             return
         self.first = f"{type(module).__name__}{code_lines.of_frame(frame)}"
@@ -45,7 +46,7 @@ class ModeReads:
 
 @contextmanager
 def mode_reads() -> Iterator[ModeReads]:
-    """While open, reads of `training` are noted."""
+    """While open, note reads of `training`."""
     reads = ModeReads()
 
     def read(module: nn.Module) -> Any:

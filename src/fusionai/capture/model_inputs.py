@@ -1,7 +1,8 @@
-"""What a Hugging Face model takes where no example is at hand: drawn inputs of the sizes its configuration says.
+"""Random example inputs for a Hugging Face model if none are given, in the sizes that its configuration states.
 
-Decides sizes from the kind of input: tokens, images, sound, spectrograms. Knows no model by name. Neighbours:
-`capture.capture` asks for tasks other than language modelling; a job's own data says more than this can.
+Sizes follow from the kind of input (tokens, images, sound, spectrograms), never from a model's name. Neighbours:
+`capture.capture` calls it for tasks other than language modelling; a job with data of its own uses examples from that
+instead.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ROWS: Final = 2
+"""Batch size of the examples."""
 TOKENS: Final = 11
+"""Tokens of each row (chosen)."""
 IMAGE: Final = 224
-"""Pixels per side, where a model takes any: what such models are usually trained on."""
+"""Pixels per side if a model accepts any size: the usual training size of such models."""
 SAMPLES: Final = 4000
+"""Samples of sound (chosen)."""
 FRAMES: Final = 64
+"""Frames of a spectrogram, if the configuration states none (chosen)."""
 
 
 def model_inputs(module: nn.Module, config: PreTrainedConfig) -> dict[str, ExampleInput]:
-    """In the order of the module's own arguments. Raises `ModelError` where it takes something else."""
+    """Return inputs in the order of the module's own arguments. Raises `ModelError` for an input of another kind."""
     takes = inspect.signature(module.forward).parameters
     main = str(getattr(module, "main_input_name", "input_ids"))
     wanted = {main}
@@ -57,7 +62,7 @@ def _drawn(name: str, config: PreTrainedConfig) -> ExampleInput:
         case "input_values":
             return numbers(SAMPLES)
         case "input_features" if hasattr(config, "num_mel_bins"):
-            # Two frames of sound become one position.
+            # Two frames of sound make one position.
             return numbers(int(_of(config, "num_mel_bins", 1)), 2 * int(_of(config, "max_source_positions", FRAMES)))
         case "input_features":
             return numbers(
@@ -66,7 +71,7 @@ def _drawn(name: str, config: PreTrainedConfig) -> ExampleInput:
         case _:
             raise ModelError(
                 f"the model takes {name!r}, for which no example can be drawn.",
-                hint="Give example inputs: from a function of your own that returns (module, examples), or as data.",
+                hint="Give example inputs, by a function of your own that returns (module, examples) or as a data set.",
             )
 
 

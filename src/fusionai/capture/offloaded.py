@@ -1,7 +1,7 @@
-"""Parameters that lie in a file until an operator reads them, so that a module runs that does not fit in memory.
+"""Parameters that stay in a file until an operator reads them, so that a module larger than memory can run.
 
-An `OffloadedTensor` has the shape of a parameter and no memory. Whatever torch operator gets one reads the values
-first; a view of one is another one. Autograd therefore saves no values either, and the module's code needs no change.
+An `OffloadedTensor` has the shape of a parameter and no memory. Every torch operator reads the values of such arguments
+first; a view of one is another `OffloadedTensor`. So autograd saves no values, and the module's code needs no change.
 
 Neighbours: `capture.streamed_check` runs a module and its graph on such parameters; `backends.torch.slots` is the file.
 """
@@ -23,20 +23,20 @@ from fusionai.primitives.environment import scratch_directory
 from fusionai.primitives.errors import ModelError
 
 KEPT_BYTES: Final = 2**28
-"""Values read last that stay in memory: operators on parts of one parameter follow each other."""
+"""Values that stay in memory, most recently read first: successive operators often read parts of one parameter."""
 SAVED_BYTES: Final = 2**29
 """Tensors saved for backward that stay in memory; those saved later go to a file."""
 _SMALL_BYTES: Final = 2**16
-"""Tensors below this are not worth a file access."""
+"""Smaller tensors are never moved to the file."""
 _VALUE: Final = "value"
 _GRADIENT: Final = "gradient"
 _UNMARKED_VIEWS: Final = frozenset({torch.ops.aten._unsafe_view.default})
-"""Views whose schema does not say so."""
+"""Views whose schema does not mark them as views."""
 
 
 class OffloadedTensor(torch.Tensor):
-    """A tensor on the CPU whose values `read` gives whenever an operator needs them. `like`: the same without memory,
-    on the meta device."""
+    """A tensor on the CPU whose values `read` returns whenever an operator needs them. `like`: the same tensor without
+    memory, on the meta device."""
 
     like: torch.Tensor
     read: Callable[[], torch.Tensor]
@@ -68,8 +68,8 @@ class OffloadedTensor(torch.Tensor):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and isinstance(value, OffloadedTensor):
                 raise ModelError(
-                    f"the module writes to a parameter of shape {list(value.shape)} by {func} while it runs.",
-                    hint="Hold what changes in forward as a buffer.",
+                    f"the module's forward writes to a parameter of shape {list(value.shape)} by {func}.",
+                    hint="Register values that forward changes as buffers.",
                 )
         read: tuple[tuple[Any, ...], dict[str, Any]]
         read = pytree.tree_map_only(OffloadedTensor, _values, (args, kwargs))
@@ -99,9 +99,10 @@ def _values(tensor: OffloadedTensor) -> torch.Tensor:
 
 
 class ParameterFile:
-    """Values and gradients by key, in a file without a name. `specs`: key -> (dtype, shape, whether it is trained).
+    """Values and gradients by key, in an unnamed file. `specs`: key -> (dtype, shape, whether it is trained).
 
-    Raises `ExecutionError` when the disk has no room for all of it."""
+    Raises `ExecutionError` if the disk has no room for all of it.
+    """
 
     def __init__(self, specs: Mapping[str, tuple[str, tuple[int, ...], bool]]) -> None:
         layout: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
@@ -117,7 +118,7 @@ class ParameterFile:
         self._slots.write(key, _VALUE, value)
 
     def read(self, key: str) -> torch.Tensor:
-        """The values, which may be shared with other readers: not to be written to."""
+        """Return the values. Callers must not write to them, because other readers may share them."""
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
@@ -134,13 +135,13 @@ class ParameterFile:
         self._slots.write(key, _GRADIENT, value)
 
     def read_gradient(self, key: str) -> torch.Tensor | None:
-        """None where none was written."""
+        """Return the gradient; None if none was written."""
         return self._slots.read(key, _GRADIENT)
 
 
 @dataclass(frozen=True, slots=True)
 class _InFile:
-    """Where a saved tensor lies: its sizes in the order of memory, and which dimension each of them is."""
+    """Position of a saved tensor in the file: its sizes in memory order, and the dimension that each of them is."""
 
     offset: int
     dtype: torch.dtype
@@ -149,7 +150,7 @@ class _InFile:
 
 
 class SavedTensors:
-    """What autograd saves for one backward: in memory up to `SAVED_BYTES`, in a file from there on."""
+    """Tensors that autograd saves for one backward: in memory up to `SAVED_BYTES`, then in a file."""
 
     def __init__(self, limit_bytes: int = SAVED_BYTES) -> None:
         self._room_bytes = limit_bytes
@@ -171,7 +172,7 @@ class SavedTensors:
             return saved
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=scratch_directory(), buffering=0)  # noqa: SIM115  see `close`
-        # Strides are kept: a product of transposed operands may round otherwise.
+        # Strides are kept: a product of transposed operands may round differently.
         strides = saved.stride()
         dims = tuple(sorted(range(saved.ndim), key=lambda dim: -strides[dim]))
         plain = saved.detach().resolve_conj().resolve_neg().permute(dims).contiguous()
@@ -198,5 +199,6 @@ class SavedTensors:
 
 
 def offloaded(like: torch.Tensor, read: Callable[[str], torch.Tensor], key: str) -> OffloadedTensor:
-    """The parameter `key`, read by `read`. `like`: a tensor of its shape and type, on the meta device."""
+    """Return the parameter `key` as a tensor whose values `read` returns. `like`: a tensor of its shape and dtype, on
+    the meta device."""
     return OffloadedTensor(like, partial(read, key))

@@ -1,7 +1,7 @@
-"""Operators that only move elements, or are another operator by a longer name, in operators of the vocabulary.
+"""Express operators that only move elements, or are longer names of another operator, by operators of the vocabulary.
 
-Forward and gradients have the bits of PyTorch's own kernels: no number is computed. Neighbours: `capture.export` puts
-these functions in the place of PyTorch's operators.
+Forward and gradients have the bits of PyTorch's own kernels, because no number is computed differently. Neighbours:
+`capture.export` replaces PyTorch's operators by these functions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def rearranging() -> dict[Any, Callable[..., Any]]:
-    """Operator -> what it is in operators of the vocabulary."""
+    """Return operator -> its replacement in operators of the vocabulary."""
     aten = torch.ops.aten
     return {
         aten.pixel_shuffle.default: _pixel_shuffle,
@@ -65,11 +65,11 @@ def _rot90(x: torch.Tensor, turns: int = 1, dims: Sequence[int] = (0, 1)) -> tor
 
 
 def _diag_embed(x: torch.Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> torch.Tensor:
-    """A zero everywhere else, whatever stands on the diagonal."""
+    """Return a diagonal matrix with exact zeros elsewhere, even if the diagonal holds NaN or infinity."""
     size = x.shape[-1] + abs(offset)
     rows = torch.arange(size, device=x.device)[:, None]
     columns = torch.arange(size, device=x.device)[None, :]
-    # Above the main diagonal the elements begin in a later column, below it they end in an earlier one.
+    # Above the main diagonal the elements start in a later column; below it they end in an earlier one.
     placed = torch.nn.functional.pad(x, (max(offset, 0), max(-offset, 0)))[..., None, :]
     zeros = torch.zeros((), dtype=x.dtype, device=x.device)
     made = torch.where(columns == rows + offset, placed, zeros)

@@ -1,9 +1,8 @@
-"""State-space and linear-attention layers as semantic operators, put in the place of transformers' own loops.
+"""Replace transformers' loops of state-space and linear-attention layers by semantic operators.
 
-Transformers computes these layers by fused kernels, or without them by loops over positions or blocks of them, which a
-trace would unroll to one length. Its modules call them by a few names, alike in all models. Decides what stands there
-instead while a module is traced: the same formulas around `fusion::linear_scan` or `fusion::linear_attention`. What a
-call asks for beyond those is refused.
+Transformers computes these layers by fused kernels, or else by loops over positions or blocks, which a trace would
+unroll to one length. Its modules call them by a few names that all models share. While a module is traced, those names
+mean the same formulas around `fusion::linear_scan` or `fusion::linear_attention`. A call with other options is refused.
 
 Neighbours: `capture.capture` traces within `semantic_recurrences`, `capture.lowering` turns the operators into the
 IR's, backends implement them.
@@ -59,8 +58,8 @@ def _selective_scan(
     return_last_state: bool = False,
     **others: Any,
 ) -> torch.Tensor:
-    """Mamba (arXiv 2312.00752), as `mamba_selective_scan`: hidden_states, dt and z [b, d, s], A [d, n], B and C
-    [b, n, s], D and delta_bias [d]; result [b, d, s]."""
+    """Mamba (arXiv 2312.00752), like `mamba_selective_scan`: hidden_states, dt and z [b, d, s], A [d, n], B and C [b,
+    n, s], D and delta_bias [d]; returns [b, d, s]."""
     _refuse(others | {"return_last_state": return_last_state}, harmless=("use_mambapy", "use_associative_scan"))
     if delta_bias is not None:
         dt = dt + delta_bias.to(dt.dtype)[..., None]
@@ -81,7 +80,7 @@ def _chunk_scan(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    chunk_size: int,  # noqa: ARG001 - of the order of sums, which is each backend's own
+    chunk_size: int,  # noqa: ARG001 - sets the order of sums, which each backend chooses itself
     D: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     initial_states: torch.Tensor | None = None,
@@ -90,8 +89,8 @@ def _chunk_scan(
     return_final_states: bool = False,
     **others: Any,
 ) -> torch.Tensor:
-    """Mamba-2 (arXiv 2405.21060), as `mamba2_chunk_scan`: hidden_states [b, s, h, p], dt [b, s, h], A [h], B and C
-    [b, s, g, n], D and dt_bias [h]; result [b, s, h, p]."""
+    """Mamba-2 (arXiv 2405.21060), like `mamba2_chunk_scan`: hidden_states [b, s, h, p], dt [b, s, h], A [h], B and C
+    [b, s, g, n], D and dt_bias [h]; returns [b, s, h, p]."""
     _refuse(others | {"initial_states": initial_states, "return_final_states": return_final_states})
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
@@ -116,8 +115,8 @@ def _gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Gated delta rule (arXiv 2412.06464), as `torch_chunk_gated_delta_rule`: query and key [b, s, hk, k], value
-    [b, s, h, v], g and beta [b, s, h]; result [b, s, h, v] and no state."""
+    """Gated delta rule (arXiv 2412.06464), like `torch_chunk_gated_delta_rule`: query and key [b, s, hk, k], value [b,
+    s, h, v], g and beta [b, s, h]; returns [b, s, h, v] and no state."""
     _refuse(others | {"initial_state": initial_state, "output_final_state": output_final_state})
     dtype, shared = query.dtype, value.shape[2] // key.shape[2]
     query, key, value, g, beta = (x.to(torch.float32) for x in (query, key, value, g, beta))
@@ -131,14 +130,17 @@ def _gated_delta_rule(
 def _lightning_attention(
     self: nn.Module,
     hidden_states: torch.Tensor,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],  # noqa: ARG001 - of the layers with softmax
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],  # noqa: ARG001 - used by the softmax layers only
     attention_mask: torch.Tensor | None = None,
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Lightning attention (arXiv 2401.04658), as the forward of `MiniMaxLightningAttention`: the sums of its loop over
-    blocks of the sequence, all blocks at once. Decays are the four buffers that the layer keeps in files: a rate of
-    its own would differ from those where they were rounded."""
+    """Lightning attention (arXiv 2401.04658), like the forward of `MiniMaxLightningAttention`: the sums of its loop
+    over blocks of the sequence, computed for all blocks at once.
+
+    The decays are the four buffers that the layer stores in files: values computed from a rate would differ wherever
+    the stored ones were rounded.
+    """
     _refuse(others | {"past_key_values": past_key_values})
     layer = cast(Any, self)
     batch, length, _ = hidden_states.shape
@@ -146,8 +148,8 @@ def _lightning_attention(
     joined = layer.act_fn(layer.qkv_proj(hidden_states))
     if attention_mask is not None:
         joined = (joined * attention_mask[:, :, None]).to(hidden_states.dtype)
-    # Filled up to whole blocks by looking rows up: a trace can't tell how much a pad of unknown size would add. There
-    # is a block more than it takes, as a trace would treat a sequence of one block apart from all others.
+    # Fills the sequence up to whole blocks by indexing, because a trace can't express a pad of unknown size. One block
+    # more than needed, because a trace would otherwise treat a sequence of one block as a special case.
     blocks = (length + size - 1) // size + 1
     ended = torch.cat((joined, joined.new_zeros(batch, 1, joined.shape[2])), dim=1)
     rows = torch.arange(blocks, device=ended.device)[:, None] * size + torch.arange(size, device=ended.device)
@@ -155,7 +157,7 @@ def _lightning_attention(
     query, key, value = torch.split(joined, width, dim=-1)  # [batch, heads, blocks, size, width]
     inside = torch.matmul(torch.matmul(query, key.transpose(-1, -2)) * layer.diagonal_decay[0, :, None], value)
     left = torch.matmul((key * layer.key_decay[:, None]).transpose(-1, -2), value).transpose(1, 2)
-    # A block reads the state that the blocks before it left: from a first one of zeros on.
+    # Each block reads the state after the blocks before it; the first block reads zeros.
     left = torch.cat((torch.zeros_like(left[:, :1]), left), dim=1)
     states = linear_scan(torch.exp(-layer.slope_rate * size).expand_as(left), left)[:, :blocks]
     read = torch.matmul(query * layer.query_decay[:, None], states.transpose(1, 2)) + inside
@@ -166,18 +168,19 @@ def _lightning_attention(
 
 
 def _refuse(asked: Mapping[str, Any], harmless: tuple[str, ...] = ()) -> None:
-    """What stands for a flag that is off, and what only chooses a kernel, changes nothing."""
+    """Raise `ModelError` for arguments that change the result. Flags that are off or that only choose a kernel do
+    not."""
     unknown = sorted(name for name, value in asked.items() if value is not None and value is not False)
     unknown = [name for name in unknown if name not in harmless and name not in _HARMLESS]
     if unknown:
         raise ModelError(
-            f"a recurrent layer asks its scan for {', '.join(unknown)}, which the semantic operators have not.",
+            f"a recurrent layer asks its scan for {', '.join(unknown)}, which the semantic operators lack.",
             hint="Choose a model that runs whole sequences from an empty state.",
         )
 
 
 _HARMLESS: Final = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict", "position_ids"})
-"""Arguments of the layers above, handed through."""
+"""Arguments that the layers above pass on."""
 _NAMES: Final[Mapping[str, Callable[..., Any]]] = {
     "mamba_selective_scan": _selective_scan,
     "mamba2_chunk_scan": _chunk_scan,
@@ -191,14 +194,14 @@ _FORWARDS: Final[Mapping[str, Callable[..., Any]]] = {"MiniMaxLightningAttention
 
 @contextmanager
 def semantic_recurrences(module: nn.Module) -> Iterator[None]:
-    """While open, the files of transformers that `module`'s layers come from call the semantic operators."""
+    """While open, the transformers files that `module`'s layers come from call the semantic operators."""
     with replaced_functions(module, _NAMES), replaced_forwards(module, _FORWARDS):
         yield
 
 
 @contextmanager
 def replaced_functions(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """While open, these stand for the functions of such names in transformers' files of `module`'s layers."""
+    """While open, replace the functions with these names in the transformers files of `module`'s layers."""
     files = {name for child in module.modules() if (name := type(child).__module__).startswith("transformers.")}
     places = [(sys.modules[file], name) for file in sorted(files) for name in functions]
     with _replaced([(place, name, functions[name]) for place, name in places if hasattr(place, name)]):
@@ -207,7 +210,7 @@ def replaced_functions(module: nn.Module, functions: Mapping[str, Callable[..., 
 
 @contextmanager
 def replaced_forwards(module: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """While open, these are the forwards of transformers' classes of such names among `module`'s layers."""
+    """While open, replace the forward of transformers' classes with these names among `module`'s layers."""
     classes = {type(child) for child in module.modules() if type(child).__module__.startswith("transformers.")}
     known = [cls for cls in classes if cls.__name__ in forwards]
     with _replaced([(cls, "forward", forwards[cls.__name__]) for cls in known]):

@@ -1,9 +1,9 @@
-"""Recurrent layers of PyTorch (`nn.LSTM`, `nn.GRU`, `nn.RNN`) step by step, with dropout between stacked layers.
+"""Trace PyTorch's recurrent layers (`nn.LSTM`, `nn.GRU`, `nn.RNN`) step by step, with dropout between stacked layers.
 
-PyTorch's own decomposition computes the steps, one layer at a time. It is not asked for a whole stack, because it
-leaves the dropout between the layers out: the graph would train another model.
+PyTorch's own decomposition computes the steps of one layer at a time. It is not used for a whole stack, because it
+omits the dropout between layers, so the graph would train a different model.
 
-Neighbours: `capture.export` puts these functions in the place of PyTorch's operators.
+Neighbours: `capture.export` replaces PyTorch's operators by these functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._C import DispatchKey
 
 
 def recurrent_layers() -> dict[Any, Callable[..., Any]]:
-    """Operator -> its steps. They fix the length of the sequence."""
+    """Return operator -> its steps, which fix the length of the sequence."""
     aten = torch.ops.aten
     packets = (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
     steps = {packet.input: packet.input.py_kernels[DispatchKey.CompositeImplicitAutograd] for packet in packets}
@@ -36,8 +36,8 @@ def _stacked(
     bidirectional: bool,
     batch_first: bool,
 ) -> Any:
-    """`states`: of all layers, [layers * directions, batch, width]; the LSTM has two. Returns what the operator does:
-    the last layer's outputs, then the last states."""
+    """Return what the operator returns: the last layer's outputs, then the last states. `states`: of all layers,
+    [layers * directions, batch, width]; the LSTM has two."""
     if layers == 1 or dropout == 0 or not training:
         return kernel(x, states, parameters, biases, layers, 0.0, training, bidirectional, batch_first)
     directions, per_layer = 2 if bidirectional else 1, len(parameters) // layers

@@ -1,6 +1,6 @@
-"""Refuse by name what no graph can hold and what a trace would refuse in PyTorch's internal words.
+"""Refuse functions that no graph can hold, with errors that name them as the model's author calls them.
 
-Each entry names the function as the model's author calls it and says what to write instead. Neighbours:
+Each entry says what to write instead. A trace would refuse these functions with PyTorch's internal names. Neighbours:
 `capture.export` traces under it; `capture.lowering` refuses operators that the vocabulary lacks.
 """
 
@@ -21,7 +21,7 @@ from fusionai.primitives.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """`place` and `attribute`: the function of PyTorch that every call goes through."""
+    """`place` and `attribute`: the PyTorch function that every call goes through."""
 
     place: Any
     attribute: str
@@ -59,9 +59,9 @@ _REFUSED: Final = (
 
 @contextmanager
 def refused_by_name() -> Iterator[None]:
-    """While open, a call of any of them raises `ModelError` with the line of the model."""
+    """While open, a call of one of these functions raises `ModelError` with the line of the model."""
     originals = [(entry, getattr(entry.place, entry.attribute)) for entry in _REFUSED]
-    # The module `torch._VF` finds its functions by __getattr__: what was not there is taken away again.
+    # The module `torch._VF` finds its functions by __getattr__: attributes that were not there are deleted again.
     held = {entry.name for entry in _REFUSED if entry.attribute in vars(entry.place)}
     try:
         for entry in _REFUSED:

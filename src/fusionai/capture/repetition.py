@@ -1,10 +1,10 @@
-"""Repeated layers are traced twice, whatever their number: the others are copies of what was traced.
+"""Trace two layers of each kind of repeated layer; all further ones become copies of the second.
 
-Decides which layers of a module are equal: members of one list with the same class, attributes, children and sizes of
-parameters, called with alike arguments. The first two of each kind are traced as they are. In the place of each
-further one the trace holds one call of `fusion::repeated`, which `capture.lowering` replaces by the second one's
-operations with the parameters renamed. A number that differs from layer to layer, such as a layer's index, is watched
-while the first two are traced: a forward that looks at it makes layers unlike, and all are traced.
+Layers are equal if they are members of one list with the same class, attributes, children and parameter sizes, and are
+called with arguments of the same form. The first two of each kind are traced normally. For each further one the trace
+holds one call of `fusion::repeated`, which `capture.lowering` replaces by the second layer's operations with the
+parameters renamed. Numbers that differ between layers, such as a layer's index, are watched while the first two are
+traced: if a forward reads such a number, the layers count as different and all are traced.
 
 Neighbours: `capture.capture` opens `repeated_layers` around the trace.
 """
@@ -24,26 +24,27 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 FEWEST: Final = 3
-"""Fewer equal layers are traced as they are."""
+"""Fewer equal layers are traced normally."""
 TRACED: Final = 2
-"""Layers of a kind that are traced: the first may make values all share, so that the second is what is copied."""
+"""Layers traced per kind. The first may compute values that all layers share, so the second is the one to copy."""
 _INTERNAL: Final = frozenset(nn.Module().__dict__) - {"training"}
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """Results of one traced layer, apart from those that are its inputs: what `fusion::repeated` returns."""
+    """One traced layer. `sizes`: shapes, strides and dtypes of its results, except results that are its inputs;
+    `fusion::repeated` returns tensors of these sizes."""
 
     path: str
     twin: int
-    """Number of the layer of this kind that was traced before, or its own."""
+    """Number of the previously traced layer of this kind, or its own number."""
     sizes: tuple[tuple[tuple[int | torch.SymInt, ...], tuple[int | torch.SymInt, ...], torch.dtype], ...]
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Layers that are equal but for numbers. `indices`: (path in the layer, attribute) of those numbers."""
+    """Layers that are equal except for integers. `indices`: (path in the layer, attribute) of those integers."""
 
     count: int
     indices: tuple[tuple[str, str], ...]
@@ -51,7 +52,7 @@ class _Kind:
 
 @dataclass(slots=True)
 class _Calls:
-    """Calls of one kind of layer with alike arguments in this trace."""
+    """Calls of one kind of layer with arguments of the same form in this trace."""
 
     made: int = 0
     unlike: bool = False
@@ -61,8 +62,11 @@ class _Calls:
 
 @dataclass(slots=True)
 class Repetition:
-    """What was found and done in one trace. `layers`: path of each layer that may be copied. `traced`: by number of the
-    mark. `written`: a result of a copied layer was written to afterwards, so that copies do not hold."""
+    """Repeated layers found and copied in one trace.
+
+    `layers`: path of each layer that may be copied. `traced`: by the number of the mark. `written`: whether a result of
+    a copied layer was written to afterwards, so that copies are not valid.
+    """
 
     layers: list[str] = field(default_factory=list)
     traced: list[Traced] = field(default_factory=list)
@@ -79,7 +83,7 @@ _open: Repetition | None = None
 
 @torch.library.custom_op("fusion::traced_layer", mutates_args=())
 def traced_layer(inputs: list[torch.Tensor], outputs: list[torch.Tensor], number: int) -> list[torch.Tensor]:  # noqa: ARG001
-    """Marks what a layer took and gave."""
+    """Mark the inputs and results of a layer in the trace."""
     return [output.clone() for output in outputs]
 
 
@@ -90,8 +94,8 @@ def _(inputs: list[torch.Tensor], outputs: list[torch.Tensor], number: int) -> l
 
 @torch.library.custom_op("fusion::repeated", mutates_args=())
 def repeated(inputs: list[torch.Tensor], number: int, layer: int) -> list[torch.Tensor]:
-    """Stands for a layer that equals the marked one."""
-    raise NotImplementedError("fusion::repeated stands for a layer while a module is traced")
+    """Stand in for a layer that equals the marked one."""
+    raise NotImplementedError("fusion::repeated exists only while a module is traced")
 
 
 @repeated.register_fake
@@ -102,7 +106,7 @@ def _(inputs: list[torch.Tensor], number: int, layer: int) -> list[torch.Tensor]
 
 @contextmanager
 def repeated_layers(module: nn.Module, *, whole: bool = False) -> Iterator[Repetition]:
-    """While open, a trace of `module` copies its repeated layers; `whole`: all are traced."""
+    """While open, a trace of `module` copies its repeated layers; `whole`: all layers are traced."""
     global _open
     found = Repetition()
     kinds: dict[int, tuple[_Kind, int]] = {}
@@ -140,8 +144,8 @@ def repeated_layers(module: nn.Module, *, whole: bool = False) -> Iterator[Repet
         known.made += 1
         if known.made <= TRACED:
             outputs = _trace(found, known, kind, place, forward, layer, inputs, args, kwargs)
-            # The layer may have found out that two sizes are one (tokens' and labels' batch), which have one name from
-            # here on: the next layer's arguments are alike all the same.
+            # Tracing the layer may have shown that two sizes are equal (batch of tokens and of labels), which changes
+            # the key. Calls with the new key belong to the same kind.
             calls.setdefault(key(), known)
             return outputs
         found.copies += 1
@@ -168,7 +172,7 @@ def _trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The layer itself, its results marked; notes when nothing like it may be copied."""
+    """Run the layer and mark its results; note it if layers of this kind can't be copied."""
     versions = [x._version for x in inputs]
     before = _signature(layer)
     with _watched(layer, kind.indices) as watch:
@@ -199,9 +203,10 @@ def _trace(
 
 @contextmanager
 def _patched(classes: set[type[nn.Module]], call: Callable[..., Any]) -> Iterator[None]:
-    """A class's forward goes through `call`. Not an instance's: what is traced may be a stand-in of the layer."""
+    """While open, the forward of each class goes through `call`. Instances are not patched, because the traced object
+    may be a stand-in for the layer."""
     originals: list[tuple[Any, bool, Callable[..., Any]]] = []
-    # A class before those it inherits from, so that each keeps its own.
+    # Subclasses before their base classes, so that each keeps its own forward.
     for cls in sorted(classes, key=lambda cls: -len(cls.__mro__)):
         original = cls.forward
         originals.append((cls, "forward" in cls.__dict__, original))
@@ -226,7 +231,7 @@ def _members(module: nn.Module, kinds: Mapping[int, Any]) -> Iterator[nn.Module]
 
 
 def _kinds(module: nn.Module) -> Iterator[tuple[_Kind, list[tuple[str, nn.Module]]]]:
-    """Layers that repeat, outermost ones only."""
+    """Yield the repeated layers, outermost ones only."""
     paths: dict[int, int] = {}
     for _, child in module.named_modules(remove_duplicate=False):
         paths[id(child)] = paths.get(id(child), 0) + 1
@@ -251,7 +256,8 @@ def _kinds(module: nn.Module) -> Iterator[tuple[_Kind, list[tuple[str, nn.Module
 def _by_numbers(
     layers: list[tuple[str, nn.Module]],
 ) -> Iterator[tuple[tuple[tuple[str, str], ...], list[tuple[str, nn.Module]]]]:
-    """Apart where a number tells some layers from others; one that no two layers have in common is an index."""
+    """Split layers by the integers in which some of them differ. An integer that is different in every layer is an
+    index."""
     tables = [_numbers(layer) for _, layer in layers]
     differing = [place for place in tables[0] if len({table[place] for table in tables}) > 1]
     indices = tuple(place for place in differing if len({table[place] for table in tables}) == len(tables))
@@ -276,7 +282,8 @@ def _hooked(part: nn.Module) -> bool:
 
 
 def _signature(layer: nn.Module) -> Any:
-    """Equal for layers that compute the same but for their whole numbers and the values of their parameters."""
+    """Return a key that is equal for layers that compute the same, except for their integers and the values of their
+    parameters."""
     return tuple(
         (
             path,
@@ -299,7 +306,8 @@ def _tensor_kind(value: torch.Tensor | None) -> Any:
 
 
 def _described(value: Any, owner: nn.Module) -> Any:
-    """Hashable, equal where values are known to act alike: an object that can't be looked into equals itself alone."""
+    """Return a hashable key, equal for values that behave the same. An object that can't be inspected equals only
+    itself."""
     match value:
         case None | bool() | int() | float() | complex() | str() | bytes():
             return type(value), value
@@ -324,19 +332,20 @@ def _described(value: Any, owner: nn.Module) -> Any:
 
 
 class _Opaque(Exception):
-    """Something other than tensors and plain values: what a layer does with it is not known."""
+    """An argument or result is neither a tensor nor a plain value, so what a layer does with it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Stands for a tensor: the result with this number, or the input."""
+    """Stands for a tensor: the result with this number, or the input with this number."""
 
     number: int
     input: bool = False
 
 
 def _flat(value: Any, tensors: list[torch.Tensor], inputs: list[torch.Tensor] | None = None) -> Any:
-    """`value` with places instead of tensors, which go to `tensors`; a result that is an input is no result."""
+    """Return `value` with places instead of tensors, and append the tensors to `tensors`. A result that is one of
+    `inputs` becomes the place of that input."""
     match value:
         case torch.Tensor():
             for number, given in enumerate(inputs or ()):
@@ -370,7 +379,7 @@ def _described_tensor(x: torch.Tensor) -> Any:
 
 
 def _same_objects(tensors: list[torch.Tensor]) -> tuple[int, ...]:
-    """Which of them are one: place of the first."""
+    """Return the index of the first occurrence of each tensor, so that equal objects have equal indices."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(x), place) for place, x in enumerate(tensors))
 
@@ -382,7 +391,7 @@ class _Watch:
 
 @contextmanager
 def _watched(layer: nn.Module, indices: tuple[tuple[str, str], ...]) -> Iterator[_Watch]:
-    """While open, the layer's index tells when something looks at it."""
+    """While open, replace the layer's indices by integers that record any use."""
     watch = _Watch()
     parts = dict(layer.named_modules())
     originals = [(parts[path].__dict__, name, parts[path].__dict__[name]) for path, name in indices]
@@ -399,7 +408,7 @@ def _watched(layer: nn.Module, indices: tuple[tuple[str, str], ...]) -> Iterator
 
 
 class _WatchedNumber:
-    """A whole number that notes every question about it; passing it on is none."""
+    """An integer that records any use except being passed on."""
 
     __slots__ = ("_value", "_watch")
 

@@ -1,9 +1,9 @@
-"""Nearest and linear resizing (`F.interpolate`, `nn.Upsample`) as selections of rows and weighted sums of them.
+"""Express nearest and linear resizing (`F.interpolate`, `nn.Upsample`) by selections of rows and their weighted sums.
 
-Decides places and weights as PyTorch's own kernels do, one spatial dimension after another, the last first. Bicubic,
-area and antialiased resizing are not here.
+Positions and weights are those of PyTorch's own kernels. The spatial dimensions are resized one after another, the last
+first. Bicubic, area and antialiased resizing are not covered.
 
-Neighbours: `capture.export` puts these functions in the place of PyTorch's operators.
+Neighbours: `capture.export` replaces PyTorch's operators by these functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Scales = Sequence[float | None]
 
 
 def resizing() -> dict[Any, Callable[..., Any]]:
-    """Operator -> what it is in operators of the vocabulary."""
+    """Return operator -> its replacement in operators of the vocabulary."""
     aten = torch.ops.aten
     table: dict[Any, Callable[..., Any]] = {}
     for packet, offset in (
@@ -68,7 +68,7 @@ def _filled(scales: Scales, output_size: Sequence[int]) -> Scales:
 def _asked(
     x: torch.Tensor, output_size: Sequence[int] | None, scale_factors: Sequence[float] | None
 ) -> tuple[Sequence[int], Scales]:
-    """Sizes to reach and the factors that were given; PyTorch takes one of the two."""
+    """Return the output sizes and the given scale factors; PyTorch takes one of the two."""
     if output_size is not None:
         return output_size, [None] * len(output_size)
     factors = scale_factors or ()

@@ -1,11 +1,11 @@
-"""Routers whose gradient is not that of their forward, put in the place of transformers' own.
+"""Replace transformers' routers whose gradient differs from the derivative of their forward.
 
 Phi's mixtures choose experts by SparseMixer (arXiv 2409.12136): in training by random draws, with a gradient that an
-`autograd.Function` defines. Here the same numbers are made by operators that have this gradient. In evaluation nothing
-is drawn.
+`autograd.Function` defines. The operators here give the same numbers and have this gradient by automatic
+differentiation. In evaluation nothing is drawn.
 
-Neighbours: `capture.capture` traces within `derived_routers`, `capture.by_mode` chooses by the mode, `capture.draws`
-makes the draws functions of counters.
+Neighbours: `capture.capture` traces within `derived_routers`, `capture.by_mode` selects by the mode, `capture.draws`
+expresses the draws by counters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _sparse_mixer(
     training: bool,
     top_k: int = 2,  # noqa: ARG001 - as transformers', which chooses two
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and numbers [tokens, 2] of the two experts of each token, as `sparsemixer`."""
+    """Return weights and indices [tokens, 2] of the two experts of each token, like transformers' `sparsemixer`."""
     first, expert = _chosen(scores, scores, jitter_eps, training)
     others = torch.scatter(scores, -1, expert, float("-inf"))
     second, other = _chosen(scores, others, jitter_eps, training)
@@ -36,7 +36,7 @@ def _sparse_mixer(
 def _chosen(
     scores: torch.Tensor, left: torch.Tensor, jitter_eps: float, training: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One expert of those `left`, with its weight among those that are nearly the best."""
+    """Return one expert of those `left`, and its weight among the experts whose score is close to the best."""
     seen, known = scores.detach(), left.detach()
     best, calm = known.max(dim=-1, keepdim=True)
     far = ((best - seen) / seen.abs().clamp(min=best)) > 2 * jitter_eps
@@ -48,12 +48,12 @@ def _chosen(
     noise = torch.empty_like(known).exponential_().log()
     drawn = (near.detach() - noise).masked_fill(far, float("-inf")).max(dim=-1)[1].unsqueeze(-1)
     largest, middle = gates.detach().max(dim=-1, keepdim=True)
-    # Drawn as transformers does: what it draws for the second expert it draws again.
+    # The same draws as transformers: for the second expert it draws twice.
     share = torch.rand_like(largest) if left is scores else torch.rand_like(largest).uniform_()
     whole = torch.logical_or(drawn == middle, share > 0.75)
     factor = torch.add(0.3333, whole, alpha=0.6667).type_as(gates)
     own = gates.gather(dim=-1, index=drawn)
-    # The value has the factor, the gradient has not.
+    # The factor applies to the value, not to the gradient.
     trained = own.detach() * factor + (own - own.detach())
     return in_training(trained, weight), in_training(drawn, calm)
 

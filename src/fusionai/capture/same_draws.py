@@ -1,9 +1,9 @@
-"""Give a module the dropout masks and random numbers of its graph, so that both can be compared in training.
+"""Make a module draw the dropout masks and random numbers of its graph, so that both can be compared in training.
 
-A module draws each by one call, in the order of its forward; the graph computes each from counters
-(`backends.torch.dropout`). While `SameDraws` is open, the module's draws are replaced by the graph's in order.
+A module makes its draws in the order of its forward; the graph computes each from counters (`backends.torch.dropout`).
+While `SameDraws` is open, the module's draws are replaced by the graph's draws in order.
 
-Neighbours: `capture.self_check` compares the two, `capture.draws` says how torch's draws are made of uniform numbers.
+Neighbours: `capture.self_check` compares the two, `capture.draws` computes torch's draws from uniform numbers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _UNIFORM: Final = "fusion.uniform"
 _IN_TRAINING: Final = "fusion.in_training"
 _LEAKY_BY_CHANCE: Final = (torch.ops.aten.rrelu_with_noise.default, torch.ops.aten.rrelu_with_noise_.default)
 _MIDDLE: Final = 0.5
-"""Where nothing is drawn, each uniform number."""
+"""Replaces every uniform number if nothing is drawn."""
 
 
 class SameDraws(TorchDispatchMode):
-    """Answers the module's draws, in training or in evaluation, by those of `graph` at `key`. Without a key nothing is
-    dropped, and every uniform number is the middle one, as in `without_draws`."""
+    """Replaces the module's draws, in training or in evaluation, by those of `graph` at `key`. Without a key nothing is
+    dropped and every uniform number is 0.5, as in `without_draws`."""
 
     def __init__(self, graph: Graph, key: DropoutKey | None, *, training: bool = True) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class SameDraws(TorchDispatchMode):
 
     @property
     def all_replayed(self) -> bool:
-        """Whether every draw of the module had its own in the graph, and every one of the graph the module's."""
+        """Return whether every draw of the module had a counterpart in the graph, and the reverse."""
         return self._fits and self._drawn == len(self._nodes)
 
     def __torch_dispatch__(
@@ -65,8 +65,8 @@ class SameDraws(TorchDispatchMode):
         return operands[0].copy_(made) if func in IN_PLACE else made
 
     def _mask(self, noise: torch.Tensor, kept: float) -> torch.Tensor | None:
-        """What plain dropout keeps, None where it is another draw. What is kept is divided by the probability to be
-        kept, so that number itself drops nothing."""
+        """Return the mask of plain dropout; None if this is another kind of draw. Dropout divides the mask by the
+        probability of keeping an element, so a mask filled with that probability drops nothing."""
         if self._key is None:
             dropped = any(_like(_probability(node), 1.0 - kept) for node in self._nodes if node.op != _UNIFORM)
             return torch.full_like(noise, kept) if dropped else None
@@ -89,7 +89,7 @@ class SameDraws(TorchDispatchMode):
 
 
 def without_draws(graph: Graph) -> Graph:
-    """The same graph with every probability 0 and every uniform number the middle one."""
+    """Return the same graph with every dropout probability 0 and every uniform number 0.5."""
 
     def kept(node: Node) -> Node:
         if node.op == _UNIFORM:
@@ -103,7 +103,7 @@ def without_draws(graph: Graph) -> Graph:
 
 
 def in_mode(graph: Graph, *, training: bool) -> Graph:
-    """`graph` whose choices by mode read one operand alone."""
+    """Return `graph` with each selection by mode replaced by the operand of that mode."""
 
     def chosen(node: Node) -> Node:
         if node.op != _IN_TRAINING:
@@ -114,7 +114,7 @@ def in_mode(graph: Graph, *, training: bool) -> Graph:
 
 
 def drawn_in_evaluation(graph: Graph) -> tuple[Node, ...]:
-    """Random numbers that evaluation draws."""
+    """Return the nodes that draw random numbers in evaluation."""
     return tuple(node for node in _needed(in_mode(graph, training=False)) if node.op == _UNIFORM)
 
 

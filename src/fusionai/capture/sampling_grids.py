@@ -1,7 +1,7 @@
-"""Grids of sampling positions (`F.affine_grid`) as a product of pixel positions and transformations.
+"""Express grids of sampling positions (`F.affine_grid`) by a product of pixel positions and transformations.
 
-The positions and the product are those of PyTorch's own kernel. Neighbours: `capture.export` puts this function in the
-place of PyTorch's operator; `F.grid_sample`, which reads such a grid, is an operator of the vocabulary.
+The positions and the product are those of PyTorch's own kernel. Neighbours: `capture.export` replaces PyTorch's
+operator by this function; `F.grid_sample`, which reads such a grid, is an operator of the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import torch
 
 
 def sampling_grids() -> dict[Any, Callable[..., Any]]:
-    """Operator -> what it is in operators of the vocabulary."""
+    """Return operator -> its replacement in operators of the vocabulary."""
     return {torch.ops.aten.affine_grid_generator.default: _affine_grid}
 
 
 def _affine_grid(theta: torch.Tensor, size: Sequence[int], align_corners: bool) -> torch.Tensor:
-    """theta [n, d, d + 1], size (n, c, *d sizes); result [n, *d sizes, d], the last dimension first."""
+    """theta [n, d, d + 1], size (n, c, *d sizes); returns [n, *d sizes, d], with the last dimension's coordinate
+    first."""
     batch, _, *spatial = size
     axes = [
         _positions(count, align_corners, theta).reshape(-1, *[1] * (len(spatial) - 1 - place)).expand(spatial)
@@ -31,7 +32,7 @@ def _affine_grid(theta: torch.Tensor, size: Sequence[int], align_corners: bool) 
 
 
 def _positions(count: int, align_corners: bool, like: torch.Tensor) -> torch.Tensor:
-    """Centres of `count` pixels in [-1, 1]; with `align_corners` the first and last are the ends."""
+    """Return the centres of `count` pixels in [-1, 1]; with `align_corners` the first and last centre are -1 and 1."""
     if count <= 1:
         return torch.zeros([count], dtype=like.dtype, device=like.device)
     positions = torch.linspace(-1, 1, count, dtype=like.dtype, device=like.device)

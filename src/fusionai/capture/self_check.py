@@ -1,11 +1,11 @@
-"""Compare a captured graph with the module it came from, by numbers: outputs, and in training the gradients.
+"""Compare a captured graph with its module by numbers: the outputs, and in training the gradients.
 
-Decides what is compared: the whole in memory where that has room; of a larger one a smaller model of its kind, made
-from its configuration; without a configuration the whole with its parameters in a file, up to a size at which fewer of
-its repeated layers are compared. The module draws the same numbers as the graph.
+A model that fits in memory is compared whole. For a larger one a smaller model of the same kind is made from its
+configuration. Without a configuration the whole model is compared with its parameters in a file, up to a size above
+which it keeps fewer of its repeated layers. The module draws the same random numbers as the graph.
 
 Neighbours: `backends.torch` runs the graph, `capture.shrinking` and `capture.fewer_layers` make smaller modules,
-`capture.streamed_check` compares where memory is short, `capture.same_draws` gives the module the graph's draws.
+`capture.streamed_check` compares if memory is short, `capture.same_draws` gives the module the graph's draws.
 """
 
 from __future__ import annotations
@@ -38,15 +38,18 @@ from fusionai.primitives.units import format_count
 from fusionai.wire.messages import StageOptions
 
 LARGEST_PARAMETERS: Final = 20_000_000
+"""Models of at most this many parameters are always compared whole in memory (chosen)."""
 LARGEST_REDUCED_PARAMETERS: Final = 30_000_000
-"""A smaller model of the kind: its check takes about a second."""
+"""Largest smaller model: its check takes about a second."""
 LARGEST_STREAMED_PARAMETERS: Final = 4_000_000_000
-"""With their parameters in a file: about a minute of one core per billion, and 8 bytes on the disk for each."""
+"""Largest model with its parameters in a file: about a minute of one core per billion parameters, and 8 bytes of disk
+each."""
 _CHECK_BYTES_PER_PARAMETER: Final = 24
-"""Values and gradients of the module and of the graph, and one copy on the way."""
+"""Values and gradients of the module and of the graph, and one temporary copy."""
 TOLERANCE: Final = 1e-5
-"""Relative to the largest magnitude of the tensor compared."""
+"""Largest accepted difference, relative to the largest magnitude of the tensor; ten times that for gradients."""
 _SIZES: Final = {"b": 2, "s": 9}
+"""Sizes of the random inputs, clipped to the graph's ranges (chosen)."""
 
 
 def _silent(_line: str) -> None: ...
@@ -54,10 +57,13 @@ def _silent(_line: str) -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """`forward_diff` and `gradient_diff`: the worst difference, relative to the largest magnitude of its tensor;
-    `gradient_diff` is None for a graph that is not trained, `evaluation_diff` for one that does only the one or the
-    other. `reduced`: a smaller model of the kind was compared, of `parameters`. `streamed`: with its parameters in a
-    file. `notes`: what was compared otherwise than it runs in a job."""
+    """The result of a comparison.
+
+    `forward_diff` and `gradient_diff`: worst difference relative to the largest magnitude of its tensor.
+    `gradient_diff` is None for a graph that does not train, `evaluation_diff` for one that does not both train and
+    evaluate. `reduced`: a smaller model was compared, with `parameters` parameters. `streamed`: its parameters were in
+    a file. `notes`: in which ways the comparison differed from a job's run.
+    """
 
     forward_diff: float
     gradient_diff: float | None
@@ -74,7 +80,7 @@ class SelfCheck:
 
     @property
     def how(self) -> str:
-        """What was compared, in parentheses; empty for the whole model in memory."""
+        """Return in parentheses what was compared; empty for the whole model in memory."""
         if self.reduced:
             where = ", read from a file" if self.streamed else ""
             return f" (a smaller copy, {format_count(self.parameters)} parameters{where})"
@@ -82,7 +88,7 @@ class SelfCheck:
 
     @property
     def words(self) -> str:
-        """What was found."""
+        """Return the result as text."""
         gradients = "" if self.gradient_diff is None else f", gradients by {self.gradient_diff:.1g}"
         return f"graph and module differ by {self.forward_diff:.1g} relative at most{gradients}"
 
@@ -95,14 +101,15 @@ def self_check(
     most_parameters: int = LARGEST_STREAMED_PARAMETERS,
     progress: Callable[[str], None] = _silent,
 ) -> SelfCheck:
-    """Run graph and module on random inputs, in training mode with gradients and the same draws where the graph
-    trains, and in evaluation. `memory_bytes`: what may be taken for a module held whole; by default half of what this
-    machine has free. A larger one is replaced by a smaller model of its kind; where none can be made, its parameters
-    lie in a file, and `progress` is given a line now and then. One of more than `most_parameters` is compared with
-    fewer of its repeated layers, which bounds the time.
+    """Run graph and module on random inputs and compare: in training mode with gradients and equal draws if the graph
+    trains, and in evaluation.
 
-    Raises `ModelError` when the results differ by more than `TOLERANCE`, and `TooLarge` when no comparison is possible
-    on this machine, saying why."""
+    `memory_bytes`: limit for a model compared whole in memory, by default half of the free memory. A larger one is
+    replaced by a smaller model of its kind. If none can be made, its parameters go to a file, and `progress` gets a
+    line every few seconds. A model with more than `most_parameters` keeps fewer of its repeated layers, which bounds
+    the time. Raises `ModelError` if the results differ by more than `TOLERANCE`, and `TooLarge` with the reason if no
+    comparison is possible on this machine.
+    """
     checked, streamed = _chosen(captured, memory_bytes, most_parameters)
     ranges = checked.graph.symbols
     sizes = {name: min(max(size, ranges[name][0]), ranges[name][1]) for name, size in _SIZES.items() if name in ranges}
@@ -112,18 +119,19 @@ def self_check(
     result = replace(result, reduced=checked is not captured)
     if not result.ok:
         evaluation = "" if result.evaluation_diff is None else f", evaluation by {result.evaluation_diff:.1e}"
-        parameter = f", most of them that of {worst}" if worst else ""
+        parameter = f", the largest that of {worst}" if worst else ""
         raise ModelError(
             f"the captured graph of {captured.graph.name} differs from the module: outputs by "
             f"{result.forward_diff:.1e}, gradients by {result.gradient_diff or 0.0:.1e}{parameter}{evaluation} "
-            f"(relative), at most {TOLERANCE:.0e} expected.",
+            f"(relative); outputs may differ by {TOLERANCE:.0e}, gradients by ten times that.",
             hint="The model does something at run time that tracing could not see; please report it.",
         )
     return result
 
 
 def _chosen(captured: Captured, memory_bytes: int | None, most_parameters: int) -> tuple[Captured, bool]:
-    """What is compared, and whether its parameters lie in a file. Raises `TooLarge` where nothing can be compared."""
+    """Return the model to compare and whether its parameters go to a file. Raises `TooLarge` if nothing can be
+    compared."""
     if _held_whole(captured, memory_bytes):
         return captured, False
     if captured.source.built.huggingface is not None:
@@ -139,13 +147,13 @@ def _chosen(captured: Captured, memory_bytes: int | None, most_parameters: int) 
 def _in_memory(
     checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, _progress: Callable[[str], None]
 ) -> tuple[SelfCheck, str]:
-    """The result, and no parameter that stands out."""
+    """Return the result of a comparison in memory, and no name of a parameter."""
     module = reference_module(checked, seed)
     task = TaskModule(module, checked.task, checked.input_names)
     notes: list[str] = []
     evaluation_diff: float | None = None
     if checked.train and checked.evaluates:
-        # Before training: evaluation moves no statistics.
+        # Before training, because evaluation does not change running statistics.
         call = Call("eval", step=0, microbatch=0)
         evaluation_diff, _ = _difference(checked, task.eval(), inputs, call, seed, notes)
     call = Call("train" if checked.train else "eval", step=0, microbatch=0)
@@ -157,7 +165,7 @@ def _in_memory(
 def _streamed(
     checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, progress: Callable[[str], None]
 ) -> tuple[SelfCheck, str]:
-    """The result, and the parameter whose gradient differs most."""
+    """Return the result, and the parameter whose gradient differs most."""
     found = streamed_differences(checked, inputs, seed, progress)
     result = SelfCheck(
         found.forward,
@@ -179,7 +187,8 @@ def _difference(
     seed: int,
     notes: list[str],
 ) -> tuple[float, float | None]:
-    """Worst differences of the outputs and, in training with a loss, of the gradients. `notes` grows."""
+    """Return the worst differences of the outputs and, in training with a loss, of the gradients. Appends to
+    `notes`."""
     module, graph = task.module, checked.graph
     trains = call.mode == "train"
     training = trains and "loss" in graph.outputs
@@ -189,7 +198,7 @@ def _difference(
         with replay:
             expected = task(dict(inputs))
         if not replay.all_replayed:
-            # Without draws both must be the same.
+            # Compared without draws, both sides must agree.
             notes.append(drawn_apart(training=trains))
             graph, replay = without_draws(graph), SameDraws(graph, None, training=trains)
             for name, buffer in module.named_buffers():
@@ -210,8 +219,8 @@ def _difference(
 
 
 def _held_whole(captured: Captured, memory_bytes: int | None) -> bool:
-    """Whether module and graph are compared in memory as they are. One that has a configuration to make smaller is,
-    even where it would fit: its check is to take a second."""
+    """Return whether module and graph are compared whole in memory. A large model with a configuration is made smaller
+    even if it would fit, so that its check takes about a second."""
     needed_bytes = captured.n_parameters * _CHECK_BYTES_PER_PARAMETER
     if memory_bytes is not None:
         return needed_bytes <= memory_bytes
@@ -221,7 +230,7 @@ def _held_whole(captured: Captured, memory_bytes: int | None) -> bool:
 
 
 def _gradient_difference(parameters: Mapping[str, nn.Parameter], program: StageProgram, graph: Graph) -> float:
-    """The worst of all parameters that either side trains: one without a gradient has zeros."""
+    """Return the worst difference over all parameters that the module trains; a missing gradient counts as zeros."""
     trained = {spec.key for spec in graph.params.values() if spec.trainable}
     exported = dict(program.export_gradients([key for key in parameters if key in trained]))
     expected = {
@@ -238,7 +247,8 @@ def _gradient_difference(parameters: Mapping[str, nn.Parameter], program: StageP
 
 
 def reference_module(captured: Captured, seed: int) -> nn.Module:
-    """The owner's module in real memory with plain attention, holding the state the graph starts from at `seed`."""
+    """Return the owner's module in real memory with plain attention and the state that the graph starts from at
+    `seed`."""
     program = TorchBackend("cpu").load(captured.graph, grad_inputs=(), options=StageOptions(seed=seed))
     program.initialise()
     program.import_state((f"model/{key}", tensor) for key, tensor in captured.state(captured.owed))
@@ -255,8 +265,8 @@ def reference_module(captured: Captured, seed: int) -> nn.Module:
 
 
 def draw_inputs(specs: tuple[InputSpec, ...], seed: int, sizes: Mapping[str, int] = _SIZES) -> dict[str, torch.Tensor]:
-    """Random inputs of these sizes: tokens within the vocabulary, positions from 0, labels some of which are ignored,
-    otherwise rows of the example tensor or normal numbers."""
+    """Return random inputs of these sizes: tokens within the vocabulary, positions from 0, labels of which some are
+    ignored, otherwise rows of the example tensor or normal numbers."""
     generator = torch.Generator().manual_seed(seed)
     drawn: dict[str, torch.Tensor] = {}
     for spec in specs:

@@ -1,6 +1,6 @@
-"""Symbolic sizes as text in the grammar of `ir.shapes`. Decides the spelling; evaluates nothing.
+"""Write symbolic sizes as text in the grammar of `ir.shapes`.
 
-Sizes come from torch's tracer as sympy expressions over its own symbols; they leave as text over the graph's symbols.
+Sizes come from torch's tracer as sympy expressions over its own symbols; the text uses the graph's symbols.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 
 def spell(expression: Any, symbols: Mapping[str, str]) -> int | str:
-    """`expression` (sympy) over the graph's symbols. Raises `ValueError` on a symbol that is none of them (a size
-    that depends on data) and on a function that has no spelling."""
+    """Return `expression` (sympy) over the graph's symbols. Raises `ValueError` on an unknown symbol (a size that
+    depends on data) and on a function that the grammar lacks."""
     if expression.is_Integer:
         return int(expression)
     return _text(expression, symbols)

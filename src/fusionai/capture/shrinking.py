@@ -1,7 +1,7 @@
-"""A smaller model of the same kind, to compare a graph with its module where the whole does not fit in memory.
+"""Make a smaller model of the same kind, to compare a graph with its module if the whole does not fit in memory.
 
-Decides which sizes of a Hugging Face configuration become smaller: always the layers, the vocabulary and the experts,
-then the widths. A candidate counts only if its graph has every operator of the whole model's graph.
+The layers, vocabulary and experts of a Hugging Face configuration are always reduced, then the widths. A candidate
+counts only if its graph has the same operators as the whole model's graph.
 
 Neighbours: `capture.self_check` and `capture.causality` run the smaller model.
 """
@@ -27,11 +27,14 @@ from fusionai.storage.adapter_files import read_adapter
 DEPTH: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
 DEPTH_OF_PART: Final = ("num_decoder_layers", "num_encoder_layers", "encoder_num_hidden_layers")
 VOCABULARY: Final = 512
+"""Largest vocabulary of a smaller model (chosen)."""
 LAYERS: Final = (2, 3, 4, 5, 6, 8, 12)
-"""Hybrids and mixtures begin their other kinds of layer after a few."""
+"""Numbers of layers to try: hybrids and mixtures have their other kinds of layer only after the first few."""
 DIVISORS: Final = (1, 4, 8, 16, 32, 64)
+"""Divisors of the widths and heads, tried in this order."""
 _EXPERTS: Final = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _FEWEST_EXPERTS: Final = 16
+"""Experts of a smaller model, if the model has more and no token needs more than 8 of them."""
 _WIDTHS: Final = frozenset(
     {"hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "d_model", "d_ff"}
     | {"n_embd", "n_inner", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "word_embed_proj_dim", "embedding_size"}
@@ -48,7 +51,8 @@ class TooLarge(ModelError):
 
 
 def smaller(captured: Captured, most_parameters: int) -> Captured:
-    """A capture of the same kind with at most so many parameters. Raises `TooLarge` when none can be made."""
+    """Return a capture of the same kind with at most `most_parameters` parameters. Raises `TooLarge` if none can be
+    made."""
     huggingface = captured.source.built.huggingface
     wanted = _operators(captured.graph)
     why = "it has no configuration that could be made smaller"
@@ -70,16 +74,17 @@ def smaller(captured: Captured, most_parameters: int) -> Captured:
                 continue
             if made.n_parameters <= most_parameters and _operators(made.graph) == wanted:
                 return made
-            # Widths do not bring the operators that other layers have.
+            # Other widths do not add the operators that only further layers have.
             too_few.add(layers)
     raise TooLarge(
         f"{captured.graph.name} has {captured.n_parameters} parameters, too many to check in memory, and {why}.",
-        hint=f"Check a smaller model built the same way first, of at most {most_parameters} parameters.",
+        hint=f"Check a smaller model built the same way, with at most {most_parameters} parameters.",
     )
 
 
 def reduced(config: Mapping[str, Any], layers: int, divisor: int = 1) -> dict[str, Any]:
-    """The configuration with at most so many layers, a small vocabulary, few experts, and widths and heads divided."""
+    """Return the configuration with at most `layers` layers, a small vocabulary, few experts, and widths and heads
+    divided by `divisor`."""
     fields = {name: value for name, value in config.items() if not name.endswith("_token_id")}
     depth = max((_size(fields.get(name)) for name in (*DEPTH, *DEPTH_OF_PART)), default=0)
     for name, value in fields.items():
@@ -121,12 +126,12 @@ def _captured(captured: Captured, fields: Mapping[str, Any]) -> Captured:
 
 
 def _within(example: torch.Tensor) -> torch.Tensor:
-    """Tokens of the small vocabulary."""
+    """Map tokens into the small vocabulary."""
     return example if example.is_floating_point() or example.dtype == torch.bool else example % VOCABULARY
 
 
 def _anew(adapter: Adapters | None) -> Adapters | None:
-    """The weights of an adapter that lies in files do not fit a smaller model: a new one of the same form does."""
+    """Return a new adapter of the same form for one loaded from files, whose weights do not fit a smaller model."""
     if not isinstance(adapter, StartedLora):
         return adapter
     files = read_adapter(adapter.directory)

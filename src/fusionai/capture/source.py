@@ -1,8 +1,8 @@
-"""Where a model comes from: a description, told apart from text without loading a framework.
+"""Describe where a model comes from: parse the text that names a model without loading a framework.
 
-Decides which of four kinds a piece of text names and checks a Hugging Face configuration's shape. Builds nothing and
-downloads nothing: that is `capture.build`. Neighbours: recipes and the command line make sources, `capture.capture`
-takes them.
+Recognises the four kinds of source that text can name and checks the form of a Hugging Face configuration. Builds and
+downloads nothing; `capture.build` does. Neighbours: recipes and the command line make sources, `capture.capture` takes
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Architecture = Literal["causal_lm", "masked_lm", "seq2seq_lm", "classification", "plain"]
-"""Which head a Hugging Face configuration is built with; `plain` is the bare model (`AutoModel`)."""
+"""Head that a Hugging Face configuration is built with; `plain` is the bare model (`AutoModel`)."""
 
 _CODE_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -53,7 +53,7 @@ class HubSource:
 
 @dataclass(frozen=True, slots=True)
 class CodeSource:
-    """`module:function` of the job owner's own code, importable from the working directory. The function takes no
+    """`module:function` in the job owner's own code, importable from the working directory. The function takes no
     argument and returns an `nn.Module`, or a pair of the module and its example inputs (name -> tensor)."""
 
     target: str
@@ -71,7 +71,7 @@ ModelSource = ConfigSource | DirectorySource | HubSource | CodeSource | FactoryS
 
 
 def architecture_of(task: str) -> Architecture:
-    """The head that a task trains."""
+    """Return the head that a task trains."""
     match task:
         case "causal_lm" | "masked_lm" | "seq2seq_lm" | "classification":
             return task
@@ -80,9 +80,9 @@ def architecture_of(task: str) -> Architecture:
 
 
 def parse_source(text: str, architecture: Architecture = "causal_lm") -> ModelSource:
-    """Tell what `text` names: a `.json` file, a directory, `module:function` or a hub id, in this order.
+    """Return what `text` names: a directory, a `.json` file, `module:function` or a hub id, tried in this order.
 
-    Raises `ModelError` when it is none of them or when the JSON file does not hold a configuration.
+    Raises `ModelError` if it is none of them or if the JSON file does not hold a configuration.
     """
     path = Path(text).expanduser()
     if path.is_dir():
@@ -106,7 +106,7 @@ def parse_source(text: str, architecture: Architecture = "causal_lm") -> ModelSo
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A Hugging Face configuration file as an object with `model_type`. Raises `ModelError`."""
+    """Read a Hugging Face configuration file: an object with `model_type`. Raises `ModelError`."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"the configuration file {path} can't be read: {error.strerror or error}.") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}.", hint="Mend the file or save it again.") from error
+        raise ModelError(f"{path} is not valid JSON: {error}.", hint="Correct the file or save it again.") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(
             f"{path} is not a model configuration: expected an object with `model_type`.",
@@ -124,7 +124,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def describe(source: ModelSource) -> str:
-    """A short name for messages and for `Graph.name`."""
+    """Return a short name for messages and for `Graph.name`."""
     match source:
         case ConfigSource(config=config):
             return str(config.get("model_type", "model"))

@@ -1,8 +1,9 @@
-"""The bytes a capture owes: buffers and constants, pretrained weights, parameters without a declarative initialisation.
+"""The values that a capture provides: buffers, constants, pretrained weights, and parameters without an initialisation
+program.
 
-Decides where each key's bytes come from and streams them: a pretrained weight is read alone from its safetensors file,
-a parameter without a program is made by constructing the module again with only a small group of parameters in real
-memory. The groups are the same whatever is asked, so that values depend on (seed, model) alone.
+Finds the source of each key's bytes and streams them. A pretrained weight is read alone from its safetensors file. A
+parameter without a program is made by constructing the module again with only a small group of parameters in real
+memory. The groups do not depend on the request, so values depend only on (seed, model).
 """
 
 from __future__ import annotations
@@ -27,18 +28,21 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.assembly import Assembly, Extent, Shape, whole
 
 GROUP_BYTES: Final = 64 * 2**20
-"""Parameters made in one construction of the module, unless a single one is larger."""
+"""Size of the parameters made in one construction of the module, unless a single one is larger (64 MiB, chosen)."""
 
 
 _SHOWN: Final = 4
-"""Names in a message."""
+"""Most names listed in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What safetensors files hold of a model. `entries`: key -> (file, name in the file), where a tensor lies there as
-    it is. `assembled`: keys whose tensors are parts of tensors of the files, by `files`: name -> file. `computed`: keys
-    that transformers' operations make of them."""
+    """What safetensors files hold of a model.
+
+    `entries`: key -> (file, name in the file) of tensors stored unchanged. `assembled`: keys that consist of parts of
+    tensors in files; `files`: tensor name -> file. `computed`: keys that transformers' operations make from those
+    tensors.
+    """
 
     entries: Mapping[str, tuple[Path, str]]
     assembled: Mapping[str, Assembly] = field(default_factory=dict[str, Assembly])
@@ -50,7 +54,7 @@ class Checkpoint:
         return frozenset((*self.entries, *self.assembled, *self.computed))
 
     def tensor(self, key: str, like: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        """One key's values in the type of `like`. Raises `ModelError`."""
+        """Return one key's values in the dtype of `like`. Raises `ModelError`."""
         if key in self.entries:
             path, name = self.entries[key]
             return _read(path, name, key, like)
@@ -69,7 +73,8 @@ class StateSource:
     checkpoint: Checkpoint | None
 
     def tensors(self, keys: Iterable[str]) -> Iterator[tuple[str, HostTensor]]:
-        """(key, bytes) of each key, in the module's dtypes, one at a time. Raises `ModelError` on an unknown key."""
+        """Yield (key, bytes) for each key, in the module's dtypes, one at a time. Raises `ModelError` on an unknown
+        key."""
         wanted = set(keys)
         buffers = self.built.buffers()
         checkpoint = self.checkpoint or Checkpoint({})
@@ -87,15 +92,15 @@ class StateSource:
                 yield key, self.built.adapter.tensor(key)
         for key in sorted(wanted & set(self.constants)):
             yield key, to_host(self.constants[key])
-        # Buffers in the checkpoint (statistics of a trained BatchNorm) are worth more than those just made.
+        # Buffers in the checkpoint (statistics of a trained BatchNorm) take precedence over newly made ones.
         for key in sorted((wanted & set(buffers)) - stored):
             yield key, to_host(buffers[key])
         for key in sorted(wanted & stored):
             like = parameters[key] if key in parameters else buffers[key]
             yield key, to_host(checkpoint.tensor(key, like, self.built.module))
         rest = (wanted & set(parameters)) - stored
-        # Those that have a program, too, are asked for where nobody runs programs: always in the same groups, whichever
-        # of them are wanted, since what a module draws for one depends on what it makes beside it.
+        # Callers that can't run programs also ask for parameters that have one. Groups are the same whichever of them
+        # are wanted, since what a module draws for one parameter depends on those built with it.
         programmed = [key for key in parameters if not any(key in group for group in self.groups)]
         for made in (*self.groups, *group(programmed, parameters)):
             if rest.isdisjoint(made):
@@ -105,7 +110,7 @@ class StateSource:
                     yield key, to_host(tensor)
 
     def layout(self, keys: Iterable[str]) -> dict[str, Assembly]:
-        """As `Captured.layout`, of these keys."""
+        """Return `Captured.layout` for these keys."""
         if self.built.huggingface is None:
             return {}
         tensors = {**self.built.buffers(), **self.built.parameters()}
@@ -114,17 +119,17 @@ class StateSource:
 
 
 def to_host(tensor: torch.Tensor) -> HostTensor:
-    """Copy a tensor to host bytes; bfloat16 as raw bits, a complex one as its parts in a last dimension of 2."""
+    """Copy a tensor to host bytes; bfloat16 as raw bits, a complex tensor as its parts in a last dimension of 2."""
     tensor = tensor.detach()
     plain = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).cpu().contiguous()
     name = str(plain.dtype).removeprefix("torch.")
-    # A copy, because the tensor's memory may change or go; a flat byte view, because numpy has no bfloat16.
+    # A copy, because the tensor's memory may change or be freed; a flat byte view, because numpy has no bfloat16.
     data = bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
     return host_tensor(name, tuple(plain.shape), data)
 
 
 def group(keys: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> tuple[frozenset[str], ...]:
-    """Cut the parameters without a program into groups of at most `GROUP_BYTES`, in the order of the model."""
+    """Split the parameters into groups of at most `GROUP_BYTES`, in the order of the model."""
     groups: list[frozenset[str]] = []
     current: list[str] = []
     held_bytes = 0
@@ -146,11 +151,12 @@ def index_checkpoint(
     aliases: Mapping[str, tuple[str, ...]],
     elsewhere: Mapping[str, tuple[Path, str]],
 ) -> Checkpoint:
-    """Match the names in safetensors files with the module's keys, as transformers does when it loads them, reading
-    only the files' headers. `elsewhere`: what other files have. An adapter's parameters may be missing, and those that
-    transformers makes anew (positions that are computed): they are new then.
+    """Match the names in safetensors files with the module's keys, as transformers does when it loads them. Reads only
+    the files' headers.
 
-    Raises `ModelError` when a parameter is missing or has another shape, naming it.
+    `elsewhere`: tensors in other files. Parameters of an adapter may be missing, and those that transformers
+    initialises anew (computed positions); they are initialised like those of a new model. Raises `ModelError` that
+    names the parameter if one is missing or has another shape.
     """
     found, shapes = _headers(files)
     wanted = {built.key(name): tensor for name, tensor in built.module.state_dict(keep_vars=True).items()}
@@ -172,8 +178,8 @@ def index_checkpoint(
         if source.shape != tuple(tensor.shape):
             raise ModelError(
                 f"{key!r} of the weights has the shape {list(source.shape)}, the model expects "
-                f"{list(tensor.shape)}; it was made of {_listed(_names(source))}.",
-                hint="The configuration and the weights are not of one model.",
+                f"{list(tensor.shape)}; it was made from {_listed(_names(source))}.",
+                hint="The configuration and the weights belong to different models.",
             )
         match source:
             case Computed():
@@ -189,7 +195,7 @@ def index_checkpoint(
 
 
 def _headers(files: Sequence[Path]) -> tuple[dict[str, Path], dict[str, Shape]]:
-    """Where each tensor lies, and its shape."""
+    """Return the file and the shape of each tensor."""
     from safetensors import SafetensorError, safe_open
 
     places: dict[str, Path] = {}
@@ -208,7 +214,7 @@ def _headers(files: Sequence[Path]) -> tuple[dict[str, Path], dict[str, Shape]]:
 
 
 def _lacking(missing: Mapping[str, Shape], built: Built, found: Collection[str]) -> ModelError:
-    """Says which names were looked for, and which of `found` come near."""
+    """Return an error with the names that were looked for and the nearest names in `found`."""
     key, shape = next(iter(missing.items()))
     written = expected(built.module, key, shape)
     looked = "" if written == (key,) else f", which files hold as {_listed(written)}"
@@ -216,7 +222,7 @@ def _lacking(missing: Mapping[str, Shape], built: Built, found: Collection[str])
     nearest = f"; the nearest names in the files are {_listed(near)}" if near else ""
     return ModelError(
         f"the weights lack {len(missing)} of the model's parameters, first {key!r}{looked}{nearest}.",
-        hint="The configuration, the architecture and the weights are not of one model, or a file is missing.",
+        hint="The configuration, architecture and weights belong to different models, or a file is missing.",
     )
 
 
@@ -232,7 +238,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _joined(assembly: Assembly, files: Mapping[str, Path], key: str, like: torch.Tensor) -> torch.Tensor:
-    """Put together in the type of `like`; of the files, only these parts are read."""
+    """Return the assembled tensor in the dtype of `like`. Reads only the tensors that it needs, one at a time."""
     from safetensors import SafetensorError, safe_open
 
     made = torch.empty(prod(assembly.shape), dtype=like.dtype)

@@ -1,11 +1,11 @@
-"""Compare a graph with its module where neither fits in memory: at full width, all of it, parameters in a file.
+"""Compare a graph with its module, whole and at full width, if neither fits in memory: parameters stay in a file.
 
-The module runs as its owner wrote it, on parameters that an operator reads from the file when it needs them
-(`capture.offloaded`); the graph runs likewise, by the interpreter of `backends.torch`. The module's gradients go to the
-file one by one as backward makes them, and the graph's are compared with them one by one. Memory holds the operands of
-one operator, some values read last, and a bounded part of what is saved for backward.
+The module runs unchanged on parameters that operators read from the file when they need them (`capture.offloaded`). The
+graph runs the same way in the interpreter of `backends.torch`. The module's gradients go to the file one by one as
+backward makes them, and the graph's gradients are compared with them one by one. Memory holds the operands of one
+operator, recently read values, and a bounded part of what is saved for backward.
 
-Decides nothing about when this is done or what difference is too large: `capture.self_check` does.
+`capture.self_check` decides when this comparison is used and which difference is too large.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.primitives.units import format_bytes
 
 _LINE_EVERY_S: Final = 10.0
+"""Shortest time between two lines of progress, in seconds."""
 _CPU: Final = torch.device("cpu")
 
 Progress = Callable[[str], None]
@@ -48,7 +49,7 @@ Progress = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class Differences:
     """Worst relative differences, as in `self_check.SelfCheck`. `worst`: the parameter whose gradient differs most.
-    `notes`: what was compared otherwise than it runs in a job."""
+    `notes`: in which ways the comparison differed from a job's run."""
 
     forward: float
     gradient: float | None
@@ -61,14 +62,14 @@ def streamed_differences(
     checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, progress: Progress
 ) -> Differences:
     """Run module and graph on `inputs`, in evaluation and in training with gradients, as far as the graph does either.
-    Raises `TooLarge` where the module can't be run this way, saying where and why."""
+    Raises `TooLarge` with place and reason if the module can't be run this way."""
     with _as_too_large(checked.graph.name):
         weights = _Weights(checked, seed, progress)
     comparison = _Comparison(checked, weights, inputs, seed)
     with weights.put_into(weights.module):
         evaluation: float | None = None
         if checked.train and checked.evaluates:
-            # Before training: evaluation moves no statistics.
+            # Before training, because evaluation does not change running statistics.
             evaluation = comparison.outputs(training=False)
         if not checked.train:
             return Differences(comparison.outputs(training=False), None, None, "", tuple(comparison.notes))
@@ -77,13 +78,14 @@ def streamed_differences(
 
 
 def drawn_apart(*, training: bool) -> str:
-    """A note about draws that module and graph could not share."""
+    """Return a note about draws whose order differs between module and graph."""
     mode = "training" if training else "evaluation"
     return f"In {mode} the module draws random numbers in another order than the graph: compared without draws."
 
 
 class _Comparison:
-    """Runs both sides in one mode after the other. `gradient` and `worst`: see `Differences`, once training has run."""
+    """Runs both sides in one mode after the other. `gradient` and `worst`: as in `Differences`, set once training has
+    run."""
 
     def __init__(self, checked: Captured, weights: _Weights, inputs: Mapping[str, torch.Tensor], seed: int) -> None:
         self._checked = checked
@@ -96,7 +98,7 @@ class _Comparison:
         self.worst = ""
 
     def outputs(self, *, training: bool) -> float:
-        """Worst difference of the outputs; in training with a loss, gradients are compared too."""
+        """Return the worst difference of the outputs; in training with a loss, compare gradients too."""
         weights, graph = self._weights, self._checked.graph
         with_gradients = training and "loss" in graph.outputs
         self._task.train(training)
@@ -112,12 +114,12 @@ class _Comparison:
         return max(found)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers of the module by key, complex ones as the graph has them."""
+        """Return the module's buffers by key, complex ones in the graph's form."""
         buffers = self._checked.source.built.buffers(self._weights.module)
         return {key: torch.view_as_real(buffer) if buffer.is_complex() else buffer for key, buffer in buffers.items()}
 
     def _module(self, graph: Graph, wanted: _Wanted | None, *, training: bool) -> tuple[dict[str, torch.Tensor], Graph]:
-        """Outputs of the module, and the graph that draws what it drew."""
+        """Return the module's outputs, and the graph without draws if the draws differ in order."""
         module, weights = self._weights.module, self._weights
         mode = "training" if training else "evaluation"
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -143,7 +145,7 @@ class _Comparison:
     def _graph(
         self, graph: Graph, compared: _Compared | None, *, training: bool
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Outputs of the graph, and the new values of buffers by key."""
+        """Return the graph's outputs, and the new values of buffers by key."""
         weights = self._weights
         weights.begin(f"{'training' if training else 'evaluation'} of the graph")
         interpreter = compile_graph(graph, graph.outputs.keys(), with_state_writes=training, device=_CPU)
@@ -163,9 +165,10 @@ class _Comparison:
 
 
 class _Weights:
-    """The module without memory, the parameters it runs on, and those the graph runs on.
+    """The module without memory, its parameters, and the graph's parameters.
 
-    `of_module`, `of_graph`: by key. Buffers and constants of the graph are in memory, as they are while capturing."""
+    `of_module`, `of_graph`: by key. The graph's buffers and constants are in memory, as they are while capturing.
+    """
 
     def __init__(self, checked: Captured, seed: int, progress: Progress) -> None:
         built, specs = checked.source.built, {spec.key: spec for spec in checked.graph.params.values()}
@@ -174,7 +177,7 @@ class _Weights:
         self._what = ""
         self._read: set[str] = set()
         self._read_bytes = 0
-        # What was built in real memory stays there: a second one would take as much again.
+        # A module that was built in real memory stays there: a second one would take as much again.
         self.module = built.module if built.real else construct_empty(built)
         parameters = built.parameters(self.module)
         self._total_bytes = sum(parameter.nbytes for parameter in parameters.values())
@@ -210,7 +213,7 @@ class _Weights:
         self._places = {id(parameter): key for key, parameter in parameters.items()}
 
     def begin(self, what: str) -> None:
-        """Of this, progress is told from now on."""
+        """Start a phase: progress lines name it from now on."""
         self._what = what
         self._read.clear()
         self._read_bytes = 0
@@ -222,7 +225,7 @@ class _Weights:
 
     @contextmanager
     def put_into(self, module: nn.Module) -> Iterator[None]:
-        """While open, `module` has the parameters of `of_module`. Buffers and mode are afterwards as before."""
+        """While open, `module` has the parameters of `of_module`. Restores buffers and mode at the end."""
         mode, buffers = module.training, {name: buffer.clone() for name, buffer in module.named_buffers()}
         before: list[tuple[nn.Module, str, nn.Parameter]] = [
             (child, name, parameter)
@@ -232,7 +235,8 @@ class _Weights:
         ]
         try:
             for child, name, parameter in before:
-                # Not in the table alone: recurrent layers keep a list beside it.
+                # Set with setattr instead of in the table, because recurrent layers keep a second list of their
+                # parameters.
                 setattr(child, name, self.of_module[self._places[id(parameter)]])
             yield
         finally:
@@ -245,7 +249,7 @@ class _Weights:
 
     @contextmanager
     def watched(self, leaves: Mapping[str, torch.Tensor], hook: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-        """While open, `hook` is given each gradient, which nobody keeps."""
+        """While open, pass each gradient to `hook` as backward makes it, without keeping it."""
 
         def taken(key: str, leaf: torch.Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
@@ -287,7 +291,8 @@ def _written(
     begin: Progress,
     noted: Callable[[str, int], None],
 ) -> set[str]:
-    """Write what has an initialisation program, as a job would start. Returns the keys of the others."""
+    """Write the values of parameters with an initialisation program, as at the start of a job. Returns the other
+    keys."""
     begin("initialisation")
     others: set[str] = set()
     for key, parameter in parameters.items():
@@ -296,14 +301,14 @@ def _written(
             others.add(key)
             continue
         value = torch.from_numpy(np.asarray(initialise(key, spec.shape, spec.dtype, spec.init, seed)))
-        # numpy has no bfloat16: it comes as raw bits.
+        # numpy has no bfloat16: its values come as raw bits.
         file.write(key, value.view(parameter.dtype) if spec.dtype == "bfloat16" else value.to(parameter.dtype))
         noted(key, parameter.nbytes)
     return others
 
 
 class _Wanted:
-    """Takes the module's gradients. `largest`: the largest magnitude of all."""
+    """Takes the module's gradients and writes them to the file. `largest`: largest magnitude of them all."""
 
     def __init__(self, weights: _Weights) -> None:
         self._file = weights.file
@@ -315,7 +320,8 @@ class _Wanted:
 
 
 class _Compared:
-    """Takes the graph's gradients and compares each with the module's. One that either side lacks is zero."""
+    """Takes the graph's gradients and compares each with the module's. A gradient that only one side has is compared
+    with zeros."""
 
     def __init__(self, weights: _Weights, largest: float) -> None:
         self._weights = weights
@@ -329,7 +335,7 @@ class _Compared:
             self._take(key, gradient, torch.zeros_like(gradient) if wanted is None else wanted)
 
     def finish(self) -> tuple[float, str]:
-        """The worst difference and whose it is."""
+        """Return the worst difference and the key of its parameter."""
         for key in self._rest:
             wanted = self._weights.file.read_gradient(key)
             if wanted is not None:
@@ -342,7 +348,7 @@ class _Compared:
 
 @contextmanager
 def _saved(used: bool) -> Iterator[Callable[[], AbstractContextManager[object]]]:
-    """Gives what to open around a forward whose backward runs while this is open."""
+    """Yield a function whose result is opened around a forward; the backward must run while this context is open."""
     saved = SavedTensors()
     try:
         with torch.set_grad_enabled(used):
@@ -353,7 +359,8 @@ def _saved(used: bool) -> Iterator[Callable[[], AbstractContextManager[object]]]
 
 @contextmanager
 def _as_too_large(name: str) -> Iterator[None]:
-    """What keeps a module from running this way is told as a check that was not made, not as a failure of the model."""
+    """Raise `TooLarge` for any failure of running a module this way: the check was not made, but the model may be
+    correct."""
     try:
         yield
     except ExecutionError as error:

@@ -1,6 +1,6 @@
 """What a captured graph computes around a module: its inputs, its outputs, its loss.
 
-Decides the inputs of each task, how they reach the module's forward, and the loss, whose operations are exactly those
+Defines the inputs of each task, how they are passed to the module's forward, and the loss, with exactly the operations
 of transformers' loss functions so that its bits are the same. Neighbours: `capture.export` traces a `TaskModule`.
 """
 
@@ -23,24 +23,26 @@ from fusionai.primitives.errors import ModelError
 Task = Literal[
     "causal_lm", "counted_lm", "masked_lm", "seq2seq_lm", "classification", "regression", "module_loss", "none"
 ]
-"""`causal_lm`: next token, labels shifted by the feed. `counted_lm`: the same where microbatches have unequal numbers
-of labels; the loss is their sum divided by an input, the mean number of labels in a microbatch of the step, so that
-the mean over microbatches is the mean over labels (transformers' `num_items_in_batch`). `masked_lm`: labels at their
-own position. `seq2seq_lm`: labels at the decoder's positions, whose inputs are given. `classification`: cross entropy
-of logits [b, c]. `regression`: mean squared error. `module_loss`: the module returns its loss. `none`: the module's
-outputs only."""
+"""`causal_lm`: next token, labels shifted by the data feed. `counted_lm`: the same for microbatches with unequal
+numbers of labels; the loss is their sum divided by an input, the mean number of labels per microbatch of the step, so
+that the mean over microbatches is the mean over labels (transformers' `num_items_in_batch`). `masked_lm`: labels at
+their own position. `seq2seq_lm`: labels at the decoder's positions, whose inputs are given. `classification`: cross
+entropy of logits [b, c]. `regression`: mean squared error. `module_loss`: the module returns its loss. `none`: only the
+module's outputs."""
 
 IGNORED_LABEL: Final = -100
+"""Label of positions without loss, as in PyTorch and transformers."""
 BATCH: Final = "b"
 DECODER: Final = "decoder_input_ids"
 LABEL_COUNT: Final = "labels_per_microbatch"
+"""Input of `counted_lm`: the mean number of labels in a microbatch of the step."""
 SEQUENCE: Final = "s"
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleInput:
-    """A tensor like those the module will get. `dims` names the sizes that vary (`b`, `s`, or None for a fixed one);
-    by default the first size is the batch and the others are fixed."""
+    """A tensor like those that the module will get. `dims` names the sizes that vary (`b`, `s`, or None for a fixed
+    one); by default the first size is the batch and the others are fixed."""
 
     tensor: torch.Tensor
     dims: tuple[str | None, ...] | None = None
@@ -48,8 +50,8 @@ class ExampleInput:
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """One input of the graph. `dims`: a number or the name of a symbol per dimension. `high`: for integers, a bound
-    on the values (exclusive) that a check may draw. `example`: a tensor to draw rows from instead."""
+    """One input of the graph. `dims`: a number or a symbol's name per dimension. `high`: for integers, the exclusive
+    upper bound of values that a check draws. `example`: a tensor to take rows from instead."""
 
     name: str
     dims: tuple[int | str, ...]
@@ -59,7 +61,7 @@ class InputSpec:
 
 
 class TaskModule(nn.Module):
-    """The module with its loss around it: a dictionary of inputs in, a dictionary of outputs out."""
+    """A module with its loss: takes a dictionary of inputs, returns a dictionary of outputs."""
 
     def __init__(self, module: nn.Module, task: Task, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -119,7 +121,7 @@ class TaskModule(nn.Module):
         unknown = [name for name in inputs if name not in parameters]
         if not unknown or inspect.Parameter.VAR_KEYWORD in kinds:
             return self.module(**inputs)
-        # In the order given only where no name could tell two inputs apart.
+        # Passed by position only if a single input, or a variadic forward, makes names unnecessary.
         if len(inputs) > 1 and inspect.Parameter.VAR_POSITIONAL not in kinds:
             raise ModelError(
                 f"the module has no input {unknown[0]!r}; its forward takes {', '.join(parameters) or 'nothing'}.",
@@ -130,7 +132,8 @@ class TaskModule(nn.Module):
 
 @contextmanager
 def _without_cache(module: nn.Module) -> Iterator[None]:
-    """While open, a module of transformers that takes no `use_cache` keeps no cache by its configuration either."""
+    """While open, a transformers module whose forward has no `use_cache` argument keeps no cache; restores its
+    configuration."""
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", None) is not True:
         yield
@@ -149,7 +152,7 @@ def input_specs(
     examples: Mapping[str, ExampleInput | torch.Tensor] | None,
     output_dims: Callable[[TaskModule, tuple[InputSpec, ...]], tuple[int | str, ...]],
 ) -> tuple[tuple[InputSpec, ...], tuple[str, ...]]:
-    """The graph's inputs and the names of those that go to the module. `output_dims` answers where labels must
+    """Return the graph's inputs and the names of those passed to the module. `output_dims` is called if labels must
     have the shape of the module's output. Raises `ModelError`."""
     if examples is None:
         if task not in ("causal_lm", "counted_lm", "masked_lm"):
@@ -173,7 +176,7 @@ def input_specs(
             if decoder is None:
                 raise ModelError(
                     f"the task 'seq2seq_lm' needs an input {DECODER!r}; given are {', '.join(names)}.",
-                    hint="Give what the decoder reads: the target's tokens, one position later.",
+                    hint="Add the decoder's inputs: the target's tokens, shifted by one position.",
                 )
             labels = InputSpec("labels", decoder.dims, torch.int64, _vocabulary(module))
         case _:
@@ -233,7 +236,7 @@ def _from_example(name: str, example: ExampleInput | torch.Tensor) -> InputSpec:
     if tensor.is_complex():
         raise ModelError(
             f"the example input {name!r} is complex, and inputs are real.",
-            hint="Give its parts in a last dimension of 2, and use torch.view_as_complex in the module.",
+            hint="Pass its parts in a last dimension of 2, and use torch.view_as_complex in the module.",
         )
     named = (BATCH, *[None] * (tensor.ndim - 1))[: tensor.ndim] if example.dims is None else example.dims
     if len(named) != tensor.ndim:
@@ -246,7 +249,7 @@ def _from_example(name: str, example: ExampleInput | torch.Tensor) -> InputSpec:
 
 
 def _tensor(result: Any, name: str) -> torch.Tensor:
-    """The tensor `name` of whatever a module returned: itself, a field, a key, or the first of a tuple."""
+    """Return the tensor `name` of a module's result: the result itself, a field, a key, or the first of a tuple."""
     match result:
         case torch.Tensor():
             return result
@@ -264,12 +267,12 @@ def _tensor(result: Any, name: str) -> torch.Tensor:
 
 
 def _scores(result: Any, wanted: str, task: Task) -> torch.Tensor:
-    """The module's scores in float32; `wanted`: names of their dimensions."""
+    """Return the module's scores in float32; `wanted`: names of their dimensions."""
     logits = _tensor(result, "logits")
     if logits.ndim < 2:
         hint = f"Return scores [{wanted}], or choose another task."
         if logits.ndim == 0:
-            hint = "A module that returns its loss is trained by the task module_loss."
+            hint = "For a module that returns its loss, choose the task module_loss."
         raise ModelError(
             f"the task {task} expects scores [{wanted}] from the module, got shape {list(logits.shape)}.", hint=hint
         )

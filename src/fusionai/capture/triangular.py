@@ -1,9 +1,9 @@
-"""Triangular systems of equations (`torch.linalg.solve_triangular`) by substitution, one row after the other.
+"""Solve triangular systems of equations (`torch.linalg.solve_triangular`) by substitution, one row after the other.
 
-Small systems of fixed size are meant, as the covariance of `torch.distributions.MultivariateNormal` is one. Rounds in
-another order than LAPACK, so results are equal within a few units of the last place times the condition of the matrix.
+For small systems of fixed size, such as the covariance of `torch.distributions.MultivariateNormal`. Rounds in another
+order than LAPACK, so results agree within a few units of the last place times the condition number of the matrix.
 
-Neighbours: `capture.export` puts this function in the place of PyTorch's operator.
+Neighbours: `capture.export` replaces PyTorch's operator by this function.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from fusionai.primitives.errors import ModelError
 
 LARGEST: Final = 64
-"""Rows of a matrix: each becomes a handful of nodes of the graph."""
+"""Most rows of a matrix (chosen): each row becomes several nodes of the graph."""
 
 
 def triangular() -> dict[Any, Callable[..., Any]]:
-    """Operator -> what it is in operators of the vocabulary."""
+    """Return operator -> its replacement in operators of the vocabulary."""
     return {torch.ops.aten.linalg_solve_triangular.default: _solved}
 
 
 def _solved(
     matrix: torch.Tensor, given: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> torch.Tensor:
-    """X of `matrix` @ X = `given`; without `left`, of X @ `matrix` = `given`."""
+    """Return X of `matrix` @ X = `given`, or without `left` of X @ `matrix` = `given`."""
     if not left:
         transposed = _solved(matrix.mT, given.mT, upper=not upper, unitriangular=unitriangular)
         return transposed.mT

@@ -72,8 +72,8 @@ def test_descriptions() -> None:
     [
         ({"model_type": "lama"}, "Did you mean 'llama'"),
         ({**LLAMA, "hiden_size": 32}, "Did you mean 'hidden_size'"),
-        ({**LLAMA, "hidden_size": "wide"}, "does not hold"),
-        ({**LLAMA, "hidden_size": 33}, r"does not hold: The hidden size \(33\) is not a multiple"),
+        ({**LLAMA, "hidden_size": "wide"}, "is not valid"),
+        ({**LLAMA, "hidden_size": 33}, r"is not valid: The hidden size \(33\) is not a multiple"),
     ],
 )
 def test_a_configuration_is_checked(fields: dict[str, object], message: str) -> None:

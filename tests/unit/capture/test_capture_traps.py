@@ -226,7 +226,7 @@ def test_assertions_and_dead_code_are_dropped() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (lambda net, x: net.fc(x) if x.sum() > 0 else x, "decides by the values of tensors"),
+        (lambda net, x: net.fc(x) if x.sum() > 0 else x, "branches on the values of tensors"),
         (lambda net, x: x[: int(x.max().item())], "values of tensors"),
         (lambda net, x: x[x > 0], "depends on the data"),
         (lambda net, x: torch.linalg.inv(net.fc(x)[:, :4]), "aten.linalg_inv"),

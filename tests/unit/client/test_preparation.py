@@ -123,7 +123,7 @@ def test_data(place: Path, changes: dict[str, object], said: tuple[str, ...]):
         (own("nothing"), ("no function 'nothing'",)),
         (own("number"), ("returned int", "nn.Module")),
         (own("raising"), ("ValueError: boom",)),
-        (own("branching"), ("decides by the values of tensors at mistaken.py", "torch.where")),
+        (own("branching"), ("branches on the values of tensors at mistaken.py", "torch.where")),
         (own("branching", a="x", y="y"), ("no input 'a'", "x, y")),
         (
             {"model": {"factory": "no_such_module:build", "task": "module_loss"}, "data": own("x")["data"]},
