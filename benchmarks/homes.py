@@ -1,23 +1,23 @@
-"""What home links leave of training: tokens per second by bandwidth, latency and codec, and with local updates.
+"""Measures training over home links: tokens per second by bandwidth, latency and codec, and with local updates.
 
     python benchmarks/homes.py [--part both|real|simulated] [--rounds 2] [--steps 8] [--loss FILE] [--json FILE]
         [--page FILE]
 
-Real: four `fusion join` on this machine, a part of a core each, with `--upload-limit` and `--download-limit`, behind
-the proxies of `truth` that make the latency, the same job with each codec in turn; speeds as ratios to `none` of the
-same link and round. Beside a step stands what the simulator says of it, with the codec's bytes and the stages' measured
-work. `local updates`: the same machines as `[replicas] count = "auto"` divides them, each replica with the batch of the
-pipeline, exchanging every `EVERY` steps in int4; its tokens per second are counted over whole rounds, exchanges
-included.
+Measured: four `fusion join` on this machine, with a part of a core each and `--upload-limit` and `--download-limit`,
+behind the proxies of `truth` that add the latency, run the same job with each codec in turn. Speeds are ratios to
+`none` of the same link and round. Each step is compared with the simulator's, which uses the codec's bytes and the
+stages' measured work. `local updates`: the same machines as `[replicas] count = "auto"` divides them, each replica with
+the batch of the pipeline, exchanging every `EVERY` steps in int4. Their tokens per second are counted over whole
+rounds, exchanges included.
 
-Simulated: fifty RTX 3080 of the catalogue's figures on equal home links; the planner's plan of each codec, and the step
-that the simulator makes of it. `adaptive` chooses a codec per boundary. `local updates`: as many groups as take most
-steps together, `adaptive` within; each 50 steps all of them send and are sent every parameter in int4 over the job
-owner's line, which is like everybody's, one after the other and beside nothing else.
+Simulated: fifty RTX 3080 with the catalogue's figures on equal home links, the planner's plan for each codec, and the
+step that the simulator computes for it. `adaptive` chooses a codec per boundary. `local updates`: the number of groups
+that takes most steps together, with `adaptive` inside each. Every 50 steps all groups send and receive every parameter
+in int4 over the job owner's line, which is like all other lines, one after the other and not overlapped.
 
-What a codec costs in loss is measured by `compression`, what local updates cost by `local_updates`; with `--loss` and
-`--local-loss` their results stand in the same table. Real rows, of some minutes each, are written as soon as they are
-known; those that FILE has already are not run again.
+`compression` measures what a codec costs in loss, `local_updates` what local updates cost; with `--loss` and
+`--local-loss` their results are in the same table. A measured row takes some minutes and is written at once; rows that
+FILE already has are not run again.
 """
 
 from __future__ import annotations
@@ -55,38 +55,39 @@ LOCAL: Final = "local updates"
 EVERY: Final = 8
 """Steps between exchanges of the real runs; a real job would take 50, and exchange a sixth as often."""
 ROUNDS: Final = 3
-"""Of which the first is not counted."""
+"""Exchange rounds of a real run with local updates; the first is not counted."""
 SIMULATED_EVERY: Final = 50
 EXCHANGED: Final[Exchanged] = "int4"
 ANCHORED: Final = 8 / BYTES_PER_PARAMETER
-"""What was agreed on and what packing lost, in float32, per byte of a parameter."""
+"""Bytes of the anchor and of the packing error, in float32, per byte of a parameter."""
 BANDWIDTHS_MBIT_PER_S: Final = (10, 20, 100, 1000)
 LATENCIES_S: Final = (0.01, 0.04)
-"""One way, between any two."""
+"""One-way latencies between any two machines, in seconds."""
 SHARES: Final = (0.35, 0.35, 0.35, 0.35)
 MICROBATCHES: Final = 8
 HOMES: Final = 50
 SIMULATED_MODELS: Final = ("1.3B", "8B")
-PAGE_TOP: Final = """# What home links leave of training
+PAGE_TOP: Final = """# How fast is training over home links?
 
-`python benchmarks/homes.py --json homes.json --page docs/homes.md` writes this page. What a codec and local updates
-cost in loss is in [analysis.md](analysis.md#what-the-levers-cost-in-loss), where the same levers are applied to larger
-pools.
+Over slow home links, packed boundary tensors and local updates raise tokens per second; the tables show by how much.
+Their cost in loss is in [analysis.md](analysis.md#effect-of-the-levers-on-the-loss), where the same levers are applied
+to larger pools. `python benchmarks/homes.py --json homes.json --page docs/homes.md` writes this page.
 """
 REAL_WORDS: Final = f"""\
-Four `fusion join` on two cores, {SHARES[0]:g} of a core each, behind proxies that make the latency, with
-`--upload-limit` and `--download-limit`. Tokens per second over those of the same machines, line and round with nothing
-packed. Local updates: the same machines as `[replicas] count = "auto"` divides them, exchanging every {EVERY} steps in
-{EXCHANGED} (a real job would take 50). Last column: with `none`, `int8`, `adaptive`, from the stages' measured work."""
+Four `fusion join` processes run on two cores with {SHARES[0]:g} of a core each, behind proxies that add the latency,
+with `--upload-limit` and `--download-limit`. A figure is tokens per second divided by that of the same machines, line
+and round with nothing packed. Local updates: the same machines as `[replicas] count = "auto"` divides them, exchanging
+every {EVERY} steps in {EXCHANGED} (a real job would take 50). "Simulated over real step": with `none`, `int8` and
+`adaptive`, simulated from the stages' measured work."""
 SIMULATED_WORDS: Final = f"""\
-Tokens per second of the planner's plan, by the discrete-event simulator, and machines it uses. Local updates: groups
-that train apart with `adaptive` within, and exchange every {SIMULATED_EVERY} steps in {EXCHANGED} over the job owner's
-line."""
+A cell shows tokens per second of the planner's plan, by the discrete-event simulator, and the number of machines it
+uses. Local updates: groups that train apart, with `adaptive` inside each group, and exchange every {SIMULATED_EVERY}
+steps in {EXCHANGED} over the job owner's line."""
 _, PEAK_FLOPS, CARD_BYTES, CARD_BANDWIDTH = DEVICES[1]
 
 
 def real(rounds: int, steps: int, known: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows that are not `known`."""
+    """Yield the measured rows that `known` does not have."""
     there = {(row["mbit_per_s"], row["one_way_s"]) for row in known}
     number = -1
     for bandwidth in BANDWIDTHS_MBIT_PER_S:
@@ -327,11 +328,11 @@ def page(report: Mapping[str, Any]) -> str:
     lines = [PAGE_TOP]
     if report["real"]:
         lines += [
-            "## Four machines, for real",
+            "## Four machines, measured",
             "",
             REAL_WORDS,
             "",
-            "| line | from home to home | none | int8 | adaptive | local updates | simulated over real step | rounds |",
+            "| line | one-way latency | none | int8 | adaptive | local updates | simulated over real step | rounds |",
             "| --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
         for row in report["real"]:
@@ -346,7 +347,7 @@ def page(report: Mapping[str, Any]) -> str:
         lines.append("")
     if report["simulated"]:
         lines += ["## Fifty RTX 3080, simulated", "", SIMULATED_WORDS, ""]
-        lines += ["| model | line | from home to home | none | int8 | adaptive | local updates |"]
+        lines += ["| model | line | one-way latency | none | int8 | adaptive | local updates |"]
         lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
         for row in report["simulated"]:
             cells = [

@@ -1,13 +1,17 @@
-"""Writes the generated pages of this folder: `wire.md` (every message), `machines.md` (every state machine),
-`recipes.md` (every key of a recipe), `analysis.md` (many small machines against a few big ones) and `models.md` (which
-models and operators run; from what `benchmarks/universality.py` found, `models.json`), `planning.md` (how good plans
-are; from what `benchmarks/planner_pools.py` found, `planning.json`) and `privacy.md` (what peers could reconstruct;
-from the audit that ships).
+"""Writes the generated pages of this folder.
 
-`python docs/generate.py` writes them, `--check` says whether they are what the code says and writes nothing. Text
-above the marker of a page is written by hand and kept. Neighbours: `wire.messages`, `coordination`, `corpus.tables` and
-`scheduling.analysis_cases` are the source; `wire_fields.toml` holds the meaning of fields that several messages share,
-`recipe_fields.toml` that of a recipe's keys.
+| page | content | source |
+| --- | --- | --- |
+| `wire.md` | every message | `wire.messages`, `wire_fields.toml` |
+| `machines.md` | every state machine | `coordination` |
+| `recipes.md` | every key of a recipe | `corpus.tables`, `recipe_fields.toml` |
+| `analysis.md` | many small machines against a few big ones | `scheduling.analysis_cases` |
+| `models.md` | which models and operators run | `models.json`, written by `benchmarks/universality.py` |
+| `planning.md` | how good plans are | `planning.json`, written by `benchmarks/planner_pools.py` |
+| `privacy.md` | what peers could reconstruct | the shipped audit |
+
+`python docs/generate.py` writes them; `--check` reports pages that are out of date and writes nothing. The text above a
+page's marker is written by hand and kept. `wire_fields.toml` holds the meaning of fields that several messages share.
 """
 
 from __future__ import annotations
@@ -82,11 +86,11 @@ Arrow = tuple[str, str, str]
 
 
 class UndocumentedError(Exception):
-    """A field without a meaning, or a meaning without a field."""
+    """Raised for a field without a meaning, or a meaning without a field."""
 
 
 def wire_page() -> str:
-    """Every message and every struct inside one: fields, types with bounds, defaults, meanings."""
+    """Return the sections of all messages and their structs: fields, types with bounds, defaults, meanings."""
     meanings = tomllib.loads((DOCS / "wire_fields.toml").read_text(encoding="utf-8"))
     unused = {(section, name) for section, fields in meanings.items() for name in fields}
     lines = ["## Messages", ""]
@@ -96,10 +100,10 @@ def wire_page() -> str:
     lines += ["## Structs inside messages", ""]
     for struct in _inner_structs(sent):
         lines += _struct_section(struct, meanings, unused)
-    lines += ["## Refusal codes", "", "| code | what it says |", "| --- | --- |"]
+    lines += ["## Refusal codes", "", "| code | meaning |", "| --- | --- |"]
     lines += [f"| `{code}` | {messages.REFUSAL_SENTENCES[code]} |" for code in get_args(messages.RefusalCode)]
     if unused:
-        raise UndocumentedError(f"wire_fields.toml describes what is not there: {sorted(unused)}")
+        raise UndocumentedError(f"wire_fields.toml describes fields that no message has: {sorted(unused)}")
     return "\n".join(lines) + "\n"
 
 
@@ -133,7 +137,7 @@ def _struct_section(
 
 
 def _field_docstrings(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Meanings that stand in the source, as a string below their field."""
+    """Return the docstrings below the fields in the source, by field name."""
     body = ast.parse(textwrap.dedent(inspect.getsource(struct))).body[0]
     assert isinstance(body, ast.ClassDef)
     found: dict[str, str] = {}
@@ -187,7 +191,7 @@ def _inner_structs(sent: tuple[type[msgspec.Struct], ...]) -> list[type[msgspec.
 
 
 def _spelled(described: Any) -> str:
-    """A type with its bounds, as people read it."""
+    """Return a type with its bounds in readable form."""
     kinds = msgspec.inspect
     match described:
         case kinds.Metadata():
@@ -236,17 +240,19 @@ def _bound(value: int | None) -> str:
 
 
 def recipes_page() -> str:
-    """Every key that a recipe may have, table by table."""
+    """Return a section per table of a recipe, with all its keys."""
     meanings = tomllib.loads((DOCS / "recipe_fields.toml").read_text(encoding="utf-8"))
     if set(_inner_structs((RecipeTables,))) != set(RECIPE_TABLES.values()) or set(meanings) != set(RECIPE_TABLES):
-        raise UndocumentedError("docs/generate.py or docs/recipe_fields.toml lacks a table of recipes, or has too many")
+        raise UndocumentedError("docs/generate.py or docs/recipe_fields.toml must have exactly the tables of a recipe")
     lines: list[str] = []
     for name, struct in RECIPE_TABLES.items():
         lines += [f"## [{name}]", "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         described = msgspec.inspect.type_info(struct)
         assert isinstance(described, msgspec.inspect.StructType)
         if odd := {field.name for field in described.fields} ^ set(meanings[name]):
-            raise UndocumentedError(f"recipe_fields.toml and the code differ in [{name}]: {', '.join(sorted(odd))}")
+            raise UndocumentedError(
+                f"recipe_fields.toml and the code have different keys in [{name}]: {', '.join(sorted(odd))}"
+            )
         for field in described.fields:
             written = _written(field.default, field.default_factory)
             lines.append(f"| `{field.name}` | {_in_recipe(field.type)} | {written} | {meanings[name][field.name]} |")
@@ -255,7 +261,7 @@ def recipes_page() -> str:
 
 
 def _in_recipe(described: Any) -> str:
-    """A type as a recipe's author writes it."""
+    """Return a type in the terms of a recipe's author."""
     kinds = msgspec.inspect
     match described:
         case kinds.StructType():
@@ -284,7 +290,7 @@ def _in_recipe(described: Any) -> str:
 
 
 def _written(default: Any, factory: Any) -> str:
-    """A default as TOML has it."""
+    """Return a default value in TOML syntax."""
     value = default if factory is NODEFAULT else factory()
     match value:
         case _ if value is NODEFAULT:
@@ -304,7 +310,7 @@ def _written(default: Any, factory: Any) -> str:
 
 
 def machines_page() -> str:
-    """A diagram of every state machine, from its table."""
+    """Return a diagram of every state machine, from its table."""
     lines: list[str] = []
     for title, module, arrows in _machines():
         lines += [f"## {title}", "", _one_line(inspect.getdoc(module) or "").split(". ")[0] + ".", ""]
@@ -327,7 +333,7 @@ def _machines() -> Iterator[tuple[str, ModuleType, list[Arrow]]]:
 
 
 def _arrows(table: Mapping[tuple[Enum, type], Any], initial: Enum) -> list[Arrow]:
-    """The arrows of a machine whose rows name an act and its targets."""
+    """Return the arrows of a state machine whose rows name an act and its targets."""
     found: list[Arrow] = [(START, "", initial.value)]
     for (source, event), transition in table.items():
         targets = sorted(target.value for target in transition.targets)
@@ -336,7 +342,7 @@ def _arrows(table: Mapping[tuple[Enum, type], Any], initial: Enum) -> list[Arrow
 
 
 def _drawn(arrows: list[Arrow]) -> Iterator[str]:
-    """Mermaid lines; events that lead the same way share an arrow."""
+    """Yield Mermaid lines; events with the same source and target share an arrow."""
     events: dict[tuple[str, str], list[str]] = {}
     for source, event, target in arrows:
         events.setdefault((source, target), []).append(event)
@@ -350,19 +356,19 @@ def _phase(name: str) -> str:
 
 
 def analysis_page() -> str:
-    """What `fusion analyze` says of the shipped catalogue."""
+    """Return the comparison that `fusion analyze` makes from the shipped catalogue."""
     return document(shipped_comparisons())
 
 
 def models_page() -> str:
-    """What `benchmarks/universality.py` found, and which operators each backend has."""
+    """Return the results of `benchmarks/universality.py`, and the operators of each backend."""
     found = json.loads((DOCS / "models.json").read_text(encoding="utf-8"))
     rows: list[dict[str, Any]] = found["rows"]
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     passing = sum(row["passes"] for row in rows)
     lines = [
-        f"{passing} of {len(rows)} rows pass ({100 * passing / len(rows):.0f} %): nothing that applies has missed on "
-        f"any backend tried. {versions}.",
+        f"{passing} of {len(rows)} rows pass ({100 * passing / len(rows):.0f} %). In a row that passes, every check "
+        f"that applies succeeded on every backend tried. {versions}.",
     ]
     columns = [(what, name) for what in ("forward", "gradients", "serving") for name in BACKENDS]
     columns.remove(("gradients", "onnxruntime"))
@@ -377,7 +383,7 @@ def models_page() -> str:
                 lines.append(f"| {row['name']} | {row['parameters']:,} | {_files_cell(row)} | {cells} |")
     if any(row["files"]["state"] != "not" and not {*row["forward"]} <= {*row["from_files"]} for row in rows):
         lines += ["", "`*`: tried on a new model of the same configuration, not on one read from files."]
-    lines += ["", "## What is missing, and why", ""]
+    lines += ["", "## Which features are missing, and why?", ""]
     lines += [*_model_reasons(rows)] or ["Nothing."]
     return "\n".join([*lines, "", *_coverage()]) + "\n"
 
@@ -424,11 +430,11 @@ def _model_reasons(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _coverage() -> Iterator[str]:
-    """Operators of the allow-list that a backend lacks; sizes are every backend's."""
+    """Yield a table of the operators each backend lacks. Every backend has the size operators, so they are left out."""
     operators = [name for name, operator in OPERATORS.items() if operator.category != "size"]
     yield "## Operators"
     yield ""
-    yield f"Of {len(operators)} operators that a graph may hold:"
+    yield f"A graph may hold {len(operators)} operators. The table shows how many of them each backend has."
     yield ""
     yield "| backend | has | lacks |"
     yield "|---|---:|---|"
@@ -438,7 +444,7 @@ def _coverage() -> Iterator[str]:
 
 
 def privacy_page() -> str:
-    """What the audit that ships found: levels, boundaries by depth and defence, every attack, updates, budgets."""
+    """Return the results of the shipped audit: levels, boundaries by depth and defence, attacks, updates, budgets."""
     found = shipped()
     versions = ", ".join(f"{name} {number}" for name, number in found.versions.items())
     lines = [
@@ -451,8 +457,8 @@ def privacy_page() -> str:
         "",
         *_table(("level", *ADVERSARIES), privacy.level_rows(found)),
         "",
-        "Percentages: private tokens recovered by the strongest attack, from the depth where that is least to the "
-        "depth where it is most.",
+        "Percentages are the private tokens that the strongest attack recovered: the lowest and the highest value over "
+        "all depths.",
     ]
     for title, cell in (
         ("Tokens recovered by the white-box attack", lambda one: audit_view.share(one.white_box.top1)),
@@ -460,22 +466,22 @@ def privacy_page() -> str:
             "Tokens recovered by the strongest attack",
             lambda one: f"{audit_view.share(one.worst.top1)} ({one.worst.attack})",
         ),
-        ("Loss, nats a token", lambda one: f"{one.loss:.3f}"),
+        ("Loss, nats per token", lambda one: f"{one.loss:.3f}"),
     ):
         lines += ["", f"## {title}", "", *_by_depth(found, cell)]
     lines += ["", "## Every attack", ""]
     lines += _table(audit_view.boundary_headers(found), audit_view.boundary_rows(found))
     lines += ["", "## Texts recovered from gradients", ""]
     lines += _table(audit_view.UPDATE_HEADERS, map(audit_view.update_row, found.updates))
-    lines += ["", "## What the attacks took", "", *_table(audit_view.BUDGET_HEADERS, audit_view.budget_rows(found))]
+    lines += ["", "## Cost of the attacks", "", *_table(audit_view.BUDGET_HEADERS, audit_view.budget_rows(found))]
     lines += ["", "## Positive controls", ""]
     passed = ((control.name, audit_view.share(control.got)) for control in found.controls)
-    lines += _table(("where the attack must succeed", "recovered"), passed)
+    lines += _table(("case in which the attack must succeed", "recovered"), passed)
     return "\n".join(lines) + "\n"
 
 
 def _by_depth(found: Findings, cell: Callable[[Boundary], str]) -> Iterator[str]:
-    """A row for each depth, a column for each defence."""
+    """Return a table with a row for each depth and a column for each defence."""
     at = ((depth, (found.at(defence, depth) for defence in found.defences)) for depth in found.depths)
     rows = ((str(depth), *("at home" if one is None else cell(one) for one in row)) for depth, row in at)
     return _table(("depth", *found.defences), rows)
@@ -489,7 +495,7 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[st
 
 
 def planning_page() -> str:
-    """What `benchmarks/planner_pools.py` found, a row per kind of pool and a column per number of machines."""
+    """Return the results of `benchmarks/planner_pools.py`: a row per kind of pool, a column per number of machines."""
     found = json.loads((DOCS / "planning.json").read_text(encoding="utf-8"))
     cells = {(row["kind"], row["peers"]): row["pools"] for row in found["rows"]}
     kinds, sizes = dict.fromkeys(kind for kind, _ in cells), sorted({peers for _, peers in cells})
@@ -526,7 +532,7 @@ GENERATED: Final = {
 
 
 def rendered(name: str) -> str:
-    """The whole page: what is written by hand, the marker, what the code says."""
+    """Return the whole page: the hand-written part, the marker, the generated part."""
     by_hand, marker, _ = (DOCS / name).read_text(encoding="utf-8").partition(MARKER)
     if not marker:
         raise UndocumentedError(f"docs/{name} has lost its marker line: {MARKER}")

@@ -447,8 +447,8 @@ class Enlisted(WireMessage, frozen=True, kw_only=True, tag="enlisted"):
 class Attach(WireMessage, frozen=True, kw_only=True, tag="attach"):
     """Driver -> member, after `Enlist`: run this stage under this fence; drop partial sums, keep what is prepared.
 
-    Tensor `graph` (uint8): canonical JSON of the stage's graph (`ir.schema.Graph`). `partition` names the boundary:
-    for each stage value its routes (`ir.partition.StageGraph` less the graph), decoded by `execution`.
+    Tensor `graph` (uint8): canonical JSON of the stage's graph (`ir.schema.Graph`). `boundary` holds the
+    routes of each stage value (`ir.partition.StageGraph` without the graph); `execution` decodes it.
     """
 
     fence: Fence
