@@ -265,8 +265,10 @@ class _Placing:
         return None
 
     def _base_bytes(self, stage: StagePlacement) -> int:
-        """Return the bytes of the snapshot from which the stage is restored, kept until the first commit; 0 in
-        serving."""
+        """Return the bytes of the snapshot that the stage is restored from, kept until the snapshot line has passed it.
+
+        0 in serving, which restores nothing.
+        """
         return 0 if self.plan.task == "serve" else self.costs.state_bytes(stage)
 
     def _least_bytes(self, stage: StagePlacement) -> int:
