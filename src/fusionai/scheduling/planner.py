@@ -153,9 +153,10 @@ def _warnings(problem: Problem, peers: Sequence[PeerProfile], found: Solved) -> 
 
 
 def _smallest(problem: Problem, blocks: tuple[BlockCost, ...]) -> tuple[float, Callable[[PeerProfile], str | None]]:
-    """Return the least memory of any stage in any way, and a function that tells why a peer can hold none.
+    """Return the least memory of any stage in any way, and a function that returns why a peer can hold no stage, or
+    None.
 
-    The function returns the reason if all ways that fit a peer's memory are ways that its backend does not support.
+    A peer can hold none if its backend supports none of the ways that fit its memory.
     """
     ways = choices_of_problem(problem)
     tables = stage_tables(Chain(problem, blocks), ways)

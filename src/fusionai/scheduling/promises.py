@@ -24,6 +24,7 @@ SETTLING: Final = 4
 BENEFIT: Final = 0.05
 """Gain that counts as predicted and measured before the first outcome, as a fraction of a step's time; chosen."""
 FORGOTTEN_S: Final = 600.0
+"""Seconds for which an outcome counts; chosen."""
 
 Placement = tuple[tuple[int, str], ...]
 

@@ -43,6 +43,7 @@ MANY: Final = 512
 LIKELY: Final = 400
 """In a box with `MANY` kinds or more, number of kinds whose prices are raised first, without the others."""
 LEAST_ROUNDS: Final = 2
+"""Price updates over all kinds of a box with `MANY` kinds or more."""
 NARROW: Final = 5e-4
 """A box whose periods and updates differ by less than this fraction of a step is not divided further."""
 EFFORT: Final = 500_000_000

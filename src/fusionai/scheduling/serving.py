@@ -48,12 +48,16 @@ from fusionai.scheduling.types import (
 )
 
 SEARCH_BUDGET: Final = 100_000
+"""Search budget, in extensions, if all usable peers are searched; chosen."""
 LISTED_BUDGET: Final = 20_000
 """Search budget in a large pool, of which only a shortlist is searched: there, more search gains less than more peers
 would."""
 MOST_ROOM: Final = 4
+"""Factor on the shortlist's length if the peers of the usual one can't hold the model."""
 MOST_PAGES: Final = 1_048_576
+"""Upper limit on cache pages."""
 ROUNDING: Final = 1e-9
+"""Relative difference of two times that counts as rounding."""
 FILLED: Final = 0.75
 """Fraction of the memory beyond the wanted cache that becomes pages. The rest lets a spare hold the weights of more
 stages than it will run."""

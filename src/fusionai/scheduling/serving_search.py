@@ -28,6 +28,7 @@ SETTLED_PEERS: Final = 16
 """Number of peers up to which compiled loops, which search exhaustively, settle what the best-first search leaves
 open."""
 SETTLED_STEPS: Final = 2_000_000
+"""Upper limit on lines that the compiled loops keep."""
 BEAM: Final = 12
 """Lines kept per number of stages during the search for a first good line."""
 

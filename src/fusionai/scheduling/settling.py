@@ -54,7 +54,8 @@ class Loss:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether this loss is the first of the row whose wait exceeds `LONGEST_SETTLE_S`, which callers report."""
+        """Whether this is the first of the consecutive losses whose wait exceeds `LONGEST_SETTLE_S`; callers report
+        it."""
         return self.times > 1 and _doubled_s(self.times - 1) <= LONGEST_SETTLE_S < _doubled_s(self.times)
 
 

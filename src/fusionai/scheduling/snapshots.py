@@ -33,11 +33,13 @@ from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import Plan, Problem, StagePlacement
 
 MOST_STEPS: Final = 64
+"""Largest interval K, in steps; chosen."""
 EXTRA: Final = 0.05
 """Fraction of link and time that snapshots may use, unless a short replay needs more."""
 HASTY_EXTRA: Final = 0.50
 """The same fraction if K must be small for a short replay."""
 REPLAY_S: Final = 2.0
+"""Longest replay to aim for, in seconds of compute; chosen."""
 COPY_BYTES_PER_S: Final = 1e9
 """Speed of copying, encrypting and sending a state with one thread of an ordinary machine."""
 

@@ -30,6 +30,7 @@ from fusionai.scheduling.types import PeerProfile, Problem
 EXACT_PEERS: Final = 12
 """Number of peers up to which the search gets its full budget; with so few it nearly always completes."""
 SEARCH_BUDGET: Final = 8_000_000
+"""Full search budget, in tried extensions."""
 HOPEFUL_BUDGET: Final = 400_000
 """Search budget in larger pools, where the search completes if few machines can matter."""
 START_BUDGET: Final = 2_000
@@ -45,6 +46,7 @@ TURNS: Final = 3
 GOAL: Final = 0.002
 """Relative gap at which the search in large pools stops."""
 EXACT: Final = 1e-9
+"""Relative gap up to which a pipeline counts as optimal."""
 SEARCHED: Final = "exact search over peers, order, cuts and what stages do to fit"
 RELAXED: Final = "search among the machines that can matter, bound by relaxation"
 

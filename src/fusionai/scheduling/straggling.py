@@ -32,12 +32,15 @@ from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
 
 SLOW: Final = 1.5
+"""Slow-down above which a stage may become a straggler; chosen."""
 RECOVERED: Final = 1.2
+"""Slow-down below which a straggler recovers; chosen."""
 STEPS: Final = 8
 """Consecutive steps that make a stage a straggler, or end that state."""
 WAITED_FOR: Final = 0.8
 """Least compute of a straggler as a fraction of the longest of all stages: the others don't wait for a shorter one."""
 GAIN: Final = 0.15
+"""Least reduction of the step time, as a fraction, for which a plan is adopted; chosen."""
 COOL_DOWN: Final = 50
 """Pause in steps; moving a stage costs about as much as a checkpoint."""
 MOST: Final = 50.0

@@ -160,7 +160,7 @@ class SharedWeight(_Data, frozen=True, kw_only=True):
 
 
 class Problem(_Data, frozen=True, kw_only=True):
-    """The input of the planner.
+    """The planning problem.
 
     `blocks` are in order; those that stay with the owner (`scheduling.ends`) are not offered to the pool's peers.
     """
