@@ -1,5 +1,5 @@
-"""From a problem to an immutable plan: who runs which blocks, how fast that is, how far from the best it can be. Pure.
+"""Planning: turns a `Problem` into an immutable `Plan` with a predicted speed and a bound on the best possible one.
 
-Budgets are iterations, seeds are arguments; the same problem gives the same plan.
-Neighbours: `ir.cost` and measured profiles go in; `broker` versions plans, `training` obeys them.
+All functions are pure: budgets are iterations, seeds are arguments, and the same problem gives the same plan. `ir.cost`
+and measured profiles provide the input; `broker` versions plans, and `training` executes them.
 """

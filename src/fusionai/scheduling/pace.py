@@ -1,18 +1,20 @@
-"""A training problem in which a machine's speed is what it makes of training. Decides how calls and bytes are
-counted.
+"""Converts a problem's costs so that one speed per machine describes measured training or serving performance.
 
-An operator takes some time whatever its size, its operations at the speed of a training block, and the bytes it reads
-and writes (`primitives.pace`); in a small model the first is most of it, in a narrow one the last is a good part.
-Serving: a machine has the two speeds that were measured for the weight format that is wanted, where they were;
-attention has its own (`StageCosts.attention_s`).
+In training, an operator takes a fixed time per call, its operations at the speed of a training block, and the bytes it
+reads and writes (`primitives.pace`). In a small model the call time dominates; in a narrow one memory traffic is a
+large part.
 
-Everything that plans knows operations over speed, one number per block and one per machine. So calls and bytes are
-turned into operations, as many as a typical machine of the pool computes meanwhile, and every machine gets the speed at
-which the whole model takes it as long as its own figures say. That is exact where blocks have the same calls and bytes
-per operation, or machines the same operations in a call's and a byte's time; models are made of layers that are alike.
+In serving, a machine gets the compute speed and the memory bandwidth measured for the requested weight format, if they
+were measured. Attention has its own speed (`StageCosts.attention_s`).
 
-Pure. `replicated`, `planner` and `StageCosts` begin with it; said twice it changes nothing. Neighbours: `backends.pace`
-measured, `ir.cost` counted.
+The planner models a block's time as operations divided by speed. Therefore calls and bytes are converted to the number
+of operations that a typical (median) machine of the pool computes in the same time. Every machine then gets the speed
+at which the whole model takes as long as the machine's own measurements predict. The conversion is exact if all blocks
+have the same calls and bytes per operation, or if all machines compute the same number of operations in the time of a
+call and of a byte. Models consist mostly of similar layers, so the error is small.
+
+The functions are pure, and converting twice has no further effect. `replicated`, `planner` and `StageCosts` convert
+first. `backends.pace` measures the speeds, and `ir.cost` counts operations, calls and bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from fusionai.scheduling.types import BlockCost, PeerProfile, Problem
 
 
 def paced(problem: Problem) -> Problem:
-    """`problem` itself where nobody's pace was measured, and where it is paced already."""
+    """Return `problem` with converted costs and speeds.
+
+    Returns `problem` itself if no machine has a measured pace, and an equal problem if it was converted before.
+    """
     if problem.task == "serve":
         return _served(problem)
     machines = (*problem.peers, *(() if problem.owner is None else (problem.owner,)))
@@ -43,7 +48,7 @@ def paced(problem: Problem) -> Problem:
     def at_pace(peer: PeerProfile) -> PeerProfile:
         if not peer.flops_per_s > 0:
             return peer
-        # Who was not measured is typical, at its own speed.
+        # An unmeasured machine is assumed to be typical at its own speed.
         pace = peer.pace or Pace(
             flops_per_s=peer.flops_per_s, call_s=call_flops / peer.flops_per_s, byte_s=byte_flops / peer.flops_per_s
         )
@@ -63,7 +68,8 @@ def paced(problem: Problem) -> Problem:
 
 
 def _with_flops(block: BlockCost, added: float) -> BlockCost:
-    """In place of its calls and bytes. Backward takes two of three parts of their time, where there is one."""
+    """Replace the block's calls and bytes by `added` operations, two thirds of them in backward if it has a backward
+    pass."""
     share = 1 / 3 if block.backward_flops > 0 else 1.0
     return msgspec.structs.replace(
         block,
@@ -96,7 +102,7 @@ def _served(problem: Problem) -> Problem:
 
 
 def typical_serving(profiles: Sequence[PeerProfile]) -> tuple[ServingPace, ...]:
-    """The median of what was measured, for each weight format that all of them have."""
+    """Return the median measured serving speeds for each weight format that all profiles have."""
     measured = [{one.form: one for one in profile.serving} for profile in profiles]
     if not measured:
         return ()

@@ -1,7 +1,8 @@
-"""Blocks that must lie with a certain peer. Decides which ranges of blocks a peer may hold; places nothing.
+"""Pinned blocks: which ranges of blocks a peer may hold when some blocks must be placed on a certain peer.
 
-A pin works like memory: a range that breaks one can't be held. So every search that asks what fits obeys pins, and its
-bounds stay true. Neighbours: `pipeline` and `serving_line` ask; `eligibility` checks the names.
+A pin acts like a memory limit: a range that violates a pin can't be held. Every search that asks whether a range fits
+therefore respects pins, and its bounds stay valid. `pipeline` and `serving_line` use this module; `eligibility` checks
+the peers' names.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ from fusionai.scheduling.types import BlockCost, PeerProfile, Problem
 
 
 class Pins:
-    """`blocks`: those to be placed, in order; `peers`: by index. `only`: who holds its pins and nothing else."""
+    """The pins of a problem, by position and peer index.
+
+    `blocks`: the blocks to place, in order. `peers`: the peers in index order. `only`: index of a peer that holds its
+    pinned blocks and no others.
+    """
 
     def __init__(
         self,
@@ -30,8 +35,11 @@ class Pins:
         self._only_count = sum(peer == only for _, peer in self._pins)
 
     def table(self, blocks: int) -> tuple[list[int], int, int]:
-        """By position the peer that must hold it, -1 for most; who holds its pins and nothing else (-1: nobody), and
-        how many those are. Without pins the list is empty."""
+        """Return the pins as arrays: the required peer per position, the exclusive peer, and its number of blocks.
+
+        The list has -1 for a position without a pin, and is empty if there are no pins. The exclusive peer, which holds
+        its pinned blocks and no others, is -1 if there is none.
+        """
         if not self._pins:
             return [], -1, 0
         peers = [-1] * blocks
@@ -40,19 +48,20 @@ class Pins:
         return peers, -1 if self._only is None else self._only, self._only_count
 
     def allow(self, peer: int, start: int, end: int) -> bool:
-        """Whether `peer` may hold [start, end): all of its own pins, none of others'."""
+        """Return whether `peer` may hold [start, end): all blocks pinned to it are inside, and none pinned to another
+        peer."""
         if peer == self._only and end - start != self._only_count:
             return False
         return all((start <= position < end) == (peer == owner) for position, owner in self._pins)
 
 
 def must_use(problem: Problem) -> frozenset[str]:
-    """Peers that must be used: the required ones, and whoever has a pin."""
+    """Return the peers that must be used: the required ones and those with a pinned block."""
     return frozenset((*problem.required, *problem.pinned.values()))
 
 
 def check_pins(problem: Problem, placeable: Sequence[BlockCost]) -> None:
-    """Raise `PlanError` on a pin of a block that is not to be placed with the pool."""
+    """Raise `PlanError` if a pinned block is not among the blocks that the pool places."""
     known = [block.block for block in placeable]
     for block, peer in problem.pinned.items():
         if block not in known:

@@ -1,6 +1,6 @@
-"""A solved pipeline written out as a `Plan`: predictions, memory, bottleneck, spares. Decides no placement.
+"""Writes a solved pipeline as a `Plan`: predictions, memory, bottleneck, spares.
 
-Neighbours: `planner` calls it last, `pipeline` has the formulas.
+`planner` calls it last; `pipeline` has the formulas.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def written_out(
     warnings: tuple[str, ...],
     usable: Sequence[PeerProfile],
 ) -> Plan:
-    """The immutable plan of `best`, every field filled. `usable`: all that may be used; who isn't stands by."""
+    """Return the complete plan of `best`; peers of `usable` without a stage become spares."""
     stages = tuple(_stages(pipeline, best, feed_at_owner))
-    # The owner's machine, where it lends itself too, can stand by although it takes the loss.
+    # The owner's machine, if it is also a peer, can be a spare although it computes the loss.
     used = {stage.peer for stage in stages if "stage" in stage.roles}
     used |= {pipeline.peers[pipeline.front].peer} if pipeline.front is not None else set()
     step_s = pipeline.step_s(best)
@@ -62,7 +62,7 @@ def written_out(
 
 
 def pool_name(problem: Problem, peer: str) -> str:
-    """The peer's name for people, or its id."""
+    """Return the peer's display name, or its id if it has none."""
     everyone = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
     return next((p.name for p in everyone if p.peer == peer and p.name), peer)
 
@@ -111,7 +111,7 @@ def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[S
 
 
 def _bottleneck(problem: Problem, pipeline: Pipeline, best: Suffix) -> str:
-    """What a faster pipeline would have to change first."""
+    """Describe what limits the pipeline's speed."""
     causes: list[tuple[float, str]] = []
     pool = list(pipeline.pool_stages(best))
     for number, stage in enumerate(pool):
@@ -127,7 +127,7 @@ def _bottleneck(problem: Problem, pipeline: Pipeline, best: Suffix) -> str:
         if pipeline.front is not None:
             causes.append((pool[0].compute_s + pipeline.tail.compute_s, f"compute of both ends on {name}"))
     seconds, cause = max(causes, key=lambda c: c[0])
-    # Occupancy of an access link and scarce memory show in no single stage or link.
+    # Access link occupancy and scarce memory belong to several stages or links at once.
     if best.period_s > seconds * (1 + 1e-9):
         return _shared_cause(problem, pipeline, best, pool)
     return f"{cause} ({format_seconds(seconds)} per microbatch)"
@@ -138,7 +138,7 @@ def _shared_cause(problem: Problem, pipeline: Pipeline, best: Suffix, pool: list
     name = pool_name(problem, pipeline.peers[stage.head].peer)
     period = format_seconds(best.period_s)
     trip_s = stage.transit_s - (0.0 if stage.start else pipeline.commit_s[stage.head])
-    # What was added and taken off again may be a bit less.
+    # Adding and subtracting the commit may leave a slightly smaller value.
     if stage.held < pipeline.microbatches and trip_s / stage.held >= best.period_s * (1 - 1e-9):
         return f"memory of {name}: it holds {stage.held} microbatches of stage {number} in flight ({period} each)"
     return f"access links around stage {number} on {name} ({period} per microbatch)"

@@ -1,11 +1,11 @@
-"""`plan(problem) -> Plan`: pure and deterministic. Decides which peer holds which blocks; starts nothing.
+"""`plan(problem) -> Plan`: chooses which peer holds which blocks. Pure and deterministic; starts nothing.
 
-The same problem gives the same plan, in whatever order its peers are listed. One replica and one stage per peer:
-`many_holders` says what more of them would bring.
+The same problem gives the same plan, in whatever order its peers are listed. Plans made here have one replica and one
+stage per peer; `many_holders` estimates what several stages per peer would gain.
 
-Neighbours: `solving` finds the pipeline and its bound. `replicated` plans several replicas, `serving` for generation.
-`eligibility` (who may be used), `pipeline` (what a step costs), `alone` (one machine instead), `placement` (the plan
-written out), `guards` (which spare guards which stage).
+`solving` finds the pipeline and its bound. `eligibility` decides who may be used, `pipeline` what a step costs, `alone`
+what one machine would reach, `placement` writes the plan, and `guards` assigns spares to stages. `replicated` plans
+several replicas, `serving` plans generation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ from fusionai.wire.codecs import Codec, gently
 
 
 def plan(problem: Problem) -> Plan:
-    """The plan with the shortest predicted step. Raises `PlanError` naming the tightest constraint if there is none."""
+    """Return the plan with the shortest predicted step.
+
+    Raises `PlanError` that names the tightest constraint if no plan exists.
+    """
     if problem.task == "serve":
         return serving_plan(problem)
     problem = paced(problem)
@@ -47,7 +50,7 @@ def plan(problem: Problem) -> Plan:
 
 
 def _chain_plan(problem: Problem) -> Plan:
-    """Without guards, and not yet held against one machine alone."""
+    """Return the plan without guards and without the comparison with one machine alone."""
     _check(problem)
     pool_blocks = middle(problem)
     check_pins(problem, pool_blocks)
@@ -86,7 +89,8 @@ def _chain_plan(problem: Problem) -> Plan:
 
 
 def _against_one(problem: Problem, found: Plan) -> Plan:
-    """With the speed of the fastest machine alone, and a warning first of all where that is the faster way."""
+    """Return `found` with the speed of the fastest machine alone, and a first warning if that machine alone is
+    faster."""
     usable, _ = eligible(problem, middle(problem), 0.0)
     alone = fastest_alone(problem, _machines(problem, usable))
     warnings = (*found.warnings, *dependence(found, problem))
@@ -98,7 +102,7 @@ def _against_one(problem: Problem, found: Plan) -> Plan:
 
 
 def _uniform(problem: Problem, best: Suffix) -> tuple[Codec, ...]:
-    """Of all boundaries, where the job says it; empty where nothing is packed."""
+    """Return the codecs of all boundaries if the job sets one for all; empty if nothing is packed."""
     if problem.compression in ("none", "adaptive"):
         return ()
     between = (problem.compression,) * (best.stages - 1)
@@ -119,14 +123,14 @@ def _certificate(problem: Problem, found: Solved) -> Certificate:
 
 
 def _with_codecs(certificate: Certificate, problem: Problem, pipeline: Pipeline, best: Suffix) -> Certificate:
-    """The certificate, which was of the smallest codecs, against what those that lose less pass."""
+    """Return the certificate, made for the smallest codecs, for a pipeline with codecs that lose less."""
     speed = problem.microbatches * problem.microbatch_tokens / pipeline.step_s(best)
     gap = max(0.0, certificate.bound_tokens_per_s / speed - 1)
     return msgspec.structs.replace(certificate, exact=certificate.exact and gap == 0.0, optimality_gap=gap)
 
 
 def _warnings(problem: Problem, peers: Sequence[PeerProfile], found: Solved) -> list[str]:
-    """Say so when fewer stages than asked for would be faster."""
+    """Return a warning if fewer stages than requested would be faster."""
     own = 0 if found.pipeline.front is None else 1
     if problem.stages is None or problem.stages == 1 + own:
         return []
@@ -149,7 +153,11 @@ def _warnings(problem: Problem, peers: Sequence[PeerProfile], found: Solved) -> 
 
 
 def _smallest(problem: Problem, blocks: tuple[BlockCost, ...]) -> tuple[float, Callable[[PeerProfile], str | None]]:
-    """The least that any stage takes in any way, and why a peer whose backend can't work that way holds none."""
+    """Return the least memory of any stage in any way, and a function that returns why a peer can hold no stage, or
+    None.
+
+    A peer can hold none if its backend supports none of the ways that fit its memory.
+    """
     ways = choices_of_problem(problem)
     tables = stage_tables(Chain(problem, blocks), ways)
     needed = tables.resident_bytes + tables.flight_bytes
@@ -168,7 +176,8 @@ def _smallest(problem: Problem, blocks: tuple[BlockCost, ...]) -> tuple[float, C
 
 
 def _limits(problem: Problem, peers: Sequence[PeerProfile], blocks: int) -> Limits:
-    """Without the mask of required peers, which depends on who is listed."""
+    """Return the limits on the number of stages; the mask of required peers depends on the listed peers and is set
+    later."""
     usable, required = len(peers), len(must_use(problem))
     reserved = problem.spares_wanted or 0
     most = min(usable - reserved, blocks)

@@ -1,15 +1,15 @@
-"""How long a step takes with the stages exactly as they lie. Decides nothing; moves nothing.
+"""Predicts how long a training step takes for a given placement.
 
-The formulas of `pipeline`, for a placement that is given instead of grown: stages keep their microbatches in flight,
-and a peer may hold several of them (then it works and sends for all). Replicas run beside each other, so a period takes
-one microbatch through each; what they have in common (the job owner's process and line) works for all of them.
+Applies the formulas of `pipeline` to a placement that already exists: stages keep their microbatches in flight, and a
+peer may hold several stages, which then share its compute and its lines. Replicas run side by side, so a period takes
+one microbatch through each of them. The job owner's process and line are shared by all replicas.
 
-A step is official when every stage has told the job owner that its gradients are summed, and a stage begins with the
-next step when it has been told so. The first stage of a chain is the last to be done and the first to begin again: it
-waits for one way to the owner and one way back (docs/recovery.md). The others hear of it before their next microbatch
-comes.
+A step is committed when every stage has reported to the job owner that its gradients are summed. A stage begins the
+next step when the owner has confirmed that. The first stage of a chain finishes last and begins first: it waits for one
+message to the owner and one back (docs/recovery.md). The other stages receive the confirmation before their next
+microbatch arrives.
 
-Neighbours: `takeover` and `straggling` compare placements with this; `pipeline` explains the terms.
+`takeover` and `straggling` compare placements with these predictions; `pipeline` explains the terms.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from fusionai.scheduling.types import StagePlacement
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """`bottleneck` says what a faster pipeline would have to change first. `reduction_s`: of `step_s`, what summing
-    the replicas' gradients takes; `commit_s`: what the word that the step is complete takes."""
+    """Predicted step time and its bottleneck.
+
+    `bottleneck` describes what limits the speed. `reduction_s` is the part of `step_s` that summing the replicas'
+    gradients takes, `commit_s` the part that waiting for the step's commit takes.
+    """
 
     step_s: float
     bottleneck: str
@@ -37,7 +40,7 @@ class Prediction:
 
 
 def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
-    """Of one step over `stages` in pipeline order. Speeds and links are those of `costs.problem`."""
+    """Predict one step over `stages`, given in pipeline order, with the speeds and links of `costs.problem`."""
     compute = [costs.compute_s(stage, stage.peer) for stage in stages]
     hop_s = [0.0] * len(stages)
     busy: defaultdict[str, float] = defaultdict(float)
@@ -84,8 +87,10 @@ def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
 
 
 def commit_s(stages: Sequence[StagePlacement], costs: StageCosts) -> float:
-    """Of a step over `stages`, of the replica that waits longest. 0 where the job owner is not known, or has the first
-    stage itself."""
+    """Return the commit's round trip in seconds, of the replica that waits longest.
+
+    0 if the problem has no job owner or the owner has the first stage itself.
+    """
     owner = costs.problem.owner
     if owner is None:
         return 0.0
@@ -96,5 +101,5 @@ def commit_s(stages: Sequence[StagePlacement], costs: StageCosts) -> float:
 
 
 def first_stages(stages: Sequence[StagePlacement]) -> list[StagePlacement]:
-    """Of every replica the first."""
+    """Return the first stage of every replica."""
     return [stage for index, stage in enumerate(stages) if not index or stages[index - 1].replica != stage.replica]

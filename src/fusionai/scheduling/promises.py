@@ -1,12 +1,12 @@
-"""Whether moves brought what they promised. Decides how far the next promise is trusted; moves nothing.
+"""Compares predicted gains of moves with measured ones and derives how far to trust the next prediction.
 
-A move is promised from predictions, and predictions know nothing of what machines share: cores, a line, a room's heat.
-So a job holds what it was promised against its own clock: the median step before the move and after it, both of steps
-that lay on the same machines. The trust in the next promise is what was brought over what was promised, as if
-`BENEFIT` had been promised and brought before, so that a small promise says little and no promise says nothing. What
-was found is forgotten after `FORGOTTEN_S`: machines change.
+Predictions don't know what machines share, such as cores, a line or cooling. A job therefore compares each predicted
+gain with its own step times: the median before the move with the median after it, each over steps with unchanged
+placement. The trust is the ratio of measured to predicted gains. An additional gain of `BENEFIT` counts as predicted
+and measured, so that a small prediction has little weight and the trust without any prediction is 1. Outcomes are
+dropped after `FORGOTTEN_S`, because machines change.
 
-Neighbours: `promotion` promises, `client.pool_watch` feeds the steps.
+`promotion` makes the predictions; `client.pool_watch` reports the steps.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from typing import Final
 from fusionai.scheduling.types import Plan
 
 ENOUGH: Final = 16
-"""Steps that make a median."""
+"""Number of steps over which a median is taken; chosen."""
 SETTLING: Final = 4
-"""First steps after a move: replays and snapshots are in them."""
+"""Steps after a move that are left out, because they contain replays and snapshots; chosen."""
 BENEFIT: Final = 0.05
-"""Of a step's time: what is taken as promised and brought before anything is measured."""
+"""Gain that counts as predicted and measured before the first outcome, as a fraction of a step's time; chosen."""
 FORGOTTEN_S: Final = 600.0
+"""Seconds for which an outcome counts; chosen."""
 
 Placement = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Measured at `at_s`. `promised`, `brought`: parts of a step's time, 0 <= brought <= promised."""
+    """Result of one move, measured at `at_s`.
+
+    `promised` and `brought` are the predicted and the measured gain as fractions of a step's time, with 0 <= brought <=
+    promised.
+    """
 
     at_s: float
     promised: float
@@ -46,7 +51,7 @@ class _Promise:
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """One job's. `steps_s`: the last steps on `placement`, oldest first."""
+    """State of one job. `steps_s`: the last step times under `placement`, oldest first."""
 
     placement: Placement = ()
     steps_s: tuple[float, ...] = ()
@@ -54,22 +59,25 @@ class Promises:
     pending: _Promise | None = None
 
     def trust(self, now_s: float) -> float:
-        """Which part of a promise is believed, in (0, 1]."""
+        """Return the fraction of a predicted gain to count on, in (0, 1]."""
         known = [one for one in self.outcomes if now_s - one.at_s < FORGOTTEN_S]
         promised = BENEFIT + sum(one.promised for one in known)
         return (BENEFIT + sum(one.brought for one in known)) / promised
 
 
 def promised(promises: Promises, plan: Plan, gain: float) -> Promises:
-    """`plan` will take `gain` (part of a step's time) less than the one in force, says who offers it. Where too few
-    steps were seen before, nothing will be compared."""
+    """Record that a step of `plan` is predicted to be shorter by `gain`, a fraction of the current step's time.
+
+    If fewer than `ENOUGH` steps were measured before, the prediction is not compared.
+    """
     if len(promises.steps_s) < ENOUGH or gain <= 0:
         return replace(promises, pending=None)
     return replace(promises, pending=_Promise(placement(plan), gain, median(promises.steps_s)))
 
 
 def stepped(promises: Promises, plan: Plan, step_s: float, now_s: float) -> Promises:
-    """A step of `step_s` was committed under `plan`. A placement that nobody promised ends what was being compared."""
+    """Record a step of `step_s` committed under `plan`; a placement other than the predicted one ends a pending
+    comparison."""
     here, pending = placement(plan), promises.pending
     if here != promises.placement:
         pending = pending if pending is not None and pending.placement == here else None

@@ -1,17 +1,17 @@
-"""Whether a machine that stands by would do a stage's work faster than the one that has it. Decides which, and in how
-many moves; moves nothing.
+"""Finds a standby machine that would compute a stage faster than its current peer, and the plans for moving it there.
 
-After a loss a stage lies on whatever guarded it; when a faster machine is back, or joins, that is no reason to stay. It
-becomes the stage's guard first, which costs the job nothing but a snapshot, and then the two change places, which costs
-the replay of a few of that stage's steps and no checkpoint. Where that can't be (the former peer has other stages, or
-the memory of one of the two has no room for snapshots) the stage moves by way of a checkpoint, for a larger gain.
+After a failure a stage lies on the machine that guarded it. When a faster machine returns or joins, the stage moves to
+it. The machine first becomes the stage's guard, which costs the job only a snapshot. Then the two machines swap roles,
+which costs the replay of a few of that stage's steps and no checkpoint. If a swap is impossible (the current peer has
+other stages, or one of the two lacks memory for snapshots), the stage moves by way of a checkpoint, if the gain is
+larger.
 
-What is compared are predictions, both made from the profiles of now: a difference that machines keep, so nothing goes
-to and fro. What a machine was found to be slower than its profile says is in that profile already. And of what is
-predicted only the part counts that such moves have brought in this job so far.
+Both placements are predicted from the current profiles, so stages don't move back and forth. A measured slowdown of a
+machine is already part of its profile. Only the fraction of a predicted gain counts that earlier moves of this job
+achieved.
 
-Neighbours: `takeover` makes the plans, `prediction` compares, `straggling` has the speeds that were measured,
-`promises` says how far predictions are to be trusted.
+`takeover` makes the plans, `prediction` compares them, `straggling` has the measured speeds, and `promises` computes
+how far predictions are trusted.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ from fusionai.scheduling.takeover import guarded_by, moved, told
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
 
 GAIN: Final = 0.03
-"""Of a step's time: what changing places must gain at least. Measured speeds are not more exact than that."""
+"""Least gain of a swap as a fraction of a step's time; measured speeds are no more exact than that."""
 COST_STEPS: Final = 2
-"""What changing places costs."""
+"""Cost of a swap, in steps."""
 WORTH_STEPS: Final = COOL_DOWN
-"""With fewer steps to go nothing moves."""
+"""Remaining steps below which no stage moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """`plan` (version 0) is the next to go over to; `reason` is for people. `gain`: the part of a step's time that is
-    predicted to be saved, 0 where the plan only makes ready for that."""
+    """The next plan to switch to.
+
+    `plan` has version 0; `reason` is text for the user. `gain` is the predicted fraction of a step's time that is
+    saved, 0 if the plan only prepares the swap.
+    """
 
     plan: Plan
     reason: str
@@ -65,9 +68,12 @@ def promoted(
     rested: bool,
     trust: float,
 ) -> Promotion | None:
-    """The next move, or None. `candidates`: machines that may be used now, those of the plan among them. `sheltered`:
-    stages whose guard has a snapshot newer than the checkpoint. `rested`: the last plan is long enough ago to move by
-    way of a checkpoint. `trust`: the part of a predicted gain to count on, in (0, 1]."""
+    """Return the next move, or None.
+
+    `candidates`: usable machines, those of the plan included. `sheltered`: stages whose guard has a snapshot newer than
+    the checkpoint. `rested`: whether the last plan change is long enough ago for a move by way of a checkpoint.
+    `trust`: fraction of a predicted gain to count on, in (0, 1].
+    """
     if plan.task != "train" or steps_left < WORTH_STEPS:
         return None
     costs = StageCosts(told(problem, candidates), plan)
@@ -98,7 +104,7 @@ def promoted(
 
 
 def _ranked(plan: Plan, costs: StageCosts, idle: Sequence[str], most_s: float) -> list[_Choice]:
-    """Stages with state on machines with which a step takes at most `most_s`, the shortest first."""
+    """Return moves of stages with state that give a step of at most `most_s`, the shortest step first."""
     choices: list[_Choice] = []
     for index, stage in enumerate(plan.stages):
         if not costs.guardable(plan, stage):

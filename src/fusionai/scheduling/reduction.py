@@ -1,10 +1,12 @@
-"""What summing the replicas' gradients at a step's end costs: bytes, seconds. Decides nothing.
+"""Cost of summing the replicas' gradients at the end of a step, in bytes and seconds.
 
-Every stage of the first replica is the home of its parameters: the others send it theirs, it adds them in the order of
-replicas, which makes the sum's bits, and sends the sums back. Parts travel when a stage has all its microbatches, sums
-when the last part is there; what the homes have in common is the slowest line.
+Every stage of the first replica is the home of its parameters. The other replicas send it their gradients. The home
+adds them in the order of replicas, which fixes the bits of the sum, and sends the sums back. Gradients are sent when a
+stage has finished all its microbatches, sums when the last gradient has arrived. All homes work at once, so the slowest
+line determines the time.
 
-Neighbours: `prediction` adds it to a step, `snapshots` counts what is retained of it, `coordination.stage` runs it.
+`prediction` adds this time to a step, `snapshots` counts the retained bytes, and `coordination.stage` runs the
+summation.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from fusionai.scheduling.types import Plan, StagePlacement
 
 
 def reduction_s(stages: Sequence[StagePlacement], costs: StageCosts) -> float:
-    """Of a step: the parts to the homes, then the sums back. 0 for one replica."""
+    """Return the seconds of sending gradients to the homes and sums back; 0 for one replica."""
     homes = [stage for stage in stages if stage.replica == 0]
     others = [stage for stage in stages if stage.replica > 0]
     pairs = [(one, home, size) for home in homes for one in others if (size := costs.shared_bytes(one, home)) > 0]
@@ -27,18 +29,21 @@ def reduction_s(stages: Sequence[StagePlacement], costs: StageCosts) -> float:
 
 
 def reduced_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement) -> float:
-    """What `stage` sends of gradients in a step, kept once however many get it."""
+    """Return the gradient bytes that `stage` sends in a step; retained once, however many replicas receive them."""
     return costs.shared_bytes(stage, stage) if plan.replicas > 1 else 0.0
 
 
 def held_per_byte(replicas: int) -> float:
-    """Beside its own gradients a home holds what all others sent, and the sums while they are sent; others hold what
-    they sent, and the sums. In bytes per byte of what is trained, of the stage that holds most."""
+    """Return the additional memory for summing, in bytes per byte of trainable parameters.
+
+    The value is that of the stage that holds most. A home holds its own gradients, those of all other replicas and the
+    sums while they are sent; other stages hold their gradients and the sums.
+    """
     return 0.0 if replicas == 1 else float(replicas)
 
 
 def _longest_s(transfers: Sequence[tuple[str, str, float]], costs: StageCosts) -> float:
-    """All at once: (sender, receiver, bytes)."""
+    """Return the seconds of simultaneous transfers, each given as (sender, receiver, bytes)."""
     up: defaultdict[str, float] = defaultdict(float)
     down: defaultdict[str, float] = defaultdict(float)
     longest_s = latency_s = 0.0

@@ -1,11 +1,11 @@
-"""When a served model is cut anew because the pool offers more than it did: machines are back, or new ones have come.
+"""Decides when a served model is divided anew because the pool offers more machines than before.
 
-Another cut makes every stage load and every session be read again, so it waits for a moment without sessions and for a
-pool that has not changed for a while, and the plan must be faster by `GAIN`. After each such move the next one waits
-longer: a machine that comes and goes costs a round every hour at most.
+A new division makes every stage load again and every session be recomputed. It therefore waits until no session runs
+and the pool has been unchanged for a while, and the new plan must be faster by the factor `GAIN`. After each move the
+next one waits longer, so that a machine that comes and goes causes at most one move per hour.
 
-Training jobs have `going_on.widened` instead, which counts in steps. Neighbours: `client.serving_watch` looks at the
-pool and asks; `serving` plans, `serving_prediction` prices both plans.
+Training jobs use `going_on.widened` instead, which counts in steps. `client.serving_watch` observes the pool and calls
+this module; `serving` plans, `serving_prediction` predicts both plans' speed.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ STEADY_S: Final = 30.0
 REST_S: Final = 300.0
 """Pause after a move, in seconds; doubles with each further move."""
 LONGEST_REST_S: Final = 3600.0
-"""Longest pause after a move. After another one like it without a move the pauses begin anew."""
+"""Longest pause after a move, in seconds. After a further pause of this length without a move, pauses start at `REST_S`
+again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regrowth:
-    """What the looks at the job and its pool have shown so far. `seen` takes a look, `moved` another plan."""
+    """Observations of a job and its pool so far. `seen` adds an observation, `moved` a plan change."""
 
     there: frozenset[str] = frozenset()
-    """Machines that could be used at the last look."""
+    """Machines that were usable at the last observation."""
     there_since_s: float = 0.0
     idle_since_s: float | None = None
-    """Since when no session has run; None while one does."""
+    """Time since which no session has run; None while one runs."""
     moved_s: float | None = None
     moves: int = 0
-    """Moves in a row."""
+    """Consecutive moves."""
 
     def seen(self, now_s: float, *, idle: bool, there: frozenset[str]) -> Regrowth:
         since_s = (now_s if self.idle_since_s is None else self.idle_since_s) if idle else None
@@ -56,14 +57,14 @@ class Regrowth:
         return replace(self, idle_since_s=since_s, there=there, there_since_s=now_s)
 
     def is_due(self, now_s: float) -> bool:
-        """Whether a plan may be looked for and gone over to now."""
+        """Return whether a new plan may be searched for and switched to now."""
         if self.idle_since_s is None or now_s - self.idle_since_s < IDLE_S or now_s - self.there_since_s < STEADY_S:
             return False
         return self.moved_s is None or now_s - self.moved_s >= self.rest_s
 
     @property
     def rest_s(self) -> float:
-        """Pause after the last move."""
+        """Pause after the last move, in seconds."""
         return min(LONGEST_REST_S, REST_S * 2.0 ** min(self.moves - 1, 16))
 
     def moved(self, now_s: float) -> Regrowth:
@@ -72,8 +73,11 @@ class Regrowth:
 
 
 def regrown(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Otherwise | None:
-    """The plan (version 0) over all `candidates` if it is faster than `plan` by `GAIN`. With as many stages as the
-    problem asks for, if such a plan is; where `plan` has another number of stages itself, with any number."""
+    """Return the plan (version 0) over all `candidates` if it is faster than `plan` by the factor `GAIN`, else None.
+
+    It has as many stages as the problem requests, if such a plan is fast enough. If `plan` itself has another number of
+    stages, any number is allowed.
+    """
     known = told(problem, candidates)
     least = GAIN * _speed(plan, known)
     found = _as_asked(plan, known, candidates)
@@ -104,7 +108,7 @@ def _as_asked(plan: Plan, known: Problem, candidates: Sequence[PeerProfile]) -> 
 
 
 def _speed(plan: Plan, known: Problem) -> float:
-    """Tokens per second, the geometric mean over one session and all of them. Both plans are priced alike."""
+    """Return tokens per second: the geometric mean of one session's speed and the speed of all sessions together."""
     costs, needs = StageCosts(known, plan), known.serving
     assert needs is not None, "a serving problem has its needs"
     _, together_per_s = together(plan.stages, costs, needs)

@@ -1,16 +1,17 @@
-"""A certificate: no pipeline on these machines makes a step shorter than this, whatever its stages do to fit. Proves;
-places nothing.
+"""Proves a lower bound on the step time of any pipeline on given machines, whatever its stages do to fit their memory.
 
-All pipelines are divided into boxes by their period and by what their files add to an update. Of one box no step is
-shorter than the box's least period and update and the least transit of a chain whose stages fit the largest. That
-transit is a shortest path over cuts and machines: exact costs of stages, hops, memory and levers, but a machine may
-come again. Each use of a machine has a price, given back once (Lagrangian relaxation, M. Held and R. Karp, 1970;
-relaxed states as N. Christofides, A. Mingozzi and P. Toth, 1981): prices rise until machines are used no more often
-than there are. Machines through which no path is as short as the best known step are dropped from the box. The box with
-the least bound is divided next. Equal machines are one kind, with as many uses as machines.
+All pipelines are divided into boxes by their period and by the time that files add to an update. In one box no step is
+shorter than the box's least period and update plus the least transit of a chain whose stages fit the box's largest
+period and update. That transit is a shortest path over cuts and machines with exact costs of stages, hops, memory and
+levers, but a machine may appear more than once.
 
-Neighbours: `planner` prints the gap to it and asks who may still matter, `search` prunes with what lies before a stage,
-`relaxation_kernels` has the loops.
+Each use of a machine has a price, and the price of one use per machine is subtracted from the result (Lagrangian
+relaxation, M. Held and R. Karp, 1970; relaxed states as N. Christofides, A. Mingozzi and P. Toth, 1981). Prices rise
+until no machine is used more often than it exists. Machines without a path shorter than the best known step are dropped
+from the box. The box with the least bound is divided next. Equal machines form one kind, with as many uses as machines.
+
+`planner` reports the gap to this bound, `solving` asks which machines a shorter step may still use, `search` prunes
+with the cost of what lies before a stage, and `relaxation_kernels` has the loops.
 """
 
 from __future__ import annotations
@@ -29,36 +30,40 @@ from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.relaxation_kernels import Floats, Ground, Integers, arcs, before, priced, through
 
 PAIRED: Final = 72
-"""Kinds up to which each pair's hop counts as it is; of more kinds as access links say at least."""
+"""Largest number of kinds for which every pair's hop is exact; above it, hops cost the least their access links
+allow."""
 HALVINGS: Final = 8
-"""Of the largest period: boxes to begin with."""
+"""How often the largest period is halved to form the initial boxes."""
 ROUNDS: Final = 40
-"""Changes of prices per box."""
+"""Price updates per box."""
 FEW_ROUNDS: Final = 100
-"""Of boxes with more kinds than `PAIRED`."""
+"""Price updates per box with more than `PAIRED` kinds."""
 MANY: Final = 512
-"""Kinds from which a change of prices takes so long that `LEAST_ROUNDS` must do until fewer matter."""
+"""Number of kinds from which a price update is so slow that boxes get only `LEAST_ROUNDS` updates."""
 LIKELY: Final = 400
-"""Of so many kinds, those whose prices are raised first, without looking at the others."""
+"""In a box with `MANY` kinds or more, number of kinds whose prices are raised first, without the others."""
 LEAST_ROUNDS: Final = 2
+"""Price updates over all kinds of a box with `MANY` kinds or more."""
 NARROW: Final = 5e-4
-"""Of a step: what a box's periods and updates may differ by where dividing it further says little."""
+"""A box whose periods and updates differ by less than this fraction of a step is not divided further."""
 EFFORT: Final = 500_000_000
-"""Stages and hops looked at, about: half a second of compiled loops."""
+"""Approximate limit on stages and hops examined: half a second of compiled loops."""
 SLOW_EFFORT: Final = 2_000_000
-"""Where nothing can be compiled."""
+"""The same limit if loops can't be compiled."""
 REFINED: Final = 1e-4
-"""By so much more changes of prices must raise the bound of a narrow box to be worth going on."""
+"""Least relative rise of a narrow box's bound for which price updates continue."""
 SLACK: Final = 1 - 1e-9
-"""Sums in another order may differ in the last bits; the bound must not rise because of that."""
+"""Factor on the bound: sums in another order may differ in the last bits, which must not raise the bound."""
 INTERVALS: Final = 12
-"""Of periods, in what a search is told."""
+"""Largest number of period intervals in the tables for a search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Pipelines with a period in (low_s, high_s] and files that take up to `high_update_s`, more than `low_update_s`;
-    `kinds`: those that may matter. No step of them is shorter than `bound_s`."""
+    """Pipelines with a period in (low_s, high_s] and files that take more than `low_update_s`, up to `high_update_s`.
+
+    `kinds`: the kinds of machines that a shorter step may use. No step of these pipelines is shorter than `bound_s`.
+    """
 
     low_s: float
     high_s: float
@@ -68,7 +73,7 @@ class Box:
     prices_s: Floats
     bound_s: float
     path: tuple[tuple[int, int], ...] = ()
-    """Kinds and starts of the cheapest chain at these prices."""
+    """Kind and first block of each stage of the cheapest chain at these prices."""
 
     def __lt__(self, other: Box) -> bool:
         return self.bound_s < other.bound_s
@@ -76,7 +81,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """For a search: least transit before a stage, by interval of periods. See `chain_kernels.Tables`."""
+    """Tables for a search: least transit before a stage, by interval of periods. See `chain_kernels.Tables`."""
 
     periods: Floats
     before_s: Floats
@@ -85,7 +90,8 @@ class Before:
 
 
 class Relaxation:
-    """Of the pipelines within `limits`. Say with `narrow` what is known; ask for the bound and who matters."""
+    """Lower bound for the pipelines within `limits`. `narrow` improves it; `bound_s` and `matter` return the
+    results."""
 
     def __init__(self, pipeline: Pipeline, limits: Limits) -> None:
         self._pipeline = pipeline
@@ -101,13 +107,15 @@ class Relaxation:
         self._known_s = inf
         self._boxes: list[Box] = []
         self._done: list[Box] = []
-        """Boxes that are not divided further."""
+        """Boxes that are too narrow to be divided further."""
         self._begun = False
         self.effort = 0.0
 
     def narrow(self, known_s: float, *, goal: float = 0.0, effort: float = EFFORT) -> None:
-        """Divide boxes until no step can be shorter than `known_s` by more than the fraction `goal`, or for so much
-        effort. A smaller `known_s` than before goes on from where it was."""
+        """Divide boxes until the bound is within the fraction `goal` of `known_s`, or until `effort` is spent.
+
+        A later call with a smaller `known_s` continues where the last one ended.
+        """
         if not available():
             effort = min(effort, SLOW_EFFORT)
         self._known_s = min(known_s, self._known_s)
@@ -131,7 +139,8 @@ class Relaxation:
             done_s = min((box.bound_s for box in self._done), default=inf)
 
     def _refine(self) -> bool:
-        """Go on with the prices of the narrow box with the least bound. False where that says nothing more."""
+        """Continue the price updates of the narrow box with the least bound; return False once the bound hardly
+        rises."""
         box = min(self._done)
         refined = self._bounded(box)
         self._done.remove(box)
@@ -141,20 +150,22 @@ class Relaxation:
 
     @property
     def bound_s(self) -> float:
-        """No step is shorter; at most what is known."""
+        """Lower bound on the step time in seconds, at most the known step."""
         least_s = min((box.bound_s for box in self._open()), default=inf)
         return min(least_s * SLACK, self._known_s)
 
     def matter(self) -> list[int]:
-        """Peers that a shorter step than the known one may use, those of the most promising boxes first."""
+        """Return the peers that a step shorter than the known one may use, those of the most promising boxes first."""
         found: dict[int, None] = {}
         for box in sorted(self._open()):
             found |= dict.fromkeys(int(kind) for kind in box.kinds)
         return [int(peer) for kind in found for peer in self._kinds[kind]]
 
     def chains(self, most: int) -> list[list[tuple[int, int]]]:
-        """Stages (peer, start) of the cheapest chains of the most promising boxes. Of a kind that is used more often
-        than there are machines, one comes again."""
+        """Return the stages (peer, start) of the cheapest chains of the `most` most promising boxes.
+
+        If a chain uses a kind more often than it has machines, its last machine appears again.
+        """
         found: list[list[tuple[int, int]]] = []
         for box in sorted(self._open())[:most]:
             used: dict[int, int] = {}
@@ -168,8 +179,10 @@ class Relaxation:
         return found
 
     def before(self, peers: list[int]) -> Before:
-        """What lies before a stage, for a search among `peers` (all that matter) for a step shorter than the known
-        one."""
+        """Return the costs before a stage, for a search among `peers` for a step shorter than the known one.
+
+        `peers` must include all peers that `matter` returns.
+        """
         boxes = self._open()
         edges = sorted({edge for box in boxes for edge in (box.low_s, box.high_s)})
         if len(edges) > INTERVALS + 1:
@@ -244,7 +257,7 @@ class Relaxation:
         return [self._bounded(part) for part in parts]
 
     def _bounded(self, box: Box) -> Box:
-        """With the least transit of the box, and without the kinds that can't matter there."""
+        """Return the box with its least transit, and without the kinds that no shorter step can use there."""
         floor_s = self._rounds * box.low_s + box.low_update_s
         if floor_s >= self._known_s:
             return replace(box, bound_s=inf)
@@ -254,7 +267,7 @@ class Relaxation:
         cost = compiled(arcs)(ground, self._pipeline.microbatches, box.high_s, box.high_update_s)
         rounds = ROUNDS if len(box.kinds) <= PAIRED else FEW_ROUNDS if len(box.kinds) < MANY else LEAST_ROUNDS
         if target_s == inf:
-            rounds = 0  # prices have nowhere to go
+            rounds = 0  # no target to raise prices towards
         required = self._required[box.kinds]
         if len(box.kinds) >= MANY and rounds > 0:
             self._price_likely(box, cost, prices_s, target_s)
@@ -278,8 +291,11 @@ class Relaxation:
         return replace(box, kinds=kinds, prices_s=everyone, bound_s=bound_s, path=chain)
 
     def _price_likely(self, box: Box, cost: Floats, prices_s: Floats, target_s: float) -> None:
-        """Raise the prices of the kinds that short chains use, in place. Chains among these alone need a small part of
-        the time that a round over all kinds takes; every set of prices proves a bound."""
+        """Raise the prices of the kinds that short chains use, in place.
+
+        Chains among these kinds alone take a small part of the time of a round over all kinds, and any set of prices
+        proves a bound.
+        """
         likely = self._required[box.kinds] | (prices_s[:-1] != 0)
         likely[:LIKELY] = True
         few = np.flatnonzero(likely)
@@ -304,7 +320,7 @@ class Relaxation:
         return _chosen(self._pipeline, ground, self._first, kinds)
 
     def _longest_s(self) -> float:
-        """A period that no stage exceeds."""
+        """Return a period in seconds that no stage exceeds."""
         ground = self._ground
         slowest = float(ground.speed.min())
         seconds = float(ground.flops.max()) / slowest + float(ground.read_bytes.max() / ground.away_bytes_per_s.min())
@@ -321,7 +337,7 @@ class Relaxation:
 
 
 def _kinds(pipeline: Pipeline, limits: Limits) -> list[list[int]]:
-    """Peers that cost the same; who is required is a kind of its own."""
+    """Return groups of peers with equal costs; a required peer is a group of its own."""
     found: dict[object, list[int]] = {}
     for peer in range(pipeline.owner):
         own = limits.required >> peer & 1 or not pipeline.exchangeable(peer)
@@ -330,7 +346,7 @@ def _kinds(pipeline: Pipeline, limits: Limits) -> list[list[int]]:
 
 
 def _ground(pipeline: Pipeline, kinds: list[list[int]], first: Integers) -> Ground:
-    """Of all kinds, without their pairs."""
+    """Return the arrays of all kinds, without the pairwise arrays."""
     tables, chain, owner = pipeline.tables, pipeline.chain, pipeline.owner
     forward, gradient = np.array(chain.forward_bytes), np.array(chain.gradient_bytes)
     length = chain.length
@@ -390,7 +406,7 @@ def _ground(pipeline: Pipeline, kinds: list[list[int]], first: Integers) -> Grou
 
 
 def _chosen(pipeline: Pipeline, ground: Ground, first: Integers, kinds: Integers) -> Ground:
-    """The same for some kinds, with their pairs where they are few."""
+    """Return the arrays of some kinds, with pairwise arrays if there are at most `PAIRED` kinds."""
     hop_up, hop_down, latency_s = ground.hop_up[kinds], ground.hop_down[kinds], ground.latency_s[kinds]
     bandwidth = hop_latency_s = np.zeros((0, 0))
     paired = ground.paired[kinds]

@@ -1,11 +1,11 @@
-"""Loops of the certificate: the cheapest chain of stages in which a machine may come again, at a price. Know no names.
+"""Compiled loops of `relaxation`: the cheapest chain of stages if a machine may appear repeatedly, at a price.
 
-Kinds of equal machines are nodes: `room` says how many machines there are of each. `arcs` prices every stage of every
-kind as far as it fits a period and an update, in the cheapest way to fit the memory. `priced` finds the cheapest chain
-of such stages, each use of a kind costing its price, and moves prices until the bound they prove stops rising. `before`
-and `through` say what the rest costs from a stage's point of view.
+Kinds of equal machines are the nodes; `room` is the number of machines of each kind. `arcs` computes the cost of every
+stage on every kind if it fits a period and an update, in the cheapest way to fit the memory. `priced` finds the
+cheapest chain of such stages, where each use of a kind costs its price, and updates prices until the proven bound stops
+rising. `before` and `through` return the cost of the rest of a chain as seen from one stage.
 
-Neighbours: `relaxation` fills `Ground` and reads the results.
+`relaxation` fills `Ground` and reads the results. The loops know machines by number alone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Integers = npt.NDArray[np.int64]
 
 _FAR = 1 << 40
 _SLACK = 1 + 1e-9
-"""What is compared with a limit may differ from it by rounding."""
+"""Factor on limits, because compared values may differ from them by rounding."""
 
 
 class Ground(NamedTuple):
-    """N kinds, L blocks, W ways."""
+    """Input of the loops, for N kinds of machines, L blocks and W ways."""
 
     flops: Floats
-    """[W, L, L + 1], as the next five: see `stage_tables`."""
+    """[W, L, L + 1], like the next five fields: see `stage_tables`."""
     read_bytes: Floats
     slot_bytes: Floats
     trained_bytes: Floats
@@ -45,45 +45,46 @@ class Ground(NamedTuple):
     commit_s: Floats
     up: Floats
     down: Floats
-    """[N]: bytes per second of the access link that are left for a stage's own transfers."""
+    """[N]: bytes per second of the access link that are available to a stage's own transfers."""
     hop_up: Floats
     hop_down: Floats
-    """[N]: bytes per second of one transfer at most; inf where some pair has a link of its own."""
+    """[N]: highest bytes per second of one transfer; inf if some pair has a link of its own."""
     latency_s: Floats
-    """[N]: of uplink and downlink together; 0 where some pair has a link of its own and kinds are many."""
+    """[N]: latency of uplink plus downlink; 0 if some pair has a link of its own and there are more than `PAIRED`
+    kinds."""
     plain: npt.NDArray[np.bool_]
-    """[N]: every transfer takes the machine's access link."""
+    """[N]: whether every transfer uses the machine's access link."""
     paired: npt.NDArray[np.bool_]
-    """[N]: some pair of the machine has a link of its own."""
+    """[N]: whether some pair with the machine has a link of its own."""
     room: Integers
-    """[N]: machines of the kind."""
+    """[N]: number of machines of the kind."""
     bandwidth: Floats
-    """[N, N], or empty: then hops cost what access links say at least."""
+    """[N, N] bytes per second of each hop. Empty: hops cost the least that access links allow."""
     hop_latency_s: Floats
-    """[N, N]: there and back, or empty."""
+    """[N, N]: latency there and back, or empty."""
     last_there_s: Floats
-    """[N]: transfer to the job owner's last stage; 0 where there is none."""
+    """[N]: transfer seconds to the job owner's last stage; 0 if it has none."""
     last_back_s: Floats
     last_latency_s: Floats
-    """There and back."""
+    """[N]: latency of both directions."""
     forward_bytes: Floats
-    """[L + 1]: over each cut; 0 at the ends that nothing crosses."""
+    """[L + 1]: bytes over each cut; 0 at the ends, which nothing crosses."""
     gradient_bytes: Floats
     pinned: Integers
-    """[L]: the kind that must hold the block, -1 for most, -2 where it is not among these; empty: no pins."""
+    """[L]: the kind that must hold the block, -1 if any may, -2 if that kind is not among these. Empty without pins."""
     only: int
     only_blocks: int
     tails: int
-    """1: the job owner has the last stage."""
+    """1 if the job owner has the last stage, else 0."""
     tail_s: float
-    """Its compute."""
+    """Compute seconds of the job owner's last stage."""
 
 
 def arcs(ground: Ground, microbatches: int, period_s: float, update_s: float) -> Floats:
-    """[N, L, L + 1]: least compute of each stage within a period and an update, inf where it can't be.
+    """Return [N, L, L + 1]: least compute of each stage within a period and an update, inf where it doesn't fit.
 
-    A stage whose memory holds fewer microbatches than there are must get one back within so many periods: what lies
-    behind it is taken at its least.
+    If a stage's memory holds fewer microbatches than there are, its round trip must fit into as many periods as it
+    holds microbatches. The least possible time is assumed for everything behind it.
     """
     kinds = ground.speed.shape[0]
     length = ground.flops.shape[1]
@@ -157,8 +158,10 @@ def fits_pins(ground: Ground, kind: int, start: int, end: int) -> bool:
 
 
 def after(ground: Ground, cut: int, limit_s: float, first_s: Floats, behind_s: Floats) -> None:
-    """Fill `behind_s[:, cut]`: least transit behind a stage that ends at `cut`, hop included. `first_s[kind]`: of the
-    suffix that begins there with `kind`."""
+    """Fill `behind_s[:, cut]`: least transit behind a stage that ends at `cut`, hop included.
+
+    `first_s[kind]`: transit of the suffix that begins at `cut` with `kind`.
+    """
     kinds = ground.speed.shape[0]
     length = ground.flops.shape[1]
     if cut == length:
@@ -181,7 +184,7 @@ def after(ground: Ground, cut: int, limit_s: float, first_s: Floats, behind_s: F
                     best_s = min(best_s, there_s + back_s + ground.hop_latency_s[kind, other] + first_s[other])
             behind_s[kind, cut] = best_s
         return
-    # Each transfer takes at least what either end's line takes: the best of each choice of ends.
+    # Each transfer takes at least as long as on either end's line: take the best of each choice of ends.
     neither = up = down = both = np.inf
     for other in range(kinds):
         if first_s[other] == np.inf:
@@ -200,8 +203,10 @@ def after(ground: Ground, cut: int, limit_s: float, first_s: Floats, behind_s: F
 
 
 def ahead(ground: Ground, cut: int, limit_s: float, ending_s: Floats, before_s: Floats) -> None:
-    """Fill `before_s[:, cut]`: least transit before a stage that begins at `cut`, hop included. `ending_s[kind]`: of
-    the stages up to `cut`, the last with `kind`."""
+    """Fill `before_s[:, cut]`: least transit before a stage that begins at `cut`, hop included.
+
+    `ending_s[kind]`: transit of the stages up to `cut`, the last of them on `kind`.
+    """
     kinds = ground.speed.shape[0]
     there = ground.forward_bytes[cut]
     back = ground.gradient_bytes[cut]
@@ -235,8 +240,8 @@ def ahead(ground: Ground, cut: int, limit_s: float, ending_s: Floats, before_s: 
 
 
 def suffixes(ground: Ground, cost: Floats, limit_s: float, prices_s: Floats) -> tuple[Floats, Floats]:
-    """[N, L + 1] each: least of the suffix that begins at a cut with a kind, and of all behind a stage of the kind that
-    ends there. Uses of a kind cost its price."""
+    """Return two [N, L + 1] arrays: the least cost of the suffix that begins at a cut with a kind, and of everything
+    behind a stage of the kind that ends at the cut. Each use of a kind costs its price."""
     kinds = ground.speed.shape[0]
     length = ground.flops.shape[1]
     begun_s = np.full((kinds, length + 1), np.inf)
@@ -255,7 +260,7 @@ def suffixes(ground: Ground, cost: Floats, limit_s: float, prices_s: Floats) -> 
 
 
 def before(ground: Ground, cost: Floats, period_s: float, prices_s: Floats) -> Floats:
-    """[N, L + 1]: least of all before a stage of the kind that begins at a cut."""
+    """Return [N, L + 1]: least cost of everything before a stage of the kind that begins at a cut."""
     kinds = ground.speed.shape[0]
     length = ground.flops.shape[1]
     limit_s = period_s * _SLACK
@@ -273,7 +278,7 @@ def before(ground: Ground, cost: Floats, period_s: float, prices_s: Floats) -> F
 
 
 def through(ground: Ground, cost: Floats, period_s: float, prices_s: Floats) -> Floats:
-    """[N]: least of a whole chain that uses the kind."""
+    """Return [N]: least cost of a whole chain that uses the kind."""
     kinds = ground.speed.shape[0]
     length = ground.flops.shape[1]
     before_s = before(ground, cost, period_s, prices_s)
@@ -294,8 +299,10 @@ def traced(
     path: Integers,
     starts: Integers,
 ) -> int:
-    """The cheapest chain itself into `path` and `starts`, by the sums that made it; returns its stages. Where hops are
-    only bounded, the next kind is one of those with the least."""
+    """Write the cheapest chain into `path` and `starts`, reconstructed from the sums; return its number of stages.
+
+    If hops are only bounded from below, the next kind is one of those with the least bound.
+    """
     kinds = ground.speed.shape[0]
     length = ground.flops.shape[1]
     count = 0
@@ -354,11 +361,11 @@ def priced(
     target_s: float,
     rounds: int,
 ) -> tuple[float, int, Integers, Integers]:
-    """The highest bound on transit that `rounds` changes of prices prove, no higher than it takes to reach `target_s`.
+    """Return the highest bound on transit that `rounds` price updates prove; stop early once it reaches `target_s`.
 
-    A chain that uses a kind more often than there are machines, or stages fewer or more than there may be, raises that
-    price. `prices_s` [N + 1], the last one per stage, begins as it is and ends as the best. Also the last chain's
-    stages: their number, kinds and starts.
+    A price rises if a chain uses its kind more often than it has machines, or has a number of stages outside the
+    limits. `prices_s` [N + 1] (the last price is per stage) is the starting point and is overwritten with the best
+    prices. Also returns the last chain: its number of stages, their kinds and starts.
     """
     kinds = ground.speed.shape[0]
     length = ground.flops.shape[1]
@@ -412,7 +419,7 @@ def priced(
         elif count < fewest or (now_s[kinds] < 0 and count > fewest):
             slope[kinds] = count - fewest
         for kind in range(kinds + 1):
-            # A part of the last direction stays: chains jump between machines that are nearly equal.
+            # Keep part of the last direction, because chains alternate between machines that are nearly equal.
             smooth[kind] = slope[kind] + 0.5 * smooth[kind]
             norm += smooth[kind] * smooth[kind]
         if norm == 0:

@@ -1,11 +1,11 @@
-"""Who trains together with whom: the pool's peers divided into groups, each a pipeline of its own.
+"""Divides the pool's peers into groups, each of which trains one replica as a pipeline of its own.
 
-Decides the groups, their plans and, where it is free, their number. All replicas take equally large steps and meet
-after each round, so that the slowest sets the pace: groups are made equal in memory first and then in speed, and peers
-of the slowest are exchanged for those of others as long as its plan gets faster. Where not all replicas fit, as many as
-do. Never looks at running jobs.
+This module chooses the groups, their plans and, if it is not given, their number. All replicas take steps of equal size
+and synchronise after each round, so the slowest one sets the speed. Groups are balanced first in memory and then in
+speed. Then peers of the slowest group are exchanged for peers of others while that makes its plan faster. If not all
+requested replicas fit, it returns as many as fit. It never looks at running jobs.
 
-Neighbours: `planner` plans one group, `client.replicas` runs them.
+`planner` plans one group; `client.replicas` runs them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fusionai.scheduling.types import PeerProfile, Plan, Problem
 from fusionai.wire.codecs import Exchanged, bytes_on_link
 
 MOST_TRIES: Final = 60
-"""Plans made in search of better groups; each takes some milliseconds to some tenths of a second."""
+"""Limit on plans made while improving groups; each takes milliseconds to tenths of a second."""
 ALIKE: Final = 1.02
-"""Groups whose steps differ by no more are not improved."""
+"""Groups are not improved if the slowest step is at most this factor above the fastest."""
 COUNTS: Final = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""That are tried where the number is free."""
+"""Numbers of groups that are tried if the number is not given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`peers`: ids, those included that its plan has no use for."""
+    """One group and its plan. `peers`: ids, including peers that the plan does not use."""
 
     peers: tuple[str, ...]
     plan: Plan
@@ -39,7 +39,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Exchanging:
-    """How often replicas agree, and how what they send is packed. `lag`: steps they take meanwhile."""
+    """How often replicas synchronise and how they pack what they send. `lag`: steps they compute during an exchange."""
 
     every: int
     codec: Exchanged
@@ -47,12 +47,12 @@ class Exchanging:
 
     @property
     def beside(self) -> float:
-        """So much of a step is there for an exchange, on average, without making it longer."""
+        """Average part of a step that hides an exchange without making the step longer."""
         return self.lag / self.every
 
 
 def divide(problem: Problem, most: int) -> tuple[Group, ...]:
-    """At most `most` groups of the problem's peers. Raises the planner's `PlanError` where not even one fits."""
+    """Return at most `most` groups of the problem's peers; raise the planner's `PlanError` if not even one fits."""
     kept_out = set(problem.excluded)
     peers = sorted((one for one in problem.peers if one.peer not in kept_out), key=_strength, reverse=True)
     for count in range(min(most, len(peers)), 1, -1):
@@ -63,7 +63,10 @@ def divide(problem: Problem, most: int) -> tuple[Group, ...]:
 
 
 def fastest(problem: Problem, most: int, exchange: Exchanging | None = None) -> tuple[Group, ...]:
-    """Of so many groups as take most steps together in the same time; the fewest of equals. Raises as `divide`."""
+    """Return the groups whose number gives the most steps per second in total; the smallest such number.
+
+    Raises like `divide`.
+    """
     share_s = 0.0 if exchange is None else exchange_s(problem, exchange)
     beside = 0.0 if exchange is None else exchange.beside
     best = divide(problem, 1)
@@ -71,7 +74,7 @@ def fastest(problem: Problem, most: int, exchange: Exchanging | None = None) -> 
         if count > min(most, len(problem.peers)):
             break
         groups = divide(problem, count)
-        if len(groups) < count:  # more don't fit either
+        if len(groups) < count:  # larger numbers don't fit either
             break
         if pace(groups, share_s, beside) > pace(best, share_s, beside):
             best = groups
@@ -79,16 +82,21 @@ def fastest(problem: Problem, most: int, exchange: Exchanging | None = None) -> 
 
 
 def pace(groups: Sequence[Group], share_s: float = 0.0, beside: float = 0.0) -> float:
-    """Steps of all groups together, per second, by their plans. `share_s`: what each group's part in the exchanges
-    takes of every step of all; a group alone has none. `beside`: so much of a step hides it."""
+    """Return the predicted steps per second of all groups together.
+
+    `share_s`: seconds that one group's part in the exchanges adds to every step; a single group has none. `beside`:
+    part of a step that hides the exchange.
+    """
     step_s = max(group.plan.step_time_s for group in groups)
     exchanging_s = len(groups) * share_s if len(groups) > 1 else 0.0
     return len(groups) / (step_s + max(0.0, exchanging_s - beside * step_s))
 
 
 def exchange_s(problem: Problem, exchange: Exchanging) -> float:
-    """Of a step, for one group: all that is trained goes to the job owner and comes back once in `every` steps, over a
-    line that all groups share. Without an owner: none."""
+    """Return the seconds per step that one group's exchanges take; 0 without an owner.
+
+    Once in `every` steps all trainable parameters go to the job owner and come back, over a line that all groups share.
+    """
     if problem.owner is None:
         return 0.0
     packed_bytes = bytes_on_link(exchange.codec, sum(block.trainable_bytes for block in problem.blocks))
@@ -97,8 +105,11 @@ def exchange_s(problem: Problem, exchange: Exchanging) -> float:
 
 
 def anchored(problem: Problem) -> Problem:
-    """The same where replicas exchange: stages keep what was agreed on, the outer momentum and what packing lost, each
-    as large as what is trained."""
+    """Return the problem with the additional memory of exchanging replicas.
+
+    Stages keep the last synchronised parameters, the outer momentum and the packing error, each as large as the
+    trainable parameters.
+    """
     kept = problem.optimizer_bytes_per_trainable_byte + 3.0
     return msgspec.structs.replace(problem, optimizer_bytes_per_trainable_byte=kept)
 
@@ -108,13 +119,13 @@ def _strength(peer: PeerProfile) -> tuple[float, int, str]:
 
 
 def _needed_bytes(problem: Problem) -> float:
-    """Of one replica, less activations: a first guess at what a group must have; its plan knows."""
-    trained = 1 + problem.optimizer_bytes_per_trainable_byte  # a gradient, and what the optimizer keeps
+    """Return the bytes of one replica without activations: a first estimate of a group's memory; the plan is exact."""
+    trained = 1 + problem.optimizer_bytes_per_trainable_byte  # gradients and optimizer state
     return sum(block.parameter_bytes + trained * block.trainable_bytes for block in problem.blocks)
 
 
 def _dealt(peers: Sequence[PeerProfile], count: int, needed_bytes: float) -> list[list[PeerProfile]]:
-    """Strongest first, each to whoever has least: of those that lack memory, if there are any, else of all."""
+    """Deal the peers, strongest first, each to the weakest group; groups that lack memory come first."""
     hands: list[list[PeerProfile]] = [[] for _ in range(count)]
 
     def wealth(hand: list[PeerProfile]) -> tuple[bool, float]:
@@ -127,7 +138,7 @@ def _dealt(peers: Sequence[PeerProfile], count: int, needed_bytes: float) -> lis
 
 
 def among(problem: Problem, peers: Sequence[PeerProfile]) -> Problem:
-    """The same problem with these peers alone; what is asked of others is asked of another group."""
+    """Return the problem with these peers alone; requirements and pins of other peers are dropped."""
     there = {one.peer for one in peers}
     absent = {one.peer for one in problem.peers} - there
     links = {pair: link for pair, link in problem.links.items() if absent.isdisjoint(pair.split(">"))}
@@ -147,7 +158,7 @@ def _group(problem: Problem, peers: Iterable[PeerProfile]) -> Group:
 
 
 def _planned(problem: Problem, hands: Iterable[Sequence[PeerProfile]]) -> list[Group] | None:
-    """None if one of them can't be planned."""
+    """Return the planned groups, or None if one of them has no plan."""
     try:
         return [_group(problem, hand) for hand in hands]
     except PlanError:
@@ -179,7 +190,8 @@ def _improved(problem: Problem, groups: list[Group]) -> list[Group]:
 
 
 def _exchanges(groups: Sequence[Group], slow: int) -> Iterator[tuple[int, list[str], list[str]]]:
-    """Another group, and whom the slow one and that one would have: one for one exchanged, or one handed over."""
+    """Yield another group's index and the two groups' new members: one peer exchanged, or one moved to the slow
+    group."""
     mine = groups[slow].peers
     for other, group in enumerate(groups):
         if other == slow:

@@ -1,13 +1,14 @@
-"""The plan of a training job of any number of replicas whose gradients are summed at every step.
+"""Plans a training job with any number of replicas whose gradients are summed at every step.
 
-Decides who belongs to which replica, which one's stages are the homes of the sums, and, where it is free, how many
-there are. A step's microbatches are dealt to the replicas, each of which is a pipeline of its own group of machines
-(`replica_groups`, `planner`); what they have in common - the job owner's process and line, the sums - is priced here,
-on the whole. One plan, so one journal, one commit: a stage of any replica is guarded and taken over like any other.
+This module chooses which machines form which replica, which replica's stages are the homes of the sums and, if it is
+not given, the number of replicas. A step's microbatches are dealt to the replicas, each of which is a pipeline of its
+own group of machines (`replica_groups`, `planner`). What the replicas share (the job owner's process and line, the
+sums) is predicted here for the whole plan. All replicas belong to one plan, with one journal and one commit: a stage of
+any replica is guarded and taken over like any other.
 
-The bound of such a plan is that of all machines computing all the time.
+The bound of such a plan assumes that all machines compute all the time.
 
-Neighbours: `planner` plans one chain, and is all that serving and a single replica need; `reduction` prices the sums.
+`planner` plans one chain, which is all that serving and a single replica need; `reduction` has the cost of the sums.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ from fusionai.wire.codecs import Codec
 
 
 def plan(problem: Problem) -> Plan:
-    """Pure and deterministic. Raises `PlanError` where there is no plan of so many replicas; with `auto`, where there
-    is none of even one."""
+    """Return the plan; pure and deterministic.
+
+    Raises `PlanError` if no plan with the requested number of replicas exists; with `auto`, if not even one replica
+    fits.
+    """
     problem = paced(problem)
     match problem.replicas:
         case 1:
@@ -46,12 +50,12 @@ def plan(problem: Problem) -> Plan:
 
 
 def with_replicas(problem: Problem, count: int) -> Problem:
-    """The same for so many, with what a stage then holds of the others' gradients."""
+    """Return the problem with `count` replicas and the memory a stage then needs for the others' gradients."""
     return msgspec.structs.replace(problem, replicas=count, reduction_bytes_per_trainable_byte=held_per_byte(count))
 
 
 def _fastest(problem: Problem) -> Plan:
-    """The fewest of equals."""
+    """Return the fastest plan over `COUNTS`; of equal ones that with the fewest replicas."""
     best = chained = one_chain(with_replicas(problem, 1))
     for count in COUNTS:
         if count > min(len(problem.peers), problem.microbatches):
@@ -59,14 +63,14 @@ def _fastest(problem: Problem) -> Plan:
         try:
             found = _of(problem, count, chained)
         except PlanError:
-            break  # more don't fit either
+            break  # larger numbers don't fit either
         if found.tokens_per_s > best.tokens_per_s:
             best = found
     return best
 
 
 def _chained(problem: Problem) -> Plan | None:
-    """None where a single chain does not fit."""
+    """Return the plan of a single chain, or None if it does not fit."""
     try:
         return one_chain(with_replicas(problem, 1))
     except PlanError:
@@ -74,7 +78,7 @@ def _chained(problem: Problem) -> Plan | None:
 
 
 def _of(problem: Problem, count: int, chained: Plan | None) -> Plan:
-    """`chained`: the plan of one replica, to be held against."""
+    """Return the plan with `count` replicas. `chained`: the plan of one replica, for comparison."""
     if problem.task != "train":
         raise PlanError(f"expected one chain of stages for serving, got {count} replicas.")
     if problem.microbatches < count:
@@ -100,7 +104,7 @@ def _of(problem: Problem, count: int, chained: Plan | None) -> Plan:
 
 
 def _joined(problem: Problem, groups: Sequence[Group]) -> Plan:
-    """One plan of the groups' plans, the homes where the sums take least."""
+    """Join the groups' plans into one, with the homes where the sums take the least time."""
     orders = [(groups[place], *groups[:place], *groups[place + 1 :]) for place in range(len(groups))]
     pure = StageCosts(problem)
     order = min(orders, key=lambda order: reduction_s(_numbered(order), pure))
@@ -158,7 +162,7 @@ def _codecs(groups: Sequence[Group]) -> tuple[Codec, ...]:
 
 
 def _bound_tokens_per_s(problem: Problem) -> float:
-    """No link, no loss of time, and every peer at work."""
+    """Return the tokens per second if every machine computed all the time and links took no time."""
     flops = sum(block.forward_flops + block.backward_flops for block in problem.blocks)
     machines = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
     flops_per_s = fsum(one.effective_flops_per_s for one in machines)
@@ -166,7 +170,8 @@ def _bound_tokens_per_s(problem: Problem) -> float:
 
 
 def _check_owner(problem: Problem, found: Plan) -> None:
-    """Every replica's ends are computed in the job owner's process."""
+    """Raise `PlanError` if the model ends of all replicas don't fit the job owner's memory; its process computes them
+    all."""
     if problem.owner is None:
         return
     needed = sum(stage.memory_bytes for stage in found.stages if stage.peer == found.feed)
@@ -179,7 +184,8 @@ def _check_owner(problem: Problem, found: Plan) -> None:
 
 
 def _against(found: Plan, chained: Plan | None) -> Plan:
-    """With the speed of the fastest machine alone, and a warning where fewer replicas or machines would do better."""
+    """Return `found` with the speed of the fastest machine alone, and a warning if one machine or one chain is
+    faster."""
     if chained is None:
         return found
     speed, alone = found.tokens_per_s, chained.single_peer_tokens_per_s

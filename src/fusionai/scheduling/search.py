@@ -1,13 +1,15 @@
-"""Exact search over stages, peers, order and cuts. Decides which pipeline has the shortest step, with proof.
+"""Exact search for the pipeline with the shortest step, over stages, peers, order and cuts.
 
 Dynamic programming over (set of peers used, first peer, first block), from the last stage towards the first, one level
-per stage. A state keeps every suffix that no other beats in period, transit, update and the two occupancies of its
-head's link, whatever its stages do to fit; a suffix that can't beat the best known step by what a relaxation says of
-all before it is dropped (branch and bound).
-Worst case exponential in the number of peers, hence the budget of tried extensions: an argument, never a clock.
+per stage. A state keeps every suffix that no other one beats in period, transit, update and the two occupancies of its
+head's link. A suffix is dropped if it can't beat the best known step, given a relaxation's bound on everything before
+it (branch and bound).
 
-Neighbours: `chain_kernels` (the loops), `pipeline` (costs), `improvement` (the first best), `planner` (what to do when
-the budget ends).
+The worst case is exponential in the number of peers. Therefore the search has a budget of tried extensions, an argument
+and never a clock, so that results are reproducible.
+
+`chain_kernels` has the loops, `pipeline` the costs, `improvement` finds the first pipeline, and `solving` decides what
+happens when the budget is spent.
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ from fusionai.scheduling.pipeline import Pipeline, Suffix
 from fusionai.scheduling.relaxation import Before
 
 GLANCE_BUDGET: Final = 6_000
-"""Extensions that are tried before the compiled search is worth loading."""
+"""Extensions tried in plain Python before the compiled search is loaded, which takes time."""
 SLOW_BUDGET: Final = 400_000
-"""Where nothing can be compiled: a second or two."""
+"""Extensions tried if loops can't be compiled: a second or two."""
 MOST_PEERS: Final = 40
-"""A state's number (peers used, head, start) stays within 63 bits."""
+"""Largest number of peers, so that a state's number (peers used, head, start) fits into 63 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`complete`: the whole space was looked at, so `best` (None: nothing feasible beats `known`) is proven."""
+    """Result of a search.
+
+    `complete`: the whole space was searched, so `best` is proven optimal. `best` is None if no feasible pipeline was
+    found or known.
+    """
 
     best: Suffix | None
     complete: bool
@@ -51,9 +57,12 @@ def search(
     before: Before | None = None,
     below_s: float = inf,
 ) -> Found:
-    """The fastest pipeline, no slower than `known` (a feasible one or None); tries at most about `budget` extensions,
-    of them `glance` before it loads the compiled loops. At most `MOST_PEERS` peers. `before`: what a `Relaxation` says
-    of what lies before a stage, for steps shorter than `known`. `below_s`: nothing longer is of interest."""
+    """Return the fastest pipeline found, no slower than `known`, which is a feasible pipeline or None.
+
+    Tries about `budget` extensions at most, `glance` of them before it loads the compiled loops, on at most
+    `MOST_PEERS` peers. `before`: a `Relaxation`'s bounds on what lies before a stage, for steps shorter than `known`.
+    `below_s`: longer steps are ignored.
+    """
     tables = chain_tables(pipeline, limits.required, before)
     if not available():
         budget = glance = min(budget, max(glance, SLOW_BUDGET))
@@ -66,7 +75,7 @@ def search(
 
 
 def chain_tables(pipeline: Pipeline, required: int = 0, before: Before | None = None) -> Tables:
-    """The costs of `pipeline` as arrays; `required`: peers that aren't exchangeable with others."""
+    """Return the costs of `pipeline` as arrays; `required`: mask of peers that can't be exchanged with others."""
     chain, peers, stages = pipeline.chain, pipeline.owner, pipeline.tables
     length = chain.length
     machines = len(pipeline.speed)
@@ -110,7 +119,7 @@ def chain_tables(pipeline: Pipeline, required: int = 0, before: Before | None = 
 
 
 def _simply_before(pipeline: Pipeline) -> Before:
-    """The fastest machine computes all that lies before a stage."""
+    """Return a simple bound: the fastest machine computes everything before a stage."""
     work = pipeline.tables.flops[0, 0] * (1 - 1e-12)
     least_s = work / max(pace[0] for pace in pipeline.pace)
     return Before(
@@ -122,7 +131,7 @@ def _simply_before(pipeline: Pipeline) -> Before:
 
 
 def twins(pipeline: Pipeline, required: int) -> list[int]:
-    """For each peer the mask of earlier peers that cost exactly the same: they must be used before it."""
+    """Return for each peer the mask of earlier peers with equal costs; these must be used before it."""
     masks: list[int] = []
     for peer in range(pipeline.owner):
         mask = 0
@@ -161,7 +170,7 @@ def _searched(
 
 
 def _labels(pipeline: Pipeline, budget: int) -> Labels:
-    # A peer's extensions are counted together, so the last ones may go beyond the budget.
+    # A peer's extensions are counted at once, so the last ones may exceed the budget.
     size = budget + pipeline.chain.length + 2
     tail = pipeline.tail
 

@@ -1,15 +1,15 @@
-"""Plans for generation: which peer holds which blocks so that a token comes back soonest. Decides pages, too.
+"""Plans generation: which peer holds which blocks so that a token takes the least time, and the number of cache pages.
 
-The fastest line within memory is searched with proof (`serving_search`). Memory must hold the wanted cache, or, where
-it is short, half of it, a quarter and so on down to one whole context; most of what then stays free becomes further
-pages, up to every session's whole context. One page besides is the probe's, for ever. The first block (embedding) and
-the last (final norm, head) are the job owner's when the roles `feed` and `loss` are placed there, which is the default:
-then tokens and logits never leave that process.
+The fastest line of stages that fits into memory is found by exact search (`serving_search`). Memory must hold the
+requested cache. If it can't, half of that cache is tried, then a quarter and so on down to one whole context. Most of
+the memory that is then left becomes further pages, up to every session's whole context. One more page is reserved for
+the probe. The first block (embedding) and the last (final norm, head) belong to the job owner if the roles `feed` and
+`loss` are placed there, which is the default. Tokens and logits then never leave that process.
 
-Where many sessions are to be served, cuts are then evened out at a small cost for one (`serving_evening`).
+For several sessions, cuts are then evened out at a small cost for a single session (`serving_evening`).
 
-Neighbours: `planner` calls this for task `serve`; `serving_line` has the formulas, `serving_prediction` prices the
-stages as placed, `guards` gives every stage a spare that holds its weights.
+`planner` calls this module for task `serve`. `serving_line` has the formulas, `serving_prediction` predicts the placed
+stages, and `guards` gives every stage a spare that holds its weights.
 """
 
 from __future__ import annotations
@@ -48,18 +48,27 @@ from fusionai.scheduling.types import (
 )
 
 SEARCH_BUDGET: Final = 100_000
+"""Search budget, in extensions, if all usable peers are searched; chosen."""
 LISTED_BUDGET: Final = 20_000
-"""Where the pool is so large that only some are looked at: then what was left out counts for more than more search."""
+"""Search budget in a large pool, of which only a shortlist is searched: there, more search gains less than more peers
+would."""
 MOST_ROOM: Final = 4
+"""Factor on the shortlist's length if the peers of the usual one can't hold the model."""
 MOST_PAGES: Final = 1_048_576
+"""Upper limit on cache pages."""
 ROUNDING: Final = 1e-9
+"""Relative difference of two times that counts as rounding."""
 FILLED: Final = 0.75
-"""Of the memory beyond the wanted cache; the rest lets a spare hold the weights of more stages than it will run."""
+"""Fraction of the memory beyond the wanted cache that becomes pages. The rest lets a spare hold the weights of more
+stages than it will run."""
 
 
 def serving_plan(problem: Problem, budget: int | None = None, *, compared: bool = True) -> Plan:
-    """The plan with the least predicted seconds per token. Raises `PlanError` naming the tightest constraint. With a
-    `budget` the search ends there, however little that proves. `compared`: held against one machine alone."""
+    """Return the plan with the least predicted seconds per token.
+
+    Raises `PlanError` that names the tightest constraint. If `budget` is given, the search ends there, whatever it has
+    proven. `compared`: add a comparison with one machine alone.
+    """
     problem = paced(problem)
     needs = _checked(problem)
     pool_blocks = middle(problem)
@@ -144,8 +153,10 @@ def _found_in_pool(
     *,
     room: int = 1,
 ) -> tuple[ServingLine, FoundLine, int]:
-    """The line, what was found for it, and the cache it has room for. Of large pools only the promising are looked at,
-    and the bound is everybody's."""
+    """Return the costs, the line that was found and the cache tokens it has room for.
+
+    In large pools only a shortlist is searched, but the bound covers all usable peers.
+    """
     listed = shortlist(problem, needs, usable, middle(problem), room=room)
     line = ServingLine(problem, needs, _with_fastest(problem, needs, usable, listed.peers))
     _check_owner(line, needs)
@@ -156,7 +167,7 @@ def _found_in_pool(
     except PlanError:
         if room == MOST_ROOM:
             raise
-        # Where memory is short, more peers may hold what those who were listed can't.
+        # If memory is short, peers outside the shortlist may hold what the listed ones can't.
         return _found_in_pool(problem, needs, usable, budget, room=MOST_ROOM)
     return line, replace(found, bound_s=min(found.bound_s, listed.bound_s + line.ends_s)), cache_tokens
 
@@ -164,7 +175,8 @@ def _found_in_pool(
 def _with_fastest(
     problem: Problem, needs: ServingNeeds, usable: list[PeerProfile], listed: list[PeerProfile]
 ) -> list[PeerProfile]:
-    """`listed` and, of all that hold the pool's blocks with one context, the machine that passes a token soonest."""
+    """Return `listed` plus the machine that passes a token fastest among those that hold all pool blocks and one
+    context."""
     if len(listed) == len(usable):
         return listed
     blocks = middle(problem)
@@ -182,12 +194,13 @@ def _with_fastest(
 def _found(
     problem: Problem, line: ServingLine, needs: ServingNeeds, budget: int | None, usual: int
 ) -> tuple[FoundLine, int]:
-    """The fastest line with room for as much of the wanted cache as there can be, and how much that is."""
+    """Return the fastest line with room for as much of the wanted cache as possible, and that number of cache
+    tokens."""
     least_tokens = _least_tokens(needs)
     wanted_pages = -(-needs.cache_tokens // needs.page_tokens) + 1
     cache_tokens = max(wanted_pages * needs.page_tokens, least_tokens)
     while line.owner is not None and line.owner_bytes(cache_tokens) > line.owner.memory_bytes:
-        cache_tokens = _halved(cache_tokens, needs)  # it has room for the least, as was checked
+        cache_tokens = _halved(cache_tokens, needs)  # `_check_owner` made sure that the least fits
     limits = _limits(problem, line, cache_tokens)
     while True:
         found = fastest_line(line, limits, budget=usual if budget is None else budget, settle=budget is None)
@@ -195,7 +208,7 @@ def _found(
             single = _single(line, limits, needs)
             if single is None or single[0] >= found.seconds * (1 - ROUNDING):
                 return found, limits.cache_tokens
-            # One machine is faster by itself with less room for caches: then all lines may have so little.
+            # One machine alone with a smaller cache is faster: then allow all lines that smaller cache.
             limits = _limits(problem, line, single[1])
             again = fastest_line(line, limits, budget=usual if budget is None else budget, settle=budget is None)
             assert again.best is not None, "one machine holds it"
@@ -206,18 +219,20 @@ def _found(
 
 
 def _least_tokens(needs: ServingNeeds) -> int:
-    """Of any cache: a whole context in pages, and the probe's page."""
+    """Return the tokens of the smallest cache: one whole context in pages, plus the probe's page."""
     return (_context_pages(needs) + 1) * needs.page_tokens
 
 
 def _halved(cache_tokens: int, needs: ServingNeeds) -> int:
-    """Half the pages, or what is the least."""
+    """Return the tokens of half the pages, at least `_least_tokens`."""
     return max(cache_tokens // needs.page_tokens // 2 * needs.page_tokens, _least_tokens(needs))
 
 
 def _single(line: ServingLine, limits: LineLimits, needs: ServingNeeds) -> tuple[float, int] | None:
-    """Of the lines with one stage in the pool and room for a whole context the fastest: its seconds per token, and for
-    how many tokens it has room, up to the wanted ones. None where there is none."""
+    """Return seconds per token and cache tokens of the fastest line with one pool stage that holds a whole context.
+
+    The cache has at most the wanted tokens. Returns None if there is no such line.
+    """
     if limits.fewest > 1 or limits.required.bit_count() > 1:
         return None
     best: tuple[float, int] | None = None
@@ -237,7 +252,7 @@ def _single(line: ServingLine, limits: LineLimits, needs: ServingNeeds) -> tuple
 
 
 def single_s(line: ServingLine, peer: int) -> float:
-    """Seconds per token of the line with one stage in the pool."""
+    """Return the seconds per token of the line with one pool stage, on `peer`."""
     return line.enter_s(peer) + line.compute_s(peer, 0, line.length) + line.leave_s(peer) + line.ends_s
 
 
@@ -267,8 +282,10 @@ def _limits(problem: Problem, line: ServingLine, cache_tokens: int) -> LineLimit
 
 
 def _pages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: int) -> int:
-    """What the line was found with, and of the room that every machine has beyond it, the job owner's included, a part,
-    up to all sessions' whole contexts."""
+    """Return the number of pages: those the line was found with, and a part of the remaining room.
+
+    The room is that of every machine, the job owner's included. The pages never exceed all sessions' whole contexts.
+    """
     pages = min(needs.sessions * _context_pages(needs) + 1, MOST_PAGES)
     rooms = [(line.lent_bytes(peer, 0) - line.bytes(a, b, 0), line.token_bytes(a, b)) for peer, a, b in _placed(best)]
     if line.owner is not None:
@@ -341,8 +358,10 @@ def _stage(
 
 
 def _alone(problem: Problem, usable: list[PeerProfile], needs: ServingNeeds) -> tuple[str, float] | None:
-    """The fastest single machine that holds the whole model and one context, and its seconds per token: one of the pool
-    with the way from the job owner and back, the owner's without."""
+    """Return the fastest single machine that holds the whole model and one context, and its seconds per token.
+
+    For a machine of the pool the time includes the way from the job owner and back.
+    """
     owner = problem.owner
     machines = [*usable, *([] if owner is None else [owner])]
     operators = {op for block in problem.blocks for op in block.ops}
@@ -393,7 +412,7 @@ def _warnings(
 
 
 def _infeasible(line: ServingLine, limits: LineLimits) -> PlanError:
-    """Memory is the only constraint left once names, counts and operators have been checked."""
+    """Return the error for a problem without a line; memory is the only constraint that was not checked before."""
     largest = max(peer.memory_bytes for peer in line.peers)
     needed, block = max((line.bytes(b, b + 1, limits.cache_tokens), b) for b in range(line.length))
     hint = "Use another weight format or a shorter context, let providers lend more memory, or let more peers join."

@@ -1,8 +1,9 @@
-"""Other cuts for the same machines in the same order, so that no stage computes much longer than the others.
+"""Moves the cuts of a serving line so that no stage computes much longer than the others; machines and order stay.
 
-One session's token passes all stages one after the other, so where machines are alike its time hardly depends on the
-cuts; the speed of many sessions together is the slowest stage's. Decides the cuts with the least slowest stage among
-those that cost one session at most `SLACK` more. Neighbours: `serving_search` finds the machines, `serving` asks.
+A single session's token passes all stages in turn, so its time hardly depends on the cuts if machines are similar. The
+speed of many sessions together is that of the slowest stage. This module chooses the cuts with the fastest slowest
+stage among those that cost one session at most the fraction `SLACK` more. `serving_search` finds the machines;
+`serving` calls this module.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from fusionai.scheduling.serving_line import ServingLine
 from fusionai.scheduling.serving_search import Line
 
 SLACK: Final = 0.05
-"""Of one session's time per token, given for the speed of all together."""
+"""Largest increase of one session's time per token, as a fraction, accepted for more speed of all sessions together."""
 
 
 def evened(line: ServingLine, best: Line, token_s: float, cache_tokens: int, *, most_s: float = inf) -> tuple[int, ...]:
-    """Cuts for `best.order`; `token_s`: of the whole trip with `best.cuts`. `most_s`: a longer one is not wanted."""
+    """Return the cuts for `best.order`.
+
+    `token_s`: seconds of the whole trip with `best.cuts`. `most_s`: upper limit on the trip with the new cuts.
+    """
     order, length = best.order, line.length
     if len(order) == 1:
         return best.cuts
@@ -33,7 +37,7 @@ def evened(line: ServingLine, best: Line, token_s: float, cache_tokens: int, *, 
             if b <= length
         }
     )
-    # What no cut changes is in both.
+    # Subtract the part of the trip that does not depend on the cuts.
     limit_s = min(token_s * (1 + SLACK), most_s) - (token_s - _trip_s(line, order, best.cuts))
     low, high, chosen = 0, len(thresholds) - 1, best.cuts
     while low <= high:
@@ -47,7 +51,7 @@ def evened(line: ServingLine, best: Line, token_s: float, cache_tokens: int, *, 
 
 
 def _trip_s(line: ServingLine, order: tuple[int, ...], cuts: tuple[int, ...]) -> float:
-    """Compute of the stages and the hops between them."""
+    """Return the seconds of the stages' compute and the hops between them."""
     seconds = sum(line.compute_s(peer, cuts[k], cuts[k + 1]) for k, peer in enumerate(order))
     return seconds + sum(line.hop_s(order[k - 1], order[k], cuts[k]) for k in range(1, len(order)))
 
@@ -55,7 +59,8 @@ def _trip_s(line: ServingLine, order: tuple[int, ...], cuts: tuple[int, ...]) ->
 def _quickest(
     line: ServingLine, order: tuple[int, ...], needed: list[list[int]], lent: list[int], most_s: float
 ) -> tuple[float, tuple[int, ...] | None]:
-    """The least trip with no stage above `most_s`, by dynamic programming from the first stage on."""
+    """Return the shortest trip with no stage above `most_s`, and its cuts; dynamic programming from the first stage
+    on."""
     length, last = line.length, len(order) - 1
     reached: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for k, peer in enumerate(order):

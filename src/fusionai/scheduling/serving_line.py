@@ -1,4 +1,4 @@
-"""The cost model of generation: what one token takes on its way through the stages. Decides no placement.
+"""The cost model of generation: the time of one token through the stages, and the stages' memory.
 
     token = first block's seconds + sum over stages (compute + hop into it) + hop to the head + the head's seconds
     compute = sum over blocks of max(operations / speed, streamed weight bytes / memory bandwidth)
@@ -6,8 +6,8 @@
     memory  = weights as kept + cached tokens * (keys, values, retained boundary) + rings of all sessions and of the
               probe + workspace
 
-The first block and the head are the job owner's or belong to the chain. Predictions are for short contexts: reading the
-cache is not counted. Neighbours: `serving_search` grows lines of stages, `serving` writes the plan.
+The first block and the head belong to the job owner or to the chain. Predictions are for short contexts: the time of
+reading the cache is not included. `serving_search` builds lines of stages with these costs; `serving` writes the plan.
 """
 
 from __future__ import annotations
@@ -23,39 +23,46 @@ from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, ServingNe
 
 
 def block_s(block: BlockCost, profile: PeerProfile, positions: int = 1) -> float:
-    """Seconds of one pass of so many positions through `block`. A profile without a measured memory bandwidth is taken
-    to be held up by operations alone."""
+    """Return the seconds of one pass of `positions` positions through `block`.
+
+    Without a measured memory bandwidth, operations alone determine the time.
+    """
     seconds = positions * block.forward_flops / profile.effective_flops_per_s
     bandwidth = profile.memory_bandwidth_bytes_per_s * profile.share
     return max(seconds, (block.parameter_bytes - block.looked_up_bytes) / bandwidth) if bandwidth > 0 else seconds
 
 
 def stage_bytes(blocks: Sequence[BlockCost], needs: ServingNeeds, sent_bytes: int, cache_tokens: int) -> int:
-    """What a stage of these blocks takes; `sent_bytes`: retained per token, 0 where nobody would ask for it."""
+    """Return the memory of a stage of these blocks.
+
+    `sent_bytes`: bytes retained per token, 0 if no later stage could need them.
+    """
     weights = sum(block.parameter_bytes for block in blocks)
     workspace = max(block.workspace_bytes for block in blocks)
     return weights + ring_bytes(blocks, needs) + workspace + cache_tokens * token_bytes(blocks, sent_bytes)
 
 
 def token_bytes(blocks: Sequence[BlockCost], sent_bytes: int) -> int:
-    """Of the cache and of what is retained, per token."""
+    """Return the bytes per token of the cache and of the retained boundary."""
     return sent_bytes + sum(block.cache_token_bytes for block in blocks)
 
 
 def ring_bytes(blocks: Sequence[BlockCost], needs: ServingNeeds) -> int:
-    """Of the layers that keep a window: for every session, and for the probe that is none of them."""
+    """Return the bytes of the layers that keep a window, for every session and for the probe."""
     return (needs.sessions + 1) * sum(block.cache_session_bytes for block in blocks)
 
 
 def retained_bytes(blocks: Sequence[BlockCost], end: int, needs: ServingNeeds) -> int:
-    """Per token, of the boundary before position `end`: kept only where a cache lies behind it."""
+    """Return the bytes per token retained of the boundary before position `end`; 0 unless a cache lies behind it."""
     behind = any(block.cache_token_bytes or block.cache_session_bytes for block in blocks[end:])
     return blocks[end - 1].output_bytes if needs.retain and behind else 0
 
 
 class ServingLine:
-    """The problem over usable peers, in an order that does not depend on how they were listed. Positions count from the
-    chain's first block: the model's first with `ends` in the pool, else the first that the owner does not keep."""
+    """Costs of a serving problem on the usable peers, in an order that does not depend on how they were listed.
+
+    Positions count from the chain's first block: the first block that the owner does not keep.
+    """
 
     def __init__(self, problem: Problem, needs: ServingNeeds, peers: Sequence[PeerProfile]) -> None:
         ends = ends_of(problem)
@@ -86,18 +93,18 @@ class ServingLine:
         return self._sums[peer][end] - self._sums[peer][start]
 
     def enter_s(self, peer: int) -> float:
-        """From the job owner to the first stage: token ids, or the first block's result."""
+        """Return the seconds from the job owner to the first stage, for token ids or the first block's result."""
         return _seconds(self._enter[peer], self._sent(0))
 
     def hop_s(self, sender: int, receiver: int, cut: int) -> float:
         return _seconds(self._hops[sender][receiver], self._sent(cut))
 
     def leave_s(self, peer: int) -> float:
-        """From the last stage to the job owner: one row for the head, or of logits."""
+        """Return the seconds from the last stage to the job owner, for one row for the head or one row of logits."""
         return _seconds(self._leave[peer], self._result_bytes)
 
     def allowed(self, peer: int, start: int, end: int) -> bool:
-        """Whether no pin is in the way of the stage."""
+        """Return whether the pins allow `peer` to hold [start, end)."""
         return self._pins.allow(peer, start, end)
 
     def bytes(self, start: int, end: int, cache_tokens: int) -> int:
@@ -109,11 +116,11 @@ class ServingLine:
         return token_bytes(placed, retained_bytes(self.blocks, self.first + end, self.needs))
 
     def numbers(self, start: int, end: int) -> tuple[int, int]:
-        """Half-open range of block numbers for a range of positions."""
+        """Return the half-open range of block numbers for a range of positions."""
         return self.blocks[self.first + start].block, self.blocks[self.first + end - 1].block + 1
 
     def alike(self, one: int, other: int) -> bool:
-        """Whether two peers can be exchanged without changing any cost or who is required."""
+        """Return whether two peers can be exchanged without changing any cost or pin."""
         a, b = self.peers[one], self.peers[other]
         alike = (a.memory_bytes, a.uplink, a.downlink) == (b.memory_bytes, b.uplink, b.downlink)
         alike = alike and self._sums[one] == self._sums[other]
@@ -121,14 +128,14 @@ class ServingLine:
         return alike and self._plain(one) and self._plain(other) and not self._pins.peers & {one, other}
 
     def lent_bytes(self, peer: int, cache_tokens: int) -> int:
-        """For a stage. The owner's machine may lend itself too, less what its ends of the model take."""
+        """Return the memory for a stage; on the owner's machine, less what the model ends kept there take."""
         profile, owner = self.peers[peer], self.owner
         if owner is None or owner.peer != profile.peer:
             return profile.memory_bytes
         return profile.memory_bytes - self.owner_bytes(cache_tokens)
 
     def owner_bytes(self, cache_tokens: int) -> int:
-        """Of the ends at the owner, with what the first one retains."""
+        """Return the memory of the model ends at the owner, the first one's retained boundary included."""
         head = self.first + self.length
         size = stage_bytes(self.blocks[head:], self.needs, 0, cache_tokens) if head < len(self.blocks) else 0
         if self.first:
@@ -137,7 +144,7 @@ class ServingLine:
         return size
 
     def _plain(self, peer: int) -> bool:
-        """Whether every hop of the peer takes its access link, whoever is next to it."""
+        """Return whether every hop of the peer uses its access link, whichever machine is its neighbour."""
         others = [i for i in range(self.count) if i != peer]
         return all(self._hops[peer][i].shared and self._hops[i][peer].shared for i in others)
 

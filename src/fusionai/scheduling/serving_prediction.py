@@ -1,8 +1,8 @@
-"""How fast a serving plan generates with its stages exactly as they lie. Decides nothing; moves nothing.
+"""Predicts how fast a serving plan generates with a given placement of its stages.
 
-One session gets a token per trip through all stages. Many sessions share passes: `together` looks for the number of
-passes in flight that gives all of them most tokens per second, where a pass is no faster than the busiest machine's
-part in it. Neighbours: `serving` and `takeover` compare plans with this; `serving_line` explains the terms.
+A single session gets one token per trip through all stages. Many sessions share passes: `together` finds the number of
+passes in flight that gives the most tokens per second in total. A pass is no faster than the busiest machine's part in
+it. `serving`, `takeover` and `regrowth` compare plans with these predictions; `serving_line` explains the terms.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from fusionai.scheduling.types import ServingNeeds, StagePlacement
 
 
 def predict_serving(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
-    """Of one token of one session: `step_s` from its id to the next token's scores."""
+    """Predict one token of one session: `step_s` runs from a token's id to the next token's scores."""
     parts = _parts(stages, costs, 1, 1)
     seconds, cause = max(parts, key=lambda part: part[0])
     return Prediction(sum(part[0] for part in parts), f"{cause} ({format_seconds(seconds)} per token)")
 
 
 def together(stages: Sequence[StagePlacement], costs: StageCosts, needs: ServingNeeds) -> tuple[int, float]:
-    """(passes in flight, tokens per second of all `needs.sessions` sessions generating)."""
+    """Return the best number of passes in flight, and the tokens per second of all `needs.sessions` sessions
+    together."""
     best = (1, 0.0)
     for passes in range(1, min(needs.sessions, 2 * len(stages)) + 1):
         round_s = round_trip_s(stages, costs, needs.sessions, passes)
@@ -37,39 +38,44 @@ def together(stages: Sequence[StagePlacement], costs: StageCosts, needs: Serving
 
 
 def round_trip_s(stages: Sequence[StagePlacement], costs: StageCosts, sessions: int, passes: int) -> float:
-    """From one token of a session to its next, `sessions` of them sharing `passes` in flight."""
+    """Return the seconds from one token of a session to its next, if `sessions` share `passes` in flight."""
     rows = -(-sessions // passes)
     busy: defaultdict[str, float] = defaultdict(float)
     for stage in stages:
         busy[stage.peer] += costs.decode_s(stage, stage.peer, rows)
     transit_s = sum(seconds for seconds, _ in _parts(stages, costs, rows, rows))
-    # All passes go round once while each session gets one token.
+    # Each session gets one token while all passes go round once.
     return max(transit_s, passes * max(busy.values()))
 
 
 def first_token_s(stages: Sequence[StagePlacement], costs: StageCosts, prompt_tokens: int, chunk_tokens: int) -> float:
-    """From a prompt, of which so many tokens are in no cache, to its first token, while nobody else asks. Chunks follow
-    each other without waiting, so each costs what the busiest machine or link takes for it, and the last one its whole
-    way; the head is asked for one row only, that of the last token. Later chunks take longer, since attention looks at
-    what is before them."""
+    """Return the seconds from a prompt to its first token, without other requests.
+
+    `prompt_tokens`: tokens of the prompt that are not in the cache. Chunks follow each other without waiting, so each
+    adds the time of the busiest machine or link, and the last one its whole trip. The head computes one row only, that
+    of the last token. Later chunks take longer, because attention covers all positions before them.
+    """
     pieces, last = divmod(prompt_tokens - 1, chunk_tokens)
     seconds = sum(part for part, _ in _parts(stages, costs, last + 1, 1))
     seconds += sum(costs.attention_s(stage, pieces * chunk_tokens, last + 1) for stage in stages)
     if pieces:
         parts, waits = (_parts(stages, costs, rows, 0) for rows in (chunk_tokens, 0))
-        # A link's latency holds nobody up who follows.
+        # A link's latency does not delay the next chunk.
         links = [part - wait for (part, _), (wait, _) in zip(parts, waits, strict=True)][len(stages) :]
         for piece in range(pieces):
             busy: defaultdict[str, float] = defaultdict(float)
-            for stage, (compute_s, _) in zip(stages, parts, strict=False):  # the links' parts follow
+            for stage, (compute_s, _) in zip(stages, parts, strict=False):  # the remaining parts are links
                 busy[stage.peer] += compute_s + costs.attention_s(stage, piece * chunk_tokens, chunk_tokens)
             seconds += max([*busy.values(), *links])
     return seconds
 
 
 def _parts(stages: Sequence[StagePlacement], costs: StageCosts, rows: int, wanted: int) -> list[tuple[float, str]]:
-    """What a pass of `rows` positions takes on its way, piece by piece. Only of `wanted` of them scores are asked for:
-    the head sees no others, nor does the link to a stage that is the head alone."""
+    """Return the parts of a pass of `rows` positions as (seconds, description).
+
+    Scores are computed for `wanted` of the positions: the head, and the link to a stage that is only the head, carry no
+    others.
+    """
     needs = costs.problem.serving
     owner = costs.problem.owner
     parts = [
@@ -90,7 +96,8 @@ def _parts(stages: Sequence[StagePlacement], costs: StageCosts, rows: int, wante
 
 
 def _compute_s(stage: StagePlacement, costs: StageCosts, rows: int, wanted: int) -> float:
-    """Of a stage with the head, its last block."""
+    """Return a stage's compute seconds; the head, if the stage has it as its last block, computes `wanted` rows
+    only."""
     if "loss" not in stage.roles or wanted == rows:
         return costs.decode_s(stage, stage.peer, rows)
     start, end = stage.blocks

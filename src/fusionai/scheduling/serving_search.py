@@ -1,12 +1,13 @@
-"""The line of stages that a token crosses in the least time, with proof. Decides peers, their order and the cuts.
+"""Searches the line of stages that a token crosses in the least time: peers, their order and the cuts, with proof.
 
-Best first (A*) over (set of peers used, last peer, blocks placed): costs add up and memory is a stage's own affair, so
-of two ways to the same state the faster one is enough. What is left is bounded from below by pouring the remaining
-blocks over the peers that take them fastest, hop included, as many each as its memory can hold. Whatever ends the
-search, the least bound of what was not looked at proves how good the best known line is: worst case exponential in the
-number of peers, hence the budget of tried extensions, an argument and never a clock.
+Best-first search (A*) over (set of peers used, last peer, blocks placed). Costs add up and each stage's memory is
+independent of the others, so only the fastest way to a state matters. The remaining blocks are bounded from below by
+assigning them to the peers that compute them fastest, hop included, each as many as its memory can hold. However the
+search ends, the least bound of the unexplored states proves how good the best known line is. The worst case is
+exponential in the number of peers. Therefore the search has a budget of tried extensions, an argument and never a
+clock, so that results are reproducible.
 
-Neighbours: `serving_line` has the costs, `serving` the limits.
+`serving_line` has the costs, `serving` the limits.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from fusionai.scheduling.line_kernels import LineTables, Steps, cross
 from fusionai.scheduling.serving_line import ServingLine
 
 SETTLED_PEERS: Final = 16
-"""Up to here what the best-first search leaves open is settled by compiled loops, which take no account of promise."""
+"""Number of peers up to which compiled loops, which search exhaustively, settle what the best-first search leaves
+open."""
 SETTLED_STEPS: Final = 2_000_000
+"""Upper limit on lines that the compiled loops keep."""
 BEAM: Final = 12
-"""Lines kept per number of stages while the first good one is looked for."""
+"""Lines kept per number of stages during the search for a first good line."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineLimits:
-    """Which lines count: `fewest` to `most` stages, with every peer in the mask `required`, room for `cache_tokens`."""
+    """Limits on lines: `fewest` to `most` stages, all peers of the mask `required`, room for `cache_tokens`."""
 
     fewest: int
     most: int
@@ -41,7 +44,10 @@ class LineLimits:
 
 
 class Line(NamedTuple):
-    """Stages so far: `order[k]` holds positions [`cuts[k]`, `cuts[k + 1]`). `seconds`: without the way back."""
+    """The stages of a line so far: `order[k]` holds positions [`cuts[k]`, `cuts[k + 1]`).
+
+    `seconds` excludes the way back to the job owner.
+    """
 
     seconds: float
     mask: int
@@ -51,7 +57,10 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FoundLine:
-    """`seconds` of `best`, the way back and the owner's part included; `bound_s`: no line takes less."""
+    """Result of a search.
+
+    `seconds`: time of `best`, the way back and the owner's part included. `bound_s`: no line takes less.
+    """
 
     best: Line | None
     seconds: float
@@ -64,8 +73,11 @@ class FoundLine:
 
 
 def fastest_line(line: ServingLine, limits: LineLimits, *, budget: int, settle: bool = True) -> FoundLine:
-    """Tries at most `budget` extensions; `settle`: among few peers what they leave open is settled all the same. `best`
-    is None if no line within the limits was found; with an infinite bound there is none."""
+    """Return the fastest line found with at most `budget` extensions.
+
+    `settle`: with few peers, compiled loops settle what the budget leaves open. `best` is None if no line within the
+    limits was found; an infinite bound then proves that there is none.
+    """
     return _Search(line, limits, budget, settle).run()
 
 
@@ -89,7 +101,8 @@ class _Search:
             ]
             for peer, lent in ((peer, line.lent_bytes(peer, limits.cache_tokens)) for peer in range(line.count))
         ]
-        # What is retained after a block may shrink with it: not every shorter stage fits where a longer one does.
+        # The retained boundary may shrink with a further block: a shorter stage does not always fit where a longer one
+        # does.
         self._reach = [
             [max((b for b in range(line.length + 1) if ends[b]), default=a) for a, ends in enumerate(starts)]
             for starts in self._fits
@@ -110,7 +123,7 @@ class _Search:
         return FoundLine(self.best, total_s, min(bound_s + self.line.ends_s, total_s), self.explored)
 
     def _prove(self) -> float:
-        """Least seconds of any line: `best_s` itself when nothing is left to look at."""
+        """Return a lower bound on the seconds of any line: `best_s` itself if nothing is left to explore."""
         frontier: list[tuple[float, int, Line]] = []
         known: dict[tuple[int, int, int], float] = {}
         number = 0
@@ -138,7 +151,7 @@ class _Search:
         return self.best_s
 
     def _settle(self) -> bool:
-        """The whole search again, compiled, below the best line known. Whether it came to its end."""
+        """Repeat the whole search in compiled loops, below the best known line; return whether it was completed."""
         line, limits = self.line, self.limits
         size = SETTLED_STEPS + 2
         steps = Steps(
@@ -199,7 +212,8 @@ class _Search:
         )
 
     def _glance(self) -> None:
-        """A good line soon: per number of stages only the most promising beginnings, and only long stages."""
+        """Find a good line quickly: keep the most promising beginnings per number of stages, and try few stage
+        lengths."""
         level = [Line(0.0, 0, (), (0,))]
         for _ in range(self.limits.most):
             grown: dict[tuple[int, int, int], Line] = {}
@@ -212,7 +226,8 @@ class _Search:
                     if state not in grown or longer.seconds < grown[state].seconds:
                         grown[state] = longer
             ranked = sorted(grown.values(), key=lambda one: (one.seconds + self._rest_s[one.cuts[-1]], one.order))
-            # Some that are far along, too: where memory is short, the fast beginnings lead nowhere.
+            # Also keep beginnings with many blocks placed: if memory is short, the fastest beginnings can't be
+            # completed.
             far = sorted(grown.values(), key=lambda one: (-one.cuts[-1], one.seconds, one.order))
             level = list(dict.fromkeys([*ranked[:BEAM], *far[:BEAM]]))
 
@@ -230,7 +245,7 @@ class _Search:
                 continue
             furthest = self._reach[peer][start]
             into_s = self.line.hop_s(line.order[-1], peer, start) if line.order else self.line.enter_s(peer)
-            # Whoever must still come needs a block each.
+            # Each stage that is still required needs a block.
             still = max(missing, self.limits.fewest - depth, 0)
             if furthest == whole and not still and depth >= self.limits.fewest:
                 yield self._longer(line, mask, peer, whole, into_s)
@@ -261,7 +276,8 @@ class _Search:
         return (self.limits.required >> one & 1) == (self.limits.required >> other & 1)
 
     def _rests(self) -> list[float]:
-        """For each position: least seconds of everything behind it, the way back included; inf if nobody holds it."""
+        """Return for each position the least seconds of everything behind it, the way back included; inf if it fits
+        nowhere."""
         line = self.line
         back_s = min((line.leave_s(peer) for peer in range(line.count)), default=inf)
         rests = [back_s]
@@ -281,7 +297,7 @@ class _Search:
                 min((line.compute_s(peer, b, b + 1) for peer in range(line.count)), default=inf)
                 for b in range(start, line.length)
             )
-            # A hair below, so that rounding can't push the bound above what is attained.
+            # Slightly lower, so that rounding can't lift the bound above what is attained.
             rests.append(inf if left else max(poured_s, each_s) * (1 - 1e-12) + back_s)
         rests.reverse()
         return rests

@@ -1,10 +1,10 @@
-"""Who of a large pool can matter for the line a token crosses soonest. Decides whom the search looks at, with a bound.
+"""Selects the peers of a large pool that the search for a serving line examines, and bounds what all peers could reach.
 
-A line has few stages; of thousands of peers the search gets those that hold a block for the least seconds, their share
-of a hop included, and some that are fast or large. What everybody together could do at best is poured over all peers,
-so the certificate counts those who were left out as well.
+A line has few stages. Of thousands of peers, the search gets those with the least seconds per block, their share of a
+hop included, and some fast or large ones. The bound assigns the blocks to the best of all peers, so the certificate
+also covers the peers that were left out.
 
-Neighbours: `serving` asks where the pool is large, `serving_line` has the formulas written out here for arrays.
+`serving` calls this module for large pools; `serving_line` has the formulas that are written here for arrays.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from fusionai.scheduling.serving_line import ring_bytes
 from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, ServingNeeds
 
 LARGE: Final = 40
-"""Peers up to which the search looks at everybody."""
+"""Number of peers up to which the search examines all of them."""
 LISTED: Final = 12
-"""By seconds per block, hops included; half as many besides for each end, a quarter by speed alone and by memory."""
+"""Peers listed by seconds per block, hops included. Half as many are listed for each end, a quarter by speed alone and
+a quarter by memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortlist:
-    """`bound_s`: no line of any peers takes less through the pool's blocks; 0.0 where everybody is listed."""
+    """The listed peers, and a bound for all.
+
+    `bound_s`: no line of any peers takes less through the pool's blocks; 0.0 if all peers are listed.
+    """
 
     peers: list[PeerProfile]
     bound_s: float
@@ -37,7 +41,7 @@ class Shortlist:
 def shortlist(
     problem: Problem, needs: ServingNeeds, usable: Sequence[PeerProfile], blocks: Sequence[BlockCost], *, room: int = 1
 ) -> Shortlist:
-    """Of `usable`, for a line through `blocks`. `room` times as many as usual."""
+    """Return the shortlist of `usable` for a line through `blocks`, with `room` times the usual number of peers."""
     wanted = room * LISTED + (problem.stages or 0) + (problem.spares_wanted or 0)
     if len(usable) <= max(LARGE, 2 * wanted):
         return Shortlist(list(usable), 0.0)
@@ -49,7 +53,7 @@ def shortlist(
     held = np.maximum(most, 1)
     fits = most > 0
     mean = seconds.mean(axis=1)
-    # Nothing comes into the first stage and nothing leaves the last: those two are chosen for the other direction.
+    # The first stage receives nothing from a peer and the last sends nothing to one: rank those by the other direction.
     inner, first, last = (mean + seconds_each / held for seconds_each in (into + out, out, into))
     ranked = [*(np.where(fits, key, np.inf) for key in (inner, first, last, mean)), -most - 1e-9 / mean]
     counts = [wanted, wanted // 2, wanted // 2, wanted // 4, wanted // 4]
@@ -59,7 +63,7 @@ def shortlist(
     chosen |= {i for i, peer in enumerate(usable) if peer.peer in needed or peer.peer == owner}
     least = seconds.min(axis=1)
     bound = float(seconds.min(axis=0).sum())
-    # The first stage has no such hop: a cap on what hops count as is given back once, and the best cap counts.
+    # The first stage has no hop from a peer. So hops are capped, the cap is subtracted once, and the best cap is used.
     for cap in np.quantile(into, (0.0, 0.02, 0.1, 0.3, 0.6)):
         bound = max(bound, _poured_s(least + np.minimum(into, cap) / held, most, len(blocks)) - float(cap))
     bound *= 1 - 1e-12
@@ -67,7 +71,7 @@ def shortlist(
 
 
 def _block_seconds(peers: Sequence[PeerProfile], blocks: Sequence[BlockCost]) -> Floats:
-    """[N, L]: one position through each block."""
+    """Return [N, L]: seconds of one position through each block."""
     flops = np.array([block.forward_flops for block in blocks])
     streamed = np.array([float(block.parameter_bytes - block.looked_up_bytes) for block in blocks])
     speed = np.array([peer.effective_flops_per_s for peer in peers])
@@ -77,7 +81,8 @@ def _block_seconds(peers: Sequence[PeerProfile], blocks: Sequence[BlockCost]) ->
 
 
 def _most_blocks(peers: Sequence[PeerProfile], needs: ServingNeeds, blocks: Sequence[BlockCost]) -> Integers:
-    """[N]: neighbouring blocks that memory could hold with one context, workspace and what is retained left out."""
+    """Return [N]: consecutive blocks that memory could hold with one context, without workspace and retained
+    boundary."""
     tokens = needs.context_tokens
     sizes = [float(b.parameter_bytes + tokens * b.cache_token_bytes + ring_bytes([b], needs)) for b in blocks]
     sums = np.concatenate([[0.0], np.cumsum(np.array(sizes))])
@@ -87,7 +92,7 @@ def _most_blocks(peers: Sequence[PeerProfile], needs: ServingNeeds, blocks: Sequ
 
 
 def _cheapest_into(problem: Problem, peers: Sequence[PeerProfile], crossing: float) -> Floats:
-    """[N]: least seconds of a hop from any other peer; 0 for peers at the end of an exceptional link."""
+    """Return [N]: least seconds of a hop from any other peer; 0 for peers with an exceptional link into them."""
     up = max(peer.uplink.bandwidth_bytes_per_s for peer in peers)
     latency_s = min(peer.uplink.latency_s for peer in peers)
     owner = "" if problem.owner is None else problem.owner.peer
@@ -103,7 +108,7 @@ def _cheapest_into(problem: Problem, peers: Sequence[PeerProfile], crossing: flo
 
 
 def _poured_s(each: Floats, most: Integers, length: int) -> float:
-    """So many blocks over the peers that take them fastest, as many each as it can hold."""
+    """Return the seconds of `length` blocks on the peers that take them fastest, at most `most` blocks on each."""
     order = np.argsort(np.where(most > 0, each, np.inf), kind="stable")
     taken = np.minimum(np.cumsum(most[order]), length)
     return float((np.diff(taken, prepend=0) * each[order]).sum())

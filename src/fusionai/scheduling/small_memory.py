@@ -1,6 +1,6 @@
-"""What a plan's stages do to fit a small memory, in sentences. Decides no placement: searches compare all ways.
+"""Describes in sentences how a plan's stages fit into little memory.
 
-Neighbours: `levers` prices them, `pipeline` has the ways of a stage; `cli` shows `savings`.
+`levers` has the costs, `pipeline` the ways of a stage; `cli` shows `savings`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fusionai.scheduling.types import Plan
 
 
 def savings(plan: Plan) -> Iterator[str]:
-    """For people: what stages do to fit their memory, what it saves and what it costs."""
+    """Yield a sentence per lever and stage: what it does, what it saves and what it costs."""
     for stage in plan.stages:
         if stage.recompute:
             times = stage.compute_s / (stage.compute_s - stage.recompute_s) - 1 if stage.recompute_s else 0.0

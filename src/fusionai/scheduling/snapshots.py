@@ -1,21 +1,22 @@
-"""How often guarded stages are snapshot: one interval K for the job, with its reason. Decides K; guards nobody.
+"""Chooses how often guarded stages take snapshots: one interval K for the whole job, with its reason.
 
-All stages take snapshots on the same steps, so K is one number. Three wishes pull at it:
+All stages take snapshots on the same steps, so K is one number. Three goals determine it:
 
-- *cheap*: snapshots should cost at most 5 % more. On the link either 5 % of what crosses the stage's cuts anyway
-  (K >= 20 * state / boundary bytes per step) or 5 % of the time the link is idle; of the peer's time 5 % for copying
-  and encrypting. K at least the slowest of these: `cheap`.
-- *possible*: the same with half of link and time instead of a twentieth: `possible` <= `cheap`. Both never ask more of
-  a link than it carries (K >= transfer time / step time, for a guard all its stages together).
+- *cheap*: snapshots should cost at most 5 % more. On the link this is 5 % of what crosses the stage's cuts anyway
+  (K >= 20 * state / boundary bytes per step) or 5 % of the time the link is idle; of the peer's time it is 5 % for
+  copying and encrypting. `cheap` is the least K that satisfies all of these.
+- *possible*: the same with 50 % instead of 5 %, so `possible` <= `cheap`. Both never need more of a link than it
+  carries (K >= transfer time / step time, for a guard with all its stages together).
 - *short replay*: when a peer is lost, its stand-in replays up to 2K - 1 steps of that stage's compute, without
-  bubbles. `brief` is the largest K for which that stays under two seconds, at least 1.
+  bubbles. `brief` is the largest K for which the replay stays under two seconds, at least 1.
 
-K = brief, but not below `possible` and not above `cheap` (beyond that nothing is gained); then not above 64, and not
-above what the memory beside the stages holds: everybody retains what it sent in the last 2K + 1 steps.
+K is `brief`, raised to `possible` if lower and reduced to `cheap` if higher (a larger K gains nothing). K is also at
+most 64, and at most what the memory beside the stages allows: every stage retains what it sent in the last 2K + 1
+steps.
 
-Source: the costs of the recovery protocol (docs/recovery.md): state / K of traffic per step, 2K + 1 steps retained,
-2K - 1 replayed. K never decides whether a run is right, only how fast it is: while a snapshot takes longer than it
-should, the feed is held back. Neighbours: `guards` calls this; `stage_costs` has the prices.
+The costs are those of the recovery protocol (docs/recovery.md): state / K of traffic per step, 2K + 1 steps retained,
+2K - 1 replayed. K affects only the speed of a run, never its results: while a snapshot takes longer than planned, the
+feed is slowed down. `guards` calls this module; `stage_costs` has the costs.
 """
 
 from __future__ import annotations
@@ -32,26 +33,31 @@ from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import Plan, Problem, StagePlacement
 
 MOST_STEPS: Final = 64
+"""Largest interval K, in steps; chosen."""
 EXTRA: Final = 0.05
-"""Part of link and time that snapshots may cost where nobody is in a hurry."""
+"""Fraction of link and time that snapshots may use, unless a short replay needs more."""
 HASTY_EXTRA: Final = 0.50
-"""The same where K must be small for a short replay."""
+"""The same fraction if K must be small for a short replay."""
 REPLAY_S: Final = 2.0
+"""Longest replay to aim for, in seconds of compute; chosen."""
 COPY_BYTES_PER_S: Final = 1e9
-"""Copying, encrypting and sending a state, one thread of an ordinary machine."""
+"""Speed of copying, encrypting and sending a state with one thread of an ordinary machine."""
 
 
 class SnapshotInterval(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`every`: K in steps, 0 when nobody is guarded. `reason`: a sentence for people."""
+    """Interval of the snapshots.
+
+    `every`: K in steps, 0 if no stage is guarded. `reason`: a sentence for the user.
+    """
 
     every: int
     reason: str
     replay_s: float = 0.0
-    """Predicted compute of the longest replay, 2K - 1 steps."""
+    """Predicted compute seconds of the longest replay, 2K - 1 steps."""
 
 
 def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
-    """K for the guards `plan.guards` names. `plan.step_time_s` is the step it is held against."""
+    """Return K for the guards in `plan.guards`; costs are compared with `plan.step_time_s`."""
     if not plan.guards:
         return SnapshotInterval(every=0, reason="no stage is guarded, so no snapshots are taken.")
     if plan.task == "serve":
@@ -87,12 +93,12 @@ def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
 
 
 def _sent_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement) -> float:
-    """In a step, to neighbours and to other replicas."""
+    """Return the bytes that `stage` sends in a step, to neighbours and to other replicas."""
     return plan.microbatches_of(stage) * costs.sent_bytes(stage) + reduced_bytes(plan, costs, stage)
 
 
 def _least(plan: Plan, costs: StageCosts, pairs: list[tuple[StagePlacement, str]], extra: float) -> tuple[int, str]:
-    """Least K at which snapshots cost at most `extra`, and the sentence that says what holds it up."""
+    """Return the least K at which snapshots cost at most the fraction `extra`, and a sentence that names the limit."""
     step_s = plan.step_time_s
     arriving_s: defaultdict[str, float] = defaultdict(float)
     worst, why = 1.0, ""
@@ -113,17 +119,17 @@ def _least(plan: Plan, costs: StageCosts, pairs: list[tuple[StagePlacement, str]
         if copying_s / (extra * step_s) > worst:
             worst = copying_s / (extra * step_s)
             why = f"copying the {format_bytes(state)} of stage {stage.stage} takes {format_seconds(copying_s)}"
-    # A guard has nothing else to receive, but all its stages give their snapshots at once.
+    # A guard receives nothing else, but all its stages send their snapshots at once.
     for guard, seconds in arriving_s.items():
         if seconds / step_s > worst:
             worst = seconds / step_s
             why = f"the snapshots for {costs.name(guard)} take {format_seconds(seconds)} over its link"
-    # A hair of rounding must not cost a step.
+    # Rounding must not raise K by a step.
     return min(ceil(worst * (1 - 1e-9)), MOST_STEPS), why
 
 
 def _beside_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement, guard: str) -> float:
-    """What `stage` sends per step over the link that also carries its snapshots."""
+    """Return the bytes that `stage` sends per step over the link that also carries its snapshots."""
     if not costs.hop(stage.peer, guard).shared:
         return 0.0
     sent = 0.0
@@ -134,7 +140,10 @@ def _beside_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement, guard: s
 
 
 def _held(plan: Plan, costs: StageCosts) -> tuple[int, str]:
-    """Largest K for which every peer has room for what it retains (0: not even for K = 1), and who is short."""
+    """Return the largest K for which every peer has room for what it retains, and the peer that limits it.
+
+    K is 0 if memory is too small even for K = 1.
+    """
     free: dict[str, int] = {}
     sent: defaultdict[str, float] = defaultdict(float)
     for stage in plan.stages:
@@ -149,6 +158,6 @@ def _held(plan: Plan, costs: StageCosts) -> tuple[int, str]:
 
 
 def room_to_retain(plan: Plan, costs: StageCosts) -> str | None:
-    """Whose memory is too small for guarded work at all (K = 1); None if everybody has room."""
+    """Return the peer whose memory is too small for guarded work even with K = 1, or None."""
     held, holder = _held(plan, costs)
     return None if held >= 1 else holder

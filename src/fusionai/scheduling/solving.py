@@ -1,11 +1,12 @@
-"""The pipeline with the shortest step among the machines that may be used, and how good it is. Decides stages, peers,
-cuts and what each stage does to fit.
+"""Finds the pipeline with the shortest step among the usable machines, and a bound on how good it is.
 
-A first pipeline is constructed and changed while that helps; a relaxation then proves a bound and says which machines
-a shorter step could still use. Where those are few, a search among them ends with the best of all pipelines; else they
-are annealed, and the bound is the certificate.
+The result says which peer holds which blocks and what each stage does to fit its memory. A first pipeline is
+constructed and improved by local changes. A relaxation then proves a bound and determines which machines a shorter step
+could still use. If those are few, an exact search among them ends with the best pipeline of all. Otherwise pipelines of
+them are improved by simulated annealing, and the bound is the certificate.
 
-Neighbours: `planner` asks; `improvement` and `annealing` find, `relaxation` proves, `search` does both.
+`planner` calls this module; `improvement` and `annealing` find pipelines, `relaxation` proves bounds, `search` does
+both.
 """
 
 from __future__ import annotations
@@ -27,30 +28,32 @@ from fusionai.scheduling.search import GLANCE_BUDGET, MOST_PEERS, search
 from fusionai.scheduling.types import PeerProfile, Problem
 
 EXACT_PEERS: Final = 12
-"""Up to here the search is given its full budget: it nearly always ends."""
+"""Number of peers up to which the search gets its full budget; with so few it nearly always completes."""
 SEARCH_BUDGET: Final = 8_000_000
+"""Full search budget, in tried extensions."""
 HOPEFUL_BUDGET: Final = 400_000
-"""In larger pools, where the search ends if few machines can matter."""
+"""Search budget in larger pools, where the search completes if few machines can matter."""
 START_BUDGET: Final = 2_000
-"""Of local search where the exact search comes after it."""
+"""Budget of the local search before an exact search."""
 LISTED: Final = 72
-"""Peers among which a pipeline is annealed."""
+"""Number of peers used for annealing."""
 FIRST_ROUNDS: Final = 20_000
-"""Of annealing, before a relaxation says what matters."""
+"""Annealing rounds before a relaxation determines which peers matter."""
 CHAINS: Final = 12
-"""Of a relaxation, from which annealing goes on."""
+"""Number of a relaxation's chains from which annealing continues."""
 TURNS: Final = 3
-"""Of proving, with annealing between them where both still gain."""
+"""Rounds of proving, with annealing in between if both still improve."""
 GOAL: Final = 0.002
-"""Gap at which large pools are not looked at any further."""
+"""Relative gap at which the search in large pools stops."""
 EXACT: Final = 1e-9
+"""Relative gap up to which a pipeline counts as optimal."""
 SEARCHED: Final = "exact search over peers, order, cuts and what stages do to fit"
 RELAXED: Final = "search among the machines that can matter, bound by relaxation"
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """No step on these machines is shorter than `least_s`."""
+    """A pipeline and its bound: no step on these machines is shorter than `least_s`."""
 
     pipeline: Pipeline
     best: Suffix
@@ -64,7 +67,7 @@ class Solved:
 
 
 def solved(problem: Problem, peers: Sequence[PeerProfile], limits: Limits) -> Solved:
-    """Among `peers`. Raises `PlanError` where there is no pipeline, or none was found."""
+    """Return the best pipeline found among `peers`; raise `PlanError` if none exists or none was found."""
     return _Solving(problem, peers, limits).run()
 
 
@@ -120,7 +123,7 @@ class _Solving:
         return Solved(self.whole, self.best, min(least_s, self._known_s), self.explored, method)
 
     def _offer(self, found: Suffix | None) -> None:
-        """A pipeline of `whole`."""
+        """Keep `found`, a pipeline of `whole`, if it is faster than the best known one."""
         if found is not None and self.whole.step_s(found) < self._known_s:
             self.best = found
 
@@ -129,7 +132,7 @@ class _Solving:
             self._offer(_carried(self.whole, pipeline, _layout(pipeline, found)))
 
     def _offer_alone(self) -> None:
-        """The whole chain on one machine, whichever it is."""
+        """Offer the whole chain on each single machine."""
         if self.limits.fewest > 1 or self.limits.required.bit_count() > 1 or self.whole.front is not None:
             return
         for peer in range(self.whole.owner):
@@ -137,8 +140,11 @@ class _Solving:
                 self._offer(self.whole.fold((peer,), (0, self.whole.chain.length)))
 
     def _promising(self) -> list[int]:
-        """Peers for a first pipeline in a large pool: the fastest, the largest, the best connected of the fast, those
-        that must be used and those of the running plan."""
+        """Return the peers for a first pipeline in a large pool.
+
+        These are the fastest, the largest and the best connected of the fast peers, the required ones and those of the
+        running plan.
+        """
         whole = self.whole
         if whole.owner <= LISTED:
             return list(range(whole.owner))
@@ -157,7 +163,8 @@ class _Solving:
         return list(found)
 
     def _anneal(self, peers: Sequence[int], relaxation: Relaxation | None = None) -> None:
-        """Among `peers`; with a relaxation, from its chains, without whom it uses twice."""
+        """Anneal pipelines among `peers`; with a relaxation, start from its chains after machines used twice are
+        replaced."""
         chains = [] if relaxation is None else self._mended(relaxation)
         running = [] if self.best is None else [stage.head for stage in self.whole.pool_stages(self.best)]
         named = dict.fromkeys([*running, *(stage.head for one in chains for stage in self.whole.pool_stages(one))])
@@ -170,7 +177,7 @@ class _Solving:
         self._offer_from(pipeline, found)
 
     def _mended(self, relaxation: Relaxation) -> list[Suffix]:
-        """The relaxation's chains with other machines where one comes again, as far as they fit."""
+        """Return the relaxation's chains, with other machines in place of repeated ones, as far as they fit."""
         found: list[Suffix] = []
         for chain in relaxation.chains(CHAINS):
             cuts = [*(start for _, start in chain), self.whole.chain.length]
@@ -183,7 +190,8 @@ class _Solving:
         return found
 
     def _stand_in(self, order: Sequence[int], chain: Sequence[tuple[int, int]], start: int, end: int) -> int:
-        """The fastest machine that is not in the chain and has room for the stage with some in flight; -1: none."""
+        """Return the fastest machine outside the chain with room for the stage and its microbatches in flight; -1 if
+        none."""
         taken = {*order, *(peer for peer, _ in chain)}
         needed, _ = self.whole.least_bytes(start, end, min(self.whole.microbatches, len(chain)))
         return next(
@@ -192,11 +200,11 @@ class _Solving:
         )
 
     def _search(self, relaxation: Relaxation, matter: Sequence[int], budget: int) -> bool:
-        """Whether it ended."""
+        """Search exactly among `matter` and keep what is found; return whether the search was completed."""
         pipeline, limits, known = self._among(matter)
         places = [next(i for i, p in enumerate(self.whole.peers) if p.peer == one.peer) for one in pipeline.peers]
         before = relaxation.before(places)
-        # What is known may use a machine that no longer matters.
+        # The best known pipeline may use a machine that is not searched.
         below_s = self._known_s if known is None else inf
         found = search(pipeline, limits, known=known, budget=budget, glance=0, before=before, below_s=below_s)
         self.explored += found.explored
@@ -204,7 +212,7 @@ class _Solving:
         return found.complete
 
     def _among(self, peers: Sequence[int]) -> tuple[Pipeline, Limits, Suffix | None]:
-        """The pipeline of some peers, its limits, and what is known where it uses no others."""
+        """Return the pipeline of some peers, its limits, and the best known pipeline if it uses no other peers."""
         pipeline = Pipeline(self.problem, [self.whole.peers[peer] for peer in sorted(set(peers) | self._must())])
         limits = limits_among(self.problem, pipeline.peers, self.asked)
         known = None if self.best is None else _carried(pipeline, self.whole, _layout(self.whole, self.best))
@@ -222,14 +230,15 @@ def _layout(pipeline: Pipeline, suffix: Suffix) -> Layout:
 
 
 def _carried(to: Pipeline, of: Pipeline, layout: Layout) -> Suffix | None:
-    """The same machines and cuts in another pipeline; None if it does not know one of them."""
+    """Return the same machines and cuts in another pipeline; None if one of the machines is not in it."""
     index = {peer.peer: number for number, peer in enumerate(to.peers)}
     order = [index.get(of.peers[peer].peer, -1) for peer in layout[0]]
     return None if -1 in order else to.fold(order, layout[1])
 
 
 def _incumbent(problem: Problem, pipeline: Pipeline, limits: Limits) -> Suffix | None:
-    """The running plan as a pipeline of this problem, if it still is one: kept where nothing is faster."""
+    """Return the running plan as a pipeline of this problem, or None if it no longer fits; it stays unless another is
+    faster."""
     running = problem.incumbent
     if running is None or running.graph_hash != problem.graph_hash:
         return None

@@ -1,10 +1,10 @@
-"""What every range of blocks takes with every set of levers, as arrays. Decides which sets are worth comparing.
+"""Compute and memory of every range of blocks with every set of levers, as arrays.
 
-`ways` are the sets of levers that a problem leaves to each stage. Ranges are [start, end) positions into a chain, the
-arrays' last two axes. A way's seconds on a machine follow from its operations, the bytes of weights that it reads for
-each microbatch, and the bytes that its update reads and writes.
+`ways` are the sets of levers that a problem allows each stage. Ranges are [start, end) positions in a chain, the
+arrays' last two axes. The seconds of a way on a machine follow from its operations, the weight bytes it reads for each
+microbatch, and the bytes its update reads and writes.
 
-Neighbours: `chain` has the sums, `levers` the prices of levers, `pipeline` adds machines and links.
+`chain` has the sums, `levers` the costs of levers; `pipeline` adds machines and links.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StageTables:
-    """W ways, L blocks: arrays are [W, L, L + 1], 0 where a range is empty."""
+    """Costs for W ways and L blocks. Arrays are [W, L, L + 1], 0 for an empty range."""
 
     ways: tuple[Levers, ...]
     flops: Floats
-    """Forward and backward of one microbatch."""
+    """Operations of forward and backward of one microbatch."""
     read_bytes: Floats
-    """Weights that one microbatch reads from where they lie."""
+    """Weights that one microbatch reads from a file or host memory."""
     slot_bytes: Floats
     """Optimizer state that an update reads and writes in a file."""
     trained_bytes: Floats
-    """Weights that an update reads and writes where they lie."""
+    """Weights that an update reads and writes in a file or host memory."""
     resident_bytes: Floats
     flight_bytes: Floats
-    """Of one microbatch in flight."""
+    """Memory of one microbatch in flight."""
     needless: Integers
-    """[W]: mask of the ways that do all that this one does and more: none is better where this one has room for all
+    """[W]: mask of the ways with all levers of this way and more. They are useless if this way has room for all
     microbatches."""
 
     def with_flight(self, chain: Chain) -> StageTables:
-        """The same with what `chain` says of boundaries."""
+        """Return a copy with the boundary sizes of `chain`."""
         return replace(self, flight_bytes=np.array([chain.flight_table(way) for way in self.ways]))
 
 
 def stage_tables(chain: Chain, ways: Sequence[Levers]) -> StageTables:
-    """Of all ranges of `chain`."""
+    """Return the tables of all ranges of `chain`."""
     none = np.zeros((chain.length, chain.length + 1))
     return StageTables(
         ways=tuple(ways),

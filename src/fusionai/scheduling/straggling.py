@@ -1,17 +1,18 @@
-"""Whether a stage has become so slow that another plan pays. Decides when to ask and whether to adopt; moves nothing.
+"""Detects stages that have become so slow that another plan is worth its cost, and makes that plan; moves nothing.
 
-What is compared is never a prediction with a clock: machines that share cores, or a model priced too low, are slower
-than planned all together. A stage's *slow-down* is its measured over its planned compute, divided by the median of that
-ratio over all stages (of two middle ones the lower, so that of two stages the slower one is the slow one). A stage
-straggles when for `STEPS` steps in a row its slow-down was above `SLOW` and the others waited for it; it has recovered
-when for as many steps it was below `RECOVERED`. Between the two nothing changes.
+Measured times are not compared with predicted ones directly: if machines share cores, or the model's cost was
+underestimated, all stages are slower than planned together. A stage's *slow-down* is the ratio of its measured to its
+planned compute, divided by the median of that ratio over all stages (the lower of two middle ones, so that of two
+stages the slower one is identified). A stage becomes a straggler when its slow-down was above `SLOW` for `STEPS` steps
+in a row and the other stages waited for it. It has recovered when its slow-down was below `RECOVERED` for as many
+steps. Between the two values nothing changes.
 
-Another plan is made with the speeds as measured, and adopted only if it takes at least `GAIN` less time; then, and
-after every plan that was asked for in vain, nobody asks for `COOL_DOWN` steps. So a machine that is slow now and then
-moves nothing, and no rhythm of slowness moves stages more often than that.
+The new plan is made with the measured speeds and adopted only if its step is at least the fraction `GAIN` shorter.
+After a new plan, and after a search without one, the next search waits for `COOL_DOWN` steps. Therefore a machine that
+is slow occasionally moves nothing, and periodic slowness moves stages no more often than that.
 
-Neighbours: `planner` plans, `prediction` compares, `training` feeds the spans' seconds and runs `better_plan`, which
-may take seconds, beside the event loop.
+`planner` plans, `prediction` compares. `training` reports the spans' seconds and runs `better_plan`, which may take
+seconds, outside the event loop.
 """
 
 from __future__ import annotations
@@ -31,47 +32,54 @@ from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
 
 SLOW: Final = 1.5
+"""Slow-down above which a stage may become a straggler; chosen."""
 RECOVERED: Final = 1.2
+"""Slow-down below which a straggler recovers; chosen."""
 STEPS: Final = 8
-"""So many in a row make a straggler, or make it an ordinary stage again."""
+"""Consecutive steps that make a stage a straggler, or end that state."""
 WAITED_FOR: Final = 0.8
-"""A straggler's compute is at least this part of the longest of all stages: else nobody waits for it."""
+"""Least compute of a straggler as a fraction of the longest of all stages: the others don't wait for a shorter one."""
 GAIN: Final = 0.15
+"""Least reduction of the step time, as a fraction, for which a plan is adopted; chosen."""
 COOL_DOWN: Final = 50
-"""Steps; moving a stage costs about as much as a checkpoint."""
+"""Pause in steps; moving a stage costs about as much as a checkpoint."""
 MOST: Final = 50.0
-"""Slow-downs beyond are as good as this."""
+"""Upper limit on a slow-down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggling:
-    """The watch over one plan. `watching` begins it, `observed` takes a step, the plan's successor begins anew."""
+    """Observations of one plan. `watching` starts them, `observed` adds a step; the next plan starts anew."""
 
     quiet_until: int
-    """First step at which another plan may be asked for."""
+    """First step at which another plan may be searched for."""
     slowdowns: Mapping[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
-    """Stage -> its last `STEPS` slow-downs, oldest first."""
+    """Last `STEPS` slow-downs by stage, oldest first."""
     turning: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Stage -> for how many steps in a row it has looked like the opposite of what it counts as."""
+    """Consecutive steps, by stage, in which a straggler was fast enough or another stage slow enough to change
+    state."""
     stragglers: frozenset[int] = frozenset()
 
     def due(self, step: int) -> bool:
-        """Whether `better_plan` is worth its time now."""
+        """Return whether `better_plan` should be called now."""
         return bool(self.stragglers) and self.rested(step)
 
     def rested(self, step: int) -> bool:
-        """Whether stages may move by way of a checkpoint again."""
+        """Return whether stages may move by way of a checkpoint again."""
         return step >= self.quiet_until
 
     def asked(self, step: int) -> Straggling:
-        """Another plan was asked for at `step`, in vain."""
+        """Return the state after a search at `step` that found no better plan."""
         return replace(self, quiet_until=step + COOL_DOWN)
 
 
 @dataclass(frozen=True, slots=True)
 class Better:
-    """`problem`: speeds as measured; what the next plans of this job are made from. `slow`: peer -> how many times
-    slower it was found than its profile in the problem before says. `reason`: for people."""
+    """A better plan and its reasons.
+
+    `problem`: the problem with measured speeds, from which the job's next plans are made. `slow`: by peer, how many
+    times slower it was measured than its profile in the previous problem says. `reason`: text for the user.
+    """
 
     plan: Plan
     problem: Problem
@@ -80,13 +88,16 @@ class Better:
 
 
 def watching(step: int) -> Straggling:
-    """A plan came into force before `step`: time for it to settle."""
+    """Return the state of a plan that starts at `step`; it gets `COOL_DOWN` steps to settle."""
     return Straggling(quiet_until=step + COOL_DOWN)
 
 
 def observed(watch: Straggling, plan: Plan, busy_s: Mapping[int, float]) -> Straggling:
-    """`busy_s`: stage -> seconds of forward and backward of one committed step, the rest of a limited share included.
-    Stages that are missing, and the job owner's, are not judged; neither is anybody alone."""
+    """Return the state after a committed step.
+
+    `busy_s`: by stage, seconds of forward and backward, including the pauses of a limited share. Missing stages and the
+    job owner's are not judged, and a single stage is never judged.
+    """
     counted = [stage for stage in plan.stages if _counts(stage) and busy_s.get(stage.stage, 0.0) > 0]
     if len(counted) < 2:
         return watch
@@ -111,8 +122,10 @@ def observed(watch: Straggling, plan: Plan, busy_s: Mapping[int, float]) -> Stra
 
 
 def better_plan(watch: Straggling, plan: Plan, problem: Problem, step: int) -> Better | None:
-    """A plan (version 0) that is worth the move, or None. `problem.peers`: whom the job may use now, active ones and
-    idle ones. After None, go on with `watch.asked(step)`; after a plan, with `watching` from where it comes into force.
+    """Return a plan (version 0) that is worth the move, or None.
+
+    `problem.peers`: the machines that the job may use now, active and idle. After None, continue with
+    `watch.asked(step)`; after a plan, with `watching` from the step at which it starts.
     """
     if not watch.due(step):
         return None
@@ -146,18 +159,18 @@ def better_plan(watch: Straggling, plan: Plan, problem: Problem, step: int) -> B
 
 
 def _counts(stage: StagePlacement) -> bool:
-    """The owner's loss is small and mostly overhead: it says little about anybody's speed."""
+    """Return whether the stage's time is meaningful; the owner's loss is short and mostly overhead."""
     return "stage" in stage.roles and stage.compute_s > 0
 
 
 def _factor(watch: Straggling, stage: StagePlacement) -> float:
-    """Median over the window; what is near one is taken for noise."""
+    """Return the median slow-down over the window; values near 1 are treated as noise."""
     slowdown = median(watch.slowdowns.get(stage.stage, (1.0,)))
     return 1.0 if 1 / RECOVERED < slowdown < RECOVERED else slowdown
 
 
 def slowed(peer: PeerProfile, factor: float) -> PeerProfile:
-    """`peer` as it would be planned with when it computes `factor` times slower than its profile says."""
+    """Return the profile of `peer` for planning, if it computes `factor` times slower than its profile says."""
     return msgspec.structs.replace(
         peer,
         flops_per_s=peer.flops_per_s / factor,

@@ -1,8 +1,8 @@
-"""A problem as the coverage planner's arrays: what blocks cost, what peers can take. Decides no placement.
+"""Converts a problem to the coverage planner's arrays: costs of blocks, capacities of peers.
 
-Links are access links alone: with hundreds of holders of each block, whoever is next changes with every microbatch.
+Only access links are modelled: with hundreds of holders of each block, the next peer changes with every microbatch.
 
-Neighbours: `coverage` asks, `coverage_kernels` computes with the arrays, `chain` has the prices of ranges.
+`coverage` uses this module, `coverage_kernels` computes with the arrays, and `chain` has the costs of ranges.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from fusionai.scheduling.types import PeerProfile
 
 
 def swarm_of(chain: Chain, peers: Sequence[PeerProfile], in_flight: int, *, loss_elsewhere: bool) -> Swarm:
-    """`peers` in the given order, each with room for `in_flight` microbatches; `loss_elsewhere`: the last boundary is
-    sent on."""
+    """Return the arrays of `peers` in the given order, each with room for `in_flight` microbatches.
+
+    `loss_elsewhere`: whether the last boundary is sent on.
+    """
     length = chain.length
     needed = needed_bytes(chain, in_flight)
-    # No shorter stage is offered where only a longer one would fit: intervals may then be cut freely.
+    # If a short stage needs more memory than a longer one, count the longer one as large too: intervals may be cut
+    # freely.
     needed = np.maximum.accumulate(needed, axis=1)
     lent = np.array([float(peer.memory_bytes) for peer in peers])
     reach = np.zeros((len(peers), length), dtype=np.int64)
@@ -42,7 +45,7 @@ def swarm_of(chain: Chain, peers: Sequence[PeerProfile], in_flight: int, *, loss
 
 
 def needed_bytes(chain: Chain, in_flight: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """[L, L + 1]: of a stage [a, b) with so many microbatches in flight; 0 where b <= a."""
+    """Return [L, L + 1]: bytes of a stage [a, b) with `in_flight` microbatches in flight; 0 if b <= a."""
     return np.array(
         [
             [
@@ -55,7 +58,7 @@ def needed_bytes(chain: Chain, in_flight: int) -> np.ndarray[tuple[int, int], np
 
 
 def idle(swarm: Swarm) -> Layout:
-    """Nobody holds anything."""
+    """Return the layout in which no peer holds a block."""
     peers, length = swarm.reach.shape
     return Layout(
         start=np.zeros(peers, dtype=np.int64),
@@ -66,6 +69,6 @@ def idle(swarm: Swarm) -> Layout:
 
 
 def stretches(swarm: Swarm) -> Integers:
-    """[N, L]: blocks from each one on that a peer can hold."""
+    """Return [N, L]: number of blocks, from each block on, that a peer can hold."""
     starts: Integers = np.arange(swarm.reach.shape[1], dtype=np.int64)
     return swarm.reach - starts

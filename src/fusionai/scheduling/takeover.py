@@ -1,11 +1,13 @@
-"""The plan after peers were lost, and a better guarded one when machines come. Decides who stands in for whom.
+"""Makes the plan after peers were lost, and plans with better guards when machines join.
 
-Cuts stay, and stages whose peers live stay exactly as they are: what runs is not disturbed. A lost stage goes to its
-guard, which has its snapshot; else to an idle machine it fits on, which gets the snapshot passed on or the checkpoint;
-else, where memory permits, to a machine that has taken one already. In exact mode only equal fingerprints may stand in.
-When a stage finds nobody, `Waiting` says what machine is missing and why nobody there will do.
+Cuts stay, and stages whose peers still run stay unchanged, so running work is not disturbed. A lost stage goes to its
+guard, which has its snapshot. Otherwise it goes to an idle machine it fits on, which receives the snapshot or the
+checkpoint. Otherwise, if memory permits, it goes to a machine that has already taken a lost stage. In exact mode only
+machines with equal fingerprints may take over. If no machine can take a stage, `Waiting` says which machine is missing
+and why the available ones can't.
 
-Neighbours: `guards` assigns guards to the result, `prediction` prices it; `training` asks when a peer is lost.
+`guards` assigns guards to the result, `prediction` predicts its speed; `training` calls this module when a peer is
+lost.
 """
 
 from __future__ import annotations
@@ -30,11 +32,14 @@ from fusionai.scheduling.types import Certificate, Excluded, Guard, PeerProfile,
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """A lost stage nobody can take. `fingerprint` empty: any will do. `refusals`: why each machine there will not."""
+    """A lost stage that no machine can take.
+
+    `fingerprint`: required fingerprint; empty if any will do. `refusals`: the reason for each available machine.
+    """
 
     stage: int
     memory_bytes: int
-    """What a machine must lend for it."""
+    """Memory that a machine must lend for the stage."""
     fingerprint: str
     lost_peer: str
     refusals: tuple[Excluded, ...]
@@ -42,13 +47,14 @@ class Unplaced:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """There is no plan until machines come."""
+    """Result without a plan: the stages that wait for machines to join."""
 
     stages: tuple[Unplaced, ...]
 
     @property
     def sentence(self) -> str:
-        """`waiting for a peer that lends 1.2 GB and computes the same bits as ada did (stage 1)`."""
+        """The wait in words, e.g. `waiting for a peer that lends 1.2 GB and computes the same bits as ada did (stage
+        1)`."""
         wanted = [_wish(stage) for stage in self.stages]
         if len(wanted) == 1:
             return f"waiting for a peer that {wanted[0]}"
@@ -58,11 +64,12 @@ class Waiting:
 def replaced(
     plan: Plan, problem: Problem, lost: frozenset[str], candidates: Sequence[PeerProfile] = ()
 ) -> Plan | Waiting:
-    """`plan` (version 0) without the peers in `lost`.
+    """Return `plan` (version 0) without the peers in `lost`, or `Waiting` if a stage finds no machine.
 
-    `lost` have lost what they held. `candidates`: machines that may be used now; one of `lost` among them has come back
-    empty. Guards that are not lost count as there in any case. Guards are assigned anew from what is left, those that
-    hold snapshots of living stages first. Raises `PlanError` when the job owner's own process is among `lost`.
+    The peers in `lost` no longer have their state. `candidates`: machines that may be used now; one of `lost` among
+    them has come back without state. Guards that are not lost are available in any case. Guards are assigned anew from
+    the remaining machines, those with snapshots of running stages first. Raises `PlanError` if the job owner's own
+    process is among `lost`.
     """
     if plan.feed in lost:
         raise PlanError(f"the job owner's own process {plan.feed!r} can't be replaced; it is restarted instead.")
@@ -91,8 +98,10 @@ def replaced(
 
 
 def reinforced(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Plan | None:
-    """`plan` (version 0) with guards for stages that have none or an inexact one, from `candidates` and the guards it
-    has. None if nothing gets better: a guard that is there is never exchanged for one that is just as good."""
+    """Return `plan` (version 0) with guards for stages that have none or an inexact one; None if nothing improves.
+
+    New guards come from `candidates` and the present guards. A guard is never exchanged for an equally good one.
+    """
     known = told(problem, candidates)
     placed = {stage.peer for stage in plan.stages} | {plan.feed}
     there = {candidate.peer for candidate in candidates} | {guard.peer for guard in plan.guards}
@@ -105,8 +114,12 @@ def reinforced(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) 
 def handed_over(
     plan: Plan, problem: Problem, leaving: frozenset[str], candidates: Sequence[PeerProfile]
 ) -> Plan | None:
-    """`plan` (version 0) with the stages of those in `leaving` on other machines, and they as these stages' guards:
-    their state is there until the next peer has it. Who only guards is left out at once. None: nobody can take over."""
+    """Return `plan` (version 0) with the stages of the `leaving` peers on other machines; None if no machine can take
+    over.
+
+    The leaving peers become guards of their stages, so their state is available until the next peer has it. A leaving
+    peer that only guards is dropped at once.
+    """
     found = replaced(plan, problem, leaving, candidates)
     if isinstance(found, Waiting):
         return None
@@ -121,8 +134,11 @@ def handed_over(
 
 
 def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequence[PeerProfile]) -> Plan | None:
-    """`plan` (version 0) with one stage on `to`, which runs none. Its former peer guards it if it runs nothing else and
-    has the memory; the other guards stay where they can. None: `to` can't run it, or nobody would guard it any more."""
+    """Return `plan` (version 0) with one stage moved to `to`, which runs none.
+
+    The former peer guards the stage if it runs nothing else and has the memory; the other guards stay if they can.
+    Returns None if `to` can't run the stage, or if a guarded stage would lose its guard.
+    """
     known = told(problem, candidates)
     costs = StageCosts(known, plan)
     former = next(placed for placed in plan.stages if placed.stage == stage)
@@ -142,8 +158,10 @@ def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequenc
 
 
 def guarded_by(plan: Plan, problem: Problem, stage: int, peer: str, candidates: Sequence[PeerProfile]) -> Plan | None:
-    """`plan` (version 0) with `peer`, which runs nothing, as the guard of `stage`. None: it has no room for that, or
-    another stage would lose its guard by it."""
+    """Return `plan` (version 0) with `peer`, which runs no stage, as the guard of `stage`.
+
+    Returns None if `peer` has no room for that, or if another stage would lose its guard.
+    """
     known = told(problem, candidates)
     costs = StageCosts(known, plan)
     placed = next(one for one in plan.stages if one.stage == stage)
@@ -162,7 +180,7 @@ def guarded_by(plan: Plan, problem: Problem, stage: int, peer: str, candidates: 
 
 
 class _Placing:
-    """Lost stages on the one side, idle machines on the other."""
+    """Assigns lost stages to idle machines."""
 
     def __init__(self, plan: Plan, costs: StageCosts, idle: dict[str, PeerProfile], guards: frozenset[str]) -> None:
         self.plan = plan
@@ -181,7 +199,7 @@ class _Placing:
                 return []
             return [guard] if self.costs.exact(stage, self.idle[guard]) else []
 
-        # As many as possible to their guards; then all the others besides, one stage each.
+        # First assign as many stages as possible to their guards, then the others, one stage per machine.
         first = matched([guard_only(stage) for stage in order])
         for index, peer in matched([self._ranked(stage) for stage in order], first).items():
             self._give(order[index], peer)
@@ -247,11 +265,17 @@ class _Placing:
         return None
 
     def _base_bytes(self, stage: StagePlacement) -> int:
-        """The snapshot the stage is restored from stays until the line has passed it. Serving restores from nothing."""
+        """Return the bytes of the snapshot that the stage is restored from, kept until the snapshot line has passed it.
+
+        0 in serving, which restores nothing.
+        """
         return 0 if self.plan.task == "serve" else self.costs.state_bytes(stage)
 
     def _least_bytes(self, stage: StagePlacement) -> int:
-        """With as few microbatches in flight as keep the pipeline fed: one for each stage from this one on."""
+        """Return the stage's memory with the fewest microbatches in flight that keep the pipeline busy.
+
+        Those are one for each stage of the replica from this one on.
+        """
         after = sum(one.replica == stage.replica and one.stage >= stage.stage for one in self.plan.stages)
         fewest = min(stage.in_flight, self.plan.microbatches_of(stage), after)
         return stage.memory_bytes - (stage.in_flight - fewest) * stage.in_flight_bytes + self._base_bytes(stage)
@@ -285,7 +309,7 @@ def _predicted(plan: Plan, costs: StageCosts, stages: tuple[StagePlacement, ...]
 
 
 def told(problem: Problem, candidates: Sequence[PeerProfile]) -> Problem:
-    """What is known of everybody: the newest word counts."""
+    """Return `problem` with the profiles of `candidates` added; they replace older profiles of the same peers."""
     profiles = {peer.peer: peer for peer in problem.peers} | {peer.peer: peer for peer in candidates}
     return msgspec.structs.replace(problem, peers=tuple(profiles[name] for name in sorted(profiles)))
 

@@ -1,7 +1,7 @@
-"""The planner's types: problem in, immutable plan and certificate out. Decides names and units; computes nothing.
+"""The planner's types: the problem as input, the immutable plan with its certificate as output.
 
-Neighbours: `scheduling.planner` solves, `ir.cost` fills `BlockCost`, backends and transport measure profiles, `broker`
-versions plans, `execution` and `training` obey them.
+`scheduling.planner` solves problems, `ir.cost` fills `BlockCost`, and backends and transport measure profiles. `broker`
+versions plans; `execution` and `training` execute them.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from fusionai.wire.codecs import Codec, Compression
 from fusionai.wire.messages import Saving
 
 Lever = Literal["auto", "never", "always"]
-"""What may be done about a small memory: where the plan finds it needed, nowhere, everywhere."""
+"""Where stages may use a technique to save memory: where the planner finds it needed, nowhere, or everywhere."""
 
 
 class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base: immutable, strict, keyword-only."""
+    """Base of all types here: immutable, keyword-only, unknown fields rejected."""
 
 
 class Link(_Data, frozen=True, kw_only=True):
-    """A directed pair or an access link."""
+    """Bandwidth and latency of one direction between two machines, or of an access link."""
 
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
 
 
 class PeerProfile(_Data, frozen=True, kw_only=True):
-    """What a peer can do, measured, and what its provider allows."""
+    """A peer's measured performance and the limits its provider sets."""
 
     peer: str
     name: str = ""
@@ -43,34 +43,34 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     """Measured float32 speed with `threads` threads, before `share`."""
     memory_bandwidth_bytes_per_s: float = 0.0
     pace: Pace | None = None
-    """In training; None: not measured."""
+    """Measured training speed; None if not measured."""
     serving: Annotated[tuple[ServingPace, ...], Meta(max_length=8)] = ()
-    """By weight format; where the one that is wanted is not measured, serving goes by `flops_per_s` and
-    `memory_bandwidth_bytes_per_s`."""
+    """Measured serving speed by weight format. If the requested format is missing, `flops_per_s` and
+    `memory_bandwidth_bytes_per_s` are used."""
     attention_flops_per_s: float = 0.0
-    """In serving: of attention to what is before, whose operations `BlockCost.attended_flops` counts; 0: not measured,
-    it goes by `flops_per_s` then."""
+    """Serving: measured speed of attention to earlier positions (`BlockCost.attended_flops`). 0: not measured, so
+    `flops_per_s` is used."""
     scratch_bytes_per_s: float = 0.0
-    """Of a file that optimizer state may lie in, read and written; 0: not measured."""
+    """Speed of reading and writing a file for optimizer state; 0 if not measured."""
     memory_bytes: int
-    """What the provider lends (`--max-memory`), at most what is there."""
+    """Memory that the provider lends (`--max-memory`), at most the machine's available memory."""
     threads: int = 1
     share: float = 1.0
-    """Part of the time the provider lends, in (0, 1]."""
+    """Fraction of the time that the provider lends, in (0, 1]."""
     fingerprint: str = ""
     uplink: Link = Link(bandwidth_bytes_per_s=1e9, latency_s=0.0)
     downlink: Link = Link(bandwidth_bytes_per_s=1e9, latency_s=0.0)
     unsupported_ops: tuple[str, ...] = ()
     tasks: tuple[Literal["train", "serve"], ...] = ("train", "serve")
-    """What its backend can take part in."""
+    """Tasks that its backend supports."""
     weight_formats: tuple[str, ...] = ()
-    """How its backend can keep weights in serving; empty: in all ways."""
+    """Weight formats that its backend supports in serving; empty if it supports all."""
     savings: tuple[Saving, ...] = ("recompute", "offload", "offload_weights")
-    """What its backend can do in training to fit a small memory."""
+    """Techniques to save memory that its backend supports in training."""
     roles: tuple[Literal["stage", "owner"], ...] = ("stage",)
     power_w: float | None = None
     endorsements: Annotated[tuple[Annotated[bytes, Meta(max_length=512)], ...], Meta(max_length=16)] = ()
-    """Signed words of others that its key is to be trusted (`transport.endorsements`); who carries them can't forge
+    """Signed statements by which other keys vouch for this peer's key (`transport.endorsements`); the peer can't forge
     them."""
 
     @property
@@ -79,7 +79,8 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
 
 
 class BlockCost(_Data, frozen=True, kw_only=True):
-    """One block of the graph (or a role's nodes) for one microbatch, at the job's batch and sequence sizes."""
+    """Costs of one block of the graph (or of a role's nodes) for one microbatch, at the job's batch and sequence
+    sizes."""
 
     block: int
     forward_flops: float
@@ -88,71 +89,81 @@ class BlockCost(_Data, frozen=True, kw_only=True):
     """Storage of the parameters held by this block (a tied parameter counts in each block that holds it)."""
     trainable_bytes: int
     activation_bytes: int
-    """Kept from forward to backward per microbatch."""
+    """Activations kept from forward to backward, per microbatch."""
     workspace_bytes: int = 0
     output_bytes: int
-    """What crosses a cut *after* this block, forward."""
+    """Activations sent forward over a cut after this block."""
     gradient_bytes: int
-    """What comes back over that cut, backward."""
+    """Gradients sent back over that cut."""
     ops: tuple[str, ...] = ()
     calls: int = 0
-    """Operators that are called for a microbatch, in training."""
+    """Training: operator calls per microbatch."""
     moved_bytes: float = 0.0
-    """What operators read and write for a microbatch, forward and backward, in training."""
+    """Training: bytes that operators read and write per microbatch, forward and backward."""
     looked_up_bytes: int = 0
-    """Serving: of `parameter_bytes`, tables of which a pass reads only some rows."""
+    """Serving: part of `parameter_bytes` in tables of which a pass reads only some rows."""
     cache_token_bytes: int = 0
-    """Serving: keys and values of one token, in layers that keep all of them."""
+    """Serving: keys and values of one token, in layers with full attention."""
     cache_session_bytes: int = 0
-    """Serving: rings of the layers that keep a window, for one session."""
+    """Serving: ring buffers for one session, in layers with windowed attention."""
     attended_flops: float = 0.0
-    """Serving: of one position, for each position before it that layers without a window look at. It makes long prompts
-    slow; what a token costs is planned without it."""
+    """Serving: operations of one position for each earlier position, in layers with full attention. They make long
+    prompts slow; the predicted time per token leaves them out."""
 
 
 class ServingNeeds(_Data, frozen=True, kw_only=True):
-    """What a serving job asks of its stages. With it, the problem's block costs are those of one position of a pass
-    (`ir.serving_cost`), weights counted as they are kept."""
+    """Requirements of a serving job on its stages.
+
+    If a problem has them, its block costs are those of one position of a pass (`ir.serving_cost`), with weights in the
+    format in which they are kept.
+    """
 
     weights: Literal["fp32", "bf16", "fp16", "int8", "int4"] = "fp32"
     cache: Literal["fp32", "bf16", "fp16"] = "fp32"
     page_tokens: int = 16
     context_tokens: int
-    """Longest prompt plus answer."""
+    """Largest number of tokens of prompt plus answer."""
     sessions: int
-    """At most so many at a time."""
+    """Largest number of sessions at a time."""
     cache_tokens: int = 0
-    """Positions of cache there should be room for; fewer, but no fewer than one context, where memory is short."""
+    """Wanted size of the cache in positions. If memory is short the cache is smaller, but holds at least one whole
+    context."""
     pass_tokens: int = 512
     retain: bool = True
-    """Stages keep what they sent on, for the next one's cache to be rebuilt."""
+    """Whether stages keep what they sent, so that the next stage's cache can be rebuilt."""
     whole: bool = False
-    """Each text is computed anew for every token, as long as half a context on average."""
+    """Whether every token recomputes the whole text, on average half a context."""
     result_bytes: int = 0
-    """Of one row of logits, which goes to the job owner when the head is not there."""
+    """Size of one row of logits, sent to the job owner if the head is elsewhere."""
 
 
 class RolePlacement(_Data, frozen=True, kw_only=True):
-    """`feed` and `loss` are placed by the plan, by default with the job owner."""
+    """Where the role `feed` or `loss` is placed; by default with the job owner."""
 
     role: Literal["feed", "loss"]
     place: Literal["owner", "pool"] = "owner"
 
 
 class SharedWeight(_Data, frozen=True, kw_only=True):
-    """A trainable parameter that several blocks read and whose gradient, where machines share it, is added in another
-    order than in one process. `blocks`: one number per use, the last use first."""
+    """A trainable parameter that several blocks read.
+
+    If its blocks are on several machines, its gradient is added in another order than in one process. `blocks`: one
+    number per use, the last use first.
+    """
 
     key: str
     nbytes: int
     blocks: tuple[int, ...]
     interleaves: bool = False
-    """Whether its order of uses goes back to earlier blocks: then stages of one machine add it otherwise, too."""
+    """Whether its order of uses returns to earlier blocks. Then even stages on one machine add its gradient in another
+    order."""
 
 
 class Problem(_Data, frozen=True, kw_only=True):
-    """What to plan. `blocks` in order; those that stay with the owner (`scheduling.ends`) are not offered to the pool's
-    peers."""
+    """The planning problem.
+
+    `blocks` are in order; those that stay with the owner (`scheduling.ends`) are not offered to the pool's peers.
+    """
 
     task: Literal["train", "serve"] = "train"
     graph_hash: str
@@ -161,11 +172,11 @@ class Problem(_Data, frozen=True, kw_only=True):
     owner: PeerProfile | None = None
     roles: tuple[RolePlacement, ...] = (RolePlacement(role="feed"), RolePlacement(role="loss"))
     kept_first: int = 0
-    """Blocks at the beginning that stay with the job owner, where `feed` is; in serving never fewer than one."""
+    """Number of first blocks that stay with the job owner if `feed` is there; in serving at least one."""
     kept_last: int = 0
-    """Blocks at the end that stay with the job owner, where `loss` is; never fewer than one."""
+    """Number of last blocks that stay with the job owner if `loss` is there; at least one."""
     stages: int | None = None
-    """Exactly so many pool stages; None lets the planner choose."""
+    """Exact number of pool stages; None lets the planner choose."""
     microbatches: int
     microbatch_tokens: int
     optimizer_bytes_per_trainable_byte: float = 2.0
@@ -173,31 +184,33 @@ class Problem(_Data, frozen=True, kw_only=True):
     links: dict[str, Link] = {}
     """Exceptions to the access-link model: `"<from>><to>"` -> link."""
     replicas: int | Literal["auto"] = 1
-    """Training: so many chains of stages, each with a share of every step's microbatches, whose gradients are summed
-    at the step's end."""
+    """Training: number of chains of stages. Each gets a share of every step's microbatches; their gradients are summed
+    at the end of the step."""
     reduction_bytes_per_trainable_byte: float = 0.0
-    """What a stage holds of other replicas' gradients while they are summed."""
+    """Memory for other replicas' gradients while they are summed."""
     excluded: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     pinned: dict[int, str] = {}
-    """Block number -> the peer whose stage holds it."""
+    """Block number -> peer whose stage must hold the block."""
     incumbent: Plan | None = None
     spares_wanted: int | None = None
     takeover: Literal["exact", "tolerant"] = "exact"
-    """Whether a machine that computes other bits may guard a stage or stand in for its peer."""
+    """Whether only a machine with bit-identical results (`exact`) may guard or take over a stage, or any machine
+    (`tolerant`)."""
     compression: Compression = "none"
-    """How activations and gradients between stages are packed in training. Costs count float32."""
+    """Training: how activations and gradients between stages are packed. `BlockCost` has their float32 sizes."""
     recompute: Lever = "never"
-    """Training: whether stages make activations again in backward instead of keeping them; `auto`: those that must."""
+    """Training: whether stages recompute activations in backward instead of keeping them; `auto`: only stages that
+    must."""
     offload: Lever = "never"
-    """Training: whether optimizer state lies in a file of the peer's between updates."""
+    """Training: whether optimizer state is kept in a file on the peer between updates."""
     offload_weights: Lever = "never"
-    """Training: whether weights lie in a file of the peer's (beside an accelerator: in the host's memory) until a block
+    """Training: whether weights are kept in a file on the peer (with an accelerator: in host memory) until a block
     needs them."""
     shared_weights: tuple[SharedWeight, ...] = ()
-    """Training: parameters whose gradients depend on the cut in the last bits (`scheduling.cut_bits`)."""
+    """Training: parameters whose gradients differ in the last bits between cuts (`scheduling.cut_bits`)."""
     serving: ServingNeeds | None = None
-    """For task `serve`. There `feed` stands for the first block (the embedding), `loss` for the last (the head)."""
+    """Required for task `serve`, in which `feed` is the first block (the embedding) and `loss` the last (the head)."""
 
 
 class StagePlacement(_Data, frozen=True, kw_only=True):
@@ -208,41 +221,43 @@ class StagePlacement(_Data, frozen=True, kw_only=True):
     blocks: tuple[int, int]
     roles: tuple[Literal["feed", "loss", "stage"], ...] = ("stage",)
     replica: int = 0
-    """Stages of one replica follow each other; microbatch m crosses those of replica m mod replicas."""
+    """Replica that the stage belongs to. A replica's stages are consecutive; microbatch m crosses replica m mod
+    replicas."""
     in_flight: int = 1
     compute_s: float = 0.0
-    """Predicted forward + backward of one microbatch."""
+    """Predicted seconds of forward and backward of one microbatch."""
     send_s: float = 0.0
-    """Predicted transfer of one microbatch's activation and gradient over the link to the next stage."""
+    """Predicted transfer seconds of one microbatch's activation and gradient over the link to the next stage."""
     memory_bytes: int = 0
     memory_limit_bytes: int = 0
     in_flight_bytes: int = 0
-    """Of `memory_bytes`, what one microbatch in flight takes."""
+    """Part of `memory_bytes` that one microbatch in flight takes."""
     recompute: bool = False
-    """Training: the stage keeps what enters its blocks and runs them again in backward; `compute_s` has it in."""
+    """Training: the stage keeps only its blocks' inputs and runs the blocks again in backward; `compute_s` includes
+    that."""
     recompute_s: float = 0.0
-    """Of `compute_s`, what running them again takes."""
+    """Part of `compute_s` for running blocks again."""
     recompute_saves_bytes: int = 0
-    """What the stage would hold besides, were they kept."""
+    """Additional memory the stage would need if activations were kept."""
     offload: bool = False
-    """Training: optimizer state lies in a file of the peer's and is read and written by every update."""
+    """Training: optimizer state is in a file on the peer, which every update reads and writes."""
     offload_s: float = 0.0
-    """What that takes of every step."""
+    """Seconds per step for reading and writing that file."""
     offload_saves_bytes: int = 0
-    """What it leaves free of `memory_limit_bytes`."""
+    """Additional memory the stage would need without it."""
     offload_weights: bool = False
-    """Training: weights lie in a file of the peer's (beside an accelerator: in the host's memory) and are read block by
-    block; `compute_s` has that in."""
+    """Training: weights are in a file on the peer (with an accelerator: in host memory) and are read block by block;
+    `compute_s` includes that."""
     offload_weights_s: float = 0.0
-    """What that takes of every step: reading for each microbatch, and the update."""
+    """Seconds per step for reading weights for each microbatch, and for the update."""
     offload_weights_saves_bytes: int = 0
-    """What it leaves free of `memory_limit_bytes`."""
+    """Additional memory the stage would need without it."""
     fingerprint: str = ""
-    """Of the peer's numerics when it was given the stage; empty: not known, so nothing equals it."""
+    """Fingerprint of the peer's numerics when it got the stage; empty if unknown, which equals no other."""
     weight_bytes: int = 0
-    """Serving: of `memory_bytes`, the weights as they are kept."""
+    """Serving: part of `memory_bytes` for weights, in the format in which they are kept."""
     cache_bytes: int = 0
-    """Serving: of `memory_bytes`, keys and values, and what is retained of the boundary."""
+    """Serving: part of `memory_bytes` for keys, values and the retained boundary."""
 
 
 class Excluded(_Data, frozen=True, kw_only=True):
@@ -251,7 +266,8 @@ class Excluded(_Data, frozen=True, kw_only=True):
 
 
 class Certificate(_Data, frozen=True, kw_only=True):
-    """How good the plan is: `optimality_gap` = bound / predicted - 1 of tokens per second, 0.0 when proven optimal."""
+    """How close the plan is to the best possible: `optimality_gap` = bound / predicted - 1 of tokens per second, 0.0 if
+    proven optimal."""
 
     method: str
     exact: bool
@@ -261,36 +277,39 @@ class Certificate(_Data, frozen=True, kw_only=True):
 
 
 class Guard(_Data, frozen=True, kw_only=True):
-    """A spare keeps snapshots of a stage and takes it over when its peer is lost. One spare may guard several."""
+    """A spare that keeps snapshots of a stage and takes it over when its peer is lost. One spare may guard several
+    stages."""
 
     stage: int
     peer: str
     exact: bool = True
-    """Whether the fingerprints of the two peers promise bit-equal results."""
+    """Whether the two peers' fingerprints are equal, so that results are bit-identical."""
 
 
 class TolerantTakeover(_Data, frozen=True, kw_only=True):
-    """From a step on, machines of other numerics compute, or a cut that adds gradients in another order: results may be
-    apart from those of the plan before."""
+    """A plan change after which results may differ from those of the plan before.
+
+    The cause is machines with other numerics, or a cut that adds gradients in another order.
+    """
 
     step: int
-    """So many steps were official; the next one is the first that may differ."""
+    """Number of steps committed before the change; the next step is the first that may differ."""
     stages: tuple[int, ...]
-    """Of the plan that began there, those that other numerics compute."""
+    """Stages of the new plan that run on machines with other numerics."""
     peers: tuple[str, ...]
-    """Their peers."""
+    """Peers of these stages."""
     recut: bool = False
-    """Whether the stages are others than before."""
+    """Whether the stages were cut anew."""
     tolerance: float = 0.0
-    """How far losses may be apart, relative (`backends.tolerance`)."""
+    """Largest relative difference of losses (`backends.tolerance`)."""
 
 
 PROMPT_TOKENS: Final = 2048
-"""Of the prompt that a plan predicts, or as many as a session's context has."""
+"""Length of the prompt for which a plan predicts the prompt speed, at most a session's context."""
 
 
 class ServingSizes(_Data, frozen=True, kw_only=True):
-    """What every stage of a serving plan is told, and what all sessions together can expect."""
+    """Sizes that all stages of a serving plan share, and the predicted speed of all sessions together."""
 
     weights: Literal["fp32", "bf16", "fp16", "int8", "int4"]
     cache: Literal["fp32", "bf16", "fp16"]
@@ -300,18 +319,20 @@ class ServingSizes(_Data, frozen=True, kw_only=True):
     context_tokens: int
     pass_tokens: int
     passes_in_flight: int
-    """So many passes fill the pipeline when all sessions generate."""
+    """Number of passes that keeps the pipeline busy when all sessions generate."""
     tokens_per_s_together: float
-    """Predicted, all sessions generating."""
+    """Predicted tokens per second of all sessions together."""
     prompt_tokens_per_s: float = 0.0
-    """Predicted, of a prompt of `PROMPT_TOKENS` that nobody else disturbs, until its first token; 0: not predicted."""
+    """Predicted speed of a prompt of `PROMPT_TOKENS` until its first token, without other requests; 0 if not
+    predicted."""
 
 
 class Plan(_Data, frozen=True, kw_only=True):
-    """Partition + placement + schedule. Immutable; `version` 0 until the broker mints one.
+    """Partition, placement and schedule of a job; immutable. `version` is 0 until the broker assigns one.
 
-    `stages` in pipeline order, with those of the job owner: the last (the loss, by default) and, where the model's
-    beginning stays there, the first. Where there are several replicas: one chain after the other, numbered on.
+    `stages` are in pipeline order and include those of the job owner: the last (the loss, by default) and, if the
+    model's beginning stays there, the first. Several replicas follow one after the other, with consecutive stage
+    numbers.
     """
 
     version: int = 0
@@ -319,43 +340,44 @@ class Plan(_Data, frozen=True, kw_only=True):
     graph_hash: str
     stages: tuple[StagePlacement, ...]
     feed: str
-    """Peer id of the data feed; in serving of whoever gives tokens and takes the results."""
+    """Peer id of the data feed; in serving, of the machine that sends tokens and receives the results."""
     spares: tuple[str, ...] = ()
-    """Peers that stood by when the plan was made. Those in `guards` are reserved for the job, the others are free."""
+    """Standby peers when the plan was made. Those in `guards` are reserved for the job, the others are free."""
     guards: tuple[Guard, ...] = ()
-    """At most one per stage."""
+    """Guards, at most one per stage."""
     snapshot_every: int = 0
-    """Steps between two snapshots of a guarded stage; 0 when nobody is guarded."""
+    """Steps between two snapshots of a guarded stage; 0 if no stage is guarded."""
     microbatches: int
     step_time_s: float
     tokens_per_s: float
     single_peer_tokens_per_s: float | None = None
     bottleneck: str = ""
     reduction_s: float = 0.0
-    """Of a step, what summing the replicas' gradients takes."""
+    """Seconds of a step for summing the replicas' gradients."""
     commit_s: float = 0.0
-    """Of a step, what the word that it is complete takes, to the job owner and back."""
+    """Seconds of a step for reporting its completion to the job owner and for the owner's confirmation."""
     codecs: tuple[Codec, ...] = ()
-    """Training: how what crosses behind each stage but the last is packed; empty: nowhere. Nothing crosses behind the
-    last stage of a replica, where `none` stands."""
+    """Training: codec of the boundary after each stage but the last; empty if nothing is packed. Nothing crosses after
+    the last stage of a replica, whose entry is `none`."""
     excluded: tuple[Excluded, ...] = ()
     warnings: tuple[str, ...] = ()
     certificate: Certificate
     serving: ServingSizes | None = None
-    """Serving: a step is one token of one session; `tokens_per_s` is what one session gets."""
+    """Serving: set for serving plans, in which a step is one token of one session and `tokens_per_s` is one session's
+    speed."""
     tolerant_takeovers: tuple[TolerantTakeover, ...] = ()
-    """Training: of this job up to this plan, oldest first; of very many the first and the newest. Empty: bits are those
-    of the job's first plan."""
+    """Training: plan changes of this job that may have changed bits, oldest first; if there are very many, the first
+    and the newest. Empty: results are bit-identical to the job's first plan."""
 
     @property
     def replicas(self) -> int:
-        """Training: chains of stages, each with a share of every step's microbatches."""
+        """Number of chains of stages, each with a share of every step's microbatches; 1 in serving."""
         return 1 + max((stage.replica for stage in self.stages), default=0)
 
     def microbatches_of(self, stage: StagePlacement) -> int:
-        """Training: of a step, those that cross this stage."""
+        """Return the number of a step's microbatches that cross this stage, in training."""
         return len(range(stage.replica, self.microbatches, self.replicas))
 
     def is_next(self, one: StagePlacement, other: StagePlacement) -> bool:
-        """Whether what `one` makes goes to `other` or the other way round: neighbours in one chain."""
+        """Return whether the two stages are neighbours in one chain, in either order."""
         return one.replica == other.replica and abs(one.stage - other.stage) == 1
