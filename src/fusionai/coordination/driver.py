@@ -112,8 +112,8 @@ class JobShape:
     """End the job after this many evaluations without an improvement of at least `minimum_improvement`."""
     minimum_improvement: float = 0.0
     takeover: Literal["exact", "any", "tolerant"] = "exact"
-    """When a replay that yields different bits ends the job: always (`exact`), only if the same kind of machine ran
-    both (`any`), never (`tolerant`)."""
+    """When different bits end the job. `exact`: in any replay. `any`: only in the probe, where the same machines compute
+    both passes. `tolerant`: never, differences are only reported."""
 
 
 def norms_hash(norms: Mapping[str, float]) -> str:
@@ -256,7 +256,7 @@ class DriverMachine:
 
     def _restore_if_all_answered(self) -> list[DriverCommand]:
         """First barrier: no stage gets an instruction before all stages have reported and the journal has answered
-        (rule 7). e277 results of these steps are not compared with earlier ones"""
+        (rule 7)."""
         members = {*self.roles.places.values(), *self._guards.values()}
         answered = self._positions.keys() >= self.roles.places.keys() and self._snapshots.keys() >= members
         if not answered or self._journalling is not None:
@@ -278,7 +278,7 @@ class DriverMachine:
         rewound: list[DriverCommand] = []
         if restoration.rollback:
             self._roll_back(restoration.base)
-            if self._voided:  # nobody's results of these steps are held against the new ones
+            if self._voided:  # results of these steps are not compared with earlier ones
                 rewound = self._take_back(restoration.base)
         self._voided = False
         self._acked = {
@@ -422,8 +422,7 @@ class DriverMachine:
         return commands
 
     def on_replayed(self, event: DriverEvent) -> list[DriverCommand]:
-        """A stage has run an official step again. Its norms must equal those of the first run (rule 21). e450 a vote
-        can't be changed"""
+        """A stage has run an official step again. Its norms must equal those of the first run (rule 21)."""
         assert isinstance(event, StagePrepared)
         if self._replayed.get(event.stage) != event.step:
             return []
@@ -456,8 +455,7 @@ class DriverMachine:
         return self._decide()
 
     def _decide(self) -> list[DriverCommand]:
-        """If all losses and votes are in and no evaluation still needs the state, reduce the norms. e470 requested
-        before a fault"""
+        """If all losses and votes are in and no evaluation still needs the state, reduce the norms."""
         voted = self._norms.get(self.step, {}).keys() == self.roles.places.keys()
         computed = len(self._losses.get(self.step, {})) == self.shape.microbatches
         held = self._deciding or self._evaluating is not None or self._saving is not None
@@ -473,7 +471,7 @@ class DriverMachine:
     def on_scale(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, ScaleDecided)
         if not self._deciding or event.step != self.step:
-            return []  # asked before a fault
+            return []  # requested before a fault
         losses = self._step_losses()
         record = CommitRecord(
             step=event.step,
@@ -562,7 +560,7 @@ class DriverMachine:
 
     def _move_line(self) -> None:
         """Raise the line (rule 10) and drop records below the line and the newest checkpoint. A check needs retained
-        tensors just as a replay does (25). e569 belongs to a state that was taken back e590 the next step has begun"""
+        tensors just as a replay does (25)."""
         newest = [self._acked.get(stage, self.line) for stage in self._guards]
         hold = None if self.inspector is None else self.inspector.hold
         until = min(newest, default=self.step)
@@ -574,7 +572,7 @@ class DriverMachine:
     def on_checkpoint(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, CheckpointWritten)
         if event.step > self.official:
-            return []  # of a state that was taken back
+            return []  # belongs to a state that was taken back
         self.older.append(event.step)
         self.saved = max(self.saved, event.step)
         if self._saving == event.step:
@@ -595,7 +593,7 @@ class DriverMachine:
         self._evaluating = None
         self.evaluations = (*self.evaluations, Evaluation(event.step, event.loss))
         running = self.phase is DriverPhase.RUNNING
-        if running and not self._is_choosing:  # of the next step something has begun
+        if running and not self._is_choosing:  # the next step has begun
             return [*self._decide(), *self._change_plan_if_quiet()]
         commands = self._save_if_owed() if running else self._name_best()
         if self.phase is DriverPhase.SAVING:
@@ -612,8 +610,7 @@ class DriverMachine:
 
     def _feed(self) -> list[DriverCommand]:
         """Feed microbatches in order. Limits: the window beyond the known losses, one step ahead of the vote, the bound
-        on retained steps (rule 12). Feeds nothing new while another plan waits. e615 the evaluated state may have to be
-        saved first"""
+        on retained steps (rule 12). Feeds nothing new while another plan waits."""
         if self._asked or (self._is_choosing and self._evaluating is not None):
             return []
         commands: list[DriverCommand] = []
@@ -621,7 +618,7 @@ class DriverMachine:
         last = self.step if self._stop is not None else min(self.step + 1, self.shape.steps - 1)
         if self._guards:
             last = min(last, self.line + 2 * self.roles.snapshot_every - 1)
-        if self._is_choosing:  # what is evaluated may have to be saved, before anything of the next step has begun
+        if self._is_choosing:  # the evaluated state may have to be saved first
             every = self.shape.evaluate_every
             last = min(last, self.step - self.step % every + every - 1)
         if self._pending is not None:
