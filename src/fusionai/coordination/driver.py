@@ -112,8 +112,8 @@ class JobShape:
     """End the job after this many evaluations without an improvement of at least `minimum_improvement`."""
     minimum_improvement: float = 0.0
     takeover: Literal["exact", "any", "tolerant"] = "exact"
-    """When different bits end the job. `exact`: in any replay. `any`: only in the probe, where the same machines compute
-    both passes. `tolerant`: never, differences are only reported."""
+    """When different bits end the job. `exact`: in any replay. `any`: only in the probe, where the same machines
+    compute both passes. `tolerant`: never, differences are only reported."""
 
 
 def norms_hash(norms: Mapping[str, float]) -> str:
