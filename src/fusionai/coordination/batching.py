@@ -223,7 +223,7 @@ class Batcher:
         self._over.append(text)
 
     def _make_room(self) -> bool:
-        """Free the pages of a held text, because computing sessions need them more than a check does."""
+        """Free the pages of all held texts: computing sessions need them more. Return whether there were any."""
         held = list(self._held)
         for number in held:
             self.let_go(number)
