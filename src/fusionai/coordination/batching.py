@@ -38,12 +38,12 @@ from fusionai.primitives.errors import FusionError
 from fusionai.wire.serving import MAX_SESSIONS, Segment
 
 PROBE_SESSION: Final = 0
-"""Has pages of its own for ever; others count from 1."""
+"""Session number of the probe. It owns its pages for the life of the job. Other sessions count from 1."""
 LONGEST_RETRY_S: Final = 60.0
 
 
 class QueueFull(FusionError):
-    """No place in the queue; there may be one after `retry_after_s`."""
+    """The queue is full. A new attempt may succeed after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class QueueFull(FusionError):
 
 
 class TooLong(FusionError):
-    """Prompt and answer would not fit if the session were alone."""
+    """Prompt and answer would not fit even if the session were the only one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +91,13 @@ class BatchLimits:
 
     @property
     def spread(self) -> int:
-        """Passes among which sessions that decode are divided."""
+        """Number of passes among which decoding sessions are divided."""
         return self.in_flight if self.decoding_passes is None else min(self.in_flight, self.decoding_passes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """`decodes`: carries a session that decodes."""
+    """A pass under way. `decodes`: it carries a decoding session."""
 
     parts: tuple[Part, ...]
     decodes: bool
@@ -108,12 +108,13 @@ class _Sent:
 
 @dataclass(slots=True)
 class Batcher:
-    """`times`: what stages take, by which pieces of prompts are as long as is good; without it all are of
-    `chunk_tokens`. The machine tells it what was measured."""
+    """`times`: measured stage times, from which the length of prompt pieces is chosen. Without it all pieces have
+    `chunk_tokens`. The serving machine adds measurements to it."""
 
     limits: BatchLimits
     holds: bool = False
-    """Whether pages of texts that are over are held: `take_over` gives these texts, `let_go` must follow."""
+    """Whether pages of ended texts are held for checks. `take_over` returns these texts; each needs a call of
+    `let_go`."""
     times: StageTimes | None = None
     pages: Pages = field(init=False)
     pieces: PieceSizes = field(init=False)
@@ -124,16 +125,16 @@ class Batcher:
     _turns: itertools.count[int] = field(default_factory=itertools.count)
     _forget: set[int] = field(default_factory=set[int])
     _held: dict[int, Text] = field(default_factory=dict[int, Text])
-    """By session: over, its pages still its own."""
+    """Ended sessions whose pages are still held, by session number."""
     _over: list[Text] = field(default_factory=list[Text])
-    """Of them, those that nobody has taken yet."""
+    """Held texts that `take_over` has not returned yet."""
     _ends_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=16))
-    """When the last sessions ended."""
+    """Times at which the last sessions ended."""
     prompt_tokens: int = 0
-    """Read so far, with those from the prefix cache; and those alone."""
+    """Prompt tokens read so far, including those from the prefix cache. The next field counts only the cached ones."""
     prefix_tokens: int = 0
     computed_positions: int = 0
-    """Of all texts so far, as often as they were computed."""
+    """Positions computed so far in all texts, including repeated computation."""
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -147,7 +148,7 @@ class Batcher:
     # ------------------------------------------------------------------------------------------------- coming, going
 
     def submit(self, spec: SessionSpec, now_s: float) -> None:
-        """Raises `QueueFull`, `TooLong`; `ValueError` for what is no session."""
+        """Queue a session. Raises `QueueFull`, `TooLong`, and `ValueError` for an invalid session."""
         if spec.number <= PROBE_SESSION or spec.number in self._sessions or not spec.prompt or spec.max_tokens < 0:
             raise ValueError(f"expected a new session number and a prompt, got {spec.number}, {len(spec.prompt)}")
         positions = len(spec.prompt) + spec.max_tokens
@@ -164,21 +165,21 @@ class Batcher:
         self._queue.push(spec.number, spec.scope)
 
     def hold(self, number: int) -> None:
-        """The session goes into no pass before `propose`: guesses are on their way."""
+        """Keep the session out of passes until `propose`, because speculative tokens are being generated."""
         session = self._sessions.get(number)
         if session is not None:
             session.held = True
 
     def propose(self, number: int, tokens: Sequence[int]) -> None:
-        """What may follow the session's last token: its next pass checks them. A later call replaces an earlier one;
-        sessions that are over or do not decode yet are ignored."""
+        """Set the speculative tokens after the session's last token; its next pass verifies them. A later call replaces
+        an earlier one. Ignored for sessions that have ended or do not decode yet."""
         session = self._sessions.get(number)
         if session is not None:
             session.held = False
             session.proposals = tuple(tokens)
 
     def cancel(self, number: int) -> bool:
-        """The session is over: its pages are free at once. False where it was over already."""
+        """End the session and free its pages. Returns False if it had ended already."""
         session = self._sessions.pop(number, None)
         if session is None:
             return False
@@ -194,16 +195,16 @@ class Batcher:
     # ------------------------------------------------------------------------------------------------ texts, when over
 
     def take_over(self) -> tuple[Text, ...]:
-        """Texts that ended since this was asked last, and whose pages are still held."""
+        """Return the texts that ended since the last call and whose pages are still held."""
         over, self._over = self._over, []
         return tuple(text for text in over if text.number in self._held)
 
     def is_held(self, number: int) -> bool:
-        """Whether what stages have and retain of this text is still its own."""
+        """Return whether the stages' cached and retained data of this text is still held."""
         return number in self._held
 
     def let_go(self, number: int) -> None:
-        """Nobody needs the text's pages any more. Harmless twice."""
+        """Free the held pages of a text. A second call has no effect."""
         if self._held.pop(number, None) is not None:
             self.pages.release(number)
 
@@ -222,14 +223,14 @@ class Batcher:
         self._over.append(text)
 
     def _make_room(self) -> bool:
-        """Whoever computes needs pages more than a check does."""
+        """Free the pages of all held texts: computing sessions need them more. Return whether there were any."""
         held = list(self._held)
         for number in held:
             self.let_go(number)
         return bool(held)
 
     def expire(self, now_s: float) -> tuple[int, ...]:
-        """Sessions, waiting or not, whose deadline has passed: they are over."""
+        """End all sessions whose deadline has passed, waiting or admitted, and return them."""
         late = [
             number
             for number, session in self._sessions.items()
@@ -242,7 +243,7 @@ class Batcher:
     # --------------------------------------------------------------------------------------------------------- passes
 
     def next_pass(self, now_s: float) -> PassPlan | None:
-        """What to send now; None while the pipeline is full or nobody has anything to compute."""
+        """Return the next pass, or None if the pipeline is full or no session has anything to compute."""
         if len(self._passes) >= self.limits.in_flight:
             return None
         self._admit()
@@ -257,7 +258,7 @@ class Batcher:
         return plan
 
     def sessions_of(self, number: int) -> tuple[int, ...]:
-        """Sessions for which this pass still counts: of those the driver samples. Nobody for one that is void."""
+        """Return the sessions for which this pass still counts and the driver samples; empty for a void pass."""
         sent = self._passes.get(number)
         return () if sent is None else tuple(part.session.number for part in sent.parts if self._counts(part, number))
 
@@ -281,8 +282,8 @@ class Batcher:
         return frozenset(counted)
 
     def failed(self, number: int, now_s: float) -> tuple[int, ...]:
-        """A pass could not be computed. Each of its sessions tries again in a pass of its own; those for which this
-        was that are over, and are given back."""
+        """Handle a pass that could not be computed. Each of its sessions tries again in a pass of its own. Sessions
+        that were already alone in this pass end and are returned."""
         sent = self._passes.pop(number, None)
         if sent is None:
             return ()
@@ -336,16 +337,16 @@ class Batcher:
         return tuple(segments)
 
     def tokens_of(self, segment: Segment) -> tuple[int, ...]:
-        """What a rebuild from the tokens themselves sends for this segment."""
+        """Return the tokens to send for this segment in a rebuild from tokens."""
         return tuple(self._sessions[segment.session].tokens[segment.start : segment.start + segment.length])
 
     def caches_lost(self) -> None:
-        """Some stage has to be rebuilt: it will have what living sessions have, nothing else."""
+        """A stage has to be rebuilt. Afterwards it has only the positions of living sessions."""
         self._make_room()
         self.pages.drop_index()
 
     def compute_again(self) -> None:
-        """No cache can be trusted and nothing can be rebuilt: all sessions are read again from their tokens."""
+        """Read all sessions again from their tokens, because no cache can be trusted or rebuilt."""
         self._make_room()
         for session in self._sessions.values():
             if session.admitted:
@@ -353,15 +354,15 @@ class Batcher:
         self.pages.drop_index()
 
     def forget(self, sessions: Iterable[int]) -> None:
-        """A stage still has these: those that are not admitted are dropped with the next pass."""
+        """Have sessions that a stage still holds dropped with the next pass, if they are not admitted."""
         self._forget.update(sessions)
 
     def take_number(self) -> int:
-        """For a probe or a rebuild: they share the passes' numbers."""
+        """Return a number for a probe or a rebuild. They share the numbering of passes."""
         return next(self._numbers)
 
     def take_forgotten(self) -> tuple[int, ...]:
-        """For a probe: what the next pass would have told."""
+        """Return the sessions for a probe to drop, which the next pass would otherwise have carried."""
         return self._take_forgotten()
 
     # -------------------------------------------------------------------------------------------------------- figures
@@ -376,39 +377,39 @@ class Batcher:
 
     @property
     def under_way(self) -> int:
-        """Passes."""
+        """Number of passes under way."""
         return len(self._passes)
 
     @property
     def oldest_s(self) -> float | None:
-        """When the oldest pass under way was made."""
+        """Time at which the oldest pass under way was created."""
         return min((sent.at_s for sent in self._passes.values()), default=None)
 
     def work_of(self, number: int) -> Work | None:
-        """Of a pass under way."""
+        """Return the work of a pass under way, or None."""
         sent = self._passes.get(number)
         return None if sent is None else sent.work
 
     @property
     def works(self) -> tuple[Work, ...]:
-        """Of all passes under way."""
+        """Work of all passes under way."""
         return tuple(sent.work for sent in self._passes.values())
 
     @property
     def sessions_under_way(self) -> tuple[int, ...]:
-        """Those that some pass under way still counts for."""
+        """Sessions for which a pass under way still counts."""
         return tuple(number for number, session in self._sessions.items() if session.flights)
 
     def matched(self, number: int) -> int:
-        """Tokens of the session's prompt that were known from before."""
+        """Return how many tokens of the session's prompt came from the prefix cache."""
         session = self._sessions.get(number)
         return 0 if session is None or session.matched is None else session.matched
 
     # -------------------------------------------------------------------------------------------------------- details
 
     def _admit(self) -> None:
-        """In the queue's order, nobody passed over: whoever needs much room would wait for ever. Nobody while an
-        admitted session lacks a page."""
+        """Admit sessions strictly in queue order, so that sessions that need much room are not starved. Admits none
+        while an admitted session lacks a page."""
         while self.running < self.limits.sessions and not any(one.lacking for one in self._sessions.values()):
             number = self._queue.first
             if number is None:
@@ -435,7 +436,8 @@ class Batcher:
                 self.prefix_tokens += match.tokens
 
     def _chosen(self, number: int) -> list[Part]:
-        """Of those that can go together: whose turn it is and the like of it. Where these all lack pages, others."""
+        """Return the parts of the next pass: sessions of one kind whose turn it is. If all of these lack pages, the
+        other kind."""
         ready = sorted(
             (
                 one
@@ -455,7 +457,7 @@ class Batcher:
         return []
 
     def _composed(self, number: int, ready: Sequence[Session]) -> list[Part]:
-        """Marks whom it takes as under way in pass `number`."""
+        """Compose pass `number` and mark its sessions as under way in it."""
         decoding = [one for one in ready if one.decodes]
         ranked = self._queue.rank((one.number, one.spec.scope) for one in ready if not one.decodes)
         others_wait = any(one.decodes for one in self._sessions.values())
@@ -491,12 +493,13 @@ class Batcher:
         return self.pieces.end(session.sent, len(session.tokens), others_wait=others_wait)
 
     def _may_send(self, session: Session, end: int) -> bool:
-        """Whether a piece up to there leaves stages able to go back to what is computed."""
+        """Return whether after a piece that ends at `end` the stages can still go back to the computed positions."""
         ahead = self.limits.ahead_tokens
         return ahead is None or not session.flights or end - session.computed <= ahead
 
     def _decoding_parts(self, number: int, decoding: Sequence[Session], room: int) -> list[Part]:
-        """About as many as make all passes with such sessions equal; all of them count, also those under way."""
+        """Return as many decoding parts as make passes with decoding sessions about equally large, counting sessions
+        under way."""
         parts: list[Part] = []
         if sum(sent.decodes for sent in self._passes.values()) >= self.limits.spread:
             return parts
@@ -522,7 +525,8 @@ class Batcher:
         return session.proposals[: max(0, min(left, room))]
 
     def _find_page(self, session: Session) -> bool:
-        """For the session's next position; the youngest of those younger than it that rest give theirs up."""
+        """Find a page for the session's next position. If none is free, the youngest idle session younger than it gives
+        up its pages."""
         while not self.pages.extend(session.number, len(session.tokens)):
             if self._make_room():
                 continue
@@ -577,14 +581,16 @@ class Batcher:
         self._ends_s.append(now_s)
 
     def _take_forgotten(self) -> tuple[int, ...]:
-        """Whoever was admitted again meanwhile is not forgotten: its next segment starts it anew anyway."""
+        """Return the sessions to drop. A session that was admitted again is left out, because its next segment starts
+        it anew."""
         gone = sorted(self._forget - {number for number, one in self._sessions.items() if one.admitted})
         told = tuple(gone[: MAX_SESSIONS // 2])
         self._forget = set(gone[len(told) :])
         return told
 
     def _retry_after_s(self, now_s: float) -> float:
-        """By how fast sessions ended lately, until all that wait now have been admitted."""
+        """Estimate, from the rate at which sessions ended lately, the time until all waiting sessions have been
+        admitted."""
         if not self._ends_s or now_s <= self._ends_s[0]:
             return 1.0
         ends_per_s = len(self._ends_s) / (now_s - self._ends_s[0])

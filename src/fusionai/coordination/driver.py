@@ -1,19 +1,19 @@
-"""The machine of a training job's driver: rounds of attaching and restoring, feeding, votes, commits, checkpoints.
+"""State machine of a training job's driver: attaching, restoring, feeding, votes, commits, checkpoints.
 
-It decides which microbatch is fed when, when a step is official, how stages get back to it after a fault, when a
-checkpoint or an evaluation is due, when another plan is needed and when the job is over. It never touches a tensor, a
-file, a clock or a connection: `training` performs its commands, the tests' virtual world does the same.
+It decides which microbatch is fed when, when a step is official, how stages return to that step after a fault, when a
+checkpoint or an evaluation is due, when another plan is needed and when the job ends. It never touches a tensor, a
+file, a clock or a connection: `training` performs its commands; in tests a virtual world does.
 
-Any fault that touches a stage ends the *round*: a higher fence, everybody reports, what is lost is restored, the step
-under way is done again. Rules kept here (numbers of the recovery protocol, docs/recovery.md): journal, then send the
-commit (2); commit only when every stage is prepared (3); resume carries the last record (5); all status, resume, all
-ready, only then new work (7); the line is the oldest of the newest snapshots kept (10); everybody guarded gives a
-snapshot after a recovery (11); nothing is fed beyond the line and twice the snapshot interval (12); a lost guard is
-struck out under the same plan (20); replayed steps use the journalled record and are checked against it (21); what a
-liar did is taken back (26), and the line waits for checks (25).
+Any fault that touches a stage ends the *round*. The next round has a higher fence: all members report, lost state is
+restored, the step in progress is repeated. The machine implements these rules of the recovery protocol
+(docs/recovery.md): journal, then send the commit (2); commit only when every stage is prepared (3); resume carries the
+last record (5); all status, resume, all ready, only then new work (7); the line is the oldest of the newest snapshots
+kept (10); every guarded stage sends a snapshot after a recovery (11); nothing is fed beyond the line plus twice the
+snapshot interval (12); a lost guard is removed under the same plan (20); replayed steps use the journalled record and
+are checked against it (21); what a lying peer computed is taken back (26), and the line waits for checks (25).
 
-Neighbours: `driver_events` and `driver_commands` are its words, `restoring` decides who starts from what,
-`coordination.stage` is the other side; `training.driver` is the shell.
+Neighbours: `driver_events` and `driver_commands` define its inputs and outputs, `restoring` decides which stage starts
+from which state, `coordination.stage` is the machine of a stage, `training.driver` performs the commands.
 """
 
 from __future__ import annotations
@@ -81,42 +81,43 @@ from fusionai.wire.messages import CommitRecord, Fence
 class DriverPhase(Enum):
     ATTACHING = "attaching"
     LOADING = "loading"
-    """Stages that lost their state get one; the others stand still."""
+    """Stages that lost their state load one. The other stages wait."""
     REPLAYING = "replaying"
-    """Restored stages run official steps again, their neighbours stream what they retained."""
+    """Restored stages run official steps again. Their neighbours stream what they retained."""
     PROBING = "probing"
-    """A microbatch crosses every stage twice, in evaluation mode, before anything counts."""
+    """A microbatch crosses every stage twice in evaluation mode, before any work counts."""
     RUNNING = "running"
     SAVING = "saving"
-    """A last checkpoint before the end."""
+    """A last checkpoint is written before the end."""
     WAITING = "waiting"
-    """A stage has nobody to run it; another plan is asked for."""
+    """A stage has no peer to run it. The driver has asked for another plan."""
     ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobShape:
-    """What never changes in a job. `canonical_order`: parameter keys in `model.parameters()` order."""
+    """Parameters of a job that never change. `canonical_order`: parameter keys in `model.parameters()` order."""
 
     steps: int
     microbatches: int
     canonical_order: tuple[str, ...]
     checkpoint_every: int = 0
-    """0: only at the end."""
+    """Steps between checkpoints; 0: only at the end."""
     save_base: bool = False
-    """Write a checkpoint of the state the run starts from, before anything is fed."""
+    """Write a checkpoint of the state that the run starts from, before anything is fed."""
     evaluate_every: int = 0
     keep_best: bool = False
     """Save every state whose evaluation is the best so far."""
     patience: int | None = None
-    """End after so many evaluations without an improvement of at least `minimum_improvement`."""
+    """End the job after this many evaluations without an improvement of at least `minimum_improvement`."""
     minimum_improvement: float = 0.0
     takeover: Literal["exact", "any", "tolerant"] = "exact"
-    """Whether other bits end the job: always, only where one machine gives them, never."""
+    """When different bits end the job. `exact`: in any replay. `any`: only in the probe, where the same machines
+    compute both passes. `tolerant`: never, differences are only reported."""
 
 
 def norms_hash(norms: Mapping[str, float]) -> str:
-    """SHA-256 over the (parameter, norm) pairs in key order, norms as exact hexadecimal floats."""
+    """Return the SHA-256 over the (parameter, norm) pairs in key order, norms as exact hexadecimal floats."""
     digest = hashlib.sha256()
     for key in sorted(norms):
         digest.update(f"{key}={norms[key].hex()}\n".encode())
@@ -125,40 +126,40 @@ def norms_hash(norms: Mapping[str, float]) -> str:
 
 @dataclass(slots=True)
 class DriverMachine:
-    """See the module. `start` gives the first commands; `handle` takes an event, returns commands."""
+    """See the module. `start` returns the first commands; `handle` takes an event and returns commands."""
 
     shape: JobShape
     roles: Roles
     incarnation: int
     learning_rate: Callable[[int], float]
-    """Step -> learning rate, pure."""
+    """Pure function from step to learning rate."""
     official: int = 0
     """Number of journalled commits."""
     records: dict[int, CommitRecord] = field(default_factory=dict[int, CommitRecord])
-    """Of every official step from one before the newest checkpoint on."""
+    """Commit record of every official step from the one before the newest checkpoint on."""
     saved: int = -1
     """Step of the newest complete checkpoint, -1 without any."""
     older: list[int] = field(default_factory=list[int])
-    """Steps of all complete checkpoints; some may be gone from the disk but for what `saved` says."""
+    """Steps of all complete checkpoints. Except for the one in `saved`, some may have been deleted from the disk."""
     inspector: Inspector | None = None
-    """Where work is checked."""
+    """Decides on spot checks; None: the job's work is not checked."""
     evaluations: tuple[Evaluation, ...] = ()
-    """All that are journalled, in order."""
+    """All journalled evaluations, in order."""
     phase: DriverPhase = DriverPhase.ATTACHING
     step: int = 0
-    """The next step to be committed; behind `official` while everybody replays from a checkpoint."""
+    """Next step to be committed. It is less than `official` while all stages replay from a checkpoint."""
     line: int = 0
     attempt: int = -1
     story: list[str] = field(default_factory=list[str])
     _positions: dict[int, StagePosition] = field(default_factory=dict[int, StagePosition])
     _snapshots: dict[str, frozenset[tuple[int, int]]] = field(default_factory=dict[str, frozenset[tuple[int, int]]])
-    """Member -> the (stage, step) it holds, as told in this round."""
+    """Member -> the (stage, step) of the snapshots it holds, as reported in this round."""
     _guards: dict[int, str] = field(default_factory=dict[int, str])
-    """Those of the plan that live."""
+    """Stage -> its guard, for guards of the plan that are still connected."""
     _acked: dict[int, int] = field(default_factory=dict[int, int])
-    """Guarded stage -> newest snapshot its guard holds."""
+    """Guarded stage -> step of the newest snapshot that its guard holds."""
     _lost: set[str] = field(default_factory=set[str])
-    """Members of the plan that are gone."""
+    """Members of the plan that were lost."""
     _restoration: Restoration | None = None
     _loaded: set[int] = field(default_factory=set[int])
     _ready: set[int] = field(default_factory=set[int])
@@ -169,27 +170,29 @@ class DriverMachine:
     _losses: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
     _norms: dict[int, dict[int, Mapping[str, float]]] = field(default_factory=dict[int, dict[int, Mapping[str, float]]])
     _history: dict[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
-    """Norms of official steps that may be replayed, to check the replay."""
+    """Gradient norms of official steps that may be replayed, to check the replay against."""
     _deciding: bool = False
     _journalling: CommitRecord | None = None
     _saving: int | None = None
     _asked: bool = False
-    """Whether stages have to export before they may be fed."""
+    """Whether stages must be asked to export their state before they are fed."""
     _evaluating: int | None = None
     _named: int = -1
-    """Step of the best state, as far as told."""
+    """Step of the best state that was last announced."""
     _pending: Roles | None = None
-    """A plan to go over to when nothing is under way."""
+    """New plan to adopt as soon as nothing is in progress."""
     _link_faults: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
     _stage_faults: Counter[int] = field(default_factory=Counter[int])
-    """Both since the last commit; of a guard's link, since its last snapshot."""
+    """Both counters cover the time since the last commit; for a guard's link, since its last snapshot."""
     _stop: str | None = None
     _sentence: Found | None = None
-    """Who is to go as soon as no commit is on its way to the disk."""
+    """Verdict against a peer that is expelled as soon as no commit is being journalled."""
     _checkable: int = 0
-    """Stretches that began before the last round are not checked: what they need may be with nobody."""
+    """First step whose stretches can be checked. The retained data for earlier ones may have been lost with the last
+    round."""
     _voided: bool = False
-    """Steps were taken back: what is run again on the way back is no replay."""
+    """Whether steps were taken back. What runs again on the way to the present step is then not compared with the first
+    run."""
 
     # ------------------------------------------------------------------------------------------------ interface
 
@@ -199,7 +202,7 @@ class DriverMachine:
 
     @property
     def guards(self) -> Mapping[int, str]:
-        """Stage -> its guard, for those that live."""
+        """Stage -> its guard, for guards that are still connected."""
         return self._guards
 
     def start(self) -> list[DriverCommand]:
@@ -210,7 +213,7 @@ class DriverMachine:
         return self._begin_round()
 
     def handle(self, event: DriverEvent) -> list[DriverCommand]:
-        """Apply one event; one that has no row for the present phase is late or void and changes nothing."""
+        """Apply one event. An event without a row for the present phase is late or void and changes nothing."""
         transition = TABLE.get((self.phase, type(event)))
         self.story.append(f"{self.phase.value}: {_brief(event)}")
         del self.story[:-STORY_LENGTH]
@@ -223,7 +226,7 @@ class DriverMachine:
     # ---------------------------------------------------------------------------------------------------- rounds
 
     def _begin_round(self) -> list[DriverCommand]:
-        """Everything of the step under way is void, but for a commit on its way to the disk."""
+        """Begin a round. Discards the step in progress, except for a commit that is being journalled."""
         self.phase = DriverPhase.ATTACHING
         self.attempt += 1
         self._positions.clear()
@@ -252,7 +255,8 @@ class DriverMachine:
         return self._restore_if_all_answered()
 
     def _restore_if_all_answered(self) -> list[DriverCommand]:
-        """First barrier: nobody is told anything before everybody, and the journal, has spoken (rule 7)."""
+        """First barrier: no stage gets an instruction before all stages have reported and the journal has answered
+        (rule 7)."""
         members = {*self.roles.places.values(), *self._guards.values()}
         answered = self._positions.keys() >= self.roles.places.keys() and self._snapshots.keys() >= members
         if not answered or self._journalling is not None:
@@ -274,7 +278,7 @@ class DriverMachine:
         rewound: list[DriverCommand] = []
         if restoration.rollback:
             self._roll_back(restoration.base)
-            if self._voided:  # nobody's results of these steps are held against the new ones
+            if self._voided:  # results of these steps are not compared with earlier ones
                 rewound = self._take_back(restoration.base)
         self._voided = False
         self._acked = {
@@ -287,8 +291,8 @@ class DriverMachine:
         return [told, *rewound, *self._load(restoration)]
 
     def _roll_back(self, base: int) -> None:
-        """Everybody starts again from the checkpoint. The line falls with them and never rises to it: only what guards
-        hold takes it further (rule 10)."""
+        """Restart all stages from the checkpoint. The line falls to it as well; afterwards only snapshots held by
+        guards raise the line (rule 10)."""
         self.step, self.line = base, min(self.line, base)
         self._history.clear()
         if self._evaluating is not None and self._evaluating > base:
@@ -317,7 +321,7 @@ class DriverMachine:
         ]
 
     def on_loaded(self, event: DriverEvent) -> list[DriverCommand]:
-        """Second barrier: those that lost their state have one again."""
+        """Second barrier: all stages that lost their state have one again."""
         assert isinstance(event, StageReady)
         assert self._restoration is not None
         base, restored = self._restoration.base, self._restoration.sources.keys()
@@ -327,7 +331,7 @@ class DriverMachine:
         return self._go_on() if self._loaded >= restored else []
 
     def _go_on(self) -> list[DriverCommand]:
-        """The others come to the official step and stream what they retained; the restored ones replay."""
+        """Let the other stages reach the official step and stream what they retained, while restored stages replay."""
         assert self._restoration is not None
         self.phase = DriverPhase.REPLAYING
         base, replaying = self._restoration.base, frozenset(self._restoration.sources)
@@ -362,7 +366,7 @@ class DriverMachine:
         return self._run_if_all_ready()
 
     def _run_if_all_ready(self) -> list[DriverCommand]:
-        """Third barrier: all are at the official step; only now new work (rule 7)."""
+        """Third barrier: new work begins only when all stages are at the official step (rule 7)."""
         if not self._ready >= set(self.roles.stages):
             return []
         self._fed = (self.step, 0)
@@ -372,7 +376,7 @@ class DriverMachine:
         return [SendProbe(self.step)]
 
     def on_probed(self, event: DriverEvent) -> list[DriverCommand]:
-        """Ready is said only now. Two passes over the same state must agree to the bit, or no replay ever will."""
+        """Announce that the job is ready. Two passes over the same state must agree bit for bit, or no replay could."""
         assert isinstance(event, ProbeAnswered)
         warnings: list[DriverCommand] = []
         first, second = event.losses
@@ -385,7 +389,7 @@ class DriverMachine:
         return [*warnings, AnnounceReady(self.step), *self._run()]
 
     def _run(self) -> list[DriverCommand]:
-        """What the fault interrupted is taken up again: a checkpoint, an evaluation, the end."""
+        """Resume what the fault interrupted: a checkpoint, an evaluation or the end."""
         self._checkable = self.step
         commands = self._save_if_owed()
         if self._evaluating is not None:
@@ -395,7 +399,7 @@ class DriverMachine:
         return [*commands, *self._feed(), *self._change_plan_if_quiet()]
 
     def _save_if_owed(self) -> list[DriverCommand]:
-        """Between two steps, with nothing of the next one begun: go on or end, and save what must not be lost."""
+        """Between two steps, before the next one begins: save a checkpoint if one is due, then go on or end."""
         last = self._is_last()
         self.phase = DriverPhase.SAVING if last else DriverPhase.RUNNING
         if self._saving is not None or not self._is_save_owed(last):
@@ -406,7 +410,7 @@ class DriverMachine:
     # -------------------------------------------------------------------------------------------------- replaying
 
     def _feed_replay(self) -> list[DriverCommand]:
-        """Inputs for the stages that replay, two steps ahead of the slowest of them."""
+        """Feed inputs to the replaying stages, at most two steps ahead of the slowest of them."""
         fed = frozenset(stage for stage in self._replayed if stage in self.roles.fed)
         if not fed:
             return []
@@ -418,7 +422,7 @@ class DriverMachine:
         return commands
 
     def on_replayed(self, event: DriverEvent) -> list[DriverCommand]:
-        """A stage has run an official step again: its norms must be those of the first time (rule 21)."""
+        """A stage has run an official step again. Its norms must equal those of the first run (rule 21)."""
         assert isinstance(event, StagePrepared)
         if self._replayed.get(event.stage) != event.step:
             return []
@@ -451,7 +455,7 @@ class DriverMachine:
         return self._decide()
 
     def _decide(self) -> list[DriverCommand]:
-        """All losses and all votes are in, and no evaluation still needs the state: reduce the norms."""
+        """If all losses and votes are in and no evaluation still needs the state, reduce the norms."""
         voted = self._norms.get(self.step, {}).keys() == self.roles.places.keys()
         computed = len(self._losses.get(self.step, {})) == self.shape.microbatches
         held = self._deciding or self._evaluating is not None or self._saving is not None
@@ -467,7 +471,7 @@ class DriverMachine:
     def on_scale(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, ScaleDecided)
         if not self._deciding or event.step != self.step:
-            return []  # asked before a fault
+            return []  # requested before a fault
         losses = self._step_losses()
         record = CommitRecord(
             step=event.step,
@@ -503,7 +507,8 @@ class DriverMachine:
         return [*self._commit(event.record, replayed=False), *self._expel_if_free()]
 
     def on_journalled_in_a_round(self, event: DriverEvent) -> list[DriverCommand]:
-        """A fault came between the vote and the disk: the step is official, the stages learn it from their resume."""
+        """A fault happened between the vote and the end of journalling. The step is official; stages get it with their
+        resume."""
         assert isinstance(event, CommitJournalled)
         self._journalling = None
         self.official = event.record.step + 1
@@ -542,7 +547,8 @@ class DriverMachine:
         return [*commands, *self._feed(), *self._change_plan_if_quiet()]
 
     def on_snapshot(self, event: DriverEvent) -> list[DriverCommand]:
-        """A guard has a newer state of its stage: tensors before the oldest of these are needed by nobody."""
+        """A guard has a newer snapshot of its stage. Tensors from before the oldest of these snapshots can be
+        dropped."""
         assert isinstance(event, SnapshotStored)
         if self._guards.get(event.stage) != event.peer or event.step > self.step:
             return []
@@ -553,8 +559,8 @@ class DriverMachine:
         return [*checks, *(self._feed() if self.phase is DriverPhase.RUNNING else [])]
 
     def _move_line(self) -> None:
-        """Rule 10. What lies below the line and below the newest checkpoint is forgotten here as well. A check needs
-        what was retained as a replay does (25)."""
+        """Raise the line (rule 10) and drop records below the line and the newest checkpoint. A check needs retained
+        tensors just as a replay does (25)."""
         newest = [self._acked.get(stage, self.line) for stage in self._guards]
         hold = None if self.inspector is None else self.inspector.hold
         until = min(newest, default=self.step)
@@ -566,7 +572,7 @@ class DriverMachine:
     def on_checkpoint(self, event: DriverEvent) -> list[DriverCommand]:
         assert isinstance(event, CheckpointWritten)
         if event.step > self.official:
-            return []  # of a state that was taken back
+            return []  # belongs to a state that was taken back
         self.older.append(event.step)
         self.saved = max(self.saved, event.step)
         if self._saving == event.step:
@@ -587,7 +593,7 @@ class DriverMachine:
         self._evaluating = None
         self.evaluations = (*self.evaluations, Evaluation(event.step, event.loss))
         running = self.phase is DriverPhase.RUNNING
-        if running and not self._is_choosing:  # of the next step something has begun
+        if running and not self._is_choosing:  # the next step has begun
             return [*self._decide(), *self._change_plan_if_quiet()]
         commands = self._save_if_owed() if running else self._name_best()
         if self.phase is DriverPhase.SAVING:
@@ -595,7 +601,7 @@ class DriverMachine:
         return [*commands, *self._feed(), *self._change_plan_if_quiet()]
 
     def _name_best(self) -> list[DriverCommand]:
-        """Once its checkpoint is complete."""
+        """Announce the best state once its checkpoint is complete."""
         best = self.standing.best
         if not self.shape.keep_best or best is None or best.step != self.saved or best.step == self._named:
             return []
@@ -603,8 +609,8 @@ class DriverMachine:
         return [NameBest(best)]
 
     def _feed(self) -> list[DriverCommand]:
-        """Feed in order: never more than the window beyond the losses known, at most one step ahead of the vote, never
-        so far that what must be retained grows without bound (rule 12), nothing new while another plan waits."""
+        """Feed microbatches in order. Limits: the window beyond the known losses, one step ahead of the vote, the bound
+        on retained steps (rule 12). Feeds nothing new while another plan waits."""
         if self._asked or (self._is_choosing and self._evaluating is not None):
             return []
         commands: list[DriverCommand] = []
@@ -612,7 +618,7 @@ class DriverMachine:
         last = self.step if self._stop is not None else min(self.step + 1, self.shape.steps - 1)
         if self._guards:
             last = min(last, self.line + 2 * self.roles.snapshot_every - 1)
-        if self._is_choosing:  # what is evaluated may have to be saved, before anything of the next step has begun
+        if self._is_choosing:  # the evaluated state may have to be saved first
             every = self.shape.evaluate_every
             last = min(last, self.step - self.step % every + every - 1)
         if self._pending is not None:
@@ -632,8 +638,8 @@ class DriverMachine:
     # ------------------------------------------------------------------------------------------------- spot checks
 
     def _check_what_is_over(self) -> list[DriverCommand]:
-        """All guards have the state after a stretch: now, when nobody can change what it did, is decided whether it is
-        checked (25). One stretch at a time."""
+        """Decide whether a finished stretch is checked. This happens only after all guards have the state at its end,
+        when no peer can change its results any more (25). One stretch at a time."""
         calm = self.phase in (DriverPhase.RUNNING, DriverPhase.SAVING)
         if self.inspector is None or self.inspector.open or not self._guards or not calm:
             return []
@@ -665,8 +671,8 @@ class DriverMachine:
                 return [told, *checks, *self._feed(), *self._change_plan_if_quiet()]
 
     def _expel_if_free(self) -> list[DriverCommand]:
-        """A liar goes for good. What it did since it was last found honest, and what others made of that, is void: the
-        steps are taken back and done again (26)."""
+        """Expel a lying peer for good. Its work since its last successful check, and everything computed from it, is
+        void: these steps are taken back and repeated (26)."""
         found = self._sentence
         if found is None or self._journalling is not None or self.phase is DriverPhase.ENDED:
             return []
@@ -688,7 +694,7 @@ class DriverMachine:
         return [*told, *taken_back, AskPlan(frozenset(self._lost), found.reason)]
 
     def _take_back(self, step: int) -> list[DriverCommand]:
-        """Steps from `step` on were never done, and nobody's state of them is worth anything."""
+        """Take back the steps from `step` on and all states that include them."""
         self.official = self.step = step
         self.records = {of: record for of, record in self.records.items() if of < step}
         self._history = {of: norms for of, norms in self._history.items() if of < step}
@@ -733,12 +739,13 @@ class DriverMachine:
         return [told, AskPlan(frozenset(self._lost), reason)]
 
     def _leaves_alone(self, roles: Roles) -> bool:
-        """Whether everybody that lives keeps its stages: no state is thrown away while there is no checkpoint of it."""
+        """Return whether every connected member keeps its stages, so that no state is dropped before it is in a
+        checkpoint."""
         living = {stage: peer for stage, peer in self.roles.places.items() if peer not in self._lost}
         return self.roles.partition == roles.partition and living.items() <= dict(roles.places).items()
 
     def _without_guard(self, peer: str, reason: str) -> list[DriverCommand]:
-        """No round for a lost guard (rule 20), unless somebody waits for its snapshot right now."""
+        """Handle a lost guard without a new round (rule 20), unless a stage needs its snapshot now."""
         self._snapshots.pop(peer, None)
         self._move_line()
         match self.phase:
@@ -754,7 +761,8 @@ class DriverMachine:
                 return []
 
     def on_link_broken(self, event: DriverEvent) -> list[DriverCommand]:
-        """Once: another round over the same plan. Again before any commit: one of the two has to go."""
+        """First break of a link: another round over the same plan. Second break before any commit: one of the two peers
+        is removed."""
         assert isinstance(event, LinkBroken)
         pair = frozenset((event.reporter, event.other))
         present = {self.roles.owner, *self.roles.places.values(), *self._guards.values()}
@@ -767,8 +775,8 @@ class DriverMachine:
         return [TellFault("link", event.other, stages, self.step, event.reason), *self._begin_round()]
 
     def _blamed(self, pair: Iterable[str]) -> str:
-        """Never the driver's own machine; else who runs nothing, who has trouble with most others, who can be replaced
-        at once."""
+        """Return which peer of a broken link to remove. Never the driver's own machine; otherwise in order: a peer that
+        runs no stage, a peer that has trouble with most others, a peer that can be replaced at once."""
 
         def weight(peer: str) -> tuple[bool, int, bool, str]:
             stages = self.roles.stages_of(peer)
@@ -778,11 +786,11 @@ class DriverMachine:
         return max((peer for peer in pair if peer != self.roles.owner), key=weight)
 
     def _forgive(self, peers: frozenset[str]) -> None:
-        """The links among these have carried what they are for."""
+        """Reset the fault counts of links among these peers, because the links have carried their traffic."""
         self._link_faults = Counter({pair: times for pair, times in self._link_faults.items() if not pair <= peers})
 
     def on_stage_failed(self, event: DriverEvent) -> list[DriverCommand]:
-        """Once: another round. Twice: another peer. Three times: it is not the peer."""
+        """First failure: another round. Second: another peer. Third: end the job, because the peer is not the cause."""
         assert isinstance(event, StageFailed)
         self._stage_faults[event.stage] += 1
         times = self._stage_faults[event.stage]
@@ -794,8 +802,8 @@ class DriverMachine:
         return [TellFault("stage", peer, (event.stage,), self.step, event.reason), *self._begin_round()]
 
     def on_plan(self, event: DriverEvent) -> list[DriverCommand]:
-        """At once when a stage waits for somebody, otherwise when nothing is under way. A guard that was lost may be in
-        it again: it has come back, or is lost once more at the price of a round."""
+        """Adopt the plan at once if a stage waits for a peer, otherwise when nothing is in progress. The plan may
+        contain a guard that was lost. Either it is back, or it is lost again at the cost of one round."""
         assert isinstance(event, PlanGranted)
         newest = self._pending or self.roles
         if event.roles.version <= newest.version:
@@ -806,8 +814,8 @@ class DriverMachine:
         return self._change_plan_if_quiet() if self.phase is DriverPhase.RUNNING else []
 
     def _change_plan_if_quiet(self) -> list[DriverCommand]:
-        """At a step's boundary with nothing fed, a plan costs no work. State that moves goes by way of a checkpoint,
-        unless its guard has it."""
+        """Adopt a pending plan between steps, when nothing is fed, because no work is lost then. State that moves goes
+        through a checkpoint unless the new peer is its guard."""
         busy = self._fed != (self.step, 0) or self._saving is not None or self._evaluating is not None
         if self._pending is None or busy or self.phase is not DriverPhase.RUNNING:
             return []
@@ -818,8 +826,8 @@ class DriverMachine:
         return self._adopt(self._pending)
 
     def _exchanges(self, roles: Roles) -> bool:
-        """Whether one stage changes places with its guard and nothing else moves. The guard has a snapshot to start
-        from, and the stage's former peer keeps the stage itself until it has a snapshot in turn (rule 22)."""
+        """Return whether one stage changes places with its guard and nothing else moves. The guard starts from its
+        snapshot. The stage's former peer keeps its state until it has a snapshot in turn (rule 22)."""
         moved = [stage for stage, peer in self.roles.places.items() if roles.places.get(stage) != peer]
         if self.roles.partition != roles.partition or len(moved) != 1 or moved[0] not in self.sheltered:
             return False
@@ -829,8 +837,8 @@ class DriverMachine:
 
     @property
     def sheltered(self) -> frozenset[int]:
-        """Stages whose guard could take over now: it has a snapshot newer than the checkpoint (from one of the
-        checkpoint's step a lone stage would be sent back)."""
+        """Return the stages whose guard could take over now. Its snapshot must be newer than the checkpoint, because a
+        single stage that starts from the checkpoint's step would force all others back."""
         return frozenset(stage for stage in self._guards if self._acked.get(stage, -1) > self._checkpoint)
 
     def _adopt(self, roles: Roles) -> list[DriverCommand]:
@@ -843,7 +851,8 @@ class DriverMachine:
     # -------------------------------------------------------------------------------------------------- the end
 
     def on_stop(self, event: DriverEvent) -> list[DriverCommand]:
-        """Before anything ran, or with a stage missing, there is nothing to save; in a step, it is finished first."""
+        """Stop the job. Before any work, or with a stage missing, nothing is saved. A step in progress is finished
+        first."""
         assert isinstance(event, StopAsked)
         self._stop = self._stop if self._stop is not None else event.reason
         if self.phase is DriverPhase.WAITING or not self._probed:
@@ -871,22 +880,23 @@ class DriverMachine:
 
     @property
     def _checkpoint(self) -> int:
-        """Where everybody can start again: the newest complete checkpoint, or the beginning."""
+        """Return the step from which all stages can restart: the newest complete checkpoint, or the beginning."""
         return max(self.saved, 0)
 
     @property
     def standing(self) -> Standing:
-        """What the evaluations say."""
+        """Return the result of all evaluations so far."""
         return standing(self.evaluations, self.shape.minimum_improvement)
 
     @property
     def _is_choosing(self) -> bool:
-        """Whether something is decided by evaluations."""
+        """Return whether evaluations decide which state is best or when to end."""
         return self.shape.evaluate_every > 0 and (self.shape.keep_best or self.shape.patience is not None)
 
     @property
     def _enough(self) -> str | None:
-        """Why there are enough steps, once the state is that of the last evaluation."""
+        """Return why the job may end, or None. Answers only when the present state is the one that was evaluated
+        last."""
         replaying = bool(self.evaluations) and self.step < self.evaluations[-1].step
         return None if replaying else self.standing.enough(self.shape.patience)
 
@@ -902,7 +912,7 @@ class DriverMachine:
         return self.saved < self.step and (last or at_base or at_best or in_turn)
 
     def _evaluate_if_due(self) -> bool:
-        """Once for every state, whatever has to be run again."""
+        """Evaluate the state if it is due, once per state, even if steps are repeated."""
         every = self.shape.evaluate_every
         done = self.evaluations and self.evaluations[-1].step >= self.step
         if every and self.step > 0 and self.step % every == 0 and self.step >= self.official and not done:
@@ -918,12 +928,12 @@ class DriverMachine:
 
 STORY_LENGTH: Final = 24
 REPLAY_AHEAD: Final = 2
-"""Steps that may be fed beyond what the slowest replaying stage has done."""
+"""Most steps that may be fed beyond what the slowest replaying stage has finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverTransition:
-    """One row of the table: what an event does in a phase, and where it may lead."""
+    """One row of the table: the handler of an event in a phase, and the phases it may lead to."""
 
     act: Callable[[DriverMachine, DriverEvent], list[DriverCommand]]
     targets: frozenset[DriverPhase]
@@ -941,7 +951,7 @@ _A, _L, _R, _P, _G, _S, _W, _E = (
 )
 _UNDER_WAY: Final = (_L, _R, _P, _G, _S)
 _ROUND: Final = (_L, _R, _P, _G, _S, _E)
-"""Where a completed barrier may lead at once."""
+"""Phases that may follow at once when a barrier is complete."""
 
 
 def _row(act: Callable[[DriverMachine, DriverEvent], list[DriverCommand]], *targets: DriverPhase) -> DriverTransition:
@@ -978,7 +988,7 @@ TABLE: Final[dict[tuple[DriverPhase, type[DriverEvent]], DriverTransition]] = {
     **{(phase, StopAsked): _row(DriverMachine.on_stop, phase, _E) for phase in (_A, *_UNDER_WAY, _W)},
     **{(phase, CommandFailed): _row(DriverMachine.on_command_failed, _E) for phase in (_A, *_UNDER_WAY, _W)},
 }
-"""(phase, event) -> transition. What is not here comes too late to matter and changes nothing."""
+"""(phase, event) -> transition. Events without a row are late and are ignored."""
 
 
 def _brief(event: DriverEvent) -> str:

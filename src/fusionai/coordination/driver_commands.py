@@ -1,6 +1,6 @@
-"""What the machine of a job's driver wants done. Decides nothing; `training.driver` performs it.
+"""Commands that a training driver's machine gives; `training.driver` performs them.
 
-Neighbours: `coordination.driver` gives these; the tests' virtual world performs them without a tensor.
+Neighbours: `coordination.driver` returns these; in tests a virtual world performs them without tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fusionai.wire.messages import CommitRecord, Fence
 
 @dataclass(frozen=True, slots=True)
 class SendAttach:
-    """A round begins: enlist every member of `roles`, attach every stage. What was under way for the old fence (a
-    checkpoint being collected, an evaluation, a probe, states being sent) is dropped. `guards`: those still living."""
+    """Begin a round: enlist every member of `roles`, attach every stage. Drop everything in progress under the old
+    fence: a checkpoint being collected, an evaluation, a probe, states being sent. `guards`: those still connected."""
 
     fence: Fence
     roles: Roles
@@ -28,7 +28,7 @@ class SendAttach:
 
 @dataclass(frozen=True, slots=True)
 class PassSnapshot:
-    """Have `holder` send its snapshot of (stage, step) to `peer`."""
+    """Ask `holder` to send its snapshot of (stage, step) to `peer`."""
 
     stage: int
     step: int
@@ -38,7 +38,8 @@ class PassSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SendResume:
-    """See `wire.messages.Resume`; for `import` and `initialise` the shell streams the state of `base` as well."""
+    """See `wire.messages.Resume`. For `import` and `initialise` the driver's process also streams the state of
+    `base`."""
 
     stage: int
     committed: int
@@ -59,14 +60,14 @@ class SendProbe:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceReady:
-    """Every stage is at `base`, every link is up, and a probe came back right; the first work follows."""
+    """Announce that every stage is at `base`, every link is up, and a probe came back right. The first work follows."""
 
     base: int
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Give the microbatch's inputs to the stages that need them; in a replay only to `only`."""
+    """Send the microbatch's inputs to the stages that need them; in a replay only to the stages in `only`."""
 
     step: int
     microbatch: int
@@ -75,7 +76,7 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class DecideScale:
-    """Reduce per-parameter norms (canonical order) to the step's scale, in the backend's arithmetic."""
+    """Reduce per-parameter norms (canonical order) to the step's scale, with the backend's arithmetic."""
 
     step: int
     norms: tuple[float, ...]
@@ -83,14 +84,15 @@ class DecideScale:
 
 @dataclass(frozen=True, slots=True)
 class JournalCommit:
-    """Make it official on disk; answer `CommitJournalled`. Nothing is sent before."""
+    """Write the record to disk; answer `CommitJournalled`. Nothing is sent before that answer."""
 
     record: CommitRecord
 
 
 @dataclass(frozen=True, slots=True)
 class SendCommit:
-    """With `save`, stages stream the state this commit leads to before they go on (`WriteCheckpoint` collects it)."""
+    """Send the commit to all stages. With `save`, stages stream the resulting state before they go on
+    (`WriteCheckpoint` collects it)."""
 
     record: CommitRecord
     line: int
@@ -99,7 +101,7 @@ class SendCommit:
 
 @dataclass(frozen=True, slots=True)
 class WriteCheckpoint:
-    """Collect all stages' state of `step`; answer `CheckpointWritten`. `ask`: the stages have not been told yet."""
+    """Collect all stages' state of `step`; answer `CheckpointWritten`. `ask`: request it from the stages first."""
 
     step: int
     ask: bool
@@ -107,21 +109,21 @@ class WriteCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Run the evaluation part through the state of `step`; the next step is not committed before."""
+    """Run the evaluation data through the state of `step`. The next step is not committed before the result."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class NameBest:
-    """The checkpoint of this state is complete and holds the best so far."""
+    """Record that the checkpoint of this state is complete and holds the best state so far."""
 
     best: Evaluation
 
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
-    """For people: a step is official. `replayed`: it already was, and was computed again."""
+    """Report to the user that a step is official. `replayed`: it was official before and has been computed again."""
 
     record: CommitRecord
     losses: tuple[float, ...]
@@ -130,8 +132,8 @@ class StepCommitted:
 
 @dataclass(frozen=True, slots=True)
 class AskPlan:
-    """A stage has nobody: get a plan without these peers (they may serve again if nobody else can); answer
-    `PlanGranted`, however long it takes. A later one replaces an earlier one."""
+    """A stage has no peer: request a plan without these peers (they may serve again if no other peer can). Answer
+    `PlanGranted`, however long it takes. A later request replaces an earlier one."""
 
     without: frozenset[str]
     reason: str
@@ -139,14 +141,14 @@ class AskPlan:
 
 @dataclass(frozen=True, slots=True)
 class StartCheck:
-    """Have a stretch run again; answer `StageChecked`, also when nothing comes of it."""
+    """Have a stretch run again; answer `StageChecked`, also if there is no result."""
 
     check: Check
 
 
 @dataclass(frozen=True, slots=True)
 class TellCheck:
-    """For people: what came of a check, and why."""
+    """Report to the user the outcome of a check, with the reason."""
 
     check: Check
     outcome: Outcome
@@ -155,7 +157,7 @@ class TellCheck:
 
 @dataclass(frozen=True, slots=True)
 class Distrust:
-    """This peer gave wrong results: no later plan of this job may have it."""
+    """Exclude this peer from all later plans of the job, because it gave wrong results."""
 
     peer: str
     reason: str
@@ -163,15 +165,15 @@ class Distrust:
 
 @dataclass(frozen=True, slots=True)
 class Rewind:
-    """Steps from `step` on are void: take their records back, and checkpoints of later states. On the disk before any
-    plan that follows is in force."""
+    """Take back the steps from `step` on: delete their records, and checkpoints of later states. This must be on disk
+    before the next plan comes into force."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class TellFault:
-    """For people: what happened. `stages` stand still because of it."""
+    """Report a fault to the user. `stages` wait because of it."""
 
     kind: Literal["peer", "guard", "link", "stage", "liar"]
     peer: str
@@ -182,7 +184,8 @@ class TellFault:
 
 @dataclass(frozen=True, slots=True)
 class TellRestored:
-    """For people: how the stages get to `committed`: `restored` from their state at `base`, the others kept theirs."""
+    """Report to the user how the stages get to `committed`: `restored` from their state at `base`, the others kept
+    theirs."""
 
     committed: int
     base: int
@@ -192,7 +195,7 @@ class TellRestored:
 
 @dataclass(frozen=True, slots=True)
 class WarnTolerant:
-    """A replayed step came out with other bits and the job allows that; said, never hidden."""
+    """Warn the user that a replayed step gave different bits, which this job allows."""
 
     step: int
     detail: str
@@ -200,7 +203,7 @@ class WarnTolerant:
 
 @dataclass(frozen=True, slots=True)
 class EndJob:
-    """Nothing more to do. `failed` carries the reason when the job can't go on, `early` why it had enough steps."""
+    """End the job. `failed`: why the job can't go on. `early`: why it needs no further steps."""
 
     steps: int
     stopped: str | None = None

@@ -1,7 +1,7 @@
-"""What reaches the machine of a job's driver: answers of members, of the driver's own machine, and faults.
+"""Events that a training driver's machine takes: answers of members, answers of the driver's own machine, faults.
 
-Decides nothing. Every event is of the present round: `training` drops what carries another fence. Neighbours:
-`coordination.driver` takes them, `training.driver` and the tests' virtual world make them.
+Every event belongs to the present round: `training` drops messages with another fence. Neighbours:
+`coordination.driver` takes these, `training.driver` and the tests' virtual world create them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fusionai.wire.messages import CommitRecord
 
 @dataclass(frozen=True, slots=True)
 class MemberEnlisted:
-    """Answer to `Enlist`: the (stage, step) of every snapshot this member holds."""
+    """Answer to `Enlist`: the (stage, step) of every snapshot that this member holds."""
 
     peer: str
     snapshots: frozenset[tuple[int, int]] = frozenset()
@@ -24,13 +24,13 @@ class MemberEnlisted:
 
 @dataclass(frozen=True, slots=True)
 class StageReported:
-    """Answer to an attach."""
+    """Answer to an attach: the stage's position."""
 
     stage: int
     applied: int
     prepared: int
     retained_from: int = 2**40
-    """Everything this stage sent in this step and later ones is still there."""
+    """The stage retains everything it sent in this step and later ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class StageReady:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotStored:
-    """A guard has this snapshot whole."""
+    """A guard has received this snapshot completely."""
 
     stage: int
     step: int
@@ -50,7 +50,7 @@ class SnapshotStored:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswered:
-    """The losses of the same microbatch sent twice through all stages."""
+    """Losses of the same microbatch, sent twice through all stages."""
 
     losses: tuple[float, float]
 
@@ -92,7 +92,7 @@ class CheckpointWritten:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone:
-    """And journalled."""
+    """An evaluation is finished and journalled."""
 
     step: int
     loss: float
@@ -105,7 +105,7 @@ class StopAsked:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """A member's process is gone, silent beyond the deadline, or can't be reached."""
+    """A member's process ended, was silent beyond the deadline, or can't be reached."""
 
     peer: str
     reason: str
@@ -113,7 +113,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class LinkBroken:
-    """A member lost its connection to another member; both may live."""
+    """A member lost its connection to another member; both may still be running."""
 
     reporter: str
     other: str
@@ -122,7 +122,7 @@ class LinkBroken:
 
 @dataclass(frozen=True, slots=True)
 class StageFailed:
-    """The peer lives, its stage can't go on. `fatal`: it never will, on no peer (a graph nobody can run)."""
+    """A stage can't go on, but its peer can. `fatal`: it would fail on every peer (a graph that no backend can run)."""
 
     stage: int
     reason: str
@@ -131,7 +131,7 @@ class StageFailed:
 
 @dataclass(frozen=True, slots=True)
 class StageChecked:
-    """What came of running a stretch again."""
+    """Result of running a stretch again."""
 
     check: Check
     opinion: Opinion
@@ -139,14 +139,14 @@ class StageChecked:
 
 @dataclass(frozen=True, slots=True)
 class PlanGranted:
-    """A newer plan version, minted by the broker and journalled by this driver."""
+    """A newer plan version, issued by the broker and journalled by this driver."""
 
     roles: Roles
 
 
 @dataclass(frozen=True, slots=True)
 class CommandFailed:
-    """The driver's own machine could not do what was commanded (disk full, data unreadable)."""
+    """The driver's own machine could not perform a command (disk full, data unreadable)."""
 
     reason: str
 

@@ -1,7 +1,7 @@
-"""What a job's evaluations say: which state is the best, and whether it is time to end.
+"""Decides from evaluation losses which state is the best and whether the job should end.
 
-Pure, of journalled losses alone: a driver that starts again decides the same. Neighbours: `storage.commits` keeps
-evaluations, `coordination.driver` acts on what they say.
+Pure functions of journalled losses, so that a restarted driver decides the same. Neighbours: `storage.commits` keeps
+evaluations, `coordination.driver` acts on the result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """Mean loss over the evaluation part, of the state after `step` steps."""
+    """Mean loss over the evaluation data, for the state after `step` steps."""
 
     step: int
     loss: float
@@ -21,15 +21,15 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """`best`: the lowest loss, the first of equal ones; None without any that is a number. `since`: evaluations after
-    the last one that was an improvement; `improved`: that one."""
+    """`best`: the evaluation with the lowest loss, the first of equal ones; None if no loss is a number. `improved`:
+    the last improvement. `since`: number of evaluations after it."""
 
     best: Evaluation | None
     improved: Evaluation | None
     since: int
 
     def enough(self, patience: int | None) -> str | None:
-        """Why there are enough steps: so many evaluations have brought nothing."""
+        """Return why the job may end, or None. It may end after `patience` evaluations without an improvement."""
         if patience is None or self.since < patience:
             return None
         if self.improved is None:
@@ -38,8 +38,8 @@ class Standing:
 
 
 def standing(evaluations: Sequence[Evaluation], minimum_improvement: float = 0.0) -> Standing:
-    """An evaluation is an improvement when its loss is lower than that of the last improvement, by at least the
-    minimum. A loss that is not a number never is."""
+    """Return the standing after these evaluations. An evaluation is an improvement if its loss is at least
+    `minimum_improvement` lower than that of the last improvement. A loss that is not a number never is."""
     best = improved = None
     since = 0
     for evaluation in evaluations:

@@ -1,15 +1,16 @@
-"""When jobs that train one model apart exchange, and when a stage takes over what they agreed on. Decides steps only.
+"""Schedule of local updates: at which steps jobs that train one model exchange, and when a stage adopts the agreement.
 
-After `every` steps a stage tells how far it has come. What all agree on it takes over after that very step, or, with a
-`lag`, so many steps later: meanwhile it trains on, so that the exchange costs no time unless it takes longer than
-those steps (A. Douillard et al. 2025, "Streaming DiLoCo", arXiv 2501.18512, section 2.2; there per fragment, here of
-the whole model). After the job's last step nothing is left to do meanwhile: it waits.
+After every `every` steps a stage sends how far its parameters have changed. It adopts the agreement of all jobs at that
+same step or, with a `lag`, that many steps later. In between it trains on, so that the exchange costs time only if it
+takes longer than those steps (A. Douillard et al. 2025, "Streaming DiLoCo", arXiv 2501.18512, section 2.2; there per
+fragment, here for the whole model). After the job's last step there is nothing to train on, so the stage waits.
 
-Where a job begins from nothing, replicas move fastest, and farthest apart, right after the warm-up: there rounds may be
-shorter (`Early`). DiLoCo's authors begin with a model that was trained at every step; this is the cheap form of it.
+Replicas of a model trained from scratch change fastest, and diverge most, right after the warm-up. Rounds may be
+shorter there (`Early`). DiLoCo's authors start from a model that was trained with synchronisation at every step; short
+early rounds are a cheaper substitute.
 
-Steps count from 0; `applied` is the number of steps that are done. Neighbours: `stage` asks, `execution.exchange` has
-the arithmetic, `client.replicas` says from which step a replica begins that comes late.
+Steps count from 0; `applied` is the number of finished steps. Neighbours: `stage` asks, `execution.exchange` has the
+arithmetic, `client.replicas` decides from which step a late replica begins.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from fusionai.wire.messages import StageOptions
 
 @dataclass(frozen=True, slots=True)
 class Early:
-    """From step `first` until step `until` of the whole job rounds have `every` steps; 0: there are none such. Both are
-    multiples of `every`, and so are the usual rounds."""
+    """From step `first` until step `until` of the whole training run, rounds have `every` steps; 0: no such phase.
+    `first` and `until` are multiples of `every`, and so is the length of the usual rounds."""
 
     first: int = 0
     until: int = 0
@@ -35,8 +36,8 @@ NOT_EARLY: Final = Early()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanges:
-    """`every`: 0 when there are none. `lag`: below it, and below that of early rounds. `steps`: of this job, which
-    began when `begun` steps of the whole one were over."""
+    """`every`: steps per round, 0 without exchanges. `lag`: less than the steps of any round. `steps`: of this job,
+    which began after `begun` steps of the whole run."""
 
     every: int = 0
     lag: int = 0
@@ -45,7 +46,7 @@ class Exchanges:
     early: Early = NOT_EARLY
 
     def over(self, steps: int) -> int:
-        """Of so many steps of the whole job those whose rounds are over."""
+        """Return how many of the first `steps` steps of the whole run belong to finished rounds."""
         if self.every == 0:
             return 0
         usual, early = steps - steps % self.every, self.early
@@ -55,33 +56,34 @@ class Exchanges:
         return max(usual, shorter - shorter % early.every)
 
     def round_steps(self, step: int) -> int:
-        """How many steps the round has that ends with this one."""
+        """Return the number of steps in the round that ends with this step."""
         whole = self.begun + step + 1
         return whole - self.over(whole - 1)
 
     def tells(self, step: int) -> bool:
-        """Whether this step's end is where the difference is taken."""
+        """Return whether the difference is taken at the end of this step."""
         whole = self.begun + step + 1
         return self.every > 0 and self.over(whole) == whole
 
     def taken_over_after(self, told: int) -> int:
-        """The step that counts once the agreement of step `told` is adopted."""
+        """Return the step at which the agreement of step `told` is adopted."""
         return told if told + 1 == self.steps else told + self.lag
 
     def adopts(self, step: int) -> int | None:
-        """The step whose agreement must be adopted before this one counts."""
+        """Return the step whose agreement must be adopted before this step counts, or None."""
         for told in {step, step - self.lag}:
             if told >= 0 and self.tells(told) and self.taken_over_after(told) == step:
                 return told
         return None
 
     def outstanding(self, applied: int) -> int | None:
-        """The step whose difference was taken and whose agreement is still to be adopted, after so many steps."""
+        """Return the step whose difference was taken and whose agreement is not yet adopted after `applied` steps, or
+        None."""
         told = self.over(self.begun + applied) - self.begun - 1
         return told if 0 <= told <= applied <= self.taken_over_after(told) else None
 
     def may_adopt(self, told: int, applied: int) -> bool:
-        """Whether this agreement is of use after so many steps."""
+        """Return whether the agreement of step `told` can still be adopted after `applied` steps."""
         return self.tells(told) and self.taken_over_after(told) >= applied
 
 
@@ -89,7 +91,7 @@ NO_EXCHANGES: Final = Exchanges()
 
 
 def exchanges_of(options: StageOptions) -> Exchanges:
-    """Of a stage that trains something."""
+    """Return the exchange schedule in the options of a training stage."""
     return Exchanges(
         every=options.sync_every,
         lag=options.sync_lag,

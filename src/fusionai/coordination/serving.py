@@ -90,13 +90,13 @@ from fusionai.wire.serving import Segment
 class ServingPhase(Enum):
     ENLISTING = "enlisting"
     LOADING = "loading"
-    """Stages get their programs and weights; those at hand are ready at once."""
+    """Stages load their programs and weights. Loaded stages are ready at once."""
     REBUILDING = "rebuilding"
-    """Caches that are gone are computed again from what the stages before them retained."""
+    """Lost caches are computed again from what the stages before them retained."""
     PROBING = "probing"
     RUNNING = "running"
     WAITING = "waiting"
-    """A stage has nobody to run it; another plan is asked for."""
+    """A stage has no peer to run it. The driver has asked for another plan."""
     ENDED = "ended"
 
 
@@ -111,7 +111,7 @@ class RoundLimits:
     probe_s: float = 20.0
     pass_s: float = 30.0
     loading_s: float = 1800.0
-    """In which a stage that says that it loads has another byte of its weights, or all is packed."""
+    """Longest time without a further byte of weights, or until all are packed, for a stage that reports loading."""
 
 
 FaultKind = Literal["peer", "guard", "link", "stage", "probe", "late", "leaving", "liar"]
@@ -119,48 +119,48 @@ FaultKind = Literal["peer", "guard", "link", "stage", "probe", "late", "leaving"
 
 @dataclass(slots=True)
 class ServingMachine:
-    """See the module. `start` gives the first commands; `handle` takes an event, returns commands. `next_pass` and
-    `returned` are the passes' way through. `probe`: tokens of the probe, as many as the batcher keeps pages for."""
+    """See the module. `start` returns the first commands; `handle` takes an event and returns commands. Passes go
+    through `next_pass` and `returned`. `probe`: tokens of the probe, as many as the batcher keeps pages for."""
 
     batcher: Batcher
     roles: ServingRoles
     incarnation: int
     probe: tuple[int, ...]
     retain: bool = True
-    """Whether stages retain what they sent on. Otherwise sessions are read again after a takeover."""
+    """Whether stages retain what they sent on. If not, sessions are read again after a takeover."""
     limits: RoundLimits = RoundLimits()
     checks: TextChecks | None = None
-    """Where work is checked; the batcher holds texts that are over then."""
+    """Decides on spot checks of ended texts, which the batcher then holds. None: work is not checked."""
     phase: ServingPhase = ServingPhase.ENLISTING
     attempt: int = -1
     fence: Fence = field(default_factory=lambda: Fence(0, 0, 0))
-    """Of the round. The plan version in `roles` may be newer: other guards need no round."""
+    """Fence of the round. The plan version in `roles` may be newer, because new guards need no round."""
     story: list[str] = field(default_factory=list[str])
     _ready: bool = False
-    """Whether the job has been ready once."""
+    """Whether the job has been ready before."""
     _lost: set[str] = field(default_factory=set[str])
     _leaving: set[str] = field(default_factory=set[str])
     _muster: Muster = field(default_factory=Muster)
     _loaded: dict[int, Mapping[int, int]] = field(default_factory=dict[int, Mapping[int, int]])
-    """Stage -> what it said it has of each session."""
+    """Stage -> positions it reported for each session."""
     _sound: dict[int, str] = field(default_factory=dict[int, str])
     """Stage -> its holder, where every round since passes last ran placed it there and none had another cut."""
     _arrived: dict[int, tuple[int, float]] = field(default_factory=dict[int, tuple[int, float]])
-    """Stage -> bytes of its weights that were there when it said so last, and since when."""
+    """Stage -> bytes of its weights in its last report, and the time since which it has had that many."""
     _rebuilds: dict[int, tuple[SendRebuild, set[int]]] = field(default_factory=dict[int, tuple[SendRebuild, set[int]]])
-    """Number -> what was asked for, and the sessions that are not there yet."""
+    """Number -> the rebuild request, and the sessions that are not rebuilt yet."""
     _probes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    """Number -> what it told the stages to forget, for those under way."""
+    """Number of each probe under way -> the sessions that it told the stages to drop."""
     _digests: list[str] = field(default_factory=list[str])
     _pending: ServingRoles | None = None
-    """A plan that moves stages, until their new holders have loaded."""
+    """A plan that moves stages, while their new holders load."""
     _link_faults: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
     _stage_faults: Counter[int] = field(default_factory=Counter[int])
-    """Both since the last pass came back."""
+    """Both counters cover the time since the last pass came back."""
     _patience: Patience = field(init=False)
     _now_s: float = 0.0
     _moved_s: float | None = None
-    """When there was last a sign of progress; None until the next tick tells."""
+    """Time of the last sign of progress; None until the next tick sets it."""
 
     def __post_init__(self) -> None:
         self._patience = Patience(self.batcher.times or StageTimes(), self.limits.pass_s)
@@ -192,13 +192,13 @@ class ServingMachine:
         return self.batcher.next_pass(now_s)
 
     def measured(self, fence: Fence, number: int, stage: int, seconds: float) -> None:
-        """A stage has computed this pass or probe. To be told before `returned`."""
+        """Record the time that a stage took for this pass or probe. Call it before `returned`."""
         work = self._work_of(number) if fence == self.fence else None
         if work is not None:
             self._patience.times.measured(stage, work, seconds)
 
     def sessions_of(self, fence: Fence, number: int) -> tuple[int, ...]:
-        """For whom a result that just came counts: the driver samples for those."""
+        """Return the sessions for which an arrived result counts. The driver samples for these."""
         return self.batcher.sessions_of(number) if fence == self.fence else ()
 
     def returned(
@@ -209,7 +209,7 @@ class ServingMachine:
         finished: Collection[int],
         now_s: float,
     ) -> frozenset[int]:
-        """See `Batcher.returned`: only what it gives back may be given out."""
+        """See `Batcher.returned`: only tokens of the returned sessions may be emitted."""
         if fence != self.fence:
             return frozenset()
         counted = self.batcher.returned(number, tokens, finished, now_s)
@@ -222,7 +222,7 @@ class ServingMachine:
         return counted
 
     def next_checks(self) -> tuple[BeginCheck, ...]:
-        """Which text is to be read again now, where; ask after every event, as for passes."""
+        """Return the checks to start now. Call it after every event, as with passes."""
         checks = self.checks
         if checks is None or self.phase is not ServingPhase.RUNNING:
             return ()
@@ -246,22 +246,23 @@ class ServingMachine:
 
     @property
     def lost(self) -> frozenset[str]:
-        """Whoever looks for a plan from now on knows of these."""
+        """Lost peers. A later plan must not contain them."""
         return frozenset(self._lost)
 
     def is_warm(self, stage: int) -> bool:
-        """Whether the stage's guard could take over now."""
+        """Return whether the stage's guard could take over now."""
         return self._muster.is_warm(stage, self.roles.guards.get(stage, ""))
 
     # ---------------------------------------------------------------------------------------------------- rounds
 
     def _begin_round(self, why: str) -> list[ServingCommand]:
-        """Whatever was under way is void; sessions keep what was emitted."""
+        """Begin a round. Everything under way is void; sessions keep their emitted tokens."""
         self.phase = ServingPhase.ENLISTING
         self.attempt += 1
         self.fence = Fence(self.roles.version, self.incarnation, self.attempt)
         self._void_round()
-        # Whoever is not placed with a stage drops it, also when a later round gives it back before passes run.
+        # A member without a place for a stage drops it, so it is unsound even if a later round gives it back before
+        # passes run.
         self._sound = {stage: one for stage, one in self._sound.items() if self.roles.places.get(stage) == one}
         self._muster.begin(self.roles)
         self._patience.times.begin(self.roles)
@@ -281,7 +282,8 @@ class ServingMachine:
         self._moved_s = None
 
     def on_enlisted(self, event: ServingEvent) -> list[ServingCommand]:
-        """Stages load as soon as their member is in; guards when passes run, so as not to be in anybody's way."""
+        """Load each stage as soon as its member is enlisted. Guards load when passes run, so that they do not delay
+        stages."""
         assert isinstance(event, MemberEnlisted)
         self._muster.enlisted.add(event.peer)
         if self.phase is ServingPhase.RUNNING:
@@ -294,7 +296,7 @@ class ServingMachine:
         return [*loads, *self._go_on_when_loaded()]
 
     def on_guard_enlisted(self, event: ServingEvent) -> list[ServingCommand]:
-        """Whoever runs a stage is in already; guards load when passes run."""
+        """Enlist a guard that runs no stage. Guards load when passes run."""
         assert isinstance(event, MemberEnlisted)
         self._muster.enlisted.add(event.peer)
         return []
@@ -313,7 +315,7 @@ class ServingMachine:
         return self._rebuild() if self._loaded.keys() >= set(self.roles.stages) else []
 
     def _rebuild(self) -> list[ServingCommand]:
-        """Once everybody has said what it has."""
+        """Start rebuilds once all members have reported."""
         live = self.batcher.live
         for cached in self._loaded.values():
             self.batcher.forget(session for session in cached if session not in live)
@@ -335,11 +337,11 @@ class ServingMachine:
             asked = SendRebuild(self.batcher.take_number(), first - 1, last, segments, tokens)
             self._rebuilds[asked.number] = (asked, {segment.session for segment in segments})
             commands.append(asked)
-        # Behind what is rebuilt, not after it: a probe has pages of its own.
+        # Sent behind the rebuilds without waiting for them: a probe has pages of its own.
         return [*commands, *self._probing()]
 
     def _is_whole(self, stage: int, live: Mapping[int, int]) -> bool:
-        """Whether the stage has all that passes need, and retains what belongs to it."""
+        """Return whether the stage has all that passes need, and retains what it should."""
         if stage in self._unsound():
             return False
         cached = self._loaded[stage]
@@ -357,7 +359,8 @@ class ServingMachine:
         return [] if self._rebuilds else self._await_probes()
 
     def on_rebuild_failed(self, event: ServingEvent) -> list[ServingCommand]:
-        """What was to be retained is not there: sessions are read again from their tokens, which always works."""
+        """A stage did not retain what a rebuild needs. Read the sessions again from their tokens, which always
+        works."""
         assert isinstance(event, RebuildFailed)
         if event.number not in self._rebuilds:
             return []
@@ -379,7 +382,7 @@ class ServingMachine:
         return []
 
     def _probing(self) -> list[ServingCommand]:
-        """None after a round in which nobody changed: links and stages are those that have been probed."""
+        """Start probes. None is needed after a round without changes, because its links and stages have been probed."""
         if not self._unsound():
             return []
         commands: list[ServingCommand] = []
@@ -403,14 +406,14 @@ class ServingMachine:
         return [] if self._probes or self._rebuilds else self._run()
 
     def _refuse_plan(self, reason: str) -> list[ServingCommand]:
-        """Whoever is new computes something else."""
+        """Refuse a plan whose new peers compute different results."""
         new = sorted({self.roles.places[stage] for stage in self._unsound()} - {self.roles.owner})
         if not self._ready or not new:
             return self._fail(reason)
         return self._lose(new, "probe", reason)
 
     def _unsound(self) -> list[int]:
-        """Stages whose holder has taken no part in passes yet."""
+        """Stages whose holder has not taken part in passes yet."""
         return [stage for stage, peer in self.roles.places.items() if self._sound.get(stage) != peer]
 
     def _run(self) -> list[ServingCommand]:
@@ -423,7 +426,7 @@ class ServingMachine:
     # --------------------------------------------------------------------------------------------- guards and plans
 
     def _prepare(self) -> list[ServingCommand]:
-        """Beside running passes: guards load, and those who shall take stages over by a plan that waits for it."""
+        """Load guards while passes run, and the new holders of stages in a pending plan."""
         if self.phase is not ServingPhase.RUNNING:
             return []
         wanted = [(stage, peer, self.roles) for stage, peer in sorted(self.roles.guards.items())]
@@ -450,7 +453,8 @@ class ServingMachine:
         return peer not in self.roles.members | {self.roles.owner}
 
     def _enlist_standby(self, peer: str, roles: ServingRoles) -> EnlistStandby:
-        """With all that it is to hold; its ticket is of the plan's version, which may be later than the round's."""
+        """Enlist a peer beside the round, with everything it will hold. Its ticket has the plan's version, which may be
+        later than the round's."""
         fence = Fence(roles.version, self.incarnation, self.attempt)
         stages = roles.guarded_by(peer) if roles is self.roles else tuple(self._moved_to(peer, roles))
         told = replace(self.roles, version=roles.version, guards={**self.roles.guards, **dict.fromkeys(stages, peer)})
@@ -461,13 +465,15 @@ class ServingMachine:
         return [stage for stage, one in self._moving(roles).items() if one == peer]
 
     def _moving(self, roles: ServingRoles) -> dict[int, str]:
-        """Stages that would run elsewhere, and where. Of another cut nothing can be prepared: the numbers are taken."""
+        """Return the stages that a plan would move, and to which peer. For another cut nothing can be prepared, because
+        the stage numbers are in use."""
         if roles.partition != self.roles.partition:
             return {}
         return {stage: peer for stage, peer in roles.places.items() if self.roles.places.get(stage) != peer}
 
     def _switch_if_prepared(self) -> list[ServingCommand]:
-        """Whoever can't be prepared before a round places it there is not waited for."""
+        """Switch to the pending plan once its peers are prepared. Peers that only a round can prepare are not waited
+        for."""
         pending = self._pending
         if pending is None:
             return []
@@ -489,9 +495,9 @@ class ServingMachine:
         if roles.version <= newest:
             return []
         if roles.members & (self._lost - event.knows):
-            return []  # overtaken by a fault; the next one is on its way
+            return []  # overtaken by a fault, whose handling follows
         if self.checks is not None and roles.members & self.checks.inspector.liars:
-            return []  # no plan brings one back
+            return []  # an expelled peer is not readmitted by a plan
         self._lost -= roles.members
         self._leaving -= roles.members
         if self.phase is ServingPhase.WAITING:
@@ -516,19 +522,19 @@ class ServingMachine:
         return parts if self._pending is None else parts | self._pending.members
 
     def _dismiss_idle(self) -> list[ServingCommand]:
-        """Whoever was enlisted and has no part in any plan any more."""
+        """Dismiss enlisted members without a part in any plan."""
         gone = sorted(self._muster.members - self._parts()) if self.phase is not ServingPhase.ENDED else []
         for peer in gone:
             self._strike(peer)
         return [Dismiss(peer, "no part in the plan any more") for peer in gone]
 
     def _strike(self, peer: str) -> None:
-        """From everything known of members. A stage it still has in `roles` has nobody."""
+        """Remove a peer from all records of members. A stage it holds in `roles` then has no peer."""
         self._muster.strike(peer)
         self.roles = replace(self.roles, guards={s: one for s, one in self.roles.guards.items() if one != peer})
 
     def on_leaving(self, event: ServingEvent) -> list[ServingCommand]:
-        """It works until others have its stages. A guard goes at once."""
+        """A leaving member works until other peers have its stages. A guard leaves at once."""
         assert isinstance(event, MemberLeaving)
         if event.peer in self._leaving or event.peer not in self._parts() or event.peer == self.roles.owner:
             return []
@@ -541,7 +547,7 @@ class ServingMachine:
         return self._hand_over() or [self._ask(f"{event.peer} leaves", urgent=self._is_waiting)]
 
     def _hand_over(self) -> list[ServingCommand]:
-        """Stages of members that leave go to their guards as soon as these are warm."""
+        """Move stages of leaving members to their guards as soon as the guards are warm."""
         if self.phase is not ServingPhase.RUNNING:
             return []
         for peer in sorted(self._leaving):
@@ -579,7 +585,8 @@ class ServingMachine:
         return [told, *(self._expel(found) if found.liar else [])]
 
     def _expel(self, found: Found) -> list[ServingCommand]:
-        """For good. What is under way may rest on what it computed: all of it is read again, from its tokens."""
+        """Expel a peer for good. Everything under way may depend on its results, so all of it is read again from
+        tokens."""
         if self.roles.stages_of(found.liar):
             self.batcher.compute_again()
         return [Distrust(found.liar, found.reason), *self._lose([found.liar], "liar", found.reason)]
@@ -591,7 +598,7 @@ class ServingMachine:
         return self._lose([event.peer], "peer", event.reason)
 
     def _lose(self, peers: Collection[str], kind: FaultKind, reason: str) -> list[ServingCommand]:
-        """Their stages go to their guards, at once; a stage without one waits for a plan."""
+        """Remove lost peers. Their stages go to their guards at once; a stage without a guard waits for a plan."""
         gone = [peer for peer in peers if peer in self._parts() and peer not in self._lost]
         if self.roles.owner in gone:
             return self._fail(f"a stage of the job's own machine failed: {reason}")
@@ -602,7 +609,7 @@ class ServingMachine:
         for peer in gone:
             self._lost.add(peer)
             self._leaving.discard(peer)
-            # It may come back, to the same stages, without what it had.
+            # The peer may return to the same stages without its former state.
             self._sound = {stage: one for stage, one in self._sound.items() if one != peer}
             self._strike(peer)
         if self._pending is not None and self._pending.members & self._lost:
@@ -632,7 +639,7 @@ class ServingMachine:
         return self.phase is ServingPhase.WAITING
 
     def _heirs(self, stages: Iterable[int]) -> dict[int, str]:
-        """Guards, and those who were about to take the stage over anyway."""
+        """Return the successors of these stages: guards, and peers that were about to take the stage over."""
         heirs = {stage: self.roles.guards[stage] for stage in stages if stage in self.roles.guards}
         if self._pending is not None:
             moving = self._moving(self._pending)
@@ -641,7 +648,8 @@ class ServingMachine:
         return heirs
 
     def on_link_broken(self, event: ServingEvent) -> list[ServingCommand]:
-        """Once: another round under the same plan. Again before a pass came back: one of the two has to go."""
+        """First break of a link: another round under the same plan. Second break before a pass came back: one of the
+        two peers is removed."""
         assert isinstance(event, LinkBroken)
         pair = frozenset((event.reporter, event.other))
         if len(pair) < 2 or not pair <= set(self.roles.places.values()) | {self.roles.owner}:
@@ -653,7 +661,8 @@ class ServingMachine:
         return [told, *self._begin_round(event.reason)]
 
     def _blamed(self, pair: Collection[str]) -> str:
-        """Never the driver's own machine; else who has trouble with most others, who can be replaced at once."""
+        """Return which peer of a broken link to remove. Never the driver's own machine; otherwise in order: a peer that
+        has trouble with most others, a peer that can be replaced at once."""
 
         def weight(peer: str) -> tuple[int, bool, str]:
             troubles = sum(peer in other for other in self._link_faults)
@@ -662,8 +671,9 @@ class ServingMachine:
         return max((peer for peer in pair if peer != self.roles.owner), key=weight)
 
     def on_stage_failed(self, event: ServingEvent) -> list[ServingCommand]:
-        """A stage that runs, once: another round; again before a pass came back: another peer. Before the job was ever
-        ready a third time ends it: it is not the peer. One that is guarded or prepared: another guard."""
+        """A running stage that fails gets another round first, and another peer if it fails again before a pass came
+        back. If the job was never ready, a third failure ends it, because the peer is not the cause. For a guarded or
+        prepared stage another guard is chosen."""
         assert isinstance(event, StageFailed)
         if self.roles.places.get(event.stage) != event.peer:
             return self._fail_standby(event)
@@ -690,7 +700,7 @@ class ServingMachine:
         return [TellFault("guard", peer, (), event.reason, {})]
 
     def on_pass_failed(self, event: ServingEvent) -> list[ServingCommand]:
-        """Whoever was in it tries once more, alone."""
+        """Let each session of the failed pass try once more in a pass of its own."""
         assert isinstance(event, PassFailed)
         if event.number in self._probes:
             return self._stage_trouble(event.stage, event.reason, fatal=False)
@@ -722,22 +732,23 @@ class ServingMachine:
                 return []
 
     def _is_overdue(self, now_s: float) -> bool:
-        """Whether a pass is under way for longer than all of them together should take: its result went astray."""
+        """Return whether a pass has been under way longer than all passes together should take, which means that its
+        result was lost."""
         oldest_s = self.batcher.oldest_s
         return oldest_s is not None and now_s - oldest_s > self._patience.whole_s(self.batcher.works)
 
     def _lose_late(self, peers: Collection[str], reason: str) -> list[ServingCommand]:
-        """The driver's own machine is waited for."""
+        """Remove late peers, except the driver's own machine."""
         self._moved_s = self._now_s
         return self._lose(sorted(set(peers) - {self.roles.owner}), "late", reason)
 
     def on_working(self, event: ServingEvent) -> list[ServingCommand]:
-        """Slow is not stuck: only a stage that is beyond its limit is no sign of progress."""
+        """A stage reports what it computes. This is a sign of progress unless the stage exceeds its time limit."""
         assert isinstance(event, StageWorking)
         if self.roles.places.get(event.stage) != event.peer:
             return []
         work = self._work_of(event.number) if event.number >= 0 else None
-        # What is of an earlier round, or waits behind other work, may be as much as a pass can carry.
+        # Work of an earlier round, or work that waits behind other work, may be as large as a pass can be.
         most = Work(self.batcher.limits.pass_tokens, float(self.batcher.limits.pass_tokens))
         limit_s = self._patience.limit_s(event.stage, work or most) * (1.0 if work is not None else IDLE_MARGIN)
         if event.busy_s <= limit_s:
@@ -750,7 +761,8 @@ class ServingMachine:
         return self._stalled((event.stage,), busy_s=event.busy_s, work=work)
 
     def _work_of(self, number: int) -> Work | None:
-        """Of a pass, a probe, or the largest pass of a rebuild; None for one that is not under way in this round."""
+        """Return the work of a pass or a probe, or the largest pass of a rebuild; None if it is not under way in this
+        round."""
         times = self._patience.times
         if number in self._probes:
             return Work(len(self.probe), times.units(0, len(self.probe)))
@@ -773,7 +785,7 @@ class ServingMachine:
         reason = self._why_late(stages, busy_s, work)
         suspects = {self.roles.places[stage] for stage in stages} - {self.roles.owner}
         waiting = self.phase is not ServingPhase.RUNNING
-        # Who says that it works is replaced only by somebody who is ready.
+        # A stage that reports working is replaced only by a peer that is ready.
         replaceable = (waiting and busy_s is None) or all(self.is_warm(stage) for stage in stages)
         if patience.stalls > 2 and suspects and replaceable:
             return self._lose_late(suspects, reason)
@@ -793,7 +805,7 @@ class ServingMachine:
         return f"stage {stage} on {self.roles.places[stage]} works on {what} for {busy_s:.0f} s{known}"
 
     def _give_up_sessions(self, reason: str) -> list[ServingCommand]:
-        """Of those that were under way nobody gets on; others may."""
+        """Fail the sessions that were under way, because they make no progress. Other sessions may."""
         sessions = self.batcher.sessions_under_way
         why = (
             f"given up after {ATTEMPTS} attempts with shorter pieces and more time: {reason}. Free the machine of "
@@ -823,7 +835,7 @@ class ServingMachine:
         return [TellState("stopped", reason), EndJob(failed=reason)]
 
     def on_load_progressed(self, event: ServingEvent) -> list[ServingCommand]:
-        """A sign of progress, unless nothing more has come for too long."""
+        """A report of loading is a sign of progress, unless no further bytes came for too long."""
         assert isinstance(event, LoadProgressed)
         known = self._arrived.get(event.stage)
         if known is None or known[0] != event.done_bytes:
@@ -862,7 +874,7 @@ STORY_LENGTH: Final = 24
 
 
 def _runs(stages: Sequence[int]) -> list[tuple[int, int]]:
-    """Contiguous runs of ascending numbers: first and last of each."""
+    """Return contiguous runs of ascending numbers, as (first, last)."""
     runs: list[tuple[int, int]] = []
     for stage in stages:
         if runs and runs[-1][1] == stage - 1:
@@ -877,7 +889,7 @@ Act = Callable[[ServingMachine, ServingEvent], list[ServingCommand]]
 
 @dataclass(frozen=True, slots=True)
 class ServingTransition:
-    """One row of the table: what an event does in a phase, and where it may lead."""
+    """One row of the table: the handler of an event in a phase, and the phases it may lead to."""
 
     act: Act
     targets: frozenset[ServingPhase]
@@ -901,7 +913,7 @@ def _row(act: Act, *targets: ServingPhase) -> ServingTransition:
 
 
 TABLE: Final[dict[tuple[ServingPhase, type[ServingEvent]], ServingTransition]] = {
-    # A barrier that is complete may lead through the following phases at once, and from running back into a round.
+    # A complete barrier may lead through the following phases at once, and from running back into a round.
     (_N, MemberEnlisted): _row(ServingMachine.on_enlisted, _N, _L, _B, _P, _G),
     **{(phase, MemberEnlisted): _row(ServingMachine.on_guard_enlisted, phase) for phase in (_L, _B, _P)},
     (_G, MemberEnlisted): _row(ServingMachine.on_enlisted, _G, _N),

@@ -28,29 +28,29 @@ class StagePhase(Enum):
     DETACHED = "detached"
     ATTACHED = "attached"
     RESTORING = "restoring"
-    """Getting a state, or applying the last commit."""
+    """The stage gets a state or applies the last commit."""
     REPLAYING = "replaying"
-    """Running steps that are official already, with their records, for itself and others that replay."""
+    """The stage runs official steps again with their records, for itself and for other replaying stages."""
     RUNNING = "running"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShape:
-    """What the machine must know of its stage's place in the pipeline."""
+    """The stage's place in the pipeline."""
 
     stage: int
     microbatches: int
-    """Of a step, those that cross this stage."""
+    """Microbatches of a step that cross this stage."""
     in_flight: int
     producers: Mapping[Mode, frozenset[int]]
-    """Who must deliver before a forward may run, per mode; -1 is the data feed."""
+    """Stages that must deliver before a forward may run, per mode; -1 is the data feed."""
     consumers: frozenset[int]
-    """Who must return gradients before a backward may run; empty: the backward follows its forward at once. Stages that
-    read what this one makes, and later stages whose sums of gradients it continues."""
+    """Stages that must return gradients before a backward may run: stages that read this one's values, and later stages
+    to whose gradient sums it adds. Empty: the backward follows its forward at once."""
     gradients_to: frozenset[int] = frozenset()
-    """Who gets gradients from this stage."""
+    """Stages that receive gradients from this stage."""
     weight_lag: int = 0
-    """Microbatches whose weight gradients may wait for a moment when this stage has nothing better to do."""
+    """Microbatches whose weight gradients may be postponed until this stage would otherwise be idle."""
     sums_of: frozenset[int] = frozenset()
     """Other stages holding a parameter (tied weights, replicas) whose gradients this stage adds once per step."""
     totals_to: frozenset[int] = frozenset()
@@ -58,24 +58,24 @@ class StageShape:
     summed_by: frozenset[int] = frozenset()
     """Stages that sum gradients of parameters held here, and send the totals."""
     parts_to: frozenset[int] = frozenset()
-    """Those of them that wait for this stage's sums once per step."""
+    """Stages of `summed_by` that wait for this stage's sums once per step."""
     replica: int = 0
     replicas: int = 1
     """Microbatch m of a step crosses the stages of replica m mod `replicas`."""
     exchanges: Exchanges = NO_EXCHANGES
-    """With other jobs that train the same model (local updates)."""
+    """Exchanges with other jobs that train the same model (local updates)."""
 
     @property
     def shares_with(self) -> frozenset[int]:
         return self.totals_to | self.summed_by
 
     def turn(self, microbatch: int) -> int | None:
-        """Which of this stage's microbatches this one of the step is; None if it crosses another replica."""
+        """Return the position of a microbatch among those that cross this stage; None if it crosses another replica."""
         turn, foreign = divmod(microbatch - self.replica, self.replicas)
         return turn if not foreign and 0 <= turn < self.microbatches else None
 
     def microbatch(self, turn: int) -> int:
-        """Its number in the step."""
+        """Return the number in the step of the microbatch at this position."""
         return turn * self.replicas + self.replica
 
 
@@ -87,7 +87,7 @@ Source = Literal["keep", "initialise", "import", "snapshot"]
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """`retain`: keep what is sent for a neighbour's replay. `snapshot_every`: 0 when nobody guards this stage."""
+    """`retain`: keep sent tensors for a neighbour's replay. `snapshot_every`: 0 if the stage has no guard."""
 
     fence: Fence
     retain: bool = False
@@ -109,7 +109,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class StateArrived:
-    """A whole state taken after `step` steps (imported, or from a snapshot) is in place."""
+    """A complete state taken after `step` steps (imported, or from a snapshot) is in place."""
 
     step: int
 
@@ -138,7 +138,7 @@ class SharedArrived:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """`save`: stream the state this leads to before going on."""
+    """`save`: stream the resulting state before going on."""
 
     record: CommitRecord
     line: int
@@ -147,7 +147,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class AgreementArrived:
-    """What all who train this model agreed on after this step is here, whole."""
+    """The agreement after this step has arrived completely."""
 
     step: int
 
@@ -167,7 +167,7 @@ class WorkDone:
 
 @dataclass(frozen=True, slots=True)
 class WorkFailed:
-    """This piece of work can't be done; the driver has been told. Only another attach goes on from here."""
+    """A piece of work failed, and the driver has been informed. The stage can continue only after another attach."""
 
     work: Work
 
@@ -197,8 +197,8 @@ StageEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One piece of work for the compute thread. `record` only for `apply`. `difference`: send how far this stage has
-    come since the last agreement; `adopt`: go over to the new one."""
+    """One piece of work for the compute thread. `record` only for `apply`. `difference`: send how far this stage's
+    parameters have changed since the last agreement. `adopt`: adopt the new agreement."""
 
     kind: Literal[
         "initialise",
@@ -221,14 +221,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run this now; at most one is under way. Answer with `WorkDone`."""
+    """Run this work now; at most one piece is under way. Answer with `WorkDone`."""
 
     work: Work
 
 
 @dataclass(frozen=True, slots=True)
 class ReportStatus:
-    """`retained_from`: everything sent in this step and later ones, up to those applied, is still here."""
+    """`retained_from`: first step whose sent tensors are still retained, up to the applied steps."""
 
     applied: int
     prepared: int
@@ -257,21 +257,21 @@ class DropSums:
 
 @dataclass(frozen=True, slots=True)
 class DropRetained:
-    """Boundary tensors of steps below `line` are needed by nobody any more."""
+    """Drop retained boundary tensors of steps below `line`."""
 
     line: int
 
 
 @dataclass(frozen=True, slots=True)
 class DropHeld:
-    """Forget tensors that arrived and were not used: of steps before `below`, or all (their fence is gone)."""
+    """Drop received but unused tensors: those of steps before `below`, or all, because their fence is over."""
 
     below: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SendRetained:
-    """Stream what was sent in steps `first` to `below` - 1 to these neighbours again, in the order of the steps."""
+    """Stream the tensors that were sent in steps `first` to `below` - 1 to these neighbours again, in step order."""
 
     to: frozenset[int]
     first: int
@@ -280,21 +280,22 @@ class SendRetained:
 
 @dataclass(frozen=True, slots=True)
 class LoadSnapshot:
-    """Take the state from this machine's snapshot of `step`, once it is whole; answer `StateArrived`."""
+    """Load the state from this machine's snapshot of `step` once it is complete; answer `StateArrived`."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
-    """Send the present state, of `step`, to the guard, beside other work. A later apply must not change what goes."""
+    """Send the present state, of `step`, to the guard, in parallel with other work. A later apply must not change what
+    is sent."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """This event can't be obeyed; the driver must know."""
+    """Report to the driver that an event can't be obeyed."""
 
     reason: str
 
@@ -317,7 +318,7 @@ StageCommand = (
 
 @dataclass(slots=True)
 class StageMachine:
-    """See the module. `handle` takes an event, returns commands; `accepts` is the fence check for every message."""
+    """See the module. `handle` takes an event and returns commands; `accepts` is the fence check for every message."""
 
     shape: StageShape
     phase: StagePhase = StagePhase.DETACHED
@@ -329,37 +330,38 @@ class StageMachine:
     retain: bool = False
     snapshot_every: int = 0
     dropped: int = 0
-    """Tensors refused because they belong to no step this stage can still run."""
+    """Tensors refused because they belong to no step that this stage can still run."""
     story: list[str] = field(default_factory=list)
     _busy: Work | None = None
     _deferred: list[StageEvent] = field(default_factory=list)
     _forwarded: int = 0
     _returned: int = 0
     _weighted: int = 0
-    """Microbatches whose weight gradients are summed; all of `_returned` when nothing lags."""
+    """Microbatches whose weight gradients are summed; equal to `_returned` when none are postponed."""
     _backward_last: bool = False
-    """Of forwards and backwards of this step: which came last."""
+    """Whether the last forward or backward of this step was a backward."""
     _summed: bool = False
     _shared_partials: dict[int, set[int]] = field(default_factory=dict)
-    """Step -> who has sent its part of the shared gradients."""
+    """Step -> stages that have sent their part of the shared gradients."""
     _shared_totals: dict[int, set[int]] = field(default_factory=dict)
-    """Step -> stages whose sums of shared gradients are here; its own once it has summed."""
+    """Step -> stages whose sums of shared gradients have arrived, including this stage once it has summed."""
     _shared_sent: bool = False
     _arrived: dict[tuple[Mode, int, int], set[int]] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     _commit: CommitRecord | None = None
     _updated: bool = False
-    """Of a step that counts with an agreement: whether the optimizer has taken it, and that is what is missing."""
+    """Whether the optimizer has run a step that counts only with an agreement, so that only the agreement is
+    missing."""
     _differed: bool = False
-    """Whether the difference that is outstanding was sent under this fence."""
+    """Whether the outstanding difference was sent under this fence."""
     _agreements: set[int] = field(default_factory=set[int])
-    """Steps whose agreement is here."""
+    """Steps whose agreement has arrived."""
     _exports: list[int] = field(default_factory=list)
     _initialise: bool = False
     _source: Source = "keep"
     _base: int = 0
     _target: int = 0
-    """Official steps at the last resume: up to there a replay goes."""
+    """Official steps at the last resume, where a replay ends."""
     _records: Mapping[int, CommitRecord] = field(default_factory=dict[int, CommitRecord])
     _replaying: frozenset[int] = frozenset()
     _snapshot_due: bool = False
@@ -369,7 +371,7 @@ class StageMachine:
     # ------------------------------------------------------------------------------------------------ interface
 
     def accepts(self, fence: Fence) -> bool:
-        """Exactly this stage's fence, nothing older or newer (rule 1)."""
+        """Return whether this is exactly the stage's fence, not an older or newer one (rule 1)."""
         return self.fence == fence
 
     def handle(self, event: StageEvent) -> list[StageCommand]:
@@ -386,10 +388,10 @@ class StageMachine:
         return [*commands, *self._next()]
 
     def wants(self, event: ForwardArrived | BackwardArrived | SharedArrived) -> bool:
-        """Whether this tensor is for work still to be done and the first of its kind: nothing else may take memory.
+        """Return whether this tensor is for work still to be done and the first of its kind. Other tensors must not
+        take memory.
 
-        `handle` drops and counts what is not wanted, and refuses it in a phase where no tensor has a place.
-        """
+        `handle` drops and counts unwanted tensors, and refuses them in a phase that takes no tensors."""
         if (self.phase, type(event)) not in TABLE:
             return False
         match event:
@@ -408,8 +410,8 @@ class StageMachine:
                 return due and not gone and consumer in self.shape.consumers and consumer not in known
             case SharedArrived(step, sender, phase):
                 totals = self._shared_totals.get(step, set())
-                # Who waits for nothing of this stage may have applied a commit, and run the next step, before this one
-                # did: another replica, or a home that has this stage's gradients already, with each microbatch.
+                # A stage that does not wait for this one (another replica, or a home that already has this stage's
+                # gradients with each microbatch) may have applied a commit and run the next step before this one has.
                 ahead = phase == "partial" or sender not in self.shape.parts_to
                 if not (self._is_near(step) if ahead else self._is_now(step)):
                     return False
@@ -420,34 +422,35 @@ class StageMachine:
                 return asked and sender in self.shape.summed_by - totals
 
     def wants_agreement(self, step: int) -> bool:
-        """Whether it may still be adopted."""
+        """Return whether the agreement may still be adopted."""
         return step not in self._agreements and self.shape.exchanges.may_adopt(step, self.applied)
 
     @property
     def awaits_word(self) -> bool:
-        """Whether it was attached and not yet told to go on: nothing can be taken before."""
+        """Return whether the stage is attached but not yet resumed. It can't take any tensors before."""
         return self.phase is StagePhase.ATTACHED
 
     def _is_near(self, step: int) -> bool:
-        """Whether inputs of this step may arrive: in a replay everything retained comes at once."""
+        """Return whether inputs of this step may arrive. In a replay all retained tensors come at once."""
         if self.phase is StagePhase.REPLAYING:
             return self.applied <= step < self._target
         return 0 <= step - self.applied <= STEPS_AHEAD
 
     def _is_now(self, step: int) -> bool:
-        """Whether gradients of this step may arrive: they follow a forward, but a replay gets all that is retained."""
+        """Return whether gradients of this step may arrive. They follow a forward, but a replay gets all that is
+        retained."""
         return self._is_near(step) if self.phase is StagePhase.REPLAYING else step == self.applied
 
     def _due_below(self) -> int:
-        """Of the stage's microbatches, those whose gradients may arrive, in a step whose gradients may: so many."""
+        """Return how many of the stage's microbatches may have gradients arriving, in a step that takes gradients."""
         return self.shape.microbatches if self.phase is StagePhase.REPLAYING else self._forwarded
 
     def sends_to(self, stage: int, step: int) -> bool:
-        """Whether a tensor of this step goes to that stage now: replayed ones only to those that replay."""
+        """Return whether a tensor of this step goes to that stage now. Replayed tensors go only to replaying stages."""
         return step >= self._target or stage in self._replaying
 
     def _has_run(self, step: int, turn: int) -> bool:
-        """Whether the forward in training of the stage's microbatch in this turn is done or under way."""
+        """Return whether the training forward of the stage's microbatch in this turn is done or under way."""
         under_way = self._busy is not None and self._busy.kind == "forward" and self._busy.mode == "train"
         return step == self.applied and turn < self._forwarded + under_way
 
@@ -463,21 +466,20 @@ class StageMachine:
 
     @property
     def in_flight(self) -> int:
-        """Microbatches forwarded and not yet returned: what the credit bounds."""
+        """Microbatches forwarded and not yet returned, which the credit limits."""
         return self._forwarded - self._returned
 
     @property
     def expects_state(self) -> bool:
-        """Whether a resume asked for a state from the driver and it has not arrived."""
+        """Return whether a resume asked for a state from the driver that has not arrived."""
         given = self._source in ("initialise", "import")
         return self.phase is StagePhase.RESTORING and given and not self._initialise
 
     # ------------------------------------------------------------------------------------------- what comes next
 
     def _next(self) -> list[StageCommand]:
-        """The next piece of work, if the compute thread is free: a backward, then a forward, then a backward, as far as
-        they are there, never beyond the credit. Backwards that come in bunches would else hold up what all stages
-        behind wait for."""
+        """Return the next piece of work if the compute thread is free. Backwards and forwards alternate as far as their
+        inputs are there, within the credit. Otherwise a burst of backwards would delay what later stages wait for."""
         if self._busy is not None or self.phase in (StagePhase.DETACHED, StagePhase.ATTACHED):
             return []
         work = self._restoring_work() if self.phase is StagePhase.RESTORING else self._running_work()
@@ -492,7 +494,8 @@ class StageMachine:
         return None if self._commit is None else self._applying_work(self._commit)
 
     def _applying_work(self, commit: CommitRecord) -> Work | None:
-        """The optimizer's step; where others take part, then the exchange: the step counts once it is over."""
+        """Return the optimizer's step or, with local updates, then the exchange. The step counts only after the
+        exchange."""
         if not self._updated:
             return Work("apply", step=commit.step, record=commit)
         told = self.shape.exchanges.adopts(commit.step)
@@ -526,7 +529,7 @@ class StageMachine:
         return forward or weights
 
     def _coming_forward(self, step: int) -> Work | None:
-        """Of the next microbatch, if it is here and the credit is not used up."""
+        """Return the next microbatch's forward, if its inputs are here and the credit is not used up."""
         if self._forwarded == self.shape.microbatches or self.in_flight >= self.shape.in_flight:
             return None
         needed, coming = self.shape.producers["train"], self.shape.microbatch(self._forwarded)
@@ -534,7 +537,7 @@ class StageMachine:
         return Work("forward", step=step, microbatch=coming) if whole else None
 
     def _closing_work(self, step: int) -> Work | None:
-        """All microbatches are summed: reduce what is shared, then take norms."""
+        """When all microbatches are summed, reduce shared gradients, then compute norms."""
         if self.shape.parts_to and not self._shared_sent:
             return Work("share", step=step)
         totals = self._shared_totals.get(step, set())
@@ -544,7 +547,7 @@ class StageMachine:
         return Work("norms", step=step) if totals >= self.shape.summed_by and not self._summed else None
 
     def _side_forward(self, step: int) -> Work | None:
-        """Evaluation and inference of exactly this state, oldest first; they leave no trace in it."""
+        """Return evaluation or inference work for the present state, oldest first. It does not change the state."""
         for (mode, at_step, microbatch), arrived in self._arrived.items():
             if mode != "train" and at_step == step and self.shape.producers[mode] <= arrived:
                 return Work("forward", step=step, microbatch=microbatch, mode=mode)
@@ -618,7 +621,7 @@ class StageMachine:
         return self._loaded()
 
     def _loaded(self) -> list[StageCommand]:
-        """The state of the base is in place; what lies between it and the official steps is replayed."""
+        """The base state is in place. Replay the steps between it and the official ones."""
         self.applied, self.prepared = self._base, self._base - 1
         self._kept_from = self._base
         if self.applied == self._target:
@@ -744,7 +747,8 @@ class StageMachine:
         return []
 
     def on_agreement(self, event: StageEvent) -> list[StageCommand]:
-        """It may come before the commit: who replays is given all that it will need."""
+        """An agreement arrived. It may come before the commit, because a replaying stage gets all its agreements
+        early."""
         assert isinstance(event, AgreementArrived)
         if self.wants_agreement(event.step):
             self._agreements.add(event.step)
@@ -767,7 +771,7 @@ class StageMachine:
                 return self._restored()
 
     def on_work_failed(self, event: StageEvent) -> list[StageCommand]:
-        """What an apply or an initialisation left behind is no state any more; other work left the state alone."""
+        """Work failed. After an apply or an initialisation the state is unusable; other work leaves it intact."""
         assert isinstance(event, WorkFailed)
         self._busy = None
         self.phase = StagePhase.ATTACHED
@@ -777,7 +781,7 @@ class StageMachine:
         return [DropSums(), DropRetained(EVERY_STEP)]
 
     def _forget_past(self) -> list[StageCommand]:
-        """Evaluation and inference of a state that is gone will never run."""
+        """Drop evaluation and inference requests for a state that no longer exists."""
         past = [key for key in self._arrived if key[1] < self.applied]
         for key in past:
             del self._arrived[key]
@@ -795,7 +799,7 @@ class StageMachine:
     # -------------------------------------------------------------------------------------------------- clearing
 
     def _clear_step(self, *, keep_sums: bool) -> None:
-        """Counters of the step under way start over; what has arrived for it stays only within one fence."""
+        """Reset the counters of the step under way. Tensors that arrived for it are kept only within one fence."""
         if self.phase is StagePhase.ATTACHED:
             self._arrived.clear()
             self._gradients.clear()
@@ -824,17 +828,17 @@ class StageMachine:
 
 STORY_LENGTH: Final = 24
 EVERY_STEP: Final = 2**62
-"""Above every step: a line there keeps nothing."""
+"""Greater than any step: a line at this value retains nothing."""
 STEPS_AHEAD: Final = 2
 """Tensors of later steps that may be held: the driver feeds one step ahead of its vote, and may itself be one commit
 ahead of this stage."""
 MAX_SIDE_HELD: Final = 1024
-"""Microbatches of evaluation and inference that may wait at once."""
+"""Most microbatches of evaluation and inference that may wait at once (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageTransition:
-    """One row of the table: what an event does in a phase, and where it may lead."""
+    """One row of the table: the handler of an event in a phase, and the phases it may lead to."""
 
     act: Callable[[StageMachine, StageEvent], list[StageCommand]]
     targets: frozenset[StagePhase]
@@ -882,11 +886,11 @@ TABLE: Final[dict[tuple[StagePhase, type[StageEvent]], StageTransition]] = {
     (_P, Detached): _row(StageMachine.on_detached, _D),
     (_G, Detached): _row(StageMachine.on_detached, _D),
 }
-"""(phase, event) -> transition. What is not here is refused."""
+"""(phase, event) -> transition. Events without a row are refused."""
 
 
 def tuple_of(fence: Fence) -> tuple[int, int, int]:
-    """For messages to people."""
+    """Return the fence as a tuple, for messages to users."""
     return (fence.plan_version, fence.incarnation, fence.attempt)
 
 

@@ -38,9 +38,9 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """What came of it. `inputs`: neighbours whose word of what they gave differs from the peer's of what it got.
-    `own`: what the referee got otherwise than the peer itself said, in words. `links`: neighbours whose word of what
-    they got differs from what the peer said it gave, which the referee confirms. `void`: why there is no opinion."""
+    """Result of a check. `inputs`: neighbours that sent something else than the peer says it received. `own`:
+    description of how the referee's results differ from the peer's. `links`: neighbours that received something else
+    than the peer says it sent, where the referee confirms the peer. `void`: why there is no opinion."""
 
     inputs: frozenset[str] = frozenset()
     own: str = ""
@@ -56,7 +56,7 @@ OUTCOMES: Final[Mapping[tuple[bool, bool, bool], Outcome]] = {
     (True, True, False): "disputed",
     (True, False, True): "accused",
     (True, False, False): "accused",
-    # On other inputs other results are right: they say nothing.
+    # Different inputs give different results, so the results prove nothing.
     (False, True, True): "disputed",
     (False, True, False): "disputed",
     (False, False, True): "disputed",
@@ -72,8 +72,8 @@ def outcome_of(opinion: Opinion) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What follows from an answer. `liar`: who is not to be believed, empty for nobody; what it did from step `trusted`
-    on is void. `again`: the same stretch is to be run by the job owner's own machine."""
+    """Consequence of an answer. `liar`: peer that is expelled, empty for none; its work from step `trusted` on is void.
+    `again`: check to be repeated on the job owner's machine."""
 
     outcome: Outcome
     reason: str = ""
@@ -84,8 +84,8 @@ class Found:
 
 @dataclass(slots=True)
 class Inspector:
-    """One job's. `secret` decides what is checked and must stay with the owner. `owner`: its peer id, the last
-    resort. `tasks_per_step`: microbatches that cross a stage."""
+    """Spot checks of one job. `secret` determines what is checked and must stay with the owner. `owner`: peer id of the
+    job owner, which decides last. `tasks_per_step`: microbatches that cross a stage."""
 
     secret: bytes
     owner: str
@@ -103,12 +103,12 @@ class Inspector:
 
     @property
     def hold(self) -> int | None:
-        """What is retained from this step on is needed by a check."""
+        """Return the first step whose retained tensors a check still needs, or None."""
         return min((check.first for check in self.open.values()), default=None)
 
     def due(self, places: Mapping[int, str], guards: Mapping[int, str], first: int, below: int) -> tuple[Check, ...]:
-        """The stretch [first, below) is over at all guarded stages: which of them are checked. The owner's own stages
-        are not, and nobody checks itself."""
+        """The stretch [first, below) is over at all guarded stages: return the checks to run. The owner's own stages
+        are not checked, and no peer checks itself."""
         checks: list[Check] = []
         for stage, referee in sorted(guards.items()):
             peer = places[stage]
@@ -124,7 +124,7 @@ class Inspector:
         return tuple(checks)
 
     def answered(self, check: Check, opinion: Opinion) -> Found | None:
-        """None for a check that is not open."""
+        """Take the answer to a check. Returns None for a check that is not open."""
         if self.open.get(check.stage) != check:
             return None
         accusation = self._accusations.pop(check.stage, None)
@@ -155,7 +155,7 @@ class Inspector:
         self.checked_tasks += (check.below - check.first) * self.tasks_per_step
 
     def _settled(self, check: Check, said: str, outcome: Outcome, opinion: Opinion) -> Found:
-        """The owner's machine has run what the referee took exception to."""
+        """Judge from the owner's own run what the referee contradicted."""
         match outcome:
             case "accused":
                 return self._guilty(check.peer, check, said)
@@ -170,7 +170,8 @@ class Inspector:
                 return Found("void", f"{said}; the job's own machine could not run it: {opinion.void}")
 
     def _disputed(self, check: Check, opinion: Opinion) -> Found:
-        """About what went between the peer and a neighbour. The owner's own stages are believed."""
+        """Handle a dispute between the peer and a neighbour about what they exchanged. The owner's own stages are
+        trusted."""
         partners = sorted(opinion.inputs | opinion.links)
         if self.owner in partners:
             return self._guilty(check.peer, check, DISPUTED)
@@ -196,10 +197,10 @@ class Inspector:
         return Found("accused", reason, liar=peer, trusted=min(since, default=check.below))
 
     def drop(self) -> None:
-        """A round began, or somebody goes: nobody waits for the answers under way."""
+        """Drop open checks, because a round began or a peer is expelled."""
         self.open.clear()
         self._accusations.clear()
 
     def went_back(self, step: int) -> None:
-        """Steps from `step` on are done again: they are nobody's merit."""
+        """Steps from `step` on will be repeated, so their checks no longer count in a peer's favour."""
         self._trusted = {key: min(known, step) for key, known in self._trusted.items()}

@@ -1,6 +1,6 @@
-"""What all messages are made of: bounded field types, the fence, tensor headers, refusals. Decides bounds; no message.
+"""Common parts of all messages: bounded field types, the fence, tensor headers, refusal codes.
 
-Neighbours: `wire.messages` and `wire.serving` build messages of it and hand its names on.
+Neighbours: `wire.messages` and `wire.serving` build messages from these parts and re-export their names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Text = Annotated[str, Meta(max_length=4096)]
 Blob = Annotated[bytes, Meta(max_length=65_536)]
 MAX_PLACEMENT_BYTES: Final = 2**19
 Placement = Annotated[bytes, Meta(max_length=MAX_PLACEMENT_BYTES)]
-"""Signed by the job's owner: which keys hold which stages in one round (`transport.placements`)."""
+"""Placement of one round, signed by the job's owner: which keys hold which stages (`transport.placements`)."""
 Secret = Annotated[bytes, Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Index = Annotated[int, Meta(ge=0, le=2**40)]
@@ -26,12 +26,12 @@ StepIndex = Annotated[int, Meta(ge=-1, le=2**40)]
 """A step; -1 means "before the first"."""
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Address = Annotated[str, Meta(max_length=256)]
-"""`tcp://host:port`; other schemes are other transports."""
+"""`tcp://host:port`. Other schemes select other transports."""
 Addresses = Annotated[tuple[Address, ...], Meta(max_length=32)]
 Peer = Annotated[str, Meta(max_length=64)]
 Job = Annotated[str, Meta(max_length=128, pattern=r"^[a-z0-9][a-z0-9-]*$")]
 Stream = Literal["control", "tensors", "state"]
-"""Separate connections: a control message must overtake a tensor that is held back."""
+"""Streams are separate connections, so that a control message can overtake a tensor that is held back."""
 Mode = Literal["train", "eval", "infer"]
 RefusalCode = Literal[
     "protocol_version",
@@ -74,11 +74,12 @@ REFUSAL_SENTENCES: Final[dict[str, str]] = {
 
 
 class WireMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="m"):
-    """Base of all messages; the tag is the class name."""
+    """Base of all messages. The tag identifies the message type."""
 
 
 class Fence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True, array_like=True):
-    """(plan version, driver incarnation, attempt), compared in that order. Peers act only on exactly their own."""
+    """(plan version, driver incarnation, attempt), compared in that order. A peer acts only on messages with its own
+    current fence."""
 
     plan_version: Count
     incarnation: Count
@@ -86,7 +87,7 @@ class Fence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True,
 
 
 class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Name, dtype and shape of one tensor whose bytes follow in the body, in this order, unpadded. `layout`: see
+    """Name, dtype and shape of one tensor. Tensor bytes follow in the body in the same order, unpadded. `layout`: see
     `primitives.tensors.HostTensor`."""
 
     name: Name
@@ -96,7 +97,8 @@ class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, arra
 
 
 class Neighbour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a stage of the job lives. Stage numbers are the plan's; the job owner's own stages have its peer id."""
+    """The peer that hosts a stage of the job, and its addresses. Stage numbers are the plan's; the job owner's own
+    stages have the owner's peer id."""
 
     stage: Count
     peer: Peer

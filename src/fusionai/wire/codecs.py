@@ -1,7 +1,7 @@
-"""How boundary tensors are made smaller for slow links: the codecs' names, layouts and exact sizes. Pure.
+"""Codecs that compress boundary tensors for slow links: names, layouts and exact packed sizes. Pure functions.
 
-Decides how many bytes a tensor of so many numbers becomes, which planner, sender and receiver must agree on before
-anything is allocated. Neighbours: `execution.codecs` does the arithmetic, `wire.messages` names what was packed.
+Planner, sender and receiver compute the packed size of a tensor here, so that they agree before memory is allocated.
+Neighbours: `execution.codecs` does the arithmetic, `wire.messages` describes packed tensors.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ import msgspec
 from msgspec import Meta
 
 Packing = Literal["none", "int8", "int4", "int2", "ternary", "senary", "sign", "topk", "subspace"]
-"""Of one tensor: 8, 4 or 2 bits a number; one of three or of six values; its sign alone; the largest eighth, in 8 bits
-each, and where they stood; a quarter of a turned group, the same quarter of every row, in 8 bits each."""
+"""Packing of one tensor. `int8`, `int4`, `int2`: 8, 4 or 2 bits per number. `ternary`, `senary`: one of three or six
+levels. `sign`: the sign alone. `topk`: the largest eighth of the numbers, 8 bits each, with their places. `subspace`: a
+quarter of the dimensions of a rotated group, the same quarter in every row, 8 bits each."""
 Exchanged = Literal["none", "int8", "int4", "int2", "ternary", "topk"]
-"""What local updates may send parameters in; what packing loses is made up for the next time."""
+"""Packings for the parameters exchanged in local updates. The packing error is added to the next exchange."""
 Told = Literal["mean", "other", "all"]
-"""How a stage is told what is agreed on: the mean of all differences, packed; the only other difference, as it came,
-whose mean with one's own it is; or, for whoever missed an exchange, what is agreed on itself and the momentum."""
+"""Forms of an agreement. `mean`: the mean of all differences, packed. `other`: the only other difference, as received;
+the stage takes the mean of it and its own. `all`: the agreed parameters and the momentum themselves, for a stage that
+missed an exchange."""
 Codec = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "topk", "subspace"]
-"""Of what crosses between two stages. `uneven`: activations are senary and gradients signs, for what is lost of
-gradients cancels out where they are summed over rows, and what is lost of activations does not. `topk` is what others
-do, for comparison. `subspace` lets rows through in a quarter of their dimensions, which are fixed: a model that begins
-with it learns to do with them, one that was trained without loses what stood in the others."""
+"""Codec of the boundary between two stages. `uneven` packs activations as senary and gradients as signs: packing errors
+of gradients cancel out in the sums over rows, errors of activations do not. `topk` is there for comparison with other
+systems. `subspace` keeps a quarter of each row's dimensions, the same for all rows: a model trained with it from the
+start adapts, a model trained without it loses what the other dimensions held."""
 Compression = Literal["none", "int8", "int4", "uneven", "int2", "ternary", "topk", "subspace", "adaptive"]
-"""What a job asks for; `adaptive`: its plan chooses for each link."""
+"""Compression that a job asks for. With `adaptive` its plan chooses a codec for each link."""
 LADDER: Final[tuple[Codec, ...]] = ("none", "int8", "int4", "uneven", "int2", "ternary")
-"""From exact to what loses most, of those that lose least at their size."""
+"""Codecs from exact to most lossy. Codecs that lose more than another one of the same size are left out."""
 FOR_PLANS: Final = LADDER[: LADDER.index("uneven") + 1]
-"""What a plan may choose or recommend: of smaller ones it was measured that they cost more than a percent of the loss,
-or nothing at all."""
+"""Codecs that a plan may choose or recommend. Smaller codecs either cost more than one percent of the loss in
+measurements, or have no measurement."""
 SCALE_BYTES: Final = 2
-"""A bfloat16 per group."""
+"""Bytes of a group's scale, a bfloat16."""
 GROUPS: Final[dict[Packing, tuple[int, ...]]] = {
     "int8": (64, 32),
     "int4": (64, 32),
@@ -45,21 +47,23 @@ GROUPS: Final[dict[Packing, tuple[int, ...]]] = {
     "topk": (256, 128, 64, 32),
     "subspace": (256, 128, 64, 32),
 }
-"""Numbers that share a scale: what makes the rows of a tensor smallest, for no group reaches into the next row (a row
-is a token's, and none may know of those behind it). The last group of a row is filled up with zeros."""
+"""Possible group sizes, in numbers that share a scale. The size that makes a tensor's rows smallest is used. A group
+never spans rows, because a row belongs to one token and must not depend on later tokens. The last group of a row is
+padded with zeros."""
 PER_BYTE: Final[dict[Packing, int]] = {"int2": 4, "ternary": 5, "senary": 3, "sign": 8}
-"""Levels in a byte, as digits: the last byte of a group may have fewer."""
+"""Levels per byte, as digits of one number. The last byte of a group may hold fewer."""
 SUBSPACE: Final = 4
-"""Of so many dimensions `subspace` keeps one."""
+"""`subspace` keeps one of this many dimensions."""
 KEPT_PART: Final = 31 / 256
-"""Of a group, by `topk`: a level and a place each, so that with its scale 256 numbers take 64 bytes."""
+"""Fraction of a group that `topk` keeps. Each kept number takes a level and a place, so that with the scale 256 numbers
+take 64 bytes."""
 FEWEST: Final = 256
-"""Smaller tensors travel as they are."""
+"""Fewest numbers of a tensor that is packed. Smaller tensors are sent unpacked."""
 
 
 class PackedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a tensor of the body was before it was packed into `uint8`: levels, then scales. `following`: rows are
-    packed as their differences from what rows before them have in common."""
+    """Original name, dtype and shape of a tensor whose body is packed into `uint8`: levels, then scales. `following`:
+    rows are packed as differences from what they share with the rows before them."""
 
     name: Annotated[str, Meta(max_length=1024)]
     codec: Packing
@@ -69,40 +73,41 @@ class PackedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def codec_between(codecs: Sequence[Codec], producer: int, consumer: int) -> Codec:
-    """Of what stage `producer` sends to `consumer`, and gets back; stage -1 is the feed."""
+    """Return the codec between stages `producer` and `consumer`, in both directions. Stage -1 is the data feed."""
     return codecs[consumer - 1] if producer >= 0 and codecs else "none"
 
 
 def packing(codec: Codec, *, forward: bool) -> Packing:
-    """Of activations, which go forward, or of their gradients."""
+    """Return the packing of activations (`forward`) or of their gradients."""
     if codec == "uneven":
         return "senary" if forward else "sign"
     return codec
 
 
 def gently(codec: Codec) -> Codec:
-    """What logits travel in where stages use `codec`: their gradients are large at one class and small at thousands;
-    with fewer than 8 bits a number nothing is learned from them."""
+    """Return the codec for logits in a job whose stages use `codec`. Gradients of logits are large at one class and
+    small at thousands; with fewer than 8 bits per number nothing is learned from them."""
     return codec if codec in ("none", "int8") else "int8"
 
 
 def packs(codec: Packing, dtype: str, shape: tuple[int, ...]) -> bool:
-    """Whether such a tensor is packed where `codec` is in force: floats of some size."""
+    """Return whether a tensor of this dtype and shape is packed under `codec`: floats, at least `FEWEST` of them."""
     return codec != "none" and dtype in ("float32", "bfloat16") and prod(shape) >= FEWEST
 
 
 def follows(codec: Packing, shape: tuple[int, ...]) -> bool:
-    """Whether activations of this shape are packed following: where few bits are left for what rows differ in."""
+    """Return whether activations of this shape are packed as differences between rows (`PackedTensor.following`). Used
+    by codecs with few bits per number."""
     return codec not in ("none", "int8", "topk", "subspace") and len(shape) > 1 and shape[-2] > 1
 
 
 def group_of(codec: Packing, width: int) -> int:
-    """Numbers of a group in rows of `width`; the larger of two that make it as small."""
+    """Return the group size for rows of `width` numbers that makes them smallest; of two equal ones the larger."""
     return min(GROUPS[codec], key=lambda group: (_row_bytes(codec, width, group), -group))
 
 
 def level_bytes(codec: Packing, group: int) -> int:
-    """Of a group's levels: of `ternary` five in a byte, of `senary` three; of `topk` with their places."""
+    """Return the bytes of one group's levels. For `topk` these include the places."""
     match codec:
         case "int8":
             return group
@@ -117,18 +122,18 @@ def level_bytes(codec: Packing, group: int) -> int:
 
 
 def kept(group: int) -> int:
-    """Numbers that `topk` keeps of a group."""
+    """Return how many numbers of a group `topk` keeps."""
     return int(group * KEPT_PART)
 
 
 def packed_bytes(codec: Packing, shape: tuple[int, ...]) -> int:
-    """Of a tensor that is packed: the levels of all groups, then their scales."""
+    """Return the bytes of a packed tensor: the levels of all groups, then their scales."""
     width = shape[-1] if shape else 1
     return prod(shape[:-1]) * _row_bytes(codec, width, group_of(codec, width))
 
 
 def bytes_on_link(codec: Packing, nbytes: float) -> float:
-    """About what `nbytes` of float32 in long rows become."""
+    """Return the approximate packed size of `nbytes` bytes of float32 in long rows."""
     if codec == "none":
         return nbytes
     group = GROUPS[codec][0]

@@ -36,24 +36,24 @@ _HEADER: Final = struct.Struct("<2sBBIQ")
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """The largest message and body accepted on a connection in its present phase."""
+    """Caps on the message and the body of a frame, for one phase of a connection."""
 
     message_bytes: int
     body_bytes: int
 
 
 GREETING_LIMITS: Final = FrameLimits(message_bytes=1024, body_bytes=0)
-"""Before the handshake is over: `Hello`, `Welcome`, `Refused`."""
+"""Caps until the handshake is over (`Hello`, `Welcome`, `Refused`)."""
 
 STRANGER_LIMITS: Final = FrameLimits(message_bytes=4096, body_bytes=0)
-"""From a side without a certificate: enough for `JoinRequest`."""
+"""Caps for a side without a certificate: enough for `JoinRequest`."""
 
 STREAM_LIMITS: Final[Mapping[Stream, FrameLimits]] = {
     "control": FrameLimits(message_bytes=16 * 2**20, body_bytes=64 * 2**20),
     "tensors": FrameLimits(message_bytes=2**20, body_bytes=4 * 2**30),
     "state": FrameLimits(message_bytes=16 * 2**20, body_bytes=4 * 2**30),
 }
-"""Between members. Control bodies are graphs and link probes; larger things belong on the other streams."""
+"""Caps between members. Control bodies are graphs and link probes; larger content belongs on the other streams."""
 
 
 class FrameHeader(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class FrameHeader(msgspec.Struct, frozen=True):
 
 
 class TensorSlot(msgspec.Struct, frozen=True):
-    """Where a tensor's bytes lie in the body."""
+    """Position of one tensor's bytes in the body."""
 
     header: TensorHeader
     offset_bytes: int
@@ -72,7 +72,8 @@ class TensorSlot(msgspec.Struct, frozen=True):
 
 
 def parse_header(data: bytes | bytearray | memoryview, limits: FrameLimits) -> FrameHeader:
-    """The first 16 bytes. Raises `WireError` on foreign bytes, another version, unknown flags, a size above its cap."""
+    """Parse the first 16 bytes. Raises `WireError` on foreign bytes, another version, unknown flags or a size above its
+    cap."""
     if len(data) != HEADER_BYTES:
         raise WireError(f"expected a frame header of {HEADER_BYTES} bytes, got {len(data)}.")
     magic, version, flags, message_bytes, body_bytes = _HEADER.unpack(data)
@@ -92,11 +93,11 @@ def parse_header(data: bytes | bytearray | memoryview, limits: FrameLimits) -> F
 
 
 def decode_message(data: bytes | bytearray | memoryview, limits: FrameLimits) -> Message:
-    """A message from its msgpack bytes, checked against the schema. Raises `WireError`; never another exception."""
+    """Decode a message from its msgpack bytes and check it against the schema. Raises only `WireError`."""
     if len(data) > limits.message_bytes:
         raise WireError(f"expected a message of at most {limits.message_bytes} bytes here, got {len(data)}.")
     try:
-        # A copy, because `msgspec.Raw` fields keep a view of what they came from and receive buffers are reused.
+        # Copied, because `msgspec.Raw` fields keep a view of their source and receive buffers are reused.
         return messages.decode(bytes(data))
     except msgspec.ValidationError as error:
         raise WireError(f"expected a message of the protocol, got one that breaks its schema: {error}.") from error
@@ -107,15 +108,14 @@ def decode_message(data: bytes | bytearray | memoryview, limits: FrameLimits) ->
 
 
 def tensor_headers(message: Message) -> tuple[TensorHeader, ...]:
-    """The tensors a message announces; none for messages without the field."""
+    """Return the tensors that a message announces; empty for messages without the field."""
     return getattr(message, "tensors", ())
 
 
 def tensor_layout(message: Message, body_bytes: int) -> tuple[TensorSlot, ...]:
-    """Where each announced tensor lies in a body of `body_bytes`.
+    """Return the position of each announced tensor in a body of `body_bytes`.
 
-    Raises `WireError` on an unknown dtype, a doubled name, or when shapes and body length disagree.
-    """
+    Raises `WireError` on an unknown dtype, on a duplicate name, or when shapes and body length disagree."""
     slots: list[TensorSlot] = []
     names: set[str] = set()
     offset_bytes = 0
@@ -142,14 +142,14 @@ def tensor_layout(message: Message, body_bytes: int) -> tuple[TensorSlot, ...]:
 
 
 def encode_header(message_bytes: int, body_bytes: int) -> bytes:
-    """The 16 fixed bytes."""
+    """Return the 16 fixed bytes."""
     return _HEADER.pack(MAGIC, FRAME_VERSION, 0, message_bytes, body_bytes)
 
 
 def encode_frame_head(message: Message, tensors: Sequence[HostTensor], limits: FrameLimits) -> bytes:
-    """Fixed header and message of a frame whose body is the bytes of `tensors` in order.
+    """Return the fixed header and the message of a frame whose body is the bytes of `tensors` in order.
 
-    Raises `WireError` when `message.tensors` does not describe `tensors`, or the receiver would not take so much.
+    Raises `WireError` when `message.tensors` does not describe `tensors`, or when a size exceeds the receiver's caps.
     """
     announced = tensor_headers(message)
     body_bytes = 0
@@ -172,7 +172,7 @@ def encode_frame_head(message: Message, tensors: Sequence[HostTensor], limits: F
 
 
 def describe(name: str, tensor: HostTensor) -> TensorHeader:
-    """The header to put in a message for `tensor`."""
+    """Return the header that announces `tensor` in a message."""
     return TensorHeader(name, tensor.dtype, tensor.shape, tensor.layout)
 
 

@@ -1,10 +1,11 @@
-"""Every message that crosses a network, as a schema. Decides fields, units and bounds; sends nothing.
+"""Schemas of every message that crosses a network: fields, units and bounds.
 
 A message travels in one frame (`wire.frame`): a 16-byte header, this struct as msgpack, then the raw bytes of the
 tensors it carries. Fields typed `msgspec.Raw` hold a type of a higher package (a profile or a plan of `scheduling`),
-decoded there against its own schema. Sizes are bounded here, before anything is allocated for them.
+which decodes it against its own schema. All sizes are bounded here, so that they are checked before memory is allocated
+for them.
 
-Neighbours: `coordination` takes these as events and gives them as commands, `transport` moves them.
+Neighbours: `coordination` takes these messages as events and returns them as commands, `transport` moves them.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ from fusionai.wire.serving import (
 )
 
 MAX_BACK_BYTES: Final = 4 * 2**20
-"""That a member may have sent to it for a measurement."""
+"""Most bytes that a member may ask to be sent back for a bandwidth measurement."""
 HANDED_ON: Final = (
     REFUSAL_SENTENCES,
     Address,
@@ -103,7 +104,7 @@ HANDED_ON: Final = (
     WeightSource,
     WeightSpec,
 )
-"""Parts of messages, defined beside this module, that others take from here."""
+"""Parts of messages that are defined in neighbouring modules and imported by other packages from here."""
 
 
 # ---------------------------------------------------------------------------------------------------- handshake
@@ -126,14 +127,14 @@ class Welcome(WireMessage, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Refused(WireMessage, frozen=True, kw_only=True, tag="refused"):
-    """No, and why. May answer anything; after a handshake it ends the connection."""
+    """Refusal, with its reason. May answer any message. After a handshake it ends the connection."""
 
     code: RefusalCode
     reason: Text = ""
 
 
 class Done(WireMessage, frozen=True, kw_only=True, tag="done"):
-    """Yes, nothing more to say."""
+    """Acknowledgement without further content."""
 
 
 # ------------------------------------------------------------------------------------------------ with the broker
@@ -164,12 +165,12 @@ class Register(WireMessage, frozen=True, kw_only=True, tag="register"):
 
 
 class Registered(WireMessage, frozen=True, kw_only=True, tag="registered"):
-    """The broker has taken a provider in, and how often it wants to hear from it."""
+    """The broker has registered a provider; says how often the provider must send a heartbeat."""
 
     heartbeat_s: Seconds
     pool: Name
     near: Annotated[tuple[Near, ...], Meta(max_length=MAX_NEAR)] = ()
-    """Others whose connections come from where this one's does."""
+    """Other peers whose connections come from the same address as this one's."""
     wall_s: Seconds = 0.0
 
 
@@ -179,11 +180,11 @@ class Heartbeat(WireMessage, frozen=True, kw_only=True, tag="heartbeat"):
     boot: Count
     jobs: Annotated[tuple[Job, ...], Meta(max_length=64)] = ()
     links: Annotated[tuple[LinkView, ...], Meta(max_length=MAX_LINKS)] = ()
-    """Its links to other members as they are now, for people, and those it probed, for planners."""
+    """Current links to other members, for display, and links it has probed, for planners."""
 
 
 class HeartbeatAck(WireMessage, frozen=True, kw_only=True, tag="heartbeat_ack"):
-    """The lease runs anew from now."""
+    """The lease is renewed from now on."""
 
     wall_s: Seconds = 0.0
 
@@ -201,7 +202,7 @@ class LeaveNotice(WireMessage, frozen=True, kw_only=True, tag="leave_notice"):
 
 
 class PoolQuery(WireMessage, frozen=True, kw_only=True, tag="pool_query"):
-    """Who is in the pool?"""
+    """Asks for the members of the pool."""
 
 
 class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -215,14 +216,15 @@ class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     job: Name = ""
     stages: Annotated[tuple[Count, ...], Meta(max_length=1024)] = ()
     guards: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
-    """The stages of that job whose snapshots it keeps."""
+    """Stages of that job whose snapshots this member keeps."""
     last_heard_s: Seconds = 0.0
     rests_s: Seconds = 0.0
-    """For `resting`: seconds until it may be given work again."""
+    """In state `resting`: seconds until it may be given work again."""
     clears: Name = ""
-    """The job that has no part for it any more and of which it still holds something: nobody else is given it yet."""
+    """Job that no longer uses this member but of which it still holds state. Until the state is cleared, the member
+    gets no part in another job."""
     links: Annotated[tuple[LinkView, ...], Meta(max_length=MAX_LINKS)] = ()
-    """Its links to other members, as its last heartbeat said."""
+    """Links to other members, from its last heartbeat."""
 
 
 class PoolView(WireMessage, frozen=True, kw_only=True, tag="pool_view"):
@@ -232,7 +234,8 @@ class PoolView(WireMessage, frozen=True, kw_only=True, tag="pool_view"):
 
 
 class JobRequest(WireMessage, frozen=True, kw_only=True, tag="job_request"):
-    """A job owner asks for a plan to be made real: leases, a plan version, tickets. `plan` is `scheduling.Plan`."""
+    """A job owner asks the broker to put a plan into force: leases, a plan version, tickets. `plan` is
+    `scheduling.Plan`."""
 
     job: Job
     title: Name
@@ -241,7 +244,7 @@ class JobRequest(WireMessage, frozen=True, kw_only=True, tag="job_request"):
 
 
 class TicketFor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A signed ticket (`transport.tickets`) and whom it is for."""
+    """A signed ticket (`transport.tickets`) and the peer it is for."""
 
     peer: Peer
     ticket: Blob
@@ -258,7 +261,7 @@ class JobGranted(WireMessage, frozen=True, kw_only=True, tag="job_granted"):
 
 
 class JobReport(WireMessage, frozen=True, kw_only=True, tag="job_report"):
-    """The driver says how its job stands. No text, token or tensor of the job passes here."""
+    """The driver reports the state of its job. It carries no text, token or tensor of the job."""
 
     job: Job
     state: Literal["starting", "running", "stopping", "done", "failed"]
@@ -267,13 +270,13 @@ class JobReport(WireMessage, frozen=True, kw_only=True, tag="job_report"):
 
 
 class JobQuery(WireMessage, frozen=True, kw_only=True, tag="job_query"):
-    """Which jobs are there? With `job`, only that one and its story."""
+    """Asks for the jobs of the pool. With `job`, asks for that job only, with its history."""
 
     job: Name = ""
 
 
 class JobView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A job as the broker's journal has it."""
+    """A job as recorded in the broker's journal."""
 
     job: Job
     title: Name
@@ -299,7 +302,7 @@ class JobStop(WireMessage, frozen=True, kw_only=True, tag="job_stop"):
 
 
 class StopNotice(WireMessage, frozen=True, kw_only=True, tag="stop_notice"):
-    """The broker tells a job's driver that somebody entitled asked it to stop."""
+    """The broker tells a job's driver that an authorised member asked to stop the job."""
 
     job: Job
 
@@ -332,15 +335,18 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     momentum: float = 0.0
     nesterov: bool = False
     state_bits: Literal[8, 32] = 32
-    """Of AdamW's moments: 8 are an eighth of the bits, in blocks of 256 numbers with a scale each."""
+    """Bits per value of AdamW's moments. 8 needs a quarter of the memory of 32: blocks of 256 values, each with one
+    scale."""
     anchored: bool = False
-    """Local updates: the state has what was agreed on last, the momentum, and what packing the difference lost, too."""
+    """Local updates: the optimizer state also contains the last agreed parameters, the outer momentum and the packing
+    error of the last difference."""
     overlapped: bool = False
-    """Local updates that train on during an exchange: the state has what the last difference was taken of, too."""
+    """Local updates that train on during an exchange: the state also contains the parameters at which the last
+    difference was taken."""
 
 
 Saving = Literal["recompute", "offload", "offload_weights"]
-"""What a stage may do to fit a small memory, as `StageOptions` has it."""
+"""Memory-saving modes of a stage, named as in `StageOptions`."""
 
 
 class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -354,48 +360,51 @@ class StageOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     in_flight: Count = 1
     """Microbatches this stage may have forwarded and not yet sent back (its credit)."""
     weight_lag: Count = 0
-    """Microbatches whose weight gradients a stage may leave for later, when it would otherwise wait (zero bubble)."""
+    """Microbatches whose weight gradients a stage may postpone to moments when it would otherwise wait (zero
+    bubble)."""
     recompute: bool = False
-    """The stage keeps what enters its blocks and runs each of them again in backward: the same bits, less memory."""
+    """The stage keeps only the inputs of its blocks and runs each block again in backward. Same bits, less memory."""
     offload: bool = False
-    """Optimizer state lies in a file between updates, which read and write it piece by piece: the same bits."""
+    """Optimizer state lies in a file between updates. Each update reads and writes it piece by piece. Same bits."""
     offload_weights: bool = False
-    """Weights lie in a file (beside an accelerator: in the host's memory) and are read block by block, forward and
-    backward: the same bits. Only with `recompute`."""
+    """Weights lie in a file (next to an accelerator: in host memory) and are read block by block, in forward and in
+    backward. Same bits. Requires `recompute`."""
     takeover: Literal["exact", "any", "tolerant"] = "exact"
     codecs: Annotated[tuple[Codec, ...], Meta(max_length=1024)] = ()
-    """How what a stage gets from those before it, and gives back, is packed: for the second stage, the third and so on;
-    empty: nowhere."""
+    """Codec of each boundary, in both directions: first entry for the inputs of the second stage, next for the third,
+    and so on. Empty: nothing is packed."""
     sync_every: Count = 0
-    """Local updates: steps between two exchanges with other jobs that train the same model; 0: none."""
+    """Local updates: steps between two exchanges with other jobs that train the same model; 0: no exchanges."""
     sync_codec: Exchanged = "none"
-    """How differences and agreements are packed."""
+    """Codec of differences and agreements."""
     sync_lag: Count = 0
-    """Steps that a stage takes between telling its difference and adopting what was agreed on; below `sync_every`."""
+    """Steps that a stage trains between sending its difference and adopting the agreement; less than `sync_every`."""
     sync_steps: Count = 0
-    """Steps of the job: after the last one nobody trains on."""
+    """Number of steps of the job. After the last one a stage waits for the agreement instead of training on."""
     sync_begun: Count = 0
-    """Steps of the whole job that were over when this one began."""
+    """Steps of the whole training run that were finished when this job began."""
     sync_rate: float = 1.0
-    """The learning rate of the outer step, which every stage takes itself from what the differences come to."""
+    """Learning rate of the outer step, which every stage computes itself from the combined differences."""
     sync_momentum: float = 0.0
-    """Nesterov's momentum of the outer step."""
+    """Nesterov momentum of the outer step."""
     sync_early: tuple[Count, Count, Count] = (0, 0, 0)
-    """From the first of these steps of the whole job until the second exchanges come every third; 0: as ever."""
+    """(first, until, every): between these steps of the whole run, exchanges happen every `every` steps. 0: no such
+    phase."""
     base_stays: bool = False
-    """The job owner keeps the parameters that are not trained: what is saved of a stage's state is without them."""
+    """The job owner keeps the parameters that are not trained. Saved stage states leave them out."""
 
 
 class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What makes a step official, as journalled by the driver before it is sent. All floats are exact binary64."""
+    """Everything that defines an official step. The driver journals it before sending it. All floats are exact
+    binary64."""
 
     step: Count
     scale: float
-    """What gradients are multiplied by (clipping)."""
+    """Factor by which gradients are multiplied (clipping)."""
     learning_rate: float
     total_norm: float
     norms_hash: Name
-    """SHA-256 over the canonical list of (parameter, norm): replay must reproduce it."""
+    """SHA-256 over the canonical list of (parameter, norm). A replay must reproduce it."""
     fence: Fence
     loss: float
 
@@ -407,14 +416,14 @@ class OpenJob(WireMessage, frozen=True, kw_only=True, tag="open_job"):
     fence: Fence
     ticket: Blob
     placement: Placement = b""
-    """Of this round, signed by the job's owner; the owner itself needs none."""
+    """The placement of this round, signed by the job's owner. The owner itself needs none."""
     task: Literal["train", "serve"] = "train"
-    """What kind of part the listener is to open, if it has none in this job yet."""
+    """Kind of worker that the listener opens if it has no part in this job yet."""
 
 
 class Enlist(WireMessage, frozen=True, kw_only=True, tag="enlist"):
-    """Driver -> member, first message of every round and once per member: adopt this (higher) fence. Your whole part
-    in the job follows from it: stages that `neighbours` places elsewhere are forgotten, snapshots are kept."""
+    """Driver -> member, first message of every round and once per member: adopt this (higher) fence. It defines the
+    member's whole part in the job: the member drops stages that `neighbours` places elsewhere and keeps snapshots."""
 
     fence: Fence
     job: Job
@@ -422,22 +431,23 @@ class Enlist(WireMessage, frozen=True, kw_only=True, tag="enlist"):
     guards: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
     """Stages whose snapshots the receiver keeps."""
     partition: Name = ""
-    """Names the cut of the graph: snapshots of another cut are dropped."""
+    """Identifies the cut of the graph. Snapshots of another cut are dropped."""
     ticket: Blob
     """The receiver's own ticket, for the connections it dials."""
     placement: Placement
-    """Signed by the job's owner, and shown with the ticket: whom it does not name nobody lets in."""
+    """Signed by the job's owner and shown with the ticket. Members accept no connection from a key that it does not
+    name."""
 
 
 class SnapshotAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, order=True):
-    """A whole state of `stage` after `step` steps."""
+    """A complete state of `stage` after `step` steps."""
 
     stage: Count
     step: Count
 
 
 class Enlisted(WireMessage, frozen=True, kw_only=True, tag="enlisted"):
-    """Member -> driver, answer to `Enlist`: which snapshots it holds. The stages answer with `Status`."""
+    """Member -> driver, answer to `Enlist`: the snapshots it holds. Its stages answer with `Status`."""
 
     fence: Fence
     fingerprint: Name
@@ -445,7 +455,7 @@ class Enlisted(WireMessage, frozen=True, kw_only=True, tag="enlisted"):
 
 
 class Attach(WireMessage, frozen=True, kw_only=True, tag="attach"):
-    """Driver -> member, after `Enlist`: run this stage under this fence; drop partial sums, keep what is prepared.
+    """Driver -> member, after `Enlist`: run this stage under this fence. Drop partial sums, keep the prepared step.
 
     Tensor `graph` (uint8): canonical JSON of the stage's graph (`ir.schema.Graph`). `boundary` holds the
     routes of each stage value (`ir.partition.StageGraph` without the graph); `execution` decodes it.
@@ -458,20 +468,20 @@ class Attach(WireMessage, frozen=True, kw_only=True, tag="attach"):
     boundary: msgspec.Raw
     options: StageOptions
     retain: bool = False
-    """Whether boundary tensors are kept for a neighbour's replay until the line passes them (guarded jobs)."""
+    """In guarded jobs: keep sent boundary tensors for a neighbour's replay until the line passes their step."""
     guard: Peer = ""
-    """Who keeps snapshots of this stage; nobody: empty."""
+    """Peer that keeps snapshots of this stage; empty: none."""
     guard_addresses: Addresses = ()
     snapshot_every: Count = 0
     """Steps between two snapshots."""
     secret: Secret = b""
-    """What keys of marks follow from (spot checks); empty: no marks are made."""
+    """Secret from which the keys of the stage's marks are derived (spot checks); empty: no marks are computed."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
 class Prepare(WireMessage, frozen=True, kw_only=True, tag="prepare"):
-    """Driver -> guard, once the round runs: have this stage's program loaded and tried, for the `Attach` that a loss of
-    its peer would bring. No answer: nothing depends on it. Fields as in `Attach`, tensor `graph` too."""
+    """Driver -> guard, once the round runs: load and test this stage's program in advance, for the `Attach` that
+    follows if the stage's peer is lost. It has no answer. Fields as in `Attach`, with tensor `graph`."""
 
     fence: Fence
     stage: Count
@@ -482,24 +492,26 @@ class Prepare(WireMessage, frozen=True, kw_only=True, tag="prepare"):
 
 
 class Status(WireMessage, frozen=True, kw_only=True, tag="status"):
-    """Member -> driver: where I am. `applied` is the number of steps applied, -1 without any state."""
+    """Member -> driver: state of this stage. `applied` is the number of steps applied, -1 without any state."""
 
     fence: Fence
     stage: Count
     applied: StepIndex
     prepared: StepIndex
     retained_from: StepIndex
-    """The stage still has everything it sent in this step and later ones, up to those it has applied."""
+    """First step whose sent tensors the stage retains. It has everything it sent from there up to the steps it has
+    applied."""
     fingerprint: Name
     clock_s: Seconds
 
 
 class Resume(WireMessage, frozen=True, kw_only=True, tag="resume"):
-    """Driver -> member: get to `committed` applied steps, starting from the state of step `base`.
+    """Driver -> member: reach `committed` applied steps, starting from the state of step `base`.
 
-    `keep` what you have, applying the last record if you missed it, and send those of `replaying` that are your
-    neighbours what you retain of steps `base` and later; `initialise` from the seed; `import` the state that follows
-    on the state stream; take your own `snapshot` of step `base`. Then replay up to `committed` with `records`."""
+    `source` says where that state comes from. `keep`: keep the present state, apply the last record if it was missed,
+    and send the neighbours named in `replaying` what is retained of steps `base` and later. `initialise`: from the
+    seed. `import`: from the state that follows on the state stream. `snapshot`: from this machine's snapshot of step
+    `base`. Then replay up to `committed` with `records`."""
 
     fence: Fence
     stage: Count
@@ -507,33 +519,36 @@ class Resume(WireMessage, frozen=True, kw_only=True, tag="resume"):
     source: Literal["keep", "initialise", "import", "snapshot"]
     base: Count = 0
     records: Annotated[tuple[CommitRecord, ...], Meta(max_length=65_536)] = ()
-    """Of steps `base` to `committed` - 1; for `keep` only the last."""
+    """Records of steps `base` to `committed` - 1; for `keep` only the last one."""
     replaying: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
-    """Stages that replay these steps: the others neither send nor need anything of them."""
+    """Stages that replay these steps. The other stages send and need no tensors of these steps, except retained
+    ones."""
     snapshot: bool = False
-    """Give your guard a snapshot as soon as you are at `committed`."""
+    """Send the guard a snapshot on reaching `committed`."""
     line: Count = 0
-    """For `keep`, as in `Commit`: whoever misses commits again and again would retain ever more."""
+    """For `keep`, as in `Commit`: without it, a stage that misses commits repeatedly would retain more and more."""
 
 
 class Snapshot(WireMessage, frozen=True, kw_only=True, tag="snapshot"):
-    """Stage -> its guard (or holder -> holder, see `PassSnapshot`): some entries of the state of `step`, on a state
-    connection. `line`: snapshots of this job of earlier steps are nobody's base any more."""
+    """Stage -> its guard (or holder -> holder, see `PassSnapshot`), on a state connection: some entries of the state of
+    `step`. Snapshots of this job taken before step `line` are no longer needed."""
 
     fence: Fence
     stage: Count
     step: Count
     part: Count
-    """Parts come in order from 0; the last one may be empty. A gap makes the rest worthless."""
+    """Number of this part. Parts come in order from 0, the last one may be empty. After a gap the snapshot is
+    unusable."""
     line: Count
     last: bool
     rest_of: Count | None = None
-    """What never changes is not sent again: it is that of the snapshot of this step, which the receiver has whole."""
+    """Step of an earlier snapshot that the receiver has completely. Entries that never change are taken from it and not
+    sent again."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 
 
 class SnapshotKept(WireMessage, frozen=True, kw_only=True, tag="snapshot_kept"):
-    """Guard -> driver: this snapshot is whole."""
+    """Guard -> driver: this snapshot is complete."""
 
     fence: Fence
     stage: Count
@@ -541,7 +556,7 @@ class SnapshotKept(WireMessage, frozen=True, kw_only=True, tag="snapshot_kept"):
 
 
 class PassSnapshot(WireMessage, frozen=True, kw_only=True, tag="pass_snapshot"):
-    """Driver -> holder of a snapshot: send it to `peer`, which is to run the stage."""
+    """Driver -> holder of a snapshot: send it to `peer`, which will run the stage."""
 
     fence: Fence
     stage: Count
@@ -561,7 +576,7 @@ class StateChunk(WireMessage, frozen=True, kw_only=True, tag="state_chunk"):
 
 
 class Ready(WireMessage, frozen=True, kw_only=True, tag="ready"):
-    """Member -> driver: my stage is at `applied`, its links are up, its program answered a probe."""
+    """Member -> driver: the stage is at `applied`, its links are up, its program answered a probe."""
 
     fence: Fence
     stage: Count
@@ -583,8 +598,8 @@ class Forward(WireMessage, frozen=True, kw_only=True, tag="forward"):
 
 
 class Backward(WireMessage, frozen=True, kw_only=True, tag="backward"):
-    """Gradients from stage `consumer` to stage `producer`, which made the values or continues the sums of them, of
-    aliases of values and of shared parameters."""
+    """Gradients from stage `consumer` to stage `producer`. `producer` computed the values or adds to the gradient sums
+    of them, of their aliases and of shared parameters."""
 
     fence: Fence
     step: Count
@@ -597,7 +612,7 @@ class Backward(WireMessage, frozen=True, kw_only=True, tag="backward"):
 
 
 class Output(WireMessage, frozen=True, kw_only=True, tag="output"):
-    """Stage -> driver: job outputs (`loss`, `logits`) of one microbatch, under their meaning."""
+    """Stage -> driver: job outputs (`loss`, `logits`) of one microbatch, by output name."""
 
     fence: Fence
     mode: Mode
@@ -609,9 +624,9 @@ class Output(WireMessage, frozen=True, kw_only=True, tag="output"):
 
 
 class SharedGradient(WireMessage, frozen=True, kw_only=True, tag="shared_gradient"):
-    """Gradients of parameters that several stages hold (tied weights, replicas), summed over a step's microbatches:
-    `partial` to the home stage of those that do not travel with each microbatch, `total` back, in `parts` messages one
-    after the other."""
+    """Gradients of parameters that several stages hold (tied weights, replicas), summed over a step's microbatches.
+    `partial`: to the parameter's home stage, for gradients that do not travel with each microbatch. `total`: the sum,
+    back from it. Sent as `parts` consecutive messages."""
 
     fence: Fence
     step: Count
@@ -624,7 +639,7 @@ class SharedGradient(WireMessage, frozen=True, kw_only=True, tag="shared_gradien
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A piece of work on the sender's monotonic clock, for the Gantt chart."""
+    """One piece of work, timed on the sender's monotonic clock, for the Gantt chart."""
 
     kind: Literal["forward", "backward", "weights", "apply", "send", "wait"]
     microbatch: Index
@@ -633,8 +648,9 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
 
 class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Random projections of what one message between stages carried (`execution.marks`). `sent`: by the stage whose
-    mark it is, else it got it. `other`: the stage at the other end, -1 for the data feed."""
+    """Random projections of the content of one message between stages (`execution.marks`). `sent`: the stage that
+    computed the mark sent the message; false: it received it. `other`: the stage at the other end, -1 for the data
+    feed."""
 
     sent: bool
     forward: bool
@@ -644,7 +660,8 @@ class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
 
 class Prepared(WireMessage, frozen=True, kw_only=True, tag="prepared"):
-    """Stage -> driver: all microbatches of `step` are summed; one gradient norm per parameter (exact binary64)."""
+    """Stage -> driver: all microbatches of `step` are summed. Carries one gradient norm per parameter (exact
+    binary64)."""
 
     fence: Fence
     stage: Count
@@ -652,11 +669,11 @@ class Prepared(WireMessage, frozen=True, kw_only=True, tag="prepared"):
     norms: Annotated[dict[Name, float], Meta(max_length=1_000_000)]
     spans: Annotated[tuple[Span, ...], Meta(max_length=100_000)] = ()
     marks: Annotated[tuple[Mark, ...], Meta(max_length=1_000_000)] = ()
-    """Of all that the stage got and gave in this step, where the attach had a secret."""
+    """Marks of everything the stage received and sent in this step, if its `Attach` had a secret."""
 
 
 class StepKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Under which `stage` made its marks of `step`."""
+    """Key under which `stage` computed its marks of `step`."""
 
     stage: Count
     step: Count
@@ -664,9 +681,9 @@ class StepKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 class Recheck(WireMessage, frozen=True, kw_only=True, tag="recheck"):
-    """Driver -> referee: run steps `first` to `below` - 1 of a stage again, which another peer ran, from your snapshot
-    of `first`, and tell the marks. Answered by `Rechecking` once the program is loaded; what the stage got then comes
-    as it came to the stage, on state connections. Fields as in `Attach`, tensor `graph` too."""
+    """Driver -> referee: run steps `first` to `below` - 1 of a stage that another peer ran, starting from your snapshot
+    of `first`, and report the marks. Answered by `Rechecking` once the program is loaded. The stage's inputs then
+    arrive on state connections, in their original form. Fields as in `Attach`, with tensor `graph`."""
 
     fence: Fence
     stage: Count
@@ -676,14 +693,14 @@ class Recheck(WireMessage, frozen=True, kw_only=True, tag="recheck"):
     boundary: msgspec.Raw
     options: StageOptions
     records: Annotated[tuple[CommitRecord, ...], Meta(max_length=65_536)]
-    """Of these steps."""
+    """Commit records of these steps."""
     keys: Annotated[tuple[StepKey, ...], Meta(max_length=1_000_000)]
-    """Of the stage and of its neighbours: what each of them saw is marked under its own."""
+    """Keys of the stage and of its neighbours: each of them computed its marks under its own key."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
 class Rechecking(WireMessage, frozen=True, kw_only=True, tag="rechecking"):
-    """Referee -> driver: ready for what the stage got."""
+    """Referee -> driver: ready to receive the stage's inputs."""
 
     fence: Fence
     stage: Count
@@ -692,8 +709,8 @@ class Rechecking(WireMessage, frozen=True, kw_only=True, tag="rechecking"):
 
 
 class Testify(WireMessage, frozen=True, kw_only=True, tag="testify"):
-    """Driver -> member: send the referee `peer` what your `stage` sent to stage `about` in steps `first` to
-    `below` - 1, which you retain, once more."""
+    """Driver -> member: send the referee `peer` again the retained tensors that your `stage` sent to stage `about` in
+    steps `first` to `below` - 1."""
 
     fence: Fence
     stage: Count
@@ -705,7 +722,8 @@ class Testify(WireMessage, frozen=True, kw_only=True, tag="testify"):
 
 
 class Untold(WireMessage, frozen=True, kw_only=True, tag="untold"):
-    """Member -> driver, answer to a `Testify` that it can't obey: not all that `stage` sent to `about` is retained."""
+    """Member -> driver, answer to a `Testify` that it can't obey: some of what `stage` sent to `about` is not
+    retained."""
 
     fence: Fence
     stage: Count
@@ -713,7 +731,7 @@ class Untold(WireMessage, frozen=True, kw_only=True, tag="untold"):
 
 
 class MarksOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """As `stage` should have made them of `step`."""
+    """Marks of `step` that `stage` should have reported, as computed by the referee."""
 
     stage: Count
     step: Count
@@ -728,7 +746,7 @@ class StepNorms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 
 class Rechecked(WireMessage, frozen=True, kw_only=True, tag="rechecked"):
-    """Referee -> driver: what running a stretch again gave; with a `reason`, why it gave nothing."""
+    """Referee -> driver: the result of running a stretch of steps again, or the `reason` why there is no result."""
 
     fence: Fence
     stage: Count
@@ -737,16 +755,17 @@ class Rechecked(WireMessage, frozen=True, kw_only=True, tag="rechecked"):
     marks: Annotated[tuple[MarksOf, ...], Meta(max_length=1_000_000)] = ()
     norms: Annotated[tuple[StepNorms, ...], Meta(max_length=65_536)] = ()
     state_apart: float = 0.0
-    """How far the snapshot of `below` is from the state that came out: the norm of the difference by the norm of the
-    snapshot, of the parameters or of one kind of slot, whichever is most."""
+    """Distance between the snapshot of `below` and the state that was computed: norm of the difference divided by the
+    norm of the snapshot. The maximum over the parameters and each kind of optimizer slot."""
     begin_apart: float = 0.0
-    """For `first` = 0, the same of the snapshot of 0 and the parameters as their rules make them."""
+    """For `first` = 0: the same distance between the snapshot of step 0 and the parameters as initialised by their
+    rules."""
     reason: Text = ""
 
 
 class Commit(WireMessage, frozen=True, kw_only=True, tag="commit"):
-    """Driver -> stages: apply. `line`: retained tensors of steps below it may be discarded. `save`: stream the state
-    this leads to (`StateChunk`) before going on."""
+    """Driver -> stages: apply this step. Retained tensors of steps below `line` may be discarded. `save`: stream the
+    resulting state (`StateChunk`) before going on."""
 
     fence: Fence
     stage: Count
@@ -764,8 +783,9 @@ class Applied(WireMessage, frozen=True, kw_only=True, tag="applied"):
 
 
 class Difference(WireMessage, frozen=True, kw_only=True, tag="difference"):
-    """Stage -> driver, after the optimizer's last step before an exchange: how far the stage's parameters have come
-    since the last agreement (agreed - present, and what packing lost last time), some of them in each message."""
+    """Stage -> driver, after the last optimizer step before an exchange: the change of the stage's parameters since the
+    last agreement (agreed - present, plus the packing error of the last exchange). Each message carries some of the
+    parameters."""
 
     fence: Fence
     stage: Count
@@ -776,7 +796,8 @@ class Difference(WireMessage, frozen=True, kw_only=True, tag="difference"):
 
 
 class Agreement(WireMessage, frozen=True, kw_only=True, tag="agreement"):
-    """Driver -> stage: what is agreed on after `step`, some parameters in each message, in one of `Told`'s forms."""
+    """Driver -> stage: the parameters agreed on after `step`, in one of the forms of `Told`. Each message carries some
+    of the parameters."""
 
     fence: Fence
     stage: Count
@@ -788,7 +809,7 @@ class Agreement(WireMessage, frozen=True, kw_only=True, tag="agreement"):
 
 
 class Export(WireMessage, frozen=True, kw_only=True, tag="export"):
-    """Driver -> stage: stream your state of `step` applied steps on the state stream."""
+    """Driver -> stage: stream your state after `step` applied steps on the state stream."""
 
     fence: Fence
     stage: Count
@@ -796,14 +817,14 @@ class Export(WireMessage, frozen=True, kw_only=True, tag="export"):
 
 
 class Detach(WireMessage, frozen=True, kw_only=True, tag="detach"):
-    """Driver -> member: the job is over for you; forget it (all its stages and snapshots here)."""
+    """Driver -> member: the job is over for this member. Drop all its stages and snapshots."""
 
     fence: Fence
     reason: Text = ""
 
 
 class StageFailed(WireMessage, frozen=True, kw_only=True, tag="stage_failed"):
-    """Member -> driver: my stage can't go on."""
+    """Member -> driver: the stage can't go on."""
 
     fence: Fence
     stage: Count
@@ -812,7 +833,7 @@ class StageFailed(WireMessage, frozen=True, kw_only=True, tag="stage_failed"):
 
 
 class LinkLost(WireMessage, frozen=True, kw_only=True, tag="link_lost"):
-    """Member -> driver: my connection to `peer` broke, fell silent or could not be opened."""
+    """Member -> driver: the connection to `peer` broke, fell silent or could not be opened."""
 
     fence: Fence
     peer: Peer
@@ -820,14 +841,14 @@ class LinkLost(WireMessage, frozen=True, kw_only=True, tag="link_lost"):
 
 
 class Ping(WireMessage, frozen=True, kw_only=True, tag="ping"):
-    """Liveness and round-trip time between members, any stream."""
+    """Measures liveness and round-trip time between members, on any stream."""
 
     sequence: Count
     sent_at_s: Seconds
 
 
 class Pong(WireMessage, frozen=True, kw_only=True, tag="pong"):
-    """Answer to `Ping` and to `Probe`, with its numbers, and with as many bytes as the probe asked for."""
+    """Answer to `Ping` and `Probe`: repeats their numbers and carries as many bytes as the probe asked for."""
 
     sequence: Count
     sent_at_s: Seconds
@@ -835,12 +856,12 @@ class Pong(WireMessage, frozen=True, kw_only=True, tag="pong"):
 
 
 class Probe(WireMessage, frozen=True, kw_only=True, tag="probe"):
-    """Bulk bytes to measure a link's bandwidth; answered by `Pong` when the last byte has arrived."""
+    """Bulk bytes to measure a link's bandwidth. Answered by `Pong` when the last byte has arrived."""
 
     sequence: Count
     sent_at_s: Seconds
     back_bytes: Annotated[int, Meta(ge=0, le=MAX_BACK_BYTES)] = 0
-    """So many are to come back, to measure the other direction."""
+    """Bytes that the answer carries, to measure the other direction."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=1)] = ()
 
 
@@ -927,7 +948,7 @@ Message = (
     | Pong
     | Probe
 )
-"""Everything that may arrive."""
+"""Union of all messages that a connection may carry."""
 
 _DECODER: Final = msgspec.msgpack.Decoder(Message)
 _ENCODER: Final = msgspec.msgpack.Encoder()
@@ -938,5 +959,6 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Message:
-    """Raises `msgspec.ValidationError`/`DecodeError`; `wire.frame` turns them into `WireError`."""
+    """Return the message. Raises `msgspec.ValidationError` or `DecodeError`, which `wire.frame` turns into
+    `WireError`."""
     return _DECODER.decode(data)

@@ -1,8 +1,10 @@
-"""Assembles frames from bytes in whatever pieces they come; tensor bytes land directly in their final buffer.
+"""Assembles frames from byte chunks of any size. Tensor bytes are written directly into their final buffer.
 
-Decides where the next bytes go: small things share one scratch buffer, a body gets a buffer of its own once its length
-has passed every check of `wire.frame`. Never reads a socket, never waits. After a `WireError` a reader is of no use.
-Neighbours: `transport` offers `buffer()` to the network and calls `advance()`; who has bytes already `feed()`s them.
+Small parts share one scratch buffer. A body gets a buffer of its own once its length has passed every check of
+`wire.frame`. The reader never reads a socket and never waits. After a `WireError` it can't be used any more.
+
+Neighbours: `transport` reads from the network into `buffer()` and calls `advance()`. Callers that already have the
+bytes call `feed()`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from fusionai.wire.messages import Message
 SCRATCH_BYTES: Final = 64 * 2**10
 
 Allocate = Callable[[int], memoryview]
-"""A writable flat buffer of that many bytes, its content unimportant."""
+"""Returns a writable flat buffer of the given number of bytes, with arbitrary content."""
 
 
 def allocate_bytes(count: int) -> memoryview:
@@ -36,7 +38,7 @@ def allocate_bytes(count: int) -> memoryview:
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """A whole message with its tensors, whose memory nobody else refers to; `nbytes` is its length on the wire."""
+    """A complete message with its tensors, which own their memory. `nbytes` is the frame's length on the wire."""
 
     message: Message
     tensors: dict[str, HostTensor]
@@ -44,7 +46,8 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class FrameReader:
-    """One per connection and direction. `limits` may be changed between frames (after the handshake)."""
+    """Reads the frames of one connection in one direction. `limits` may be changed between frames (after the
+    handshake)."""
 
     def __init__(self, limits: FrameLimits, allocate: Allocate = allocate_bytes) -> None:
         self.limits = limits
@@ -55,17 +58,18 @@ class FrameReader:
         self._header: FrameHeader | None = None
         self._message: Message | None = None
         self._slots: tuple[TensorSlot, ...] = ()
-        # A message or body too large for the scratch buffer, being filled.
+        # Buffer of a message or body that is too large for the scratch buffer, while it fills.
         self._target: memoryview | None = None
         self._filled = 0
 
     @property
     def midway(self) -> bool:
-        """Whether a frame has begun and not ended."""
+        """Return whether a frame has begun and is not complete."""
         return self._header is not None or self._end > self._start
 
     def buffer(self) -> memoryview:
-        """Where the next bytes belong; never empty as long as `next` is called until it gives None."""
+        """Return the buffer for the next bytes. It is never empty if the caller calls `next` until that returns
+        None."""
         if self._target is not None:
             return self._target[self._filled :]
         if self._start == self._end:
@@ -77,14 +81,14 @@ class FrameReader:
         return self._scratch[self._end :]
 
     def advance(self, count: int) -> None:
-        """`count` bytes were written to the start of what `buffer` gave."""
+        """Record that `count` bytes were written to the start of the last `buffer()`."""
         if self._target is not None:
             self._filled += count
         else:
             self._end += count
 
     def next(self) -> Frame | None:
-        """The next whole frame, or None until more bytes come. Raises `WireError` on anything malformed."""
+        """Return the next complete frame, or None until more bytes come. Raises `WireError` on malformed input."""
         if self._header is None:
             if self._end - self._start < HEADER_BYTES:
                 return None
@@ -109,7 +113,7 @@ class FrameReader:
         return frame
 
     def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
-        """Copy `data` in, whatever its size; yields each frame as it completes (`limits` may change in between)."""
+        """Copy `data` in, whatever its size. Yields each frame as it completes (`limits` may change in between)."""
         rest = memoryview(data)
         while rest.nbytes:
             room = self.buffer()
@@ -126,13 +130,14 @@ class FrameReader:
         return taken
 
     def _part(self, length: int, *, scratch: bool) -> memoryview | None:
-        """The next `length` bytes once all are there; with `scratch`, a short-lived view where they fit it."""
+        """Return the next `length` bytes once all are there, else None. With `scratch`, a short-lived view if they fit
+        the scratch buffer."""
         if self._target is None:
             here = self._end - self._start
             if scratch and length <= SCRATCH_BYTES // 2:
                 return self._take(length) if here >= length else None
             if here >= length:
-                # Small and all there: one copy out of the scratch buffer is all it takes.
+                # Small and complete: copied once, out of the scratch buffer.
                 return memoryview(bytearray(self._take(length)))
             try:
                 self._target = self._allocate(length)

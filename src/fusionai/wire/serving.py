@@ -1,10 +1,10 @@
-"""Messages of a serving job: they load stages, generate tokens, rebuild caches. Decides fields and bounds.
+"""Messages of a serving job, for loading stages, generating tokens, rebuilding caches and checking work.
 
-A *pass* carries the next tokens of many sessions through all stages in one go. Sessions, pages and passes are numbered
-by the driver; a stage is paged memory and a program that obeys. Rounds begin with `Enlist`, as in training.
+A *pass* carries the next tokens of many sessions through all stages. The driver numbers sessions, pages and passes; a
+stage has paged memory and a program and follows the messages. Rounds begin with `Enlist`, as in training.
 
-Neighbours: `wire.messages` has them in its union; `coordination.serving` decides, `execution.serving` and the serving
-driver send.
+Neighbours: `wire.messages` has these messages in its union; `coordination.serving` decides, `execution.serving` and the
+serving driver send.
 """
 
 from __future__ import annotations
@@ -29,44 +29,45 @@ from fusionai.wire.base import (
 )
 
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
-"""SHA-256."""
+"""A SHA-256 digest."""
 WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "int4"]
-"""How a stage keeps its matrices: `int8` and `int4` are weight-only, with one scale per output row or group."""
+"""Format in which a stage keeps its matrices. `int8` and `int4` are weight-only, with one scale per output row or
+group."""
 CacheFormat = Literal["fp32", "bf16", "fp16"]
 MAX_SESSIONS: Final = 4096
 MAX_PAGES: Final = 1_048_576
 MAX_ADAPTERS: Final = 1024
 MAX_TEXT: Final = 65_536
-"""Positions of a segment, and of a text that is read again."""
+"""Most positions of a segment, and of a text that is checked."""
 PIECE_BYTES: Final = 1_048_576
-"""Unit in which weights are asked for and checked."""
+"""Bytes of a weight piece, the unit in which weights are requested and verified."""
 
 
 class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How stages serve, the same for all stages of a job."""
+    """Serving options, the same for all stages of a job."""
 
     weights: WeightFormat = "fp32"
     cache: CacheFormat = "fp32"
     page_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
-    """Positions of one page of the cache."""
+    """Positions per page of the cache."""
     pages: Annotated[int, Meta(ge=1, le=MAX_PAGES)]
     """Pages that every stage has for each of its attention layers without a window."""
     sessions: Annotated[int, Meta(ge=1, le=MAX_SESSIONS)]
-    """At most so many at a time; layers with a window keep a ring per session."""
+    """Most sessions at a time. Layers with a window keep one ring buffer per session."""
     pass_tokens: Annotated[int, Meta(ge=1, le=65_536)]
-    """At most so many positions in one pass."""
+    """Most positions in one pass."""
     retain: bool = True
-    """Keep what is sent on, by page, so that the next stage's cache can be rebuilt elsewhere."""
+    """Keep sent values, by page, so that the next stage's cache can be rebuilt on another peer."""
     adapter_ranks: Annotated[tuple[Annotated[int, Meta(ge=1, le=65_536)], ...], Meta(max_length=MAX_ADAPTERS)] = ()
-    """Of the adapters beside the model, in the order of their numbers, which begin with 1."""
+    """Ranks of the adapters next to the model, in the order of their numbers, which begin with 1."""
     whole: bool = False
-    """Each text is computed anew as a whole: stages keep what came in, in pages, instead of keys and values."""
+    """Each text is computed as a whole every time: stages keep their inputs in pages, instead of keys and values."""
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`length` positions of a session in a pass, from position `start` on; what the cache has of it from there on is
-    dropped first. `pages` are written into the session's page table from entry `first_page` on and end it. `adapter`:
-    the number of the adapter that the session goes through, 0 for none."""
+    """`length` positions of a session in a pass, beginning with position `start`. The stage first drops what its cache
+    has of the session from `start` on. `pages` are written into the session's page table from entry `first_page` on and
+    end the table. `adapter`: number of the session's adapter, 0 for none."""
 
     session: Count
     start: Count
@@ -77,7 +78,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 class Hop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """What one stage did of a pass, on its own clock: how long it lay there, how long it was computed."""
+    """Times of one stage for a pass, on its own clock: waiting in the queue and computing."""
 
     stage: Count
     queued_s: Seconds
@@ -85,18 +86,19 @@ class Hop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=Tr
 
 
 class WeightSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One tensor as it lies in the model's files. `pieces`: SHA-256 of each `PIECE_BYTES`, the last is shorter."""
+    """One tensor as stored in the model's files. `pieces`: SHA-256 of each piece of `PIECE_BYTES`; the last piece may
+    be shorter."""
 
     key: Name
     dtype: Annotated[str, Meta(max_length=16)]
     shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
     digest: Digest
-    """Over all its bytes; names the tensor among peers."""
+    """SHA-256 over all bytes of the tensor. Peers request the tensor by it."""
     pieces: Annotated[tuple[Digest, ...], Meta(max_length=65_536)]
 
 
 class WeightSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A member that has (or is fetching) tensors. `digests`: which; empty means all."""
+    """A member that has tensors or is fetching them. `digests`: which ones; empty means all."""
 
     peer: Peer
     addresses: Addresses
@@ -104,8 +106,8 @@ class WeightSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Load(WireMessage, frozen=True, kw_only=True, tag="load"):
-    """Driver -> member, after `Enlist`: have this stage's program and weights at hand. Answered by `Loaded` or
-    `StageFailed`. A stage at hand already answers at once; its caches stay.
+    """Driver -> member, after `Enlist`: load this stage's program and weights. Answered by `Loaded` or `StageFailed`. A
+    stage that is already loaded answers at once and keeps its caches.
 
     Tensor `graph` (uint8): canonical JSON of the stage's graph. `boundary` as in `Attach`."""
 
@@ -119,19 +121,19 @@ class Load(WireMessage, frozen=True, kw_only=True, tag="load"):
     standby: bool = False
     """Load the weights only: this member guards the stage."""
     fresh: bool = False
-    """Drop all caches of this stage, and what it retained: they may be of another time."""
+    """Drop all caches of this stage and everything it retained, because they may be out of date."""
     select: bool = False
-    """Send on only the rows a pass wants: everything after this stage works row by row."""
+    """Send on only the rows that a pass wants, because everything after this stage works row by row."""
     marks: Secret = b""
-    """Mark all rows you get and give under keys that follow from this; empty: don't."""
+    """Secret from which keys are derived to mark all rows received and sent; empty: no marks."""
     weights: Annotated[tuple[WeightSpec, ...], Meta(max_length=100_000)] = ()
     sources: Annotated[tuple[WeightSource, ...], Meta(max_length=4096)] = ()
-    """In order of preference; the job owner comes last."""
+    """Sources in order of preference. The job owner comes last."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
 class Loading(WireMessage, frozen=True, kw_only=True, tag="loading"):
-    """Member -> driver, now and then while it fetches: how far it is."""
+    """Member -> driver, from time to time while it fetches weights: progress in bytes."""
 
     fence: Fence
     stage: Count
@@ -140,22 +142,23 @@ class Loading(WireMessage, frozen=True, kw_only=True, tag="loading"):
 
 
 class Loaded(WireMessage, frozen=True, kw_only=True, tag="loaded"):
-    """Member -> driver: the stage is ready for passes (on `standby`: its weights are here)."""
+    """Member -> driver: the stage is ready for passes (on `standby`: its weights are loaded)."""
 
     fence: Fence
     stage: Count
     standby: bool
     fingerprint: Name
     resident_bytes: Count
-    """Weights, as kept, and cache."""
+    """Bytes of the weights, in their serving format, and of the cache."""
     fetched_bytes: Annotated[tuple[tuple[Peer, Count], ...], Meta(max_length=4096)] = ()
-    """By source; what lay here already is not in it."""
+    """Bytes fetched from each source, without what was already on this machine."""
     cached: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_SESSIONS)] = ()
-    """(session, positions) of its cache that are still good."""
+    """(session, positions) that are still valid in its cache."""
 
 
 class WeightRefused(WireMessage, frozen=True, kw_only=True, tag="weight_refused"):
-    """Member -> driver: `source` sent bytes that are not those of this tensor; they were fetched elsewhere."""
+    """Member -> driver: `source` sent bytes that do not match this tensor's digests. They were fetched from another
+    source."""
 
     fence: Fence
     stage: Count
@@ -164,7 +167,7 @@ class WeightRefused(WireMessage, frozen=True, kw_only=True, tag="weight_refused"
 
 
 class WeightAsk(WireMessage, frozen=True, kw_only=True, tag="weight_ask"):
-    """On a state connection between members: pieces [first, first + count) of a tensor."""
+    """Member -> member, on a state connection: requests pieces [first, first + count) of a tensor."""
 
     digest: Digest
     first: Count
@@ -172,7 +175,7 @@ class WeightAsk(WireMessage, frozen=True, kw_only=True, tag="weight_ask"):
 
 
 class WeightPieces(WireMessage, frozen=True, kw_only=True, tag="weight_pieces"):
-    """Answer to `WeightAsk`: tensor `bytes` (uint8). Without it: not here (any more)."""
+    """Answer to `WeightAsk`: tensor `bytes` (uint8). Without it, the sender does not have the pieces (any more)."""
 
     digest: Digest
     first: Count
@@ -180,10 +183,11 @@ class WeightPieces(WireMessage, frozen=True, kw_only=True, tag="weight_pieces"):
 
 
 class Pass(WireMessage, frozen=True, kw_only=True, tag="pass"):
-    """Driver or stage -> next stage: values of all `segments`, packed in their order along the sequence.
+    """Driver or stage -> next stage: values of all `segments`, packed in order along the sequence. Values that only
+    later stages need travel along.
 
-    `rebuild`: the last stage to compute it; it then answers `Rebuilt` instead of sending on. -1: an ordinary pass.
-    Values that only later stages need travel along."""
+    `rebuild`: the last stage to compute the pass, which then answers `Rebuilt` instead of sending on; -1: an ordinary
+    pass."""
 
     fence: Fence
     number: Count
@@ -194,14 +198,14 @@ class Pass(WireMessage, frozen=True, kw_only=True, tag="pass"):
     """Rows (positions along the packed sequence) whose outputs the driver wants, ascending."""
     output: Literal["logits", "hidden"] = "logits"
     forget: Annotated[tuple[Count, ...], Meta(max_length=MAX_SESSIONS)] = ()
-    """Sessions that are over: their caches are dropped before this pass is computed."""
+    """Sessions that have ended. Their caches are dropped before this pass is computed."""
     hops: Annotated[tuple[Hop, ...], Meta(max_length=4096)] = ()
     rebuild: Annotated[int, Meta(ge=-1, le=2**20)] = -1
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
 
 class PassResult(WireMessage, frozen=True, kw_only=True, tag="pass_result"):
-    """Last stage -> driver: the output of the wanted rows, [1, rows, vocabulary or hidden size]."""
+    """Last stage -> driver: the output of the wanted rows, shape [1, rows, vocabulary or hidden size]."""
 
     fence: Fence
     number: Count
@@ -211,8 +215,8 @@ class PassResult(WireMessage, frozen=True, kw_only=True, tag="pass_result"):
 
 
 class Rebuild(WireMessage, frozen=True, kw_only=True, tag="rebuild"):
-    """Driver -> member with `stage`: send what you retain of these segments once more, for stages `stage` + 1 to
-    `through`, whose caches are empty. They become passes of at most `pass_tokens`, each of one segment or of many."""
+    """Driver -> member with `stage`: send again what the stage retains of these segments, for stages `stage` + 1 to
+    `through`, whose caches are empty. It is sent as passes of at most `pass_tokens`, each with one or more segments."""
 
     fence: Fence
     stage: Count
@@ -222,7 +226,7 @@ class Rebuild(WireMessage, frozen=True, kw_only=True, tag="rebuild"):
 
 
 class Rebuilt(WireMessage, frozen=True, kw_only=True, tag="rebuilt"):
-    """Stage -> driver: the cache has all of this segment."""
+    """Stage -> driver: the cache contains the whole segment."""
 
     fence: Fence
     stage: Count
@@ -232,7 +236,7 @@ class Rebuilt(WireMessage, frozen=True, kw_only=True, tag="rebuilt"):
 
 
 class PassFailed(WireMessage, frozen=True, kw_only=True, tag="pass_failed"):
-    """Stage -> driver: this pass could not be computed; the stage and its other sessions go on."""
+    """Stage -> driver: this pass could not be computed. The stage and its other sessions go on."""
 
     fence: Fence
     stage: Count
@@ -241,9 +245,9 @@ class PassFailed(WireMessage, frozen=True, kw_only=True, tag="pass_failed"):
 
 
 class Working(WireMessage, frozen=True, kw_only=True, tag="working"):
-    """Stage -> driver, every second while passes are there: it computes pass `number`, which may be of an earlier
-    round, for `busy_s` so far. `number` -1: none just now, though the first that waits came `busy_s` ago; 0.0 where
-    none waits and some were computed since the last word."""
+    """Stage -> driver, every second while passes are present: it has computed pass `number`, which may be of an earlier
+    round, for `busy_s` so far. `number` -1: no pass is being computed; `busy_s` is the age of the first waiting pass,
+    or 0.0 if none waits and some were computed since the last message."""
 
     fence: Fence
     stage: Count
@@ -252,7 +256,7 @@ class Working(WireMessage, frozen=True, kw_only=True, tag="working"):
 
 
 class TellMarks(WireMessage, frozen=True, kw_only=True, tag="tell_marks"):
-    """Driver -> member: tell your marks of these positions of a text that is over. Answered by `ToldMarks`."""
+    """Driver -> member: report your marks of these positions of a text that has ended. Answered by `ToldMarks`."""
 
     fence: Fence
     stage: Count
@@ -263,7 +267,7 @@ class TellMarks(WireMessage, frozen=True, kw_only=True, tag="tell_marks"):
 
 
 class ToldMarks(WireMessage, frozen=True, kw_only=True, tag="told_marks"):
-    """Answer to `TellMarks`: tensors `got` and `gave`, float32 [positions, 16], not numbers where nothing is known."""
+    """Answer to `TellMarks`: tensors `got` and `gave`, float32 [positions, 16]. NaN where the stage has no mark."""
 
     fence: Fence
     stage: Count
@@ -272,8 +276,8 @@ class ToldMarks(WireMessage, frozen=True, kw_only=True, tag="told_marks"):
 
 
 class ReadAgain(WireMessage, frozen=True, kw_only=True, tag="read_again"):
-    """Driver -> referee: compute a text of `stage` again, all of it at once; what the stage got comes as `ShownRows`
-    once this is answered by `Reading`. Then tell the marks, in a `ReadText`."""
+    """Driver -> referee: compute a text of `stage` again, all positions at once, and report the marks in a `ReadText`.
+    Answered first by `Reading`; then the stage's inputs arrive as `ShownRows`."""
 
     fence: Fence
     stage: Count
@@ -282,13 +286,13 @@ class ReadAgain(WireMessage, frozen=True, kw_only=True, tag="read_again"):
     length: Annotated[int, Meta(ge=1, le=MAX_TEXT)]
     adapter: Annotated[int, Meta(ge=0, le=MAX_ADAPTERS)] = 0
     keys: tuple[Secret, Secret]
-    """The stage's own of this text, and that of whoever got its rows."""
+    """The stage's own key for this text, and the key of the stage that received its rows."""
     reply: Fence
-    """For the answer: whoever stands by may have been brought in under another."""
+    """Fence for the answer. A standby may have been enlisted under a different one."""
 
 
 class Reading(WireMessage, frozen=True, kw_only=True, tag="reading"):
-    """Referee -> driver: ready for what the stage got."""
+    """Referee -> driver: ready to receive the stage's inputs."""
 
     fence: Fence
     stage: Count
@@ -296,7 +300,7 @@ class Reading(WireMessage, frozen=True, kw_only=True, tag="reading"):
 
 
 class ShowRows(WireMessage, frozen=True, kw_only=True, tag="show_rows"):
-    """Driver -> member: send the referee `peer` what your `stage` sent on of this text and retains, as `ShownRows`."""
+    """Driver -> member: send the referee `peer` what your `stage` sent on and retains of this text, as `ShownRows`."""
 
     fence: Fence
     stage: Count
@@ -304,11 +308,11 @@ class ShowRows(WireMessage, frozen=True, kw_only=True, tag="show_rows"):
     segment: Segment
     peer: Peer
     reply: Fence
-    """What the referee goes by."""
+    """Fence under which the referee accepts the rows."""
 
 
 class ShownRows(WireMessage, frozen=True, kw_only=True, tag="shown_rows"):
-    """Member -> referee, one after the other: rows from position `start` on, as `stage` sent them; -1: the driver."""
+    """Member -> referee, in order: rows from position `start` on, as `stage` sent them. Stage -1 is the driver."""
 
     fence: Fence
     stage: Annotated[int, Meta(ge=-1, le=2**20)]
@@ -318,19 +322,20 @@ class ShownRows(WireMessage, frozen=True, kw_only=True, tag="shown_rows"):
 
 
 class ReadText(WireMessage, frozen=True, kw_only=True, tag="read_text"):
-    """Referee -> driver: marks of all positions, float32 [positions, 16]. Tensors `got` and `gave`: as the stage should
-    have made them; `seen`: as whoever got its rows should have."""
+    """Referee -> driver: marks of all positions, float32 [positions, 16]. Tensors `got` and `gave`: the marks the stage
+    should have. `seen`: the marks that the receiver of its rows should have."""
 
     fence: Fence
     stage: Count
     number: Count
     moved: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    """How far the stage moves rows, by their size: rounding and worse is of what it adds, not of what it passes on."""
+    """Norm of what the stage adds to its rows, relative to the rows. Errors are judged against this added part, not
+    against what passes through unchanged."""
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=3)] = ()
 
 
 class CheckFailed(WireMessage, frozen=True, kw_only=True, tag="check_failed"):
-    """Member -> driver: what was asked for a check can't be told (any more). No stage fails for it."""
+    """Member -> driver: the data requested for a check is not available (any more). The stage itself has not failed."""
 
     fence: Fence
     stage: Count
