@@ -501,7 +501,7 @@ def anneal(
     seed: int,
 ) -> tuple[int, float]:
     """Change the pipeline at random, `rounds` times: move cuts, exchange stages or peers, add and drop stages. A change
-    is kept if the step gets shorter, and at first also if it gets longer by about the fraction `heat`.
+    is kept if the step gets no longer, and at first also if it gets longer by about the fraction `heat`.
 
     Leaves the fastest pipeline seen in `order` [P] and `cuts` [P + 1]; returns its stages and seconds.
     """
