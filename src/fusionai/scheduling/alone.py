@@ -1,8 +1,8 @@
-"""One machine on its own: the baseline every plan is held against. Decides its speed, or that the model does not fit.
+"""Predicts the training speed of one machine without a pipeline: the baseline that every plan is compared with.
 
-No pipeline: a step is M microbatches one after the other, with one in flight. A machine of the pool still has the way
-to the job owner and back that any plan on it would have; the owner's own needs none.
-Neighbours: `planner` and `serving` hold their plans against it.
+A step is M microbatches one after the other, with one in flight. A machine of the pool also pays one round trip to the
+job owner per step, as in any plan that uses it; the job owner's own machine does not.
+`planner` and `serving` compare their plans with this baseline.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from fusionai.scheduling.links import hop
 from fusionai.scheduling.types import PeerProfile, Plan, Problem, RolePlacement
 
 EXPLAINED: Final = 0.9
-"""Of one machine's speed: a plan with the ends in the pool that reaches so much shows that they are what it costs."""
+"""Fraction of one machine's speed, chosen. If a plan with embedding and head in the pool reaches it, their place with
+the job owner is what makes the plan slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Alone:
 
 
 def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | None:
-    """Over `peers` (those that may be used, and the owner). None if the model fits none of them."""
+    """The fastest of `peers` on its own (the eligible peers and the job owner); None if the model fits none of them."""
     chain = Chain(problem, problem.blocks)
     ways = choices_of_problem(problem)
     ops = {op for block in problem.blocks for op in block.ops}
@@ -66,14 +67,15 @@ def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | Non
 def against_one(
     problem: Problem, found: Plan, peer: str, tokens_per_s: float, planned: Callable[[Problem], Plan]
 ) -> str | None:
-    """What to say where `peer` alone is faster than the plan: that the job's privacy costs so much, or its other
-    wishes do, or that the job owner's machine needs no pool. None where it is not, or the plan is that machine."""
+    """The warning that `peer` alone is faster than the plan, with the cause: the machine belongs to the job owner and
+    needs no pool, or the model's ends stay with the job owner, or neither. None if `peer` alone is not faster, or if
+    the plan uses only this machine. `planned` solves a problem; it is called to price ends in the pool."""
     if tokens_per_s <= found.tokens_per_s:
         return None
     pool = {stage.peer for stage in found.stages if "stage" in stage.roles}
     ends = any(stage.peer == found.feed and "stage" not in stage.roles for stage in found.stages)
     if pool == {peer} and not ends:
-        return None  # that machine, and the way to it
+        return None  # The plan is this machine; it is slower only by the round trip.
     speed = format_speed(found.tokens_per_s)
     name = next((p.name for p in _everyone(problem) if p.peer == peer and p.name), peer)
     if all(peer != one.peer for one in problem.peers):
@@ -101,7 +103,7 @@ def against_one(
 
 
 def _way_s(problem: Problem, peer: PeerProfile) -> float:
-    """Of a step, the word that it is complete and the answer."""
+    """Seconds a step spends on reporting to the job owner and waiting for the answer: one round trip."""
     if problem.owner is None:
         return 0.0
     there, back = hop(peer, problem.owner, problem.links), hop(problem.owner, peer, problem.links)

@@ -1,11 +1,11 @@
-"""How fast a fleet of equal machines trains and serves a model over slow links, against a fleet in one box.
+"""Predicts how fast a fleet of equal machines trains and serves a model over slow links, and a fleet in one box.
 
-Decides the best number of stages and replicas by trying all of them with the closed forms; plans no real pool. Every
-number that is not in the catalogue is an assumption with a name (`Assumptions`). The fleet in one box has free links:
-that favours it. Parameters are counted with the optimizer's state (16 bytes each in mixed precision); activations are
-recomputed; where those in flight don't fit beside it, the outcome is marked as crowded.
+The numbers of stages and replicas are found by trying all of them with the closed forms; no real pool is planned. Every
+number that is not in the catalogue is a named assumption (`Assumptions`). The fleet in one box has free links, which
+favours it. Parameters are counted with the optimizer's state (16 bytes each in mixed precision). Activations are
+recomputed; if the inputs in flight don't fit beside the state, the outcome is marked as crowded.
 
-Neighbours: `closed_form` (the formulas), `analysis_cases` (which models, networks and levers), `catalogue` (devices).
+`closed_form` has the formulas, `analysis_cases` the models, networks and levers, `catalogue` the devices.
 """
 
 from __future__ import annotations
@@ -19,42 +19,44 @@ from fusionai.scheduling.closed_form import GenerationTerms, Limit, PipelineTerm
 
 HALF_BYTES: Final = 2
 MOST_WEIGHTS: Final = 2 / 3
-"""Of a group's memory in a box, so that caches have room."""
+"""Largest fraction of a group's memory that weights and one cache may fill in a box; the rest is for more caches."""
 INT4_BYTES: Final = 4.5 / 8
 """Four bits, and a half-precision scale for each 32 weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What no data sheet says. Parts are of the catalogue's peaks."""
+    """Numbers that no data sheet gives. Every `_part` is a fraction of a figure in the catalogue."""
 
     training_part: float = 0.40
-    """Of its dense fp16 peak a machine of the fleet reaches in training (MFU)."""
+    """Fraction of its dense fp16 peak that a machine of the fleet reaches in training (MFU)."""
     reference_training_part: float = 0.45
     forward_part: float = 0.45
-    """The same for forward passes over whole sequences (prefill, scoring)."""
+    """Fraction of the dense fp16 peak in forward passes over whole sequences (prefill, scoring)."""
     reference_forward_part: float = 0.50
     decode_part: float = 0.50
-    """The same for batched decoding, on both sides: where many sessions share a pass, arithmetic limits it."""
+    """Fraction of the dense fp16 peak in batched decoding, for both fleets. It matters where many sessions share a pass
+    and arithmetic limits its speed."""
     bandwidth_part: float = 0.75
-    """Of its memory bandwidth a machine reaches when it reads weights and caches."""
+    """Fraction of its memory bandwidth that a machine reaches when it reads weights and caches."""
     memory_part: float = 0.85
-    """Of its memory a machine can fill with a model."""
+    """Fraction of its memory that a machine can fill with a model."""
     overhead_s: float = 0.0002
-    """Of a decoding pass on one stage, besides reading and computing."""
+    """Fixed time of a decoding pass on one stage, besides reading memory and computing."""
     context_tokens: int = 1024
-    """Cached per session in decoding."""
+    """Tokens cached per session in decoding."""
     state_bytes_per_parameter: float = 16.0
-    """Weights and gradients in half precision, three fp32 values for Adam."""
+    """Weight and gradient in half precision, and three fp32 values for Adam."""
     gradient_bytes_per_parameter: float = 2.0
     electricity_usd_per_kwh: float = 0.15
     years: float = 3.0
-    """A machine's price is spread over so long, at full use."""
+    """Years of full use over which a machine's price is spread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model by its numbers. `trainable`: part of the parameters that is trained; the rest stays in half precision."""
+    """The numbers of a model. `trainable`: fraction of the parameters that is trained; the rest stays in half
+    precision."""
 
     name: str
     parameters: float
@@ -65,20 +67,20 @@ class Shape:
     vocabulary: int
     sequence_tokens: int
     batch_tokens: int
-    """Of one optimizer step."""
+    """Tokens of one optimizer step."""
     trainable: float = 1.0
     causal: bool = True
-    """Each token attends to those before it; False: to all of its sequence."""
+    """True: a token attends to the tokens before it. False: to its whole sequence."""
 
     def attention_flops(self, context_tokens: float) -> float:
-        """Arithmetic of one token's forward pass that no parameter counts for: products of its query with the keys of
-        `context_tokens` tokens, and of its scores with their values, in all layers (Chowdhery et al., PaLM, appendix B;
-        heads together are as wide as the model in all shapes here)."""
+        """FLOPs of attention in one token's forward pass, which the parameter count leaves out: products of its query
+        with the keys of `context_tokens` tokens, and of its scores with their values, in all layers (Chowdhery et al.,
+        PaLM, appendix B; in all shapes here the heads together are as wide as the model)."""
         return 4.0 * self.layers * self.width * context_tokens
 
     @property
     def sequence_flops(self) -> float:
-        """Forward pass of one token of a whole sequence, on average."""
+        """Average FLOPs of the forward pass per token of a whole sequence."""
         attended = self.sequence_tokens / 2 if self.causal else self.sequence_tokens
         return 2 * self.parameters + self.attention_flops(attended)
 
@@ -96,28 +98,28 @@ class Fleet:
 
     @property
     def flops_per_s(self) -> float:
-        """Peak of one machine."""
+        """Peak speed of one machine."""
         return self.device.speed("fp16").flops_per_s
 
     @property
     def memory_bytes(self) -> float:
-        """Of one machine."""
+        """Memory of one machine."""
         return self.device.memory_bytes.value
 
     @property
     def power_w(self) -> float:
-        """Of all."""
+        """Power of all machines together."""
         return self.count * self.device.power_w.value
 
     @property
     def price_usd(self) -> float | None:
-        """Of all; None where the catalogue names none."""
+        """Price of all machines together; None if the catalogue has no price."""
         return None if self.device.price_usd is None else self.count * self.device.price_usd.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Each machine's access link, the same both ways; `latency_s` one way between any two."""
+    """Access link of each machine, the same in both directions; `latency_s` is one way between any two machines."""
 
     bandwidth_bytes_per_s: float
     latency_s: float
@@ -125,24 +127,25 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levers:
-    """What can be done about slow links. `boundary_part`: bytes of boundary tensors by half precision's."""
+    """Measures against slow links. `boundary_part`: bytes of boundary tensors relative to half precision."""
 
     overlap: bool = False
     boundary_part: float = 1.0
     local_steps: int = 1
-    """Steps between two exchanges of replicas; 1: gradients, every step."""
+    """Steps between two exchanges of replicas; 1: replicas exchange gradients in every step."""
     sync_part: float = 1.0
-    """Bytes of what replicas exchange by half precision's."""
+    """Bytes that replicas exchange, relative to half precision."""
     recompute: bool = True
     replicas: bool = True
-    """False: one pipeline of the best length."""
+    """False: a single pipeline of the best length."""
     weight_bytes: float = HALF_BYTES
-    """Serving: of one parameter."""
+    """Bytes per parameter in serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`terms`: what the speed follows from, for a discrete-event run to be given; None where a formula suffices."""
+    """Predicted speed. `terms`: the inputs of the closed form, which a discrete-event run can also take; None if the
+    speed needs no closed form."""
 
     tokens_per_s: float
     stages: int
@@ -150,20 +153,21 @@ class Outcome:
     limit: Limit
     terms: PipelineTerms | GenerationTerms | None
     in_flight_bytes: float = 0.0
-    """Training: inputs of layers the first stage keeps for recomputation, of all microbatches in flight."""
+    """Training: layer inputs that the first stage keeps for recomputation, of all microbatches in flight."""
     crowded: bool = False
-    """Those don't fit beside the stage's state: with fewer in flight, or more stages, it would be slower than said."""
+    """True: `in_flight_bytes` don't fit beside the stage's state. Fewer microbatches in flight or more stages would be
+    slower than `tokens_per_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misfit:
-    """The model is too large for the fleet by so much."""
+    """The model does not fit the fleet: it lacks `missing_bytes` of memory."""
 
     missing_bytes: float
 
 
 def train(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions) -> Outcome | Misfit:
-    """The best numbers of stages and replicas, and what they come to."""
+    """Training speed with the best numbers of stages and replicas."""
     room = fleet.memory_bytes * known.memory_part
     state = state_bytes(shape, known)
     speed = fleet.flops_per_s * known.training_part
@@ -209,7 +213,7 @@ def train(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: A
 
 
 def train_in_one_box(shape: Shape, fleet: Fleet, known: Assumptions) -> Outcome | Misfit:
-    """Links are free, memory is shared, nothing is recomputed."""
+    """Training speed in one box: links are free, memory is shared, nothing is recomputed."""
     missing = state_bytes(shape, known) - fleet.count * fleet.memory_bytes * known.memory_part
     if missing > 0:
         return Misfit(missing_bytes=missing)
@@ -219,7 +223,7 @@ def train_in_one_box(shape: Shape, fleet: Fleet, known: Assumptions) -> Outcome 
 
 
 def generate(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions) -> Outcome | Misfit:
-    """Decoding with as many sessions as memory holds: the most tokens per second of all of them together."""
+    """Decoding speed with as many sessions as memory holds: the most tokens per second of all sessions together."""
     room = fleet.memory_bytes * known.memory_part
     weights = shape.parameters * levers.weight_bytes
     best: GenerationTerms | None = None
@@ -240,8 +244,8 @@ def generate(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known
 
 
 def generate_in_one_box(shape: Shape, fleet: Fleet, levers: Levers, known: Assumptions) -> Outcome | Misfit:
-    """Replicas on the smallest groups of 1, 2, 4, ... machines that the half-precision weights leave room for caches;
-    the groups stay the same where weights are kept smaller. Within a group links are free."""
+    """Decoding speed in one box. Each replica takes the smallest group of 1, 2, 4, ... machines where half-precision
+    weights leave room for caches; smaller weights don't shrink the group. Links within a group are free."""
     cache = shape.cache_token_bytes * known.context_tokens
     room = fleet.memory_bytes * known.memory_part
     needed = shape.parameters * HALF_BYTES + cache
@@ -268,8 +272,9 @@ def generate_in_one_box(shape: Shape, fleet: Fleet, levers: Levers, known: Assum
 
 
 def forward(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions) -> Outcome | Misfit:
-    """Whole sequences forward (prefill, scoring, embeddings), as many at a time as fill the pipeline."""
-    # One sequence's logits lie beside the weights.
+    """Speed of forward passes over whole sequences (prefill, scoring, embeddings) with enough sequences in flight to
+    fill the pipeline."""
+    # The logits of one sequence take memory beside the weights.
     logits = HALF_BYTES * shape.sequence_tokens * shape.vocabulary
     room = fleet.memory_bytes * known.memory_part - logits
     weights = shape.parameters * levers.weight_bytes
@@ -278,7 +283,7 @@ def forward(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known:
         if weights / stages > room:
             continue
         terms = _sequences(shape, fleet, network, levers, known, stages)
-        # Of equal ones the shortest, however they are rounded.
+        # Equally fast pipelines differ by rounding; the margin keeps the shortest.
         if best is None or _filled_speed(terms) > _filled_speed(best) * (1 + 1e-9):
             best = terms
     if best is None:
@@ -298,14 +303,15 @@ def forward_in_one_box(shape: Shape, fleet: Fleet, levers: Levers, known: Assump
 
 
 def state_bytes(shape: Shape, known: Assumptions) -> float:
-    """Of training: weights, gradients and optimizer of what is trained, half-precision weights of the rest."""
+    """Memory of training: weights, gradients and optimizer state of trained parameters, half-precision weights of the
+    rest."""
     trained = shape.parameters * shape.trainable * known.state_bytes_per_parameter
     return trained + shape.parameters * (1 - shape.trainable) * HALF_BYTES
 
 
 def _training_flops(shape: Shape, recompute: bool) -> tuple[float, float]:
-    """Forward and backward of one token. Frozen parameters need no gradient of their own; both operands of attention's
-    products do."""
+    """FLOPs of one token's forward and backward pass. Frozen parameters need no gradient of their own; both operands of
+    the products in attention do."""
     forward = shape.sequence_flops
     attention = forward - 2 * shape.parameters
     backward = 2 * shape.parameters * (1 + (shape.trainable if shape.trainable == 1.0 else 0.0)) + 2 * attention
@@ -319,8 +325,8 @@ def _speed(terms: PipelineTerms, sequence_tokens: int) -> float:
 def _sequences(
     shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions, stages: int
 ) -> GenerationTerms:
-    """Each pass is one sequence, whose arithmetic takes longer than reading the weights; of what comes out nothing goes
-    back. One pass more than fill the pipeline."""
+    """Terms where each pass is one whole sequence. Its arithmetic takes longer than reading the weights, and no result
+    goes back to the first stage. One pass more than needed to fill the pipeline is in flight."""
     tokens, speed = shape.sequence_tokens, fleet.flops_per_s * known.forward_part
     row_bytes = HALF_BYTES * shape.width * levers.boundary_part
     alone = GenerationTerms(
@@ -339,15 +345,15 @@ def _sequences(
 
 
 def _filled_speed(terms: GenerationTerms) -> float:
-    """Of pipelines with enough passes in flight."""
+    """Tokens per second of pipelines with enough passes in flight: the busiest stage or link limits them."""
     return terms.replicas * terms.rows / max(terms.stage_s, terms.transfer_s)
 
 
 def _generation(
     shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions, stages: int, sessions: int
 ) -> GenerationTerms:
-    """With the number of passes in flight that gives most: a trip gets shorter with more of them, the rounds of the
-    busiest stage or link longer, so the best is where the two meet."""
+    """Terms with the number of passes in flight that gives the most tokens per second. More passes shorten a trip
+    through the pipeline and lengthen a round of the busiest stage or link; the best number is where the two meet."""
     bandwidth = fleet.device.memory_bandwidth_bytes_per_s.value * known.bandwidth_part
     speed = fleet.flops_per_s * known.decode_part
     cache = shape.cache_token_bytes * known.context_tokens / stages

@@ -1,7 +1,7 @@
-"""The comparison as a table: which models, networks and levers, and for each whether the claim holds.
+"""Defines the comparison table: the models, networks and levers, and for each cell whether the fleet is comparable.
 
-Decides what is compared and when a fleet counts as comparable; `analysis` computes each cell. Neighbours: the reports
-of `fusion analyze` and `docs/analysis.md` are written from what `compare` returns.
+`analysis` computes each cell. The reports of `fusion analyze` and `docs/analysis.md` are written from the result of
+`compare`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Task = Literal["train", "decode", "forward"]
 Verdict = Literal["holds", "within 2x", "fails", "does not fit"]
 
 HOLDS: Final = 0.9
-"""From here on a fleet counts as comparable."""
+"""Least ratio of the fleet's speed to the reference's at which the fleet counts as comparable, chosen."""
 WITHIN: Final = 0.5
 
 BERT: Final = Shape(
@@ -113,9 +113,10 @@ TRAINING_LEVERS: Final[dict[str, Levers]] = {
     ),
     LITERATURE: Levers(overlap=True, boundary_part=1 / 64, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART),
 }
-"""`local updates`: replicas exchange in 2 bits, once in 50 steps and early on more often. One line asks what
-recomputation costs; memory may forbid doing without. What each lever does to learning is in `analysis_measured`, but
-for the last one's: that is a result of others, for models built for it, and nothing this software has."""
+"""Levers of the training cells by name. `local updates`: replicas exchange in 2 bits, once in 50 steps and more often
+early on. "no recomputation" shows what recomputation costs; memory may not allow training without it.
+`analysis_measured` has the effect of each lever on the loss, except of 64x compression: that figure is from the
+literature, for models designed for it, and this software has no such codec."""
 HALF: Final = "fp16"
 INT4: Final = "4-bit weights"
 INT4_INT8: Final = "4-bit weights, 8-bit boundary"
@@ -148,7 +149,7 @@ class Cell:
 
     @property
     def ratio(self) -> float | None:
-        """Of tokens per second; None unless the model fits both."""
+        """Our tokens per second divided by theirs; None unless the model fits both fleets."""
         if isinstance(self.ours, Misfit) or isinstance(self.theirs, Misfit):
             return None
         return self.ours.tokens_per_s / self.theirs.tokens_per_s
@@ -160,7 +161,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """What the two fleets are on paper."""
+    """One data sheet figure of both fleets; `better` says whether more or less of it is better."""
 
     what: str
     unit: str
@@ -175,7 +176,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """`fleet` over the networks against `reference` in one box."""
+    """`fleet` over each of the networks, compared with `reference` in one box."""
 
     fleet: Fleet
     reference: Fleet
@@ -191,12 +192,12 @@ class Comparison:
         raise KeyError(wanted)
 
     def joules_per_million_tokens(self, side: Literal["ours", "theirs"], outcome: Outcome) -> float:
-        """All machines at full power."""
+        """Energy with all machines at full power."""
         fleet = self.fleet if side == "ours" else self.reference
         return fleet.power_w * 1e6 / outcome.tokens_per_s
 
     def usd_per_million_tokens(self, side: Literal["ours", "theirs"], outcome: Outcome) -> float | None:
-        """Electricity, and the machines' price spread over `years` of full use. None without a price."""
+        """Electricity plus the machines' price spread over `years` of full use; None if the fleet has no price."""
         fleet, known = (self.fleet if side == "ours" else self.reference), self.assumptions
         if fleet.price_usd is None:
             return None
@@ -205,7 +206,7 @@ class Comparison:
 
 
 def compare(fleet: Fleet, reference: Fleet, known: Assumptions) -> Comparison:
-    """Every cell. Pure: the same catalogue entries and assumptions give the same table."""
+    """Compute every cell. Pure: the same catalogue entries and assumptions give the same table."""
     cells = (
         *_training(fleet, reference, known),
         *_decoding(fleet, reference, known),

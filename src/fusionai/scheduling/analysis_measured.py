@@ -1,10 +1,10 @@
-"""What the comparison's levers do in this software: bytes by the codecs' own sizes, loss as measured. Decides nothing.
+"""Effects of the comparison's levers in this software: bytes from the codecs' sizes, and the measured change of loss.
 
-A lever that saves bytes and costs learning saves nothing, so each one of `analysis_cases` that changes what is computed
-stands here with what it did to the loss of real training jobs. The models were small and trained briefly: that is
-said beside the figures, and nothing is extrapolated.
+A lever that saves bytes but slows learning gains nothing. So each lever of `analysis_cases` that changes what is
+computed is listed here with its effect on the loss of real training jobs. The models were small and trained briefly;
+each entry says so, and nothing is extrapolated.
 
-Neighbours: `analysis_cases` takes the parts, `dashboard.analysis_tables` shows the rest; `wire.codecs` has the sizes.
+`analysis_cases` uses the byte ratios, `dashboard.analysis_tables` shows the losses; `wire.codecs` has the sizes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ HALF_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """`part`: bytes by half precision's. `losses`: held-out loss with the lever by that without it, less one; one per
-    seed."""
+    """Effect of one lever. `part`: bytes relative to half precision. `losses`: relative change of the held-out loss
+    caused by the lever (loss with it / loss without it - 1), one per seed. `how`: the training jobs, `command`: the
+    program that ran them."""
 
     lever: str
     part: float
@@ -36,19 +37,20 @@ class Effect:
 
 
 def boundary_part(codec: Codec) -> float:
-    """Of a boundary, both ways together."""
+    """Bytes of a boundary tensor relative to half precision, averaged over the forward and the backward direction."""
     ways = [bytes_on_link(packing(codec, forward=forward), FLOAT_BYTES) for forward in (True, False)]
     return fmean(ways) / HALF_BYTES
 
 
 def exchange_part(codec: Exchanged) -> float:
-    """Of what replicas with local updates send each other."""
+    """Bytes that replicas with local updates exchange, relative to half precision."""
     return bytes_on_link(codec, FLOAT_BYTES) / HALF_BYTES
 
 
 LOCAL_STEPS: Final = 50
 LOCAL_PART: Final = exchange_part("int2") * 56 * LOCAL_STEPS / 1500
-"""Of a job of 1,500 steps: with early rounds there are 56 exchanges, not 30."""
+"""Bytes of exchanges over a job of 1,500 steps, relative to half precision every `LOCAL_STEPS` steps. Replicas exchange
+more often after the warm-up, which makes 56 exchanges instead of 30."""
 _BOUNDARIES: Final = "Llama type, 14M parameters, source text, 200 steps of 8 x 128 tokens, 3 stages in a pool"
 EFFECTS: Final[tuple[Effect, ...]] = (
     Effect(

@@ -1,8 +1,7 @@
-"""How far a comparison moves when one of its numbers is wrong by a fifth. Decides which cells and numbers are tried.
+"""Measures how far the comparison moves when one of its numbers is wrong by a fifth.
 
-A part of something grows to 1 at most.
-
-Neighbours: `analysis_cases` has the comparison itself; the reports show this beside it.
+This module chooses the cells and the numbers that are varied; a fraction (`_part`) grows to 1 at most. `analysis_cases`
+has the comparison itself; the reports show both.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ Pair = tuple[Outcome | Misfit, Outcome | Misfit]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swing:
-    """The ratio of one cell as it is, and with one number a fifth lower and a fifth higher; None: does not fit."""
+    """Ratio of one cell with one number a fifth lower (`low`), unchanged (`plain`) and a fifth higher (`high`). None:
+    the model does not fit."""
 
     what: str
     cell: str
@@ -52,7 +52,7 @@ class Swing:
 
 
 def swings(fleet: Fleet, reference: Fleet, known: Assumptions) -> list[Swing]:
-    """Every assumption that bears on speed and every catalogue figure that does, for a few cells on home links."""
+    """Vary every assumption and every catalogue figure that affects speed, for a few cells on home links."""
     found: list[Swing] = []
     for what, changed in _changes(fleet, reference, known):
         for cell, compute in _CELLS.items():
@@ -102,7 +102,7 @@ def _assumption_change(fleet: Fleet, reference: Fleet, known: Assumptions, field
 
 
 def scaled(device: Device, field: str, factor: float) -> Device:
-    """The device with one figure (`speeds`: all of them) multiplied."""
+    """Copy of the device with one figure multiplied by `factor`; with `speeds`, all of its speeds."""
     if field == "speeds":
         speeds = tuple(msgspec.structs.replace(s, flops_per_s=s.flops_per_s * factor) for s in device.speeds)
         return msgspec.structs.replace(device, speeds=speeds)

@@ -1,11 +1,12 @@
-"""A good pipeline in pools that are too large to search through: filled by period, then changed at random.
+"""Finds a good pipeline in pools that are too large for an exact search, by simulated annealing.
 
 First guesses: for a range of target periods and rankings of peers, stages are filled from the last to the first with as
-many blocks as period and memory allow (`chain_kernels.fill`). The best few are changed at random, with noise that dies
-down (`chain_kernels.anneal`). Deterministic: effort is counted, random numbers come from a seed. Proves nothing.
+many blocks as period and memory allow (`chain_kernels.fill`). The best few are changed at random, with noise that
+shrinks to zero (`chain_kernels.anneal`). Deterministic: the effort is a number of rounds, random numbers come from a
+seed. The result carries no bound.
 
-Neighbours: `solving` asks where `search` can't end, `relaxation` says among whom and how far from the optimum the
-result can be; `improvement` gives small pools their first guess without a compiler.
+`solving` calls this module where `search` can't finish. `relaxation` preselects the peers and bounds the distance from
+the optimum. `improvement` makes the first guess for small pools without a compiler.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from fusionai.scheduling.search import chain_tables
 
 ROUNDS: Final = 40_000
 SLOW_ROUNDS: Final = 10_000
-"""Where nothing can be compiled."""
+"""Upper limit on `rounds` where nothing can be compiled."""
 STARTS: Final = 4
 PERIODS: Final = 24
 SLOW_PERIODS: Final = 6
 HEATS: Final = (0.02, 0.02, 0.05, 0.005)
-"""Of a step, at first; in turn over the starts."""
+"""Initial noise of each start, as a fraction of the step time; the starts take these values in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ def annealed(
     rounds: int = ROUNDS,
     seed: int = 0,
 ) -> tuple[Suffix | None, int]:
-    """The fastest pipeline found, no slower than `known`, and how many were looked at; None if none fits. `others`:
-    pipelines to begin with besides; `afresh`: from simple ones as well."""
+    """Return the fastest pipeline found, no slower than `known` (None if none fits), and the number of pipelines
+    evaluated. `others`: more pipelines to start from; `afresh`: start from simple guesses as well."""
     if not available():
         rounds = min(rounds, SLOW_ROUNDS)
     tables = chain_tables(pipeline, limits.required)
@@ -78,7 +79,7 @@ def annealed(
 
 
 def _guesses(pipeline: Pipeline, tables: Tables, end: chain_kernels.Suffix, limits: Limits) -> Iterator[_Guess]:
-    """Pipelines that fit and use whoever must be used."""
+    """Pipelines that fit and use every required peer."""
     peers = pipeline.owner
     stages = pipeline.tail.stages
     for ranked in _rankings(pipeline, limits):
@@ -96,7 +97,7 @@ def _guesses(pipeline: Pipeline, tables: Tables, end: chain_kernels.Suffix, limi
 
 
 def _rankings(pipeline: Pipeline, limits: Limits) -> Iterator[Integers]:
-    """Who is filled first; required peers before all others."""
+    """Orders in which peers are filled; required peers come before all others."""
     peers = pipeline.owner
     speed = np.array(pipeline.speed[:peers])
     memory = np.array(pipeline.memory_bytes[:peers])
@@ -104,11 +105,11 @@ def _rankings(pipeline: Pipeline, limits: Limits) -> Iterator[Integers]:
     free = np.array([not limits.required >> peer & 1 for peer in range(peers)])
     for key in (-speed, speed, -memory, memory, access_s, -np.minimum(speed / speed.max(), memory / memory.max())):
         ranked = np.lexsort((key, free)).astype(np.int64)
-        # The same choice of peers, the other way round: small memories suit the end, where little is in flight.
+        # The same peers in reverse order too: small memories suit the last stages, where little is in flight.
         most = min(limits.most, peers)
         for order in (ranked, np.concatenate([ranked[:most][::-1], ranked[most:]])):
             first = order == (-1 if pipeline.front is None else pipeline.front)
-            yield np.concatenate([order[~first], order[first]])  # whose blocks are the first comes last
+            yield np.concatenate([order[~first], order[first]])  # The peer of the first blocks is filled last.
 
 
 def _periods(pipeline: Pipeline, limits: Limits) -> list[float]:
@@ -119,7 +120,7 @@ def _periods(pipeline: Pipeline, limits: Limits) -> list[float]:
     if low_s <= 0:
         return [np.inf]
     count = PERIODS if available() else SLOW_PERIODS
-    # Most good plans lie within a few times the ideal, so that part of the range is looked at more closely.
+    # Most good plans lie within a few times the ideal, so that part of the range is sampled more densely.
     return [*np.geomspace(low_s, min(4 * low_s, high_s), count), *np.geomspace(low_s, high_s, count), np.inf]
 
 

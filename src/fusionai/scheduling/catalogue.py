@@ -1,11 +1,11 @@
-"""Devices by name: speed, memory, power and price, each figure with its source. Decides which speed counts.
+"""Catalogue of devices: speed, memory, power and price by name, each figure with its source.
 
-Public tables mix dense and sparse speeds, and accumulation in half and in single precision; an entry says which is
-which, and only dense speeds that accumulate in fp32 are planned with. All figures are peaks of a data sheet: whoever
-plans with them multiplies by the part that is reached in practice, and prefers a measured profile wherever there is
-one. Reads no file: the entries are in `data/catalogue.toml`, `cli.catalogue_file` reads it.
+Public tables mix dense and sparse speeds, and accumulation in half and in single precision. An entry states both, and
+plans use only dense speeds that accumulate in fp32. Most figures are data sheet peaks: a caller multiplies them by the
+fraction reached in practice, and prefers a measured profile if there is one.
 
-Neighbours: `analysis_*` compare fleets of catalogue devices; a pool described on paper names them.
+This module reads no file: the entries are in `data/catalogue.toml`, which `cli.catalogue_file` reads. `analysis_*`
+compare fleets of catalogue devices; the description of a hypothetical pool names devices of the catalogue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEAREST: Final = 3
 
 
 class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One figure and where it comes from. `low` and `high` where sources name a range."""
+    """One figure and its source. `low` and `high` are set if sources give a range."""
 
     value: float
     source: str
@@ -40,7 +40,7 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Speed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A peak. `sparse`: counts operations on zeros that structured sparsity skips."""
+    """A peak speed. `sparse`: it counts operations on zeros that structured sparsity skips."""
 
     dtype: Dtype
     accumulator: Dtype
@@ -55,7 +55,7 @@ class Speed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`price_usd` None: sold only as a part of something else."""
+    """One device. `price_usd` is None if the device is sold only as part of something else."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -66,8 +66,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     price_usd: Figure | None = None
 
     def speed(self, dtype: Dtype) -> Speed:
-        """The dense peak that accumulates in fp32. A device without one for fp16 computes fp16 at its fp32 speed. A
-        measured speed is preferred to any other. Raises `UsageError` when there is none."""
+        """The dense peak for `dtype` that accumulates in fp32; a measured one is preferred. A device without an fp16
+        peak computes fp16 at its fp32 speed. Raises `UsageError` if there is none."""
         for wanted in (dtype, "fp32") if dtype == "fp16" else (dtype,):
             fitting = [s for s in self.speeds if s.dtype == wanted and s.accumulator == "fp32" and not s.sparse]
             measured = [s for s in fitting if s.kind == "measured"]
@@ -79,7 +79,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         )
 
     def sources(self) -> Iterable[tuple[str, float, str, Kind]]:
-        """(field, value, source, kind) of everything the entry says."""
+        """(field, value, source, kind) of every figure of the entry."""
         for speed in self.speeds:
             what = f"{speed.dtype} with {speed.accumulator} accumulation, {'sparse' if speed.sparse else 'dense'}"
             yield what, speed.flops_per_s, speed.source, speed.kind
@@ -95,12 +95,13 @@ class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     devices: tuple[Device, ...]
 
     def find(self, name: str) -> Device:
-        """By name or alias, whatever the case, spaces and hyphens. Raises `UsageError` that names the nearest."""
+        """The device with this name or alias; case, spaces and punctuation don't count. Raises `UsageError` that
+        suggests the nearest names."""
         known = self._names()
         found = known.get(_plain(name))
         if found is not None:
             return found
-        # Several spellings of one device are one suggestion.
+        # Several matching spellings of one device give one suggestion.
         close = get_close_matches(_plain(name), known, n=4 * _NEAREST, cutoff=0.4)
         names = list(dict.fromkeys(known[spelling].name for spelling in close))[:_NEAREST]
         nearest = f"The nearest: {', '.join(names)}." if names else f"Known: {', '.join(d.name for d in self.devices)}."
@@ -110,7 +111,7 @@ class Catalogue(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         )
 
     def with_devices(self, devices: Iterable[Device]) -> Catalogue:
-        """Entries of the same name are replaced, others come after."""
+        """The catalogue with `devices` added; an entry with the same name is replaced."""
         merged = {_plain(device.name): device for device in self.devices}
         merged.update((_plain(device.name), device) for device in devices)
         return Catalogue(devices=tuple(merged.values()))

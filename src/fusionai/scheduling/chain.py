@@ -1,7 +1,7 @@
-"""The model as a chain of blocks with prefix sums. Decides what a range of blocks costs and keeps; knows no peer.
+"""Prices ranges of blocks: FLOPs, memory and boundary bytes of the model as a chain of blocks, by prefix sums.
 
 Cut `c` lies before the block at position `c`: cut 0 is the feed's side, cut `length` the loss's side. Ranges are
-half-open positions into the chain. Neighbours: `pipeline` adds peers and links, `levers` says how memory may be saved.
+half-open positions into the chain. `pipeline` adds peers and links; `levers` defines how memory may be saved.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ Floats = npt.NDArray[np.float64]
 
 
 class Chain:
-    """`blocks` in order, costs of `problem.task` at its batch sizes. `codecs`: block -> how what crosses behind it is
-    packed, where that is not as the problem says for all; what is left to the plan counts as small as can be. `levers`:
-    how memory is saved, where that is not as the problem says; a question may name others."""
+    """Costs of `blocks`, in order, for `problem.task` at its batch sizes.
+
+    `codecs`: block -> codec of the boundary after it; a block without an entry uses `problem.compression`, and
+    `adaptive` counts as the smallest codec of a plan. `levers`: how stages save memory; None takes the problem's. A
+    method's `levers` argument replaces them for one call."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class Chain:
         self._kept = _sums(self._activations)
         self._slots = _sums([(slots - 1.0) * b.trainable_bytes if training else 0.0 for b in blocks])
         self._updates = [min(6.0 * b.trainable_bytes, float(UPDATE_BYTES)) for b in blocks]
-        # What enters the first block of all are inputs of the model, such as token ids: too small to count.
+        # The first block's inputs are the model's, such as token ids: too small to count.
         self._entering = _sums([0.0, *(float(b.output_bytes) if training else 0.0 for b in blocks[:-1])])
         self._weights = [float(b.parameter_bytes) for b in blocks]
         self._all_weights = _sums(self._weights)
@@ -60,13 +62,13 @@ class Chain:
         self._pack(codecs or {})
 
     def with_codecs(self, codecs: Mapping[int, Codec]) -> Chain:
-        """The same, what crosses behind these blocks packed so."""
+        """A copy in which the boundary after each block of `codecs` is packed with its codec."""
         other = copy(self)
         other._pack(codecs)
         return other
 
     def _pack(self, codecs: Mapping[int, Codec]) -> None:
-        # Nothing of the pipeline crosses cut 0; what the feed sends (token ids) is too small to count.
+        # No stage sends over cut 0; the token ids that the feed sends are too small to count.
         self.forward_bytes, self.gradient_bytes = [0.0], [0.0]
         for block in self.blocks:
             usual = gently(self._usual) if block.block == self._logits else self._usual
@@ -80,17 +82,17 @@ class Chain:
         return flops + self._again[end] - self._again[start] if (levers or self.levers).recompute else flops
 
     def state_bytes(self, start: int, end: int) -> float:
-        """Parameters and optimizer slots: what a snapshot or a checkpoint of the range holds."""
+        """Parameters and optimizer slots: the content of a snapshot or a checkpoint of the range."""
         return self._saved[end] - self._saved[start]
 
     def moving_bytes(self, start: int, end: int) -> float:
-        """Of that, what steps change: a later snapshot has no more."""
+        """The part of `state_bytes` that steps change, which is all that a later snapshot has to carry."""
         return self._moving[end] - self._moving[start]
 
     def resident_bytes(self, start: int, end: int, levers: Levers | None = None) -> float:
-        """Parameters, their gradients and optimizer slots, other replicas' gradients, the largest workspace, and the
-        activations of the block that is made again, if any is: there whatever is in flight. Slots in a file leave the
-        pieces of an update, weights that lie elsewhere one block's."""
+        """Memory of the range with no microbatch in flight: parameters, their gradients and optimizer slots, gradients
+        of other replicas, the largest workspace and, with `recompute`, the largest activations of one block. With
+        `offload` only the chunk of an update stays of the slots, with `offload_weights` one block of the weights."""
         levers = levers or self.levers
         held = self._state[end] - self._state[start] + max(self._workspace[start:end])
         if levers.recompute:
@@ -102,27 +104,27 @@ class Chain:
         return held + max(self._updates[start:end]) if levers.offload or levers.offload_weights else held
 
     def weight_bytes(self, start: int, end: int) -> float:
-        """Parameters, trained or not."""
+        """Bytes of the parameters, trained or not."""
         return self._all_weights[end] - self._all_weights[start]
 
     def trained_bytes(self, start: int, end: int) -> float:
-        """Parameters that are trained, and as much again their gradients; 0 for no blocks."""
+        """Bytes of the trained parameters, which is also the size of their gradients; 0 for no blocks."""
         return self._trained[end] - self._trained[start] if start < end else 0.0
 
     def slot_bytes(self, start: int, end: int) -> float:
-        """Optimizer state."""
+        """Bytes of the optimizer slots."""
         return self._slots[end] - self._slots[start]
 
     def in_flight_bytes(self, start: int, end: int, levers: Levers | None = None) -> float:
-        """What one microbatch in flight takes: activations kept for backward (or what enters the blocks, where they are
-        made again), and both directions of both cuts."""
+        """Memory of one microbatch in flight: activations kept for backward (with `recompute`, the blocks' inputs
+        only), and the boundary tensors of both cuts in both directions."""
         boundary = self.forward_bytes[start] + self.gradient_bytes[start]
         boundary += self.forward_bytes[end] + self.gradient_bytes[end]
         kept = self._entering if (levers or self.levers).recompute else self._kept
         return kept[end] - kept[start] + boundary
 
     def flops_table(self, levers: Levers) -> Floats:
-        """[L, L + 1]: as `flops`, of all ranges; like the other tables 0 for empty ones."""
+        """`flops` of every range as [L, L + 1], [start, end]. Like all tables here it is 0 for empty ranges."""
         flops = _differences(self._flops)
         if levers.recompute:
             sums = np.array(self._again)
@@ -139,7 +141,7 @@ class Chain:
         return _upper(_differences(self._trained))
 
     def resident_table(self, levers: Levers) -> Floats:
-        """As `resident_bytes`, in the same order of sums."""
+        """`resident_bytes` of every range, added in the same order so that the bits are equal."""
         held = _differences(self._state) + _longest(self._workspace)
         if levers.recompute:
             held = held + _longest(self._activations)
@@ -152,7 +154,7 @@ class Chain:
         return _upper(held)
 
     def flight_table(self, levers: Levers) -> Floats:
-        """As `in_flight_bytes`."""
+        """`in_flight_bytes` of every range."""
         sides = np.array(self.forward_bytes) + np.array(self.gradient_bytes)
         kept = _differences(self._entering if levers.recompute else self._kept)
         return _upper(kept + (sides[:-1, None] + sides[None, :]))
@@ -163,7 +165,7 @@ class Chain:
 
 
 def codecs_of(plan: Plan, replica: int = 0) -> dict[int, Codec]:
-    """Last block of a stage of `replica` -> how what crosses behind it is packed."""
+    """Last block of a stage of `replica` -> codec of the boundary after it."""
     return {
         stage.blocks[1] - 1: codec
         for stage, codec in zip(plan.stages, plan.codecs, strict=False)
@@ -172,15 +174,16 @@ def codecs_of(plan: Plan, replica: int = 0) -> dict[int, Codec]:
 
 
 def logits_block(problem: Problem) -> int | None:
-    """The block behind which logits go to the job owner, who has the loss; None where nobody sends any: they stay in
-    the pool, or are made by the owner."""
+    """The block after which logits go to the job owner, who has the loss. None if no logits are sent: they stay in the
+    pool, or the owner computes them."""
     place = next((role.place for role in problem.roles if role.role == "loss"), "owner")
     sent = place == "owner" and problem.kept_last < 2
     return problem.blocks[-2].block if sent and len(problem.blocks) > 1 else None
 
 
 def check_blocks(blocks: tuple[BlockCost, ...]) -> None:
-    """Blocks must be numbered without holes, so that a range of numbers says exactly which blocks a stage holds."""
+    """Raise `PlanError` unless the block numbers are consecutive, so that a range of numbers identifies the blocks of a
+    stage."""
     if not blocks:
         raise PlanError("expected at least one block to place, got none.", hint="Capture a model first.")
     for before, after in pairwise(blocks):
@@ -193,13 +196,13 @@ def _sums(values: list[float]) -> list[float]:
 
 
 def _differences(sums: list[float]) -> Floats:
-    """[L, L + 1]: of each range."""
+    """[L, L + 1]: the sum over each range."""
     values = np.array(sums)
     return values[None, :] - values[:-1, None]
 
 
 def _longest(values: list[float]) -> Floats:
-    """[L, L + 1]: the largest of each range, 0 of an empty one."""
+    """[L, L + 1]: the largest value of each range, 0 for an empty one."""
     length = len(values)
     found = np.zeros((length, length + 1))
     for start in range(length):
@@ -208,5 +211,5 @@ def _longest(values: list[float]) -> Floats:
 
 
 def _upper(table: Floats) -> Floats:
-    """0 where the range is empty."""
+    """The table with 0 for empty ranges."""
     return np.triu(table, 1)

@@ -1,10 +1,11 @@
-"""Searches over chains of stages, on arrays: exact (`grow`), and at random with noise that dies down (`anneal`).
-Decides which pipeline has the shortest step; knows no names.
+"""Loops that search for the pipeline with the shortest step, on arrays: exact (`grow`) and simulated annealing.
 
-The costs are those of `pipeline.Pipeline.extend`, operation by operation, so that both give the same bits. Runs as it
-stands or compiled (`compiled`): nothing here but loops over numbers. Random numbers come from a seed.
+The costs repeat `pipeline.Pipeline.extend` operation by operation, so that both give the same bits. The functions run
+as plain Python or as machine code (`compiled`), so they contain only loops over numbers. Random numbers come from a
+seed.
 
-Neighbours: `pipeline` (the formulas), `search` (fills `Tables`, calls `grow`), `annealing` (calls `fill`, `anneal`).
+`pipeline` has the formulas, `search` fills `Tables` and calls `grow`, `annealing` calls `fill` and `anneal`. A "way" is
+an index into `Pipeline.ways`: one combination of `levers.Levers` by which a stage saves memory.
 """
 
 from __future__ import annotations
@@ -22,67 +23,67 @@ _FACTOR = 48271
 
 
 class Tables(NamedTuple):
-    """What the loops look up: P peers (index P: the job owner), L blocks."""
+    """Costs for the loops: P peers (index P: the job owner), L blocks, W ways to save memory."""
 
     flops: Floats
-    """[W, L, L + 1]: of blocks [a, b) in each way to fit a memory; likewise the next five."""
+    """[W, L, L + 1]: FLOPs of blocks [a, b) in each way; the next five arrays have the same shape."""
     read_bytes: Floats
     slot_bytes: Floats
     trained_bytes: Floats
     stage_bytes: Floats
-    """What the stage takes with nothing in flight."""
+    """Memory of the stage with nothing in flight."""
     flight_bytes: Floats
-    """What one microbatch in flight takes."""
+    """Memory of one microbatch in flight."""
     needless: Integers
-    """[W]: mask of the ways that are no better where this one has room for all microbatches."""
+    """[W]: mask of the ways that are no better if this way has room for all microbatches."""
     able: npt.NDArray[np.bool_]
-    """[P, W]"""
+    """[P, W]: True if the peer's backend supports the way."""
     pinned: Integers
-    """[L]: the peer that must hold the block; -1 for most. Empty: no pins."""
+    """[L]: the peer that must hold the block, -1 if none must. Empty: no pins."""
     only: int
-    """A peer that holds its pins and nothing else, or -1."""
+    """The peer that holds its pinned blocks and nothing else, or -1."""
     only_blocks: int
     speed: Floats
-    """[P, W]"""
+    """[P, W]: FLOP/s."""
     away_bytes_per_s: Floats
-    """[P]: of weights that lie elsewhere."""
+    """[P]: speed of reading offloaded weights."""
     file_bytes_per_s: Floats
-    """[P]: of optimizer state in a file."""
+    """[P]: speed of reading or writing optimizer state in a file."""
     busy_s: Floats
-    """[P]: the owner's loss stage on the same machine."""
+    """[P]: seconds per microbatch that the owner's loss stage takes on the same machine."""
     commit_s: Floats
-    """[P]: of a pipeline that begins there."""
+    """[P]: round trip to the job owner, once per step, of a pipeline whose first stage is on the peer."""
     bandwidth: Floats
     """[P + 1, P + 1], bytes per second from row to column."""
     latency_s: Floats
     shared: npt.NDArray[np.bool_]
-    """Whether the hop occupies both access links."""
+    """[P + 1, P + 1]: True if the hop occupies both access links."""
     up: Floats
     down: Floats
     forward_bytes: Floats
-    """[L + 1]: over each cut."""
+    """[L + 1]: bytes over each cut, per microbatch."""
     gradient_bytes: Floats
     least_bytes: Floats
-    """[L + 1]: of blocks [0, b), in whatever way."""
+    """[L + 1]: memory of blocks [0, b) in the way that takes least."""
     memory_bytes: Floats
-    """[P]"""
+    """[P]: memory that the peer lends."""
     roomiest: Integers
     """[P]: peers by memory, the largest first."""
     twins: Integers
-    """[P]: mask of earlier peers that cost the same and must be used before."""
+    """[P]: mask of earlier peers with equal costs, which must be used before this peer."""
     periods: Floats
-    """[K + 1]: ascending. `before_s` holds between neighbours."""
+    """[K + 1]: ascending bounds of K intervals of the period; `before_s` has one entry per interval."""
     before_s: Floats
-    """[K, P, L + 1]: least transit of all before a stage that begins there, prices of the peers used included; inf
-    where nothing leads there."""
+    """[K, P, L + 1]: least transit of all stages before one that begins at this cut, including the prices of the peers
+    used; inf if no stages lead there."""
     prices_s: Floats
-    """[K, P]: of using a peer."""
+    """[K, P]: price of using a peer (Lagrange multiplier)."""
     all_s: Floats
-    """[K]: of all peers together."""
+    """[K]: sum of the prices of all peers."""
 
 
 class Labels(NamedTuple):
-    """Suffixes in the order they were found; number 0 is the tail. [budget + 2] each."""
+    """Suffixes of pipelines in the order they were found; number 0 is the tail. Each array has shape [budget + 2]."""
 
     mask: Integers
     head: Integers
@@ -93,13 +94,13 @@ class Labels(NamedTuple):
     down_s: Floats
     update_s: Floats
     rest: Integers
-    """The suffix without its first stage."""
+    """Number of the suffix without its first stage."""
     after: Integers
-    """The next one of the same state; 0 at the end."""
+    """Number of the next suffix of the same state; 0 at the end of the list."""
     beaten: npt.NDArray[np.bool_]
     first: Integers
-    """[slots]: per state its first suffix, 0 for a free slot (the tail is in none). A state lies in the first free
-    slot from its key on."""
+    """[slots]: hash table with the first suffix of each state, 0 for a free slot (the tail is not in it). A state lies
+    in the first free slot from its key on."""
 
 
 Suffix = tuple[int, int, float, float, float, float, float]
@@ -107,7 +108,7 @@ Suffix = tuple[int, int, float, float, float, float, float]
 
 
 def held(tables: Tables, microbatches: int, peer: int, start: int, end: int, way: int) -> int:
-    """Microbatches that fit beside the stage, at most `microbatches`; negative where the stage itself does not."""
+    """Microbatches that fit in memory beside the stage, at most `microbatches`; -1 if the stage itself does not fit."""
     free = tables.memory_bytes[peer] - tables.stage_bytes[way, start, end]
     if free < 0 or not tables.able[peer, way]:
         return -1
@@ -118,7 +119,7 @@ def held(tables: Tables, microbatches: int, peer: int, start: int, end: int, way
 
 
 def allowed(tables: Tables, peer: int, start: int, end: int) -> bool:
-    """Whether no pin is in the way."""
+    """Return whether the pins allow blocks [start, end) on `peer`."""
     if tables.pinned.shape[0] == 0:
         return True
     if peer == tables.only and end - start != tables.only_blocks:
@@ -130,7 +131,7 @@ def allowed(tables: Tables, peer: int, start: int, end: int) -> bool:
 
 
 def compute_s(tables: Tables, peer: int, start: int, end: int, way: int) -> float:
-    """Forward and backward of one microbatch."""
+    """Seconds of one microbatch's forward and backward pass."""
     seconds: float = tables.flops[way, start, end] / tables.speed[peer, way]
     if tables.read_bytes[way, start, end] > 0:
         seconds += tables.read_bytes[way, start, end] / tables.away_bytes_per_s[peer]
@@ -138,7 +139,7 @@ def compute_s(tables: Tables, peer: int, start: int, end: int, way: int) -> floa
 
 
 def update_s(tables: Tables, peer: int, start: int, end: int, way: int) -> float:
-    """What files add to an update."""
+    """Seconds that reading and writing offloaded state adds to an optimizer update."""
     seconds: float = tables.slot_bytes[way, start, end] / tables.file_bytes_per_s[peer]
     return seconds + tables.trained_bytes[way, start, end] / tables.away_bytes_per_s[peer]
 
@@ -146,9 +147,9 @@ def update_s(tables: Tables, peer: int, start: int, end: int, way: int) -> float
 def extend(
     tables: Tables, microbatches: int, stages: int, suffix: Suffix, peer: int, start: int, way: int
 ) -> tuple[int, Suffix]:
-    """Put [start, end) on `peer` before a suffix of so many stages, in this way. No pin is looked at.
+    """Put blocks [start, end) on `peer`, in this way, before a suffix of `stages` stages. Pins are not checked.
 
-    Returns what is held and the longer suffix; held < 0: memory can't hold it.
+    Returns the number of microbatches that fit and the longer suffix; -1 if memory is too small.
     """
     end, head, period_s, transit_s, head_up_s, head_down_s, longest_s = suffix
     room = held(tables, microbatches, peer, start, end, way)
@@ -183,7 +184,7 @@ def extend(
 def longer(
     tables: Tables, microbatches: int, stages: int, suffix: Suffix, peer: int, start: int
 ) -> tuple[int, Suffix, int]:
-    """As `extend`, in the way with the shortest step so far, which comes last."""
+    """Like `extend`, in the way with the shortest step so far. Also returns that way; -1 if none fits."""
     best = suffix
     best_room = best_way = -1
     best_s = np.inf
@@ -206,11 +207,12 @@ def longer(
 
 
 def rest_s(tables: Tables, rounds: int, mask: int, peer: int, start: int, period_s: float) -> float:
-    """Least `rounds` periods and transit before a stage that begins at `start`, the suffix's period being `period_s`.
+    """Lower bound on `rounds` periods plus the transit before a stage on `peer` that begins at `start`, for a suffix
+    with period `period_s`.
 
-    For each interval of periods the transit before is at least what prices say, less the prices of peers that are not
-    used: a Lagrangian bound, whatever the prices. Peers of the suffix can't come again, so theirs are given back too
-    little rather than too much.
+    For each interval of periods the transit is at least the priced transit less the prices of all peers outside the
+    suffix `mask`: a Lagrangian bound, valid for any prices. Peers of the suffix can't be used again, so their prices
+    are not subtracted.
     """
     least = np.inf
     for place in range(tables.before_s.shape[0]):
@@ -233,7 +235,7 @@ def rest_s(tables: Tables, rounds: int, mask: int, peer: int, start: int, period
 
 
 def bit(power: int) -> int:
-    """Of a power of two its logarithm."""
+    """Base-2 logarithm of a power of two."""
     place = 0
     while power > 1:
         power >>= 1
@@ -252,10 +254,10 @@ def grow(
     best_s: float,
     budget: int,
 ) -> tuple[int, int, float, int, bool]:
-    """Lengthen label 0, the tail, to whole pipelines of fewer than `best_s` seconds, at most `budget` extensions.
+    """Extend label 0, the tail, to whole pipelines of fewer than `best_s` seconds, with at most `budget` extensions.
 
-    Returns the label and the peer put before it of the best one (-1 if none beats `best_s`), its seconds, the number of
-    extensions, and whether everything was looked at.
+    Returns the label of the best pipeline without its first stage and the peer of that stage (-1 if no pipeline beats
+    `best_s`), the step in seconds, the number of extensions, and whether the search was complete.
     """
     peers = tables.busy_s.shape[0]
     ways = tables.flops.shape[0]
@@ -321,7 +323,7 @@ def grow(
                         before_s = rest_s(tables, rounds, used, peer, start, period_s)
                         if transit_s + longest_s + before_s >= best_s:
                             continue
-                        # The state's suffixes hang together; what beats the new one, or is beaten by it, is among them.
+                        # Suffixes of one state form a list; only they can dominate the new one or be dominated by it.
                         slot = ((used * peers + peer) * (length + 1) + start) % slots
                         while labels.first[slot] > 0:
                             other = labels.first[slot]
@@ -386,7 +388,8 @@ def grow(
 
 
 def by_start(starts: Integers, begin: int, end: int, length: int) -> Integers:
-    """Labels from `begin` to `end`, those with the least before them first: what they lead to prunes the others."""
+    """Labels from `begin` to `end`, sorted by first block: those with the fewest blocks left come first, because the
+    pipelines they lead to prune the others."""
     places = np.zeros(length + 2, dtype=np.int64)
     for label in range(begin, end):
         places[starts[label] + 1] += 1
@@ -400,7 +403,7 @@ def by_start(starts: Integers, begin: int, end: int, length: int) -> Integers:
 
 
 def room_bytes(tables: Tables, used: int, left: int) -> float:
-    """What the `left` largest free peers lend."""
+    """Memory that the `left` largest unused peers lend."""
     room = 0.0
     count = 0
     for place in range(tables.roomiest.shape[0]):
@@ -432,8 +435,9 @@ def step_s(
     count: int,
     limit_s: float,
 ) -> float:
-    """Of the pipeline of `order[k]` holding [cuts[k], cuts[k + 1]) for k < count before `tail`, each stage in the way
-    that is best for what lies behind it; inf if it doesn't fit or takes `limit_s` or longer."""
+    """Step time of the pipeline in which `order[k]` holds blocks [cuts[k], cuts[k + 1]) for k < count, before `tail`.
+    Each stage takes the way that is best with the stages after it. Returns inf if the pipeline doesn't fit, violates a
+    pin, or takes `limit_s` or longer."""
     suffix = tail
     for place in range(count - 1, -1, -1):
         stages = tail_stages + count - 1 - place
@@ -454,8 +458,8 @@ def fill(
     order: Integers,
     cuts: Integers,
 ) -> int:
-    """Stages of at most `period_s`, the last first, by the peers as they are ranked, each as long as it can be; into
-    `order` and `cuts`. Returns how many; 0 if they end before the first block."""
+    """Fill stages from the last to the first with the peers of `ranked` in turn, each stage as long as `period_s` and
+    memory allow. Writes `order` and `cuts`; returns the number of stages, 0 if they don't reach the first block."""
     suffix = tail
     count = 0
     for place in range(ranked.shape[0]):
@@ -496,8 +500,8 @@ def anneal(
     heat: float,
     seed: int,
 ) -> tuple[int, float]:
-    """Change the pipeline at random, `rounds` times: cuts move, stages change places or peers, come and go. What is no
-    slower is kept, and at first also what is slower by about `heat` of a step.
+    """Change the pipeline at random, `rounds` times: move cuts, exchange stages or peers, add and drop stages. A change
+    is kept if the step gets no longer, and at first also if it gets longer by about the fraction `heat`.
 
     Leaves the fastest pipeline seen in `order` [P] and `cuts` [P + 1]; returns its stages and seconds.
     """
@@ -508,7 +512,7 @@ def anneal(
     best_count = count
     best_order = order.copy()
     best_cuts = cuts.copy()
-    # All peers: those of the pipeline first, in its order; behind them whoever is free.
+    # All peers: first those of the pipeline in its order, then the unused ones.
     line = np.zeros(peers, dtype=np.int64)
     line[:count] = order[:count]
     place = count
@@ -537,7 +541,7 @@ def anneal(
         state = state * _FACTOR % _MODULUS
         draw = state
         if move <= 2:
-            # A block or two from one stage to another: every cut between them moves.
+            # Move a block or two from one stage to another: every cut between them moves.
             first, last = min(one, other), max(one, other)
             if move == 0:
                 last = min(first + 1, count - 1)
@@ -545,7 +549,7 @@ def anneal(
             for cut in range(first + 1, last + 1):
                 bounds[cut] += shift
         elif move == 3:
-            # Two stages change places; every other time their lengths go along.
+            # Two stages exchange their peers; every other time also their lengths.
             line[one], line[other] = line[other], line[one]
             if draw % 2:
                 first, last = min(one, other), max(one, other)
@@ -553,7 +557,7 @@ def anneal(
                 for cut in range(first + 1, last + 1):
                     bounds[cut] += shift
         elif move == 4:
-            # A stage goes elsewhere with its length.
+            # A peer moves to another place in the pipeline and keeps its length.
             peer = line[one]
             while one < other:
                 line[one] = line[one + 1]
@@ -565,7 +569,7 @@ def anneal(
                 one -= 1
             line[one] = peer
         elif move == 5:
-            # Another peer for a stage.
+            # An unused peer replaces the peer of a stage.
             if count == peers:
                 continue
             free_at = count + draw % (peers - count)
@@ -589,7 +593,7 @@ def anneal(
                 bounds[behind] = bounds[behind + 1]
             count -= 1
         else:
-            # One stage more: somebody free takes part of a stage, before or after it.
+            # One stage more: an unused peer takes part of a stage, before or after it.
             size = bounds[one + 1] - bounds[one]
             if count >= most or count == peers or size < 2:
                 continue

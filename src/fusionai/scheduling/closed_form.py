@@ -1,19 +1,19 @@
-"""Steps and passes of equal stages in closed form, from plain numbers. Decides nothing; knows no device and no model.
+"""Closed-form time of a training step and of a serving pass over equal stages, from plain numbers.
 
     hop  = compute + transfer + 2 * latency
-    step = M * (compute + transfer) + (P - 1) * hop + sync         sending and computing in turn
-    step = the longest of, sending beside computing:
-           M * compute + (P - 1) * hop                             the last stage never rests
+    step = M * (compute + transfer) + (P - 1) * hop + sync         if sending and computing alternate
+    step = the longest of these, if sending overlaps computing:
+           M * compute + (P - 1) * hop                             the last stage is never idle
            (M - 1) * larger + (P - 1) * hop + compute              the first uplink, or the last
            M * transfer + (P - 2) * hop + forward - gradient       an inner uplink
            sync
 
 An inner stage's uplink carries the activation of one microbatch and the gradient of another: `transfer` is both, and
 `larger` the larger of them. It begins a hop earlier than the last stage, and ends with the gradient that it sends last.
-Where sending is hidden, so is the synchronisation of replicas: it then counts only where it takes longer than the rest.
-The terms are public so that a discrete-event run can be given the same numbers and held against the same result.
+If sending is hidden, so is the synchronisation of replicas: it counts only if it takes longer than the rest. The terms
+are public so that a discrete-event run can take the same numbers and compare its result.
 
-Neighbours: `analysis` derives the terms from models, devices and links; `pipeline` has the formulas of unequal stages.
+`analysis` derives the terms from models, devices and links; `pipeline` has the formulas of unequal stages.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ Limit = Literal["compute", "links", "latency", "synchronisation", "memory bandwi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTerms:
-    """One training step of `replicas` equal pipelines. Seconds are those of one microbatch on one stage or hop."""
+    """One training step of `replicas` equal pipelines. Seconds are per microbatch on one stage or hop."""
 
     stages: int
     replicas: int
     microbatches: int
-    """Of one replica."""
+    """Microbatches of one replica in a step."""
     forward_s: float
     backward_s: float
-    """With the recomputation, if there is one."""
+    """Backward pass, including recomputation if there is any."""
     activation_s: float
     gradient_s: float
     latency_s: float
-    """One way."""
+    """Latency in one direction."""
     sync_s: float
-    """Of a stage's gradients (or of what local updates exchange) among replicas, per step."""
+    """Time per step in which replicas exchange a stage's gradients (or the tensors of local updates)."""
     overlapped: bool
 
     @property
@@ -54,7 +54,7 @@ class PipelineTerms:
 
     @property
     def uplink_s(self) -> float:
-        """What the busiest uplink carries of one microbatch."""
+        """Sending time of one microbatch on the busiest uplink."""
         return self.transfer_s if self.stages > 2 else max(self.activation_s, self.gradient_s)
 
     @property
@@ -69,12 +69,12 @@ class PipelineTerms:
 
     @property
     def fill_s(self) -> float:
-        """The first microbatch's way there and back, over what the last stage computes of it."""
+        """Time the first microbatch needs to the last stage and back, without the last stage's computing."""
         return (self.stages - 1) * self.hop_s
 
     @property
     def pipeline_s(self) -> float:
-        """A step without synchronisation."""
+        """Duration of a step without synchronisation."""
         if not self.overlapped:
             return self.microbatches * self.period_s + self.fill_s
         larger_s = max(self.activation_s, self.gradient_s)
@@ -92,15 +92,15 @@ class PipelineTerms:
 
     @property
     def in_flight(self) -> int:
-        """Microbatches the first stage must keep for the formulas to hold. A round trip's worth and two hide the links
-        as long as nothing waits in turn; where links or stages are nearly as slow as each other, much does, and twice
-        the round trip's worth is what discrete-event runs need to stay within 4 % of the formula (once: up to
-        half slower)."""
+        """Microbatches the first stage must keep in flight for the formulas to hold. One round trip's worth plus two
+        hides the links if nothing queues. If links or stages are nearly equally slow, microbatches do queue: in
+        discrete-event runs twice the round trip's worth stayed within 4 % of the formula, a single round trip's worth
+        was up to half slower."""
         return min(self.microbatches, 2 * ceil(self.fill_s / self.period_s) + 2)
 
     @property
     def limit(self) -> Limit:
-        """What the largest part of a step is spent on."""
+        """The resource that takes the largest part of a step."""
         parts: dict[Limit, float] = {
             "synchronisation": self.sync_s,
             "compute": self.microbatches * self.compute_s,
@@ -112,16 +112,17 @@ class PipelineTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationTerms:
-    """All resident sessions of `replicas` equal pipelines get one token a round. `passes` of `rows` sessions (or of
-    so many positions of a sequence) are in flight; seconds are those of one pass on one stage or hop. `hops`: with the
-    way back to the first stage, one fewer where nothing goes back."""
+    """Decoding round of `replicas` equal pipelines, in which every resident session gets one token.
+
+    `passes` passes are in flight, each with `rows` sessions (or `rows` positions of a sequence). Seconds are per pass
+    on one stage or hop. `hops`: hops of a pass, including the one back to the first stage if there is one."""
 
     stages: int
     replicas: int
     passes: int
     rows: float
     weights_s: float
-    """Reading the stage's weights and the cache of the pass from memory."""
+    """Time to read the stage's weights and the cache of the pass from memory."""
     compute_s: float
     overhead_s: float
     transfer_s: float
@@ -130,12 +131,12 @@ class GenerationTerms:
 
     @property
     def sessions(self) -> int:
-        """Of one replica."""
+        """Resident sessions of one replica."""
         return round(self.passes * self.rows)
 
     @property
     def returns(self) -> bool:
-        """Whether the last stage's result goes to the first one. A lone stage has it already."""
+        """True if the first stage gets the last stage's result; a single stage has it already."""
         return self.hops >= self.stages or self.stages == 1
 
     @property
@@ -144,7 +145,7 @@ class GenerationTerms:
 
     @property
     def trip_s(self) -> float:
-        """Of one pass through all stages and back: no session gets a token sooner (Little's law)."""
+        """Time of one pass through all stages and back: the least time between two tokens of a session."""
         return self.stages * self.stage_s + self.hops * (self.latency_s + self.transfer_s)
 
     @property

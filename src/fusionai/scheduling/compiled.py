@@ -1,13 +1,12 @@
-"""Loops over numbers, compiled where numba is installed. Decides how a function runs, never what it returns.
+"""Compiles numeric loops to machine code where numba is installed; the results are the same either way.
 
-Kernels are plain functions over numpy arrays in modules named `*_kernels`. `compiled(kernel)` gives the same function
-as machine code; the kernels it calls are compiled with it. Where numba is missing it gives the function itself, which
-returns the same numbers, only later. Numba is loaded by the first call of `compiled`, never by an import, and what it
-has compiled is kept on disk beside the kernels (or in the user's cache directory): only the first run of an
-installation waits for the compiler.
+Kernels are plain functions over numpy arrays in modules named `*_kernels`. `compiled(kernel)` returns the same function
+as machine code; the kernels it calls are compiled with it. Without numba it returns the function itself, which is
+slower. Numba is loaded by the first call of `compiled`, never by an import. The machine code is cached on disk beside
+the kernels (or in the user's cache directory), so only the first run of an installation waits for the compiler.
 
-A kernel may be called as it is: small problems end sooner than numba loads. Neighbours: `search`, `improvement`,
-`coverage`, `latency` choose between the two.
+A kernel may also be called directly: small problems are solved before numba has loaded. Callers such as `search` choose
+between the two.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ _COMPILED: Final[dict[Callable[..., object], Callable[..., Any]]] = {}
 
 
 def compiled(kernel: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`kernel` as machine code; as it is where numba is missing. It and the kernels it calls are of one module: numba's
-    cache on disk notices changes of that file alone."""
+    """Return `kernel` as machine code, or unchanged if numba is missing. Kernels that it calls must be in its own
+    module, because numba's disk cache only notices changes of that file."""
     if not available():
         return kernel
     return cast("Callable[Arguments, Result]", _compiled(cast("FunctionType", kernel)))
@@ -35,7 +34,7 @@ def compiled(kernel: Callable[Arguments, Result]) -> Callable[Arguments, Result]
 
 @cache
 def available() -> bool:
-    """Whether kernels run as machine code."""
+    """Return whether kernels can run as machine code."""
     try:
         return find_spec("numba") is not None
     except ValueError:
@@ -46,7 +45,7 @@ def _compiled(kernel: FunctionType) -> Callable[..., Any]:
     known = _COMPILED.get(kernel)
     if known is not None:
         return known
-    # Numba looks called functions up among the globals and wants them compiled: a copy of the function gets its own.
+    # Numba finds called functions in the globals and needs them compiled, so a copy of the kernel gets its own globals.
     names = dict(kernel.__globals__)
     for name in kernel.__code__.co_names:
         called = names.get(name)

@@ -1,11 +1,11 @@
-"""Which boundary of a pipeline is packed how, where the job leaves that to the plan. Decides codecs, not stages.
+"""Chooses the codec of each boundary of a pipeline whose stages are fixed, if the job's compression is `adaptive`.
 
-As AdaTopK (arXiv 2410.12707) does with its ratios, a slow link gets a small codec and a fast one a large one, up to
-none: stages are cut as if all were as small as can be; then codecs grow, one by one, where that costs a step least,
-until it would cost too much. A plan with the same stages as the one in force keeps its codecs: a replay packs
-as before.
+A slow link gets a small codec and a fast link a large one, up to `none`, as AdaTopK (arXiv 2410.12707) does with its
+ratios. Stages are cut as if every boundary had the smallest codec. Then codecs grow one rung at a time, each time where
+the step gets longer by the least, until a step would exceed `SLACK`. A plan with the same stages as the running plan
+keeps its codecs, so that a replay packs as before.
 
-Neighbours: `planner` asks; `pipeline` prices; `wire.codecs` has the ladder.
+`planner` calls this module, `pipeline` has the prices, `wire.codecs` the codecs in order of size.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fusionai.scheduling.types import Plan
 from fusionai.wire.codecs import FOR_PLANS, Codec, gently
 
 SLACK: Final = 1.05
-"""So much longer than with the smallest codecs a step may take for less loss."""
+"""Largest step time relative to the smallest codecs, chosen: the price accepted for codecs that lose less."""
 
 
 def lightened(pipeline: Pipeline, best: Suffix) -> tuple[Pipeline, Suffix, tuple[Codec, ...]]:
-    """`pipeline` with each boundary's codec, `best` in it, and the codecs, one per boundary."""
+    """Return `pipeline` with the chosen codecs, the stages of `best` priced in it, and the codecs, one per boundary."""
     pool = list(pipeline.pool_stages(best))
     order, cuts = [stage.head for stage in pool], [*(stage.start for stage in pool), pipeline.chain.length]
     ends = [pipeline.chain.blocks[cut - 1].block for cut in cuts[1:]]
     if pipeline.loss is None:
-        ends.pop()  # nothing lies behind the last stage
+        ends.pop()  # The pool's last stage has the loss and sends nothing on.
 
     def priced(codecs: Mapping[int, Codec]) -> tuple[Pipeline, Suffix] | None:
         other = pipeline.with_codecs(codecs)
@@ -45,7 +45,7 @@ def lightened(pipeline: Pipeline, best: Suffix) -> tuple[Pipeline, Suffix, tuple
     result = (pipeline, best)
     budget_s = pipeline.step_s(best) * SLACK
     while True:
-        # One rung up where that costs the step least, as long as one does not cost too much.
+        # One rung up at the boundary where the step stays shortest, while any stays within the budget.
         larger = [
             _with(chosen, end, FOR_PLANS[FOR_PLANS.index(chosen[end]) - 1])
             for end in ends
@@ -67,7 +67,7 @@ def _with(codecs: Mapping[int, Codec], end: int, codec: Codec) -> dict[int, Code
 
 
 def _kept(pipeline: Pipeline, cuts: list[int], ends: list[int]) -> Mapping[int, Codec] | None:
-    """Of the plan in force, if its stages are these."""
+    """Codecs of the running plan if it has the same stages, otherwise None."""
     running: Plan | None = pipeline.problem.incumbent
     if running is None or not running.codecs:
         return None
@@ -81,7 +81,7 @@ def _kept(pipeline: Pipeline, cuts: list[int], ends: list[int]) -> Mapping[int, 
 
 
 def shown(codecs: tuple[Codec, ...]) -> str:
-    """For people: `int8`, or boundary by boundary where they differ."""
+    """Human-readable codecs: `int8` if all are equal, otherwise a list by boundary."""
     if len(set(codecs)) == 1:
         return codecs[0]
     return ", ".join(f"{number} to {number + 1} {codec}" for number, codec in enumerate(codecs))

@@ -1,15 +1,16 @@
-"""Simple ways to lay a model over many peers, by the planner's own cost function: first guesses, and yardsticks.
+"""Simple layouts of a model over many peers, priced by the planner's cost function: first guesses and baselines.
 
-equal           every stage as many blocks, as many stages as some peer can hold and pay; peers to the weakest stage
+equal           stages of equal length, in the number that covers best; each peer joins the weakest stage it can hold
 memory          chains whose peers hold blocks in proportion to memory (exo's ring)
 speed           chains whose peers hold blocks in proportion to speed, as far as memory goes
 greedy          each peer takes the window whose sorted throughputs are lexicographically lowest, then moves while that
                 helps (Petals' servers)
-filled          chains of as few peers as hold the model, as many chains as pay, speeds poured over each (Parallax)
+filled          short chains, in the number that covers best; each peer joins the chain with the least room, blocks in
+                proportion to speed (Parallax)
 clustered       chains of peers with similar bandwidth, blocks in proportion to speed (OP-Fence)
 
-Each peer of a chain counts with its own rate, not the chain's: a chain's slowest peer holds up nobody else here, which
-flatters all of them. Neighbours: `coverage` starts from the best, `benchmarks/planner.py` prints them side by side.
+Each peer of a chain counts with its own rate, not the chain's: the slowest peer of a chain does not slow down the
+others here, which overrates all chains. `coverage` starts from the best layout, `benchmarks/planner.py` compares them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fusionai.scheduling.swarm import idle, stretches
 
 
 def equal(swarm: Swarm) -> Layout:
-    """The best number of stages."""
+    """Stages of equal length; the number of stages with the highest least cover."""
     length = swarm.reach.shape[1]
     return _best(swarm, (_stages(swarm, count) for count in range(1, length + 1)))
 
@@ -46,7 +47,7 @@ def greedy(swarm: Swarm) -> Layout:
 
 
 def filled(swarm: Swarm) -> Layout:
-    """Peers with the most room first, so that chains are short; the number of chains that covers best."""
+    """Chains filled with the roomiest peers first, so that chains are short; the number of chains that covers best."""
     order = [int(p) for p in np.lexsort((-swarm.speed, -_room(swarm)))]
     room = _room(swarm)
     length = swarm.reach.shape[1]
@@ -71,7 +72,7 @@ CONSTRUCTIONS: Final[dict[str, Callable[[Swarm], Layout]]] = {
 
 
 def _room(swarm: Swarm) -> Integers:
-    """[N]: blocks that a peer can hold somewhere."""
+    """[N]: the most consecutive blocks that a peer can hold."""
     return stretches(swarm).max(axis=1)
 
 
@@ -84,7 +85,7 @@ def _best(swarm: Swarm, layouts: Iterable[Layout]) -> Layout:
 
 
 def _stages(swarm: Swarm, count: int) -> Layout:
-    """Equal stages, each peer in turn to the weakest of those it can hold."""
+    """`count` equal stages; each peer in turn joins the weakest stage it can hold."""
     layout = idle(swarm)
     length = swarm.reach.shape[1]
     cuts = [round(length * k / count) for k in range(count + 1)]
@@ -99,7 +100,7 @@ def _stages(swarm: Swarm, count: int) -> Layout:
 
 
 def _chains(swarm: Swarm, order: Sequence[int], weights: Floats) -> Layout:
-    """In this order, as many peers to a chain as hold the model; each takes its part by weight."""
+    """Chains of peers in this order, each as long as needed to hold the model; blocks in proportion to `weights`."""
     layout = idle(swarm)
     length = swarm.reach.shape[1]
     room = _room(swarm)
@@ -117,7 +118,7 @@ def _chains(swarm: Swarm, order: Sequence[int], weights: Floats) -> Layout:
 
 
 def _dealt(swarm: Swarm, order: Sequence[int], count: int) -> Layout:
-    """`count` chains, each peer to the one with the least room so far; blocks by speed."""
+    """`count` chains; each peer joins the chain with the least room so far; blocks in proportion to speed."""
     layout = idle(swarm)
     room = _room(swarm)
     held = np.zeros(count)
@@ -134,7 +135,8 @@ def _dealt(swarm: Swarm, order: Sequence[int], count: int) -> Layout:
 
 
 def _lay(swarm: Swarm, layout: Layout, chain: Sequence[int], room: Integers, weights: Floats) -> bool:
-    """Whether the chain holds the model with blocks in proportion to `weights`, as far as memory goes."""
+    """Give the chain's peers blocks in proportion to `weights`, as far as memory allows. Returns False and changes
+    nothing if the chain can't hold the model."""
     length = swarm.reach.shape[1]
     rest = float(sum(weights[peer] for peer in chain))
     later = int(sum(room[peer] for peer in chain))
@@ -143,7 +145,7 @@ def _lay(swarm: Swarm, layout: Layout, chain: Sequence[int], room: Integers, wei
     for peer in chain:
         later -= int(room[peer])
         wanted = round((length - start) * float(weights[peer]) / rest) if rest > 0 else length - start
-        # Whatever those behind can't hold has to go here.
+        # This peer must take the blocks that the peers after it can't hold.
         wanted = max(wanted, length - start - later)
         end = min(start + wanted, int(swarm.reach[peer, start]) if start < length else length)
         if end > start:

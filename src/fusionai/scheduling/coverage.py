@@ -1,16 +1,16 @@
-"""Many holders for each block: which interval of blocks every peer of a large pool takes. Decides no route and no step.
+"""Assigns an interval of blocks to every peer of a large pool, so that each block has many holders.
 
 Peer i holds its own [a_i, b_i) and passes as many microbatches a second as its compute and its access link allow. A
-block's cover is the sum over its holders; the pool's throughput is the least cover. Microbatches find their way from
-holder to holder; nobody waits for a partner, and whoever comes or goes changes its own interval only.
+block's cover is the sum over its holders; the pool's throughput is the least cover. Microbatches are routed from
+holder to holder: no peer waits for a fixed partner, and a peer that joins or leaves changes only its own interval.
 
-Peers take their best interval in turn, again and again, while evenness is weighed ever more sharply. From there, or
-from the best of the simple constructions (`constructions`) in small pools, some are taken away and laid again, with
-noise that dies down (`coverage_kernels`). `coverage_bound` says how far from the optimum the result can be.
-Deterministic: effort is counted, random numbers come from a seed.
+The peers take their best interval in turn, many times, while uneven cover is penalised more and more. From this layout
+or, in small pools, the best simple one (`constructions`), simulated annealing removes and places peers again
+(`coverage_kernels`). `coverage_bound` bounds the distance from the optimum. Deterministic: effort is a count, random
+numbers come from a seed.
 
-Not counted: gradients that holders of a block exchange, hops between holders beyond their access links, caches.
-Neighbours: `planner` makes plans of one replica, `many_holders` holds this against them.
+Not counted: gradients that holders of a block exchange, hops between holders beyond their access links, caches. Routes
+and steps are not planned here. `planner` makes plans of one replica, `many_holders` compares both.
 """
 
 from __future__ import annotations
@@ -36,27 +36,29 @@ from fusionai.scheduling.swarm import idle, needed_bytes, stretches, swarm_of
 from fusionai.scheduling.types import Certificate, Excluded, PeerProfile, Problem
 
 IN_FLIGHT: Final = 2
-"""One microbatch in work, one waiting."""
+"""Microbatches a holder has room for: one in work and one waiting."""
 SMALL: Final = 600
-"""Peers up to which the simple constructions are tried as starts and intervals are laid anew at length."""
+"""Most peers of a small pool. Up to here the simple constructions are tried as starts, and annealing has several
+starts; chosen."""
 CLOSE: Final = 5e-4
-"""A gap to the bound that more effort is not spent on."""
+"""Relative gap to the bound at which the search ends, chosen."""
 EFFORT: Final = 240_000_000
-"""Intervals looked at while peers are laid again."""
+"""Most intervals evaluated by the search, chosen."""
 SLOW_EFFORT: Final = 500_000
-"""Where nothing can be compiled."""
+"""Most intervals evaluated if kernels can't be compiled."""
 SWEEPS: Final = 60
 CREW: Final = 3
-"""Most peers that are laid again at once."""
+"""Most peers that annealing removes and places again in one round."""
 STARTS: Final = 12
 MOST_ROUNDS: Final = 400_000
 PROOF_ROUNDS: Final = 120
 _SHARPNESS: Final = (0.5, 2000.0)
-"""From first to last sweep, per unit of the bound."""
+"""Sharpness of the first and of the last sweep, divided by the bound."""
 
 
 class _Shake(NamedTuple):
-    """Sharpness at first and at last, per unit of the least cover; how bold the moves and how warm the start."""
+    """Parameters of one annealing run. `first`, `last`: sharpness at the start and the end, divided by the least cover;
+    `noise` and `heat` as in `coverage_kernels.shake`."""
 
     first: float
     last: float
@@ -78,31 +80,32 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     peer: str
     blocks: tuple[int, int]
     rate_per_s: float
-    """Microbatches that pass through it, if they come."""
+    """Microbatches a second that the peer can pass."""
     memory_bytes: int
     memory_limit_bytes: int
 
 
 class CoveragePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Who holds what, and what passes through all of it together."""
+    """The interval of every peer and the throughput of all peers together."""
 
     graph_hash: str
     holdings: tuple[Holding, ...]
-    """By first block, then by peer."""
+    """Sorted by blocks, then by peer."""
     idle: tuple[str, ...]
-    """Usable peers that no interval is worth giving to."""
+    """Usable peers without an interval."""
     excluded: tuple[Excluded, ...]
     microbatches_per_s: float
     tokens_per_s: float
     scarcest_block: int
     least_holders: int
-    """Of any block: with one, its loss stops everything until somebody has loaded it."""
+    """Fewest holders of any block. If it is 1, losing that peer stops all work until another peer has loaded the
+    block."""
     certificate: Certificate
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """`cover`: microbatches a second; no layout passes more than `bound`."""
+    """A layout with its least cover and the upper bound for any layout, in microbatches a second."""
 
     layout: Layout
     cover: float
@@ -111,8 +114,8 @@ class Solved:
 
 
 def cover(problem: Problem, *, in_flight: int = IN_FLIGHT, seed: int = 0, effort: int = EFFORT) -> CoveragePlan:
-    """The plan with the most microbatches a second. Raises `PlanError` if some block fits nobody. `problem.stages`,
-    `microbatches` and `links` say nothing here."""
+    """Return the plan with the most microbatches a second. Raises `PlanError` if a block fits no peer.
+    `problem.stages`, `microbatches` and `links` are ignored."""
     check_blocks(problem.blocks)
     check_names(problem)
     loss_elsewhere = place_of(problem, "loss") == "owner"
@@ -167,7 +170,7 @@ def cover(problem: Problem, *, in_flight: int = IN_FLIGHT, seed: int = 0, effort
 
 
 def solve(swarm: Swarm, *, seed: int = 0, effort: int = EFFORT, start: Layout | None = None) -> Solved:
-    """The best layout found, `start` or better if there is one."""
+    """Return the best layout found; if `start` is given, no worse than `start`."""
     peers = len(swarm.speed)
     if not available():
         effort = min(effort, SLOW_EFFORT)
@@ -188,7 +191,8 @@ def solve(swarm: Swarm, *, seed: int = 0, effort: int = EFFORT, start: Layout | 
 
 
 def _laid_again(swarm: Swarm, proof: Proof, begun: Layout, budget: int, seed: int) -> tuple[Layout, int]:
-    """From `begun` and from the best so far in turn, in several ways: where memory is short, results differ widely."""
+    """Anneal from `begun` and from the best layout so far in turn, with different parameters: if memory is short, the
+    results differ widely. Returns the best layout and the effort spent."""
     peers = len(swarm.speed)
     movable = np.flatnonzero(stretches(swarm).any(axis=1)).astype(np.int64)
     crew = min(CREW, max(1, len(movable)))
@@ -213,8 +217,8 @@ def _laid_again(swarm: Swarm, proof: Proof, begun: Layout, budget: int, seed: in
 
 
 def _evened(swarm: Swarm, proof: Proof, sweeps: int) -> tuple[Layout, int]:
-    """The best of so many rounds of everybody taking the best interval; unevenness weighs little at first, so that who
-    suits which blocks is settled before who fills which hole."""
+    """The best layout of `sweeps` rounds in which each peer takes its best interval. Uneven cover weighs little at
+    first, so that peers find blocks that suit them before they fill gaps. Also returns the intervals chosen."""
     order = np.argsort(-swarm.speed, kind="stable").astype(np.int64)
     layout = idle(swarm)
     best = idle(swarm)
@@ -233,7 +237,7 @@ def _copied(layout: Layout) -> Layout:
 
 
 def _owner_per_s(problem: Problem, chain: Chain) -> float:
-    """Microbatches a second that the job owner's blocks take."""
+    """Microbatches a second that the job owner's machine and link can pass."""
     owner = problem.owner
     if owner is None:
         raise PlanError("the loss is placed with the job owner, but the problem has no owner's profile.")

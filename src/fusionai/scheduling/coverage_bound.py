@@ -1,15 +1,16 @@
-"""A certificate for coverage: no way of laying the blocks over these peers passes more. Proves; places nothing.
+"""Computes an upper bound on the least cover R that any layout of the blocks over these peers can reach.
 
-Weights w over blocks that add up to 1 give R = min cover <= sum over blocks of w * cover <= sum over peers of the most
-that rate * w of an interval can be. With weights in proportion to work this is R <= (1/L) sum min(1/t_i, cap_i/net_i)
-for equal blocks. Two things make it sharper:
+Any weights w over blocks that add up to 1 give R = min cover <= sum over blocks of w * cover <= sum over peers of the
+largest rate * w of an interval. For equal blocks and weights in proportion to work this is
+R <= (1/L) sum min(1/t_i, cap_i/net_i). Two refinements make the bound tighter:
 
-- Of a holder that passes more than R, only R counts for the least cover. So R <= sum of the most min(rate, R) * w, and
-  the largest R that fulfils this is reached from above by putting the bound into its own right side: each round gives
-  a bound.
-- The weights may be chosen: less where intervals crowd, more where they are rare (the dual of the linear relaxation).
+- If a holder passes more than R, only R counts for the least cover. So R <= sum of the largest min(rate, R) * w. The
+  largest R that fulfils this is approached from above by inserting the bound into its own right side; each round gives
+  a valid bound.
+- The weights may be chosen: lower where intervals crowd, higher where they are rare (the dual of the linear
+  relaxation).
 
-Neighbours: `coverage_kernels.ceiling` computes one round; `coverage` prints the gap.
+`coverage_kernels.ceiling` computes one round; `coverage` reports the gap.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _STEP: Final = 0.3
 
 
 class Proof:
-    """The least bound so far, microbatches a second, and the weights that gave it."""
+    """The lowest bound found so far, in microbatches a second, and the weights that gave it."""
 
     def __init__(self, swarm: Swarm) -> None:
         peers, length = swarm.reach.shape
@@ -41,19 +42,20 @@ class Proof:
 
     @property
     def bound(self) -> float:
-        """A hair above, so that rounding can't push it below a cover that is attained."""
+        """The lowest bound, raised by 1e-12 so that rounding can't put it below a cover that a layout reaches."""
         return self._bound * (1 + 1e-12)
 
     def close(self, layout: Layout, goal: float) -> bool:
         return float(layout.cover.min()) >= self._bound * (1 - goal)
 
     def try_cover(self, cover: Floats, sharpness: float) -> None:
-        """Weights as a layout's cover suggests them: the scarcer a block, the more."""
+        """Try weights derived from a layout's cover: the scarcer a block, the higher its weight."""
         weights = np.exp(-sharpness / max(self._bound, 1e-300) * (cover - cover.min()))
         self._offer(weights / weights.sum())
 
     def sharpen(self, layout: Layout, rounds: int, goal: float) -> None:
-        """Seek better weights: less where the peers' best intervals crowd, more where they are rare."""
+        """Search for better weights, lower where the peers' best intervals crowd and higher where they are rare. Ends
+        after `rounds`, or as soon as `layout` is within `goal` of the bound."""
         for sharpness in (1.0, 3.0, 10.0, 30.0, 100.0, 300.0):
             self.try_cover(layout.cover, sharpness)
         weights = self.weights
@@ -76,7 +78,7 @@ class Proof:
             self._bound, self.weights = bound, weights
 
     def _fix(self, weights: Floats) -> None:
-        """The largest R that is no more than what holders of at most R each add up to."""
+        """Insert the bound into its own right side until it falls by less than `_CLOSE`."""
         for _ in range(_ROUNDS):
             before = self._bound
             self._offer(weights)
@@ -85,7 +87,7 @@ class Proof:
 
 
 def _crowd(swarm: Swarm, intervals: Integers, cap: float) -> Floats:
-    """[L]: cover if each peer took its best interval."""
+    """[L]: cover if each peer had its interval of `intervals`, with rates of at most `cap`."""
     start, end = intervals[:, 0], intervals[:, 1]
     busy_s = (swarm.work[end] - swarm.work[start]) / swarm.speed
     up_s = (swarm.gradient_bytes[start] + swarm.forward_bytes[end]) / swarm.up

@@ -1,11 +1,11 @@
-"""Loops of the coverage planner, on arrays. Decide which interval of blocks each peer takes; know no names.
+"""Loops of the coverage planner, on arrays: they choose the interval of blocks that each peer takes.
 
 Peer i holds [a, b) and passes `rate(i, a, b)` microbatches a second through all of it. A block's cover is the sum of
-the rates of its holders, a plan's throughput the least cover of any block. Evenness is sought with a potential,
-sum over blocks of exp(-sharpness * cover): for one peer, all others as they lie, the best of all its intervals is found
-at once with prefix sums (`best_interval`). Random numbers come from a seed that is an argument.
+the rates of its holders, a plan's throughput the least cover of any block. The loops minimise a potential, the sum over
+blocks of exp(-sharpness * cover), which is low if the cover is even. With all other peers fixed, prefix sums give the
+best of all intervals of one peer (`best_interval`). Random numbers come from a seed that is an argument.
 
-Neighbours: `coverage` (fills `Swarm`, reads the result), `coverage_bound`, `compiled`.
+`coverage` fills `Swarm` and reads the result; `coverage_bound` uses `ceiling`; `compiled` makes machine code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FACTOR = 48271
 
 
 class Swarm(NamedTuple):
-    """N peers, L blocks."""
+    """Costs of L blocks and capacities of N peers."""
 
     work: Floats
     """[L + 1]: FLOPs of the blocks before each cut."""
@@ -33,20 +33,21 @@ class Swarm(NamedTuple):
     """[N]: bytes per second"""
     down: Floats
     forward_bytes: Floats
-    """[L + 1]: over each cut, 0 at the ends that nothing crosses."""
+    """[L + 1]: bytes over each cut, 0 at the model's ends if nothing crosses there."""
     gradient_bytes: Floats
     reach: Integers
-    """[N, L]: furthest end of a stage from each block on that memory holds; the block itself if it holds none."""
+    """[N, L]: last cut that the peer's memory reaches with an interval from each block on; the block itself if it can't
+    hold that block."""
 
 
 class Layout(NamedTuple):
-    """Who holds what; `start == end`: idle. Changed in place."""
+    """Interval and rate of each peer, [N] each; `start == end`: idle. Changed in place."""
 
     start: Integers
     end: Integers
     rate: Floats
     cover: Floats
-    """[L]"""
+    """[L]: sum of the rates of each block's holders."""
 
 
 def rate(swarm: Swarm, peer: int, start: int, end: int) -> float:
@@ -62,7 +63,8 @@ def best_interval(
 ) -> tuple[int, int, int]:
     """The interval that lowers the potential most (`sums`: its prefix sums), or 0, 0 if the peer can hold none.
 
-    With `noise`, each start's best gain counts as up to so much less. Returns start, end and the random state.
+    `noise`: largest fraction by which a random factor per start lowers the gains. Returns start, end and the random
+    state.
     """
     best_gain = 0.0
     best_start = 0
@@ -97,7 +99,7 @@ def best_interval(
 
 
 def take(layout: Layout, peer: int) -> None:
-    """Leave the peer idle."""
+    """Take the peer's interval away."""
     for block in range(layout.start[peer], layout.end[peer]):
         layout.cover[block] -= layout.rate[peer]
     layout.end[peer] = layout.start[peer]
@@ -105,7 +107,7 @@ def take(layout: Layout, peer: int) -> None:
 
 
 def give(swarm: Swarm, layout: Layout, peer: int, start: int, end: int) -> None:
-    """[start, end) to an idle peer."""
+    """Give [start, end) to an idle peer."""
     layout.start[peer] = start
     layout.end[peer] = end
     if start < end:
@@ -115,7 +117,7 @@ def give(swarm: Swarm, layout: Layout, peer: int, start: int, end: int) -> None:
 
 
 def prefix(cover: Floats, sharpness: float, least: float, sums: Floats) -> None:
-    """Prefix sums of the potential into `sums`, relative to a cover of `least`."""
+    """Write prefix sums of the potential, relative to a cover of `least`, to `sums`."""
     total = 0.0
     for block in range(cover.shape[0]):
         sums[block] = total
@@ -124,7 +126,7 @@ def prefix(cover: Floats, sharpness: float, least: float, sums: Floats) -> None:
 
 
 def sweep(swarm: Swarm, layout: Layout, order: Integers, sharpness: float) -> int:
-    """Each peer in turn takes its best interval. Returns how many moved."""
+    """Let each peer in turn take its best interval. Returns the number of peers that moved."""
     sums = np.zeros(swarm.work.shape[0], dtype=np.float64)
     moved = 0
     for place in range(order.shape[0]):
@@ -141,7 +143,7 @@ def sweep(swarm: Swarm, layout: Layout, order: Integers, sharpness: float) -> in
 
 
 def recount(layout: Layout) -> None:
-    """Cover from the rates: sums that were changed often carry rounding errors."""
+    """Compute the cover from the rates again: sums that were changed often carry rounding errors."""
     layout.cover[:] = 0.0
     for peer in range(layout.start.shape[0]):
         for block in range(layout.start[peer], layout.end[peer]):
@@ -161,11 +163,12 @@ def shake(
     goal: float,
     seed: int,
 ) -> tuple[float, int]:
-    """Take up to `crew` of the `movable` peers away and lay them again, over and over; keep what is no worse.
+    """Simulated annealing: in each round remove up to `crew` of the `movable` peers and place them again, and keep the
+    result if it is no worse.
 
-    `heat`, which falls to 0 linearly, lets the potential's logarithm rise by about so much; `sharpness` (per unit of
-    the least cover) grows to `last_sharpness`. Ends early at a least cover of `goal`. Leaves the best layout seen in
-    `layout` and returns its least cover and the rounds done.
+    `heat`, which falls to 0 linearly, is about the rise of the potential's logarithm that is still accepted; `noise` of
+    `best_interval` falls likewise. `sharpness` (divided by the least cover) grows to `last_sharpness`. Ends early at a
+    least cover of `goal`. Leaves the best layout seen in `layout`; returns its least cover and the rounds done.
     """
     length = swarm.work.shape[0] - 1
     count = movable.shape[0]
@@ -239,8 +242,8 @@ def shake(
 
 
 def ceiling(swarm: Swarm, weights: Floats, cap: float, reached: Integers) -> float:
-    """Sum over peers of the most that min(rate, cap) times the weight of an interval can be: no throughput of at most
-    `cap` exceeds it where the weights add up to 1. Each peer's best interval goes into `reached` [N, 2]."""
+    """Sum over peers of the largest min(rate, cap) * weight of an interval. If the weights add up to 1, no throughput
+    of at most `cap` exceeds it. Writes each peer's best interval to `reached` [N, 2]."""
     length = swarm.work.shape[0] - 1
     sums = np.zeros(length + 1, dtype=np.float64)
     for block in range(length):
@@ -265,8 +268,8 @@ def ceiling(swarm: Swarm, weights: Floats, cap: float, reached: Integers) -> flo
 
 
 def petals(swarm: Swarm, layout: Layout, room: Integers, moves: int) -> None:
-    """Peers join in their order, each with all it can hold at the window that is worst off; then up to `moves` rounds
-    in which a peer moves where that raises the least cover."""
+    """Peers join in order, each with as many blocks as it can hold at the window with the lowest cover. Then up to
+    `moves` rounds follow, in which a peer moves if that raises the least cover."""
     length = swarm.work.shape[0] - 1
     peers = swarm.speed.shape[0]
     for turn in range(moves + 1):

@@ -1,6 +1,6 @@
-"""What passes between a plan's stages, and how long that takes. Decides nothing.
+"""Lists the bytes and seconds of the transfers between a plan's stages.
 
-Neighbours: `stage_costs` has the prices; `cli.plan_view` and the picture of a plan show them.
+`stage_costs` has the prices; `cli.plan_view` and the picture of a plan show them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fusionai.scheduling.types import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """Between one stage and the next, per microbatch; in serving per position of a pass, forward only."""
+    """Transfer between one stage and the next, per microbatch; in serving per position of a pass, forward only."""
 
     from_stage: int
     to_stage: int
@@ -23,7 +23,7 @@ class Crossing:
     gradient_bytes: float
     gradient_s: float
     latency_s: float
-    """Of both directions; in serving of one."""
+    """Sum of both directions; in serving of the forward direction."""
 
     @property
     def transfer_s(self) -> float:
@@ -31,7 +31,7 @@ class Crossing:
 
 
 def crossings(plan: Plan, costs: StageCosts) -> tuple[Crossing, ...]:
-    """In pipeline order; none between replicas. Seconds are without latency."""
+    """Crossings in pipeline order; replicas have none between them. Seconds of transfers exclude latency."""
     found: list[Crossing] = []
     for one, other in pairwise(plan.stages):
         if one.replica != other.replica:

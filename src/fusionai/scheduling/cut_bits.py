@@ -1,10 +1,10 @@
-"""Whether another cut of the same model gives the same bits, and what a plan says where it does not.
+"""Decides whether another cut of the same model gives the same bits, and words the warning for a plan if it does not.
 
-Gradients of values that cross a cut are summed in one process's order at every cut (`ir.gradients`). Three things are
-left that depend on the cut: large parameters that blocks on several machines share, whose sums cross once per step;
-boundaries packed by a codec; and backends that compile a stage as a whole (JAX), whose rounding follows the stage.
+At every cut, gradients of values that cross it are summed in the order of a single process (`ir.gradients`). Three
+things still depend on the cut: large parameters shared by blocks on several machines, whose sums cross once per step;
+boundaries packed by a codec; and backends that compile a whole stage (JAX), whose rounding depends on the stage.
 
-Neighbours: `going_on` and `client.pool_watch` ask before another cut is taken, `planner` adds the sentences.
+`going_on` and `client.pool_watch` ask before they change the cut, `planner` adds the sentences to plans.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ COMPILED_WHOLE: Final = frozenset({"jax"})
 
 
 def shared_weights(graph: Graph, microbatches: int, *, half_floats: bool) -> tuple[SharedWeight, ...]:
-    """What of the model depends on the cut, for `Problem.shared_weights`. Under `half_floats` one process casts a
-    weight once for all its uses and adds their gradients in bfloat16, stages add them in float32."""
+    """The shared parameters whose gradients depend on the cut, for `Problem.shared_weights`. With `half_floats` a
+    single process casts a weight once for all its uses and adds their gradients in bfloat16; stages add in float32."""
     rounded = microbatches > 1
     return tuple(
         SharedWeight(key=one.key, nbytes=one.nbytes, blocks=one.blocks, interleaves=one.interleaves or half_floats)
@@ -36,7 +36,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def same_sums(before: Plan, after: Plan, problem: Problem) -> bool:
-    """Whether both plans add every gradient in one order and pack the same boundaries."""
+    """Return whether both plans add every gradient in the same order, pack boundaries in the same way and compile the
+    same stages."""
     if any(_groups(before, weight) != _groups(after, weight) for weight in problem.shared_weights):
         return False
     if _ranges(before) == _ranges(after):
@@ -62,8 +63,8 @@ def dependence(plan: Plan, problem: Problem) -> tuple[str, ...]:
 
 
 def _groups(plan: Plan, weight: SharedWeight) -> Groups:
-    """The uses of a parameter, by block, that each stage adds up for itself; nothing where they are added in one
-    process's order: in one stage, or in stages of one machine."""
+    """The uses of a parameter, by block, that each stage sums separately. Empty if they are summed in the order of a
+    single process: in one stage, or in stages of one machine unless the uses interleave."""
     found: list[tuple[int, ...]] = []
     for replica in range(plan.replicas):
         stages = [stage for stage in plan.stages if stage.replica == replica]

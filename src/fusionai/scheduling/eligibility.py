@@ -1,6 +1,6 @@
-"""Which peers the planner may use, and in one sentence why not the others. Decides nothing about who is best.
+"""Splits the pool into peers that the planner may use and refused ones, with the reason for each refusal.
 
-Neighbours: `planner` asks first and lists the refusals in the plan.
+Choosing among usable peers is left to the planners, which list the refusals in the plan.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def eligible(
     smallest_stage_bytes: float,
     unfit: Callable[[PeerProfile], str | None] | None = None,
 ) -> tuple[list[PeerProfile], list[Excluded]]:
-    """Split `problem.peers` into usable ones and refused ones, by peer id.
+    """Split `problem.peers` into usable and refused peers, sorted by peer id.
 
-    `smallest_stage_bytes`: the least any stage takes. `unfit` says why a peer with so much can't hold one all the same.
-    Raises `PlanError` when a required peer can't be used.
+    `smallest_stage_bytes`: memory of the smallest possible stage. `unfit` returns why a peer that lends this much still
+    can't hold a stage, or None. Raises `PlanError` if a required or pinned peer can't be used.
     """
     ops = sorted({op for block in pool_blocks for op in block.ops})
     usable: list[PeerProfile] = []
@@ -53,8 +53,8 @@ def eligible(
 
 
 def check_names(problem: Problem) -> None:
-    """Raise `PlanError` on a peer listed twice and on names of `required`, `excluded` or `pinned` that are not in the
-    pool."""
+    """Raise `PlanError` if a peer is listed twice or if `required`, `excluded` or `pinned` names a peer that is not in
+    the pool."""
     known = [p.peer for p in problem.peers]
     if len(set(known)) != len(known):
         twice = next(name for name in known if known.count(name) > 1)
@@ -69,7 +69,7 @@ def check_names(problem: Problem) -> None:
 
 
 def refusal(problem: Problem, peer: PeerProfile, ops: Sequence[str]) -> str | None:
-    """Why `peer` can't run a stage of these operators, whatever its size; None if it can."""
+    """The reason why `peer` can't run any stage with these operators, regardless of memory; None if it can."""
     if peer.peer in problem.excluded:
         return "excluded by the job owner."
     if "stage" not in peer.roles:

@@ -1,11 +1,11 @@
-"""Which blocks at the model's ends stay with the job owner. Decides how many, and what that leaves for the pool.
+"""Determines which blocks at the model's ends stay with the job owner, and which are left for the pool.
 
-In training the last block, the loss, is the owner's unless it is placed with the pool; a job that splits its model
-(`primitives.privacy`) keeps more on both sides: what comes before the first layer and what comes after the last. The
-owner's first blocks are planned like a stage that is pinned: the owner is one of the peers then, for these blocks and
-no others, and its machine and line count for both ends.
+In training the last block, the loss, stays with the owner unless it is placed with the pool. A job that splits its
+model (`primitives.privacy`) keeps more on both sides: the blocks before the first layer and after the last. The owner's
+first blocks are planned like a pinned stage: the owner becomes a peer for these blocks only, and its machine and access
+link count for both ends.
 
-Neighbours: `planner` plans the middle, `pipeline` prices the ends, `ir.ends` counts a graph's.
+`planner` plans the middle, `pipeline` prices the ends, `ir.ends` counts the end blocks of a graph.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """So many blocks are the job owner's, before the pool's and behind them."""
+    """Number of blocks that the job owner keeps before and after the pool's blocks."""
 
     first: int
     last: int
 
 
 def ends_of(problem: Problem) -> Ends:
-    """Raises `PlanError` where kept blocks are placed with the pool."""
+    """Number of blocks that the owner keeps at each end. Raises `PlanError` if kept blocks are placed with the pool."""
     places = {role: place_of(problem, role) for role in ("feed", "loss")}
     for role, kept in (("feed", problem.kept_first), ("loss", problem.kept_last)):
         if kept and places[role] == "pool":
@@ -55,7 +55,7 @@ def place_of(problem: Problem, role: str) -> Literal["owner", "pool"]:
 
 
 def middle(problem: Problem) -> tuple[BlockCost, ...]:
-    """The blocks that are the pool's. Raises `PlanError` where there are none."""
+    """The blocks that are left for the pool. Raises `PlanError` if there are none."""
     ends = ends_of(problem)
     found = problem.blocks[ends.first : len(problem.blocks) - ends.last]
     if not found:
@@ -68,8 +68,8 @@ def middle(problem: Problem) -> tuple[BlockCost, ...]:
 
 
 def with_front(problem: Problem) -> Problem:
-    """The owner among the peers, its first blocks pinned; the problem itself where it keeps none. Its machine's other
-    part in the pool, if it has one, is given up for that."""
+    """The problem with the owner as a peer to which its first blocks are pinned; the same problem if the owner keeps
+    none. If the owner's machine is in the pool as well, that peer is replaced."""
     first, owner = ends_of(problem).first, problem.owner
     if problem.task == "serve" or not first or owner is None:
         return problem
@@ -84,20 +84,20 @@ def with_front(problem: Problem) -> Problem:
 
 
 def front_of(problem: Problem, peers: list[PeerProfile]) -> int | None:
-    """Index of the peer that is the owner's machine with the first blocks."""
+    """Index of the peer that stands for the owner's machine with the first blocks; None if there is none."""
     if not ends_of(problem).first or problem.owner is None:
         return None
     return next((index for index, one in enumerate(peers) if one.peer == problem.owner.peer), None)
 
 
 def tail_chain(problem: Problem) -> Chain | None:
-    """The owner's last blocks; None where the pool has all. They keep what they have."""
+    """Costs of the owner's last blocks, which save no memory; None if the owner keeps none."""
     last = ends_of(problem).last
     return Chain(problem, problem.blocks[-last:], levers=NO_LEVERS) if last else None
 
 
 def ends_stay(plan: Plan, problem: Problem) -> bool:
-    """Whether the blocks that `problem` keeps with the owner lie there in `plan`, and no others do."""
+    """Return whether `plan` places exactly those blocks with the owner that `problem` keeps there."""
     ends = ends_of(problem)
     numbers = [block.block for block in problem.blocks]
     own = {*numbers[: ends.first], *numbers[len(numbers) - ends.last :]}
@@ -105,7 +105,8 @@ def ends_stay(plan: Plan, problem: Problem) -> bool:
 
 
 def check_ends(plan: Plan, problem: Problem) -> None:
-    """Raises `PlanError` where a block that stays with the job owner lies elsewhere, whoever made that plan."""
+    """Raise `PlanError` if `plan` places a block elsewhere that must stay with the job owner. This also covers plans
+    that were received from another machine."""
     ends, owner = ends_of(problem), problem.owner
     numbers = [block.block for block in problem.blocks]
     kept = {*numbers[: ends.first], *numbers[len(numbers) - ends.last :]}
@@ -119,7 +120,7 @@ def check_ends(plan: Plan, problem: Problem) -> None:
 
 
 class OwnersPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the job owner's own blocks take of its machine. `compute_s`: of a step, in serving of a token."""
+    """Load of the job owner's own blocks on its machine. `compute_s`: per step, in serving per token."""
 
     blocks: tuple[tuple[int, int], ...]
     memory_bytes: int
@@ -128,7 +129,7 @@ class OwnersPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def owners_part(plan: Plan) -> OwnersPart | None:
-    """None where no block lies there."""
+    """Load of the owner's blocks in `plan`; None if the owner has none."""
     own = [stage for stage in plan.stages if stage.peer == plan.feed and "stage" not in stage.roles]
     if not own:
         return None
@@ -142,14 +143,14 @@ def owners_part(plan: Plan) -> OwnersPart | None:
 
 
 def owners_flops(problem: Problem) -> float:
-    """Of both ends, forward and backward of one microbatch."""
+    """FLOPs of both ends for the forward and backward pass of one microbatch."""
     ends = ends_of(problem)
     own = (*problem.blocks[: ends.first], *problem.blocks[len(problem.blocks) - ends.last :])
     return sum(block.forward_flops + block.backward_flops for block in own)
 
 
 def owners_bytes(problem: Problem) -> float:
-    """What both ends take of the owner's machine with one microbatch in flight at each."""
+    """Memory of both ends on the owner's machine, with one microbatch in flight at each."""
     ends = ends_of(problem)
     total = 0.0
     if ends.first:
@@ -164,7 +165,7 @@ def owners_bytes(problem: Problem) -> float:
 
 
 def check_owners_memory(problem: Problem) -> None:
-    """Raises `PlanError` that names the missing bytes and what to do."""
+    """Raise `PlanError` if the owner's memory can't hold its blocks; it names the missing bytes and a remedy."""
     owner, ends = problem.owner, ends_of(problem)
     if owner is None or not (ends.first or ends.last):
         return

@@ -1,9 +1,10 @@
-"""What a plan's tokens cost in energy and money, where power and prices are known. Decides nothing about the plan.
+"""Computes what a plan's tokens cost in energy and money, if power and prices are known.
 
-Machines with a stage count, at full power for as long as the job runs; whoever stands by does not. Money: a machine's
-price per hour where it has one (all in), else its electricity. A figure is given only if it is known for every machine.
+Machines with a stage count at full power for the whole job; standbys do not count. The cost of a machine is its price
+per hour (electricity included) if it has one, otherwise its electricity. A figure is given only if it is known for
+every machine.
 
-Neighbours: `cli.plan` shows it; profiles bring the power, a pool on paper the prices.
+`cli.plan` shows the result; profiles have the power, the description of a hypothetical pool has the prices.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MILLION: Final = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """`per_hour`: by peer id, what an hour of the machine costs, electricity included."""
+    """Prices to compute with. `per_hour`: peer id -> price of an hour of the machine, electricity included."""
 
     currency: str = "USD"
     electricity_per_kwh: float | None = None
@@ -29,7 +30,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expense:
-    """Per million tokens. None: not known, and of whom not."""
+    """Energy and money per million tokens; a figure is None if it is not known for every machine."""
 
     power_w: float | None
     joules: float | None
@@ -37,11 +38,11 @@ class Expense:
     currency: str
     without_power: tuple[str, ...]
     without_price: tuple[str, ...]
-    """Peer ids; empty where nothing is known of anybody."""
+    """Both: ids of peers whose figure is missing; empty if it is missing for all peers."""
 
 
 def expense(plan: Plan, profiles: Iterable[PeerProfile], prices: Prices) -> Expense:
-    """Of `plan` at its predicted speed: in serving, that of all sessions together."""
+    """Cost of `plan` at its predicted speed; in serving, the speed of all sessions together."""
     known = {profile.peer: profile for profile in profiles}
     used = list(dict.fromkeys(stage.peer for stage in plan.stages))
     tokens_per_s = plan.tokens_per_s if plan.serving is None else plan.serving.tokens_per_s_together

@@ -1,13 +1,13 @@
-"""How a job goes on where nobody can stand in for a lost peer as it was: on unlike machines, or cut anew.
+"""Chooses how a job continues after it has lost a peer: on a stand-in, on machines of other numerics, or cut anew.
 
-`stand_in` is asked first: whoever computes the same bits, at once. Where it has nobody, `otherwise` says what there is
-besides: a stage on a machine of other numerics, its cut kept, or another cut over the machines that remain, which
-begins at the newest checkpoint. The first is taken unless the second is faster by `FASTER`, or keeps the bits where the
-state is gone in any case. A job that demands bits (`exact`, `refuse`) gets another cut alone, over machines that all
-compute its bits. When the grace period begins and ends, the caller decides.
+`stand_in` comes first: a machine that computes the same bits takes over at once. If there is none, `otherwise` returns
+the alternative. Either a machine of other numerics takes the lost stage and the cut stays, or the model is cut anew
+over the machines that remain and continues at the newest checkpoint. The cut stays unless the new cut is faster by
+`FASTER`, or keeps the bits and the state is lost anyway. A job that demands equal bits (`exact`, `refuse`) only gets a
+new cut, over machines that all compute its bits. The caller decides when the grace period begins and ends.
 
-Neighbours: `takeover` places lost stages, `replicated` and `planner` cut anew; `client.replanning` and `simulator.job`
-ask.
+`takeover` places lost stages, `replicated` and `planner` cut anew; `client.replanning` and `simulator.job` call this
+module.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ from fusionai.scheduling.takeover import Waiting, handed_over, replaced, told
 from fusionai.scheduling.types import Guard, PeerProfile, Plan, Problem, StagePlacement, TolerantTakeover
 
 Takeover = Literal["any", "exact", "tolerant", "refuse"]
-"""Who may go on in a lost peer's place: `any`, whoever computes the same bits, and after a grace period anybody;
-`exact`, only the same bits, and the job waits; `tolerant`, anybody at once; `refuse`, as `exact`, but the job ends."""
+"""Machines that may replace a lost peer. `any`: one that computes the same bits, after a grace period any machine.
+`exact`: only one that computes the same bits; the job waits for it. `tolerant`: any machine at once. `refuse`: as
+`exact`, but the job ends instead of waiting."""
 GRACE_S: Final = 30.0
-"""How long a machine that computes the same bits is waited for, unless the recipe says otherwise: a process started
-anew is back in 10 s, a machine in a minute."""
+"""Default time to wait for a machine that computes the same bits: a restarted process is back in 10 s, a restarted
+machine in a minute."""
 MOST_TAKEOVERS: Final = 64
-"""That a plan lists: of more, the first and the newest."""
+"""Most takeovers that a plan lists: if there are more, the first and the newest."""
 MOVE_STEPS: Final = 10
-"""What another cut costs, in steps: a checkpoint written, read and sent."""
+"""Cost of changing the cut, in steps: a checkpoint is written, read and sent."""
 FASTER: Final = 1.25
-"""So many times the tokens per second: then another cut over other machines is worth going back to the checkpoint."""
+"""Factor in tokens per second from which a new cut is worth going back to the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Otherwise:
-    """A plan (version 0) that keeps less than a stand-in of the same numerics would."""
+    """A plan (version 0) that changes the cut or, unless `exact`, the bits; a stand-in would change neither."""
 
     plan: Plan
     exact: bool
-    """Whether all machines of both plans compute the same bits."""
+    """True if the plan keeps the bits of the plan before (`keeps_bits`)."""
     recut: bool
-    """Whether stages are others than before."""
+    """True if the stages hold other blocks than before."""
     takers: frozenset[str]
-    """Peers that get stages."""
+    """Peers that get stages they did not have."""
 
     def words(self, problem: Problem) -> str:
-        """`going on with bob, of other numerics (tolerant, not bit-exact)`."""
+        """Human-readable form, such as `going on with bob, of other numerics (tolerant, not bit-exact)`."""
         names = {peer.peer: peer.name or peer.peer for peer in problem.peers}
         peers = dict.fromkeys(stage.peer for stage in self.plan.stages if stage.peer in self.takers)
         who = ", ".join(names.get(peer, peer) for peer in peers)
@@ -70,20 +71,21 @@ class Otherwise:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """Nobody who is there can go on; `reason`: why not, for people."""
+    """The connected machines can't continue the job; `reason` is human-readable."""
 
     reason: str
 
 
 def numerics(takeover: Takeover) -> Literal["exact", "tolerant"]:
-    """Of guards and plans: whether a machine of other numerics may be in them at all."""
+    """The value of `Problem.takeover`: whether guards and plans may use machines of other numerics at all."""
     return "tolerant" if takeover in ("any", "tolerant") else "exact"
 
 
 def stand_in(
     plan: Plan, problem: Problem, lost: frozenset[str], candidates: Sequence[PeerProfile], takeover: Takeover
 ) -> Plan | Waiting:
-    """See `takeover.replaced`: at once, and with the same bits unless the job takes any."""
+    """Replace the lost peers at once, with machines that compute the same bits unless the job is `tolerant`. See
+    `takeover.replaced`."""
     strict: Literal["exact", "tolerant"] = "tolerant" if takeover == "tolerant" else "exact"
     found = replaced(plan, msgspec.structs.replace(problem, takeover=strict), lost, candidates)
     return found if isinstance(found, Waiting) else _guarded_as(found, problem)
@@ -92,7 +94,8 @@ def stand_in(
 def otherwise(
     plan: Plan, problem: Problem, lost: frozenset[str], candidates: Sequence[PeerProfile], takeover: Takeover
 ) -> Otherwise | Nothing:
-    """What there is where `stand_in` waits. `candidates`: all that may be used, those that run stages among them."""
+    """The best alternative if `stand_in` waits. `candidates`: all peers that may be used, including those that run
+    stages."""
     there = [peer for peer in candidates if peer.peer not in lost]
     alike = recut(plan, problem, _alike(plan, there))
     if takeover in ("exact", "refuse"):
@@ -104,7 +107,7 @@ def otherwise(
         return cut
     if isinstance(cut, Otherwise):
         kept_per_s, cut_per_s = kept.tokens_per_s, cut.plan.tokens_per_s
-        # Without a snapshot both begin at the checkpoint: then bits are for nothing.
+        # Without a snapshot both continue at the checkpoint, so the new cut keeps the bits at no extra cost.
         if cut_per_s > FASTER * kept_per_s or (
             cut.exact and cut_per_s * FASTER >= kept_per_s and not _is_guarded(plan, lost)
         ):
@@ -114,21 +117,21 @@ def otherwise(
 
 
 def _alike(plan: Plan, there: Sequence[PeerProfile]) -> list[PeerProfile]:
-    """Those with which a plan of any cut computes the bits of `plan`; none where that has unlike machines itself."""
+    """The peers that compute the bits of `plan` with any cut; none if the machines of `plan` differ themselves."""
     prints = {stage.fingerprint for stage in plan.stages if stage.peer != plan.feed}
     return [peer for peer in there if prints == {peer.fingerprint} != {""}]
 
 
 def _faster(alike: Otherwise | Nothing, cut: Otherwise | Nothing) -> Otherwise | Nothing:
-    """Bits are worth a little speed."""
+    """The cut over machines of equal numerics, unless the other one is faster by `FASTER`."""
     if isinstance(alike, Nothing) or isinstance(cut, Nothing):
         return cut if isinstance(alike, Nothing) else alike
     return cut if cut.plan.tokens_per_s > FASTER * alike.plan.tokens_per_s else alike
 
 
 def keeps_bits(before: Plan, after: Plan, problem: Problem) -> bool:
-    """Whether every stage of `after` computes what `before` promised: stages that stay by their own numerics, stages of
-    another cut where all machines are alike and add gradients in the same order."""
+    """Return whether every stage of `after` computes the bits of `before`. Gradients must be added in the same order.
+    With the same cut each stage must keep its numerics, with another cut all machines must have equal numerics."""
     if not same_sums(before, after, problem):
         return False
     if _ranges(before) == _ranges(after):
@@ -139,8 +142,8 @@ def keeps_bits(before: Plan, after: Plan, problem: Problem) -> bool:
 
 
 def recorded(before: Plan, after: Plan, problem: Problem, step: int, tolerance: float) -> Plan:
-    """`after` with what `before` lists of tolerant takeovers, and with itself where it is one: `step` steps are
-    official when it follows `before`. Before the first step there is nothing that could differ."""
+    """`after` with the tolerant takeovers that `before` lists, plus `after` itself if it changes the bits. `step`:
+    number of committed steps when it follows `before`; at 0 no result exists that could differ."""
     listed = before.tolerant_takeovers
     if step and not keeps_bits(before, after, problem):
         same = _ranges(before) == _ranges(after)
@@ -200,7 +203,7 @@ def recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Ot
 
 
 def _trained(posed: Problem) -> Plan:
-    """With as many replicas as before, for the order of sums; with fewer machines than these need, with one."""
+    """A plan with as many replicas as before, which keeps the order of sums; with one replica if that fits nowhere."""
     try:
         return planned_replicas(posed)
     except PlanError:
@@ -210,7 +213,7 @@ def _trained(posed: Problem) -> Plan:
 
 
 def served_with(plan: Plan, posed: Problem) -> Plan | None:
-    """Another plan with the sizes of the running job: sessions count on its pages. None: there is no room for them."""
+    """A new plan with the sizes of the running job, because its sessions rely on its pages; None if they don't fit."""
     sizes, needs = plan.serving, posed.serving
     assert sizes is not None, "a serving plan has its sizes"
     assert needs is not None, "a serving problem has its needs"
@@ -228,7 +231,7 @@ def served_with(plan: Plan, posed: Problem) -> Plan | None:
 
 
 def _is_guarded(plan: Plan, lost: frozenset[str]) -> bool:
-    """Whether somebody who is there has snapshots of all that is lost."""
+    """Return whether connected guards have snapshots of all lost stages."""
     kept = {guard.stage for guard in plan.guards if guard.peer not in lost}
     return all(stage.stage in kept for stage in plan.stages if stage.peer in lost)
 
@@ -236,8 +239,9 @@ def _is_guarded(plan: Plan, lost: frozenset[str]) -> bool:
 def handed_on(
     plan: Plan, problem: Problem, leaving: frozenset[str], candidates: Sequence[PeerProfile], takeover: Takeover
 ) -> Plan | None:
-    """Where nobody of the same numerics takes the work of those who leave in order: as `otherwise`, but they stay in
-    the plan as guards until the state is elsewhere. None: nobody else will do, or they have no room for that."""
+    """The plan for peers that leave in order if no machine of the same numerics can take their stages. Like
+    `otherwise`, but the leaving peers stay in the plan as guards until their state has moved. None if there is no
+    alternative, or if the leaving peers have no memory for guarding."""
     if takeover in ("any", "tolerant"):
         found = handed_over(plan, msgspec.structs.replace(problem, takeover="tolerant"), leaving, candidates)
         if found is not None:
@@ -261,8 +265,8 @@ def handed_on(
 def widened(
     plan: Plan, problem: Problem, candidates: Sequence[PeerProfile], *, steps_left: int, tolerant: bool
 ) -> Otherwise | None:
-    """For a job whose model was cut anew for want of machines: another cut over all that are there again, if it is
-    worth the way by a checkpoint. `tolerant`: bits are others already."""
+    """For a job that was cut anew because machines were missing: a new cut over all machines that are back, if the gain
+    in the steps left is worth going back to a checkpoint; otherwise None. `tolerant`: the bits may change."""
     known = told(problem, candidates)
     there = {peer.peer for peer in candidates}
     posed = msgspec.structs.replace(
@@ -282,12 +286,13 @@ def widened(
 
 
 def _guarded_as(found: Plan, problem: Problem) -> Plan:
-    """With the guards that the job's own word on numerics allows: an unlike one is better than none."""
+    """`found` with guards chosen under the job's own `takeover`: a tolerant job may also get inexact guards."""
     return found if problem.takeover == "exact" else with_guards(found, problem)
 
 
 def _same_numerics(one: StagePlacement, other: StagePlacement) -> bool:
-    """What is not known of a peer is at least what it was."""
+    """Return whether both placements have equal fingerprints. An unknown fingerprint only equals that of the same
+    peer."""
     return one.fingerprint == other.fingerprint and (one.fingerprint != "" or one.peer == other.peer)
 
 

@@ -1,16 +1,17 @@
-"""Which spare guards which stage. Decides the guards and, through `snapshots`, how often they get a snapshot.
+"""Assigns warm standbys (guards) to stages and, through `snapshots`, the interval K at which they get snapshots.
 
-A guard keeps the stage's newest snapshots and stands in when its peer is lost. Guarded are all stages with state that
-do not run in the job owner's own process. Every spare takes one stage first, dear stages the fast spares; what is left
-is stacked on spares with room, neighbours apart where possible, because two neighbours lost together need two
-stand-ins. Exact guards (equal fingerprints) come before others, which only `takeover = "tolerant"` allows at all. A
-guard that is there already stays, since it holds snapshots; only an exact one replaces an inexact one.
+A guard keeps the newest snapshots of its stage and takes the stage over when its peer is lost. All stages with state
+get a guard, unless they run in the job owner's own process. First each spare takes one stage, and costly stages get
+fast spares. The stages that are left go to spares with room. Neighbouring stages get different guards if possible,
+because two neighbours lost together need two stand-ins. Exact guards (equal fingerprints) come before inexact ones,
+which only `takeover = "tolerant"` allows. An existing guard stays, since it holds snapshots; only an exact guard
+replaces an inexact one.
 
-Room on a spare: three snapshots of each stage it guards while one arrives, and two of each beside any one of the
-stages running there. In serving a guard holds the weights instead, and has room for one stage's caches. The same
-inputs give the same guards, in whatever order spares are listed.
+Memory of a spare: three snapshots of each stage it guards while one arrives, and two of each beside any one of the
+stages running there. In serving a guard holds the weights instead, and has room for one stage's caches. The result does
+not depend on the order in which spares are listed.
 
-Neighbours: `planner` and `takeover` call `with_guards`; `snapshots` decides K; `stage_costs` has the prices.
+`planner` and `takeover` call `with_guards`; `snapshots` decides K; `stage_costs` has the prices.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from fusionai.scheduling.types import Excluded, Guard, PeerProfile, Plan, Proble
 KEPT: Final = 2
 """Whole snapshots a guard keeps of a stage."""
 ARRIVING: Final = KEPT + 1
-"""While the next one arrives."""
+"""Snapshots of a stage that a guard holds while the next one arrives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unguarded:
-    """A stage with state that nobody guards, and for every spare why not. Without spares `reasons` is empty."""
+    """A stage with state that has no guard, with the reason for every spare. Without spares `reasons` is empty."""
 
     stage: int
     reasons: tuple[Excluded, ...]
@@ -46,7 +47,7 @@ class Unguarded:
 
 @dataclass(frozen=True, slots=True)
 class Guarding:
-    """`plan` with its guards and K, why K, and who is left without a guard."""
+    """`plan` with its guards and K, the reasons for K, and the stages that are left without a guard."""
 
     plan: Plan
     interval: SnapshotInterval
@@ -54,13 +55,13 @@ class Guarding:
 
 
 def with_guards(plan: Plan, problem: Problem) -> Plan:
-    """`plan` with `guards` and `snapshot_every`; nothing else changes. Candidates are `plan.spares`, described by
-    `problem.peers`; a spare nobody describes is passed over."""
+    """`plan` with new `guards` and `snapshot_every`; nothing else changes. Candidates are `plan.spares`; a spare
+    without a profile in `problem.peers` is ignored."""
     return guarding(plan, problem).plan
 
 
 def guarding(plan: Plan, problem: Problem) -> Guarding:
-    """`with_guards` with its reasons."""
+    """Like `with_guards`, with the reasons."""
     costs = StageCosts(problem, plan)
     stages = [stage for stage in plan.stages if costs.guardable(plan, stage)]
     short = room_to_retain(plan, costs) if plan.task == "train" else None
@@ -86,14 +87,15 @@ def guarding(plan: Plan, problem: Problem) -> Guarding:
 
 
 def may_guard(plan: Plan, problem: Problem, stage: StagePlacement, peer: str) -> bool:
-    """Whether `peer`, guarding nothing else, has the numerics, the memory and the link for it."""
+    """Return whether `peer`, if it guarded only `stage`, has the numerics, the memory and the link for it."""
     costs = StageCosts(problem, plan)
     watch = _Watch(plan, costs, [stage], [costs.profiles[peer]])
     return watch.refusal(stage, peer, exact=problem.takeover == "exact") is None
 
 
 def without_guards(plan: Plan, lost: Iterable[str]) -> Plan:
-    """`plan` with the guards among `lost` struck out; the same version, for a smaller plan needs no new authority."""
+    """`plan` without the guards and spares among `lost`. The version stays: the broker need not grant a plan that only
+    has fewer machines."""
     gone = frozenset(lost)
     guards = tuple(guard for guard in plan.guards if guard.peer not in gone)
     return msgspec.structs.replace(
@@ -105,12 +107,12 @@ def without_guards(plan: Plan, lost: Iterable[str]) -> Plan:
 
 
 class _Watch:
-    """Stages on the one side, spares on the other, and who has what so far."""
+    """State of an assignment: the stages, the spares, and the guards chosen so far."""
 
     def __init__(self, plan: Plan, costs: StageCosts, stages: list[StagePlacement], spares: list[PeerProfile]) -> None:
         self.plan = plan
         self.costs = costs
-        # Dear stages choose first: the fast spares are for them.
+        # Costly stages choose first, so that they get the fast spares.
         self.stages = sorted(stages, key=lambda s: (-s.compute_s, -costs.state_bytes(s), s.stage))
         self.spares = {spare.peer: spare for spare in spares}
         self.guard_of: dict[int, Guard] = {}
@@ -118,7 +120,7 @@ class _Watch:
         self._operators = {stage.stage: costs.operators(stage) for stage in stages}
 
     def assigned(self) -> tuple[Guard, ...]:
-        """In order of stages."""
+        """Assign all guards; returns them in order of stages."""
         known = {stage.stage: stage for stage in self.stages}
         kept = [guard for guard in self.plan.guards if guard.stage in known and guard.peer in self.spares]
         for guard in kept:
@@ -140,7 +142,7 @@ class _Watch:
         ]
 
     def _spread(self, *, exact: bool) -> None:
-        """Idle spares one stage each, as many as can be; then the rest where there is room."""
+        """Give as many idle spares as possible one stage each, then the remaining stages to spares with room."""
 
         def suits(stage: StagePlacement, peer: str) -> bool:
             return self.refusal(stage, peer, exact=exact) is None
@@ -158,7 +160,7 @@ class _Watch:
     def _ranked(
         self, stage: StagePlacement, peers: list[str], suits: Callable[[StagePlacement, str], bool]
     ) -> list[str]:
-        """Those of `peers` that may guard `stage`, best first."""
+        """The peers that may guard `stage`, best first."""
 
         def key(peer: str) -> tuple[bool, bool, int, float, float, str]:
             guarded = self.guarded_by[peer]
@@ -179,7 +181,7 @@ class _Watch:
         self.guarded_by[peer].append(stage)
 
     def refusal(self, stage: StagePlacement, peer: str, *, exact: bool) -> str | None:
-        """Why `peer` does not guard `stage` besides what it guards; None if it can."""
+        """The reason why `peer` can't guard `stage` besides the stages it guards already; None if it can."""
         spare, costs = self.spares[peer], self.costs
         reason = refusal(costs.problem, spare, self._operators[stage.stage]) or unable_to_save(stage, spare)
         if reason is not None:
@@ -193,7 +195,7 @@ class _Watch:
             return (
                 f"it lends {format_bytes(spare.memory_bytes)}; guarding the stage{beside} takes {format_bytes(needed)}."
             )
-        if self.plan.task == "serve":  # weights come once, beside the work
+        if self.plan.task == "serve":  # Weights are sent only once, while the stages work.
             return None
         arriving_s = sum(costs.snapshot_s(other, peer) for other in guarded)
         if arriving_s > MOST_STEPS * self.plan.step_time_s:
@@ -207,6 +209,6 @@ class _Watch:
         state = sum(self.costs.state_bytes(stage) for stage in guarded)
         running = max(stage.memory_bytes for stage in guarded)
         if self.plan.task == "serve":
-            # All the weights, and the caches of the one stage that is taken over.
+            # The weights of all guarded stages, and the caches of the one stage that is taken over.
             return state + max(stage.memory_bytes - self.costs.state_bytes(stage) for stage in guarded)
         return max(ARRIVING * state, running + KEPT * state)

@@ -1,10 +1,10 @@
-"""A good pipeline quickly, at any pool size: greedy construction, then local search. Decides nothing for certain.
+"""Finds a good pipeline quickly at any pool size: greedy construction, then local search, without a guarantee.
 
 Construction: for a range of target periods and orders of peers, fill stages from the last to the first with as many
 blocks as the period and the memory allow. Improvement: move a cut, exchange two stages, bring in an unused peer, drop
 or split a stage, while the step gets shorter. Deterministic; effort is bounded by counts.
 
-Neighbours: `search` starts from its result in small pools, `planner` takes it with its certificate in large ones.
+`search` starts from the result in small pools; `annealing` replaces this module in large ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def construct(pipeline: Pipeline, limits: Limits) -> list[Layout]:
 
 
 def improve(pipeline: Pipeline, limits: Limits, *, budget: int) -> tuple[Suffix | None, int]:
-    """The best pipeline local search reaches within `budget` evaluations, and how many it took."""
+    """Return the best pipeline that local search reaches within `budget` evaluations, and the evaluations used."""
     best: Layout | None = None
     best_s = inf
     spent = 0
@@ -52,7 +52,7 @@ def improve(pipeline: Pipeline, limits: Limits, *, budget: int) -> tuple[Suffix 
 
 
 def descend(pipeline: Pipeline, layout: Layout, limits: Limits, budget: int) -> tuple[Layout, float, int]:
-    """`layout` changed while the step gets shorter, its seconds, and how many were looked at."""
+    """Change `layout` while the step gets shorter. Returns the layout, its step time and the layouts evaluated."""
     step_s = _step_s(pipeline, layout, limits)
     spent = 1
     improved = True
@@ -88,7 +88,7 @@ def _neighbours(pipeline: Pipeline, layout: Layout) -> Iterator[Layout]:
         for cut in (cuts[k] - 1, cuts[k] + 1):
             if cuts[k - 1] < cut < cuts[k + 1]:
                 yield order, (*cuts[:k], cut, *cuts[k + 1 :])
-    # A block from one stage to any other moves every cut between them.
+    # Moving a block from one stage to another moves every cut between them.
     for i in range(last + 1):
         for j in range(i + 1, last + 1):
             for shift in (-1, 1):
@@ -100,7 +100,7 @@ def _neighbours(pipeline: Pipeline, layout: Layout) -> Iterator[Layout]:
             swapped = list(order)
             swapped[i], swapped[j] = swapped[j], swapped[i]
             yield tuple(swapped), cuts
-            # The blocks go with their peer.
+            # The peers keep their number of blocks.
             sizes = [b - a for a, b in pairwise(cuts)]
             sizes[i], sizes[j] = sizes[j], sizes[i]
             yield tuple(swapped), _cuts(sizes)
@@ -116,7 +116,8 @@ def _neighbours(pipeline: Pipeline, layout: Layout) -> Iterator[Layout]:
 
 
 def _fill(pipeline: Pipeline, order: list[int], period_s: float, most: int, fewest: int) -> Layout | None:
-    """Stages of at most `period_s`, last first, by the peers in this order; None if they end before the first block."""
+    """Fill stages of at most `period_s`, the last first, with the peers in this order; None if they don't reach the
+    first block."""
     suffix: Suffix = pipeline.tail
     taken: list[int] = []
     cuts = [suffix.start]
@@ -138,7 +139,7 @@ def _fill(pipeline: Pipeline, order: list[int], period_s: float, most: int, fewe
 
 
 def _orders(pipeline: Pipeline, limits: Limits) -> Iterator[list[int]]:
-    """Orders to fill from the end; required peers first, then the fastest, the largest, or the best connected."""
+    """Orders in which stages are filled from the end: required peers first, then by speed, memory or access link."""
     everyone = range(pipeline.owner)
     keys: tuple[Callable[[int], float], ...] = (
         lambda p: pipeline.speed[p],
@@ -149,10 +150,10 @@ def _orders(pipeline: Pipeline, limits: Limits) -> Iterator[list[int]]:
     )
     for key in keys:
         ranked = sorted(everyone, key=lambda p: (not limits.required >> p & 1, -key(p), p))
-        # The same choice of peers, the other way round: small memories suit the end, where little is in flight.
+        # The same peers in reverse order too: small memories suit the last stages, where little is in flight.
         chosen = ranked[: limits.most]
         for order in (ranked, [*reversed(chosen), *ranked[limits.most :]]):
-            yield sorted(order, key=lambda p: p == pipeline.front)  # whose blocks are the first
+            yield sorted(order, key=lambda p: p == pipeline.front)  # The peer of the first blocks comes last.
 
 
 def _periods(pipeline: Pipeline, limits: Limits) -> list[float]:
@@ -164,7 +165,7 @@ def _periods(pipeline: Pipeline, limits: Limits) -> list[float]:
     if low_s <= 0:
         return [inf]
     ratio = (high_s / low_s) ** (1 / (_PERIODS - 1))
-    # Most good plans lie within twice the ideal, so the first part of the range is looked at more closely.
+    # Most good plans lie within twice the ideal, so the first part of the range is sampled more densely.
     fine = [low_s * (1 + 0.15 * step) for step in range(_PERIODS)]
     return [*fine, *(low_s * ratio**step for step in range(_PERIODS)), inf]
 

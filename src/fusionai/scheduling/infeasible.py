@@ -1,6 +1,6 @@
-"""Why there is no plan: the tightest constraint in a sentence, and what to do. Decides only words.
+"""Words the error for a problem without a plan: the tightest constraint in a sentence, and what to do about it.
 
-Neighbours: `planner` raises what this returns.
+`planner` raises the error that this module returns.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ _MORE = "Use smaller microbatches or fewer of them, let providers lend more memo
 
 
 def infeasible(problem: Problem, pipeline: Pipeline, limits: Limits, *, proven: bool) -> PlanError:
-    """Memory is the only constraint left once names, counts and operators have been checked."""
+    """The error that names the tightest constraint. Names, counts and operators have been checked before, so memory
+    (with pins) is the only constraint left. `proven`: an exact search found that no cut fits."""
     return (
         _owner(pipeline) or _block(pipeline) or _total(pipeline, limits) or _division(problem, pipeline, limits, proven)
     )
 
 
 def _owner(pipeline: Pipeline) -> PlanError | None:
-    """The owner's first blocks, which must have one microbatch in flight for each stage."""
+    """The owner's memory is too small for its first blocks with one microbatch in flight for each stage."""
     front = pipeline.front
     if front is None:
         return None
     first = next(end for end in range(1, pipeline.chain.length + 1) if pipeline.allowed(front, 0, end))
-    # The stage itself, one of the pool, the owner's last.
+    # The stage itself, one stage of the pool and the owner's last stage.
     in_flight = min(pipeline.microbatches, 2 + pipeline.tail.stages)
     needed, _ = pipeline.least_bytes(0, first, in_flight)
     room = pipeline.memory_bytes[front]
@@ -42,7 +43,7 @@ def _owner(pipeline: Pipeline) -> PlanError | None:
 
 
 def _block(pipeline: Pipeline) -> PlanError | None:
-    """One block that no peer holds."""
+    """A single block is too large for any peer."""
     chain = pipeline.chain
     largest = max(pipeline.memory_bytes[: pipeline.owner])
     needs = [(*_least(pipeline, b, b + 1), b) for b in range(chain.length)]
@@ -57,7 +58,7 @@ def _block(pipeline: Pipeline) -> PlanError | None:
 
 
 def _total(pipeline: Pipeline, limits: Limits) -> PlanError | None:
-    """All together they lend too little."""
+    """The usable peers together lend too little."""
     needed, however = _least(pipeline, 0, pipeline.chain.length)
     lent = sum(sorted(pipeline.memory_bytes[: pipeline.owner], reverse=True)[: limits.most])
     if needed <= lent:
@@ -71,9 +72,9 @@ def _total(pipeline: Pipeline, limits: Limits) -> PlanError | None:
 
 
 def _division(problem: Problem, pipeline: Pipeline, limits: Limits, proven: bool) -> PlanError:
-    """Enough in sum, but whole blocks with their microbatches in flight don't fit."""
+    """The sum of the memory suffices, but no division into whole blocks with microbatches in flight fits."""
     chain = pipeline.chain
-    # What makes most room in all: of one block alone keeping all may take less.
+    # The way that saves most memory for the whole model; a single block may need less in another way.
     _, way = pipeline.least_bytes(0, chain.length)
     size, block = max((pipeline.stage_bytes(b, b + 1, way, 1), b) for b in range(chain.length))
     lent = sum(sorted(pipeline.memory_bytes[: pipeline.owner], reverse=True)[: limits.most])
@@ -95,6 +96,6 @@ def _division(problem: Problem, pipeline: Pipeline, limits: Limits, proven: bool
 
 
 def _least(pipeline: Pipeline, start: int, end: int) -> tuple[float, str]:
-    """With one microbatch in flight, and what saves so much."""
+    """Least memory with one microbatch in flight, and the words for the levers that reach it."""
     needed, way = pipeline.least_bytes(start, end)
     return needed, pipeline.ways[way].words()

@@ -1,7 +1,7 @@
-"""What a training stage may do to fit a small memory, at the price of time. Decides which of it a problem fixes.
+"""Defines the levers by which a training stage saves memory at the price of time, and which of them a problem allows.
 
-None of it changes a bit of any result, so the planner may choose. Neighbours: `chain` prices ranges of blocks with it,
-`small_memory` chooses stage by stage, `wire.messages.StageOptions` tells the stages.
+No lever changes a bit of any result, so the planner may choose. `chain` prices ranges of blocks with levers,
+`small_memory` chooses stage by stage, `wire.messages.StageOptions` carries the choice to the stages.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from fusionai.wire.messages import Saving
 
 @dataclass(frozen=True, slots=True)
 class Levers:
-    """`recompute`: what enters a block is kept, the rest is made again in backward, for one more forward pass.
-    `offload`: optimizer state lies in a file, which every update reads and writes. `offload_weights`: so do weights
-    (beside an accelerator: in the host's memory), which every microbatch reads block by block, forward and backward;
-    only with `recompute`."""
+    """One combination of levers.
+
+    `recompute`: only the inputs of a block are kept; backward computes the other activations again, which costs one
+    more forward pass. `offload`: optimizer state lies in a file, which every update reads and writes.
+    `offload_weights`: weights lie in a file too (with an accelerator: in the host's memory), and every microbatch reads
+    them block by block, forward and backward; only with `recompute`."""
 
     recompute: bool = False
     offload: bool = False
@@ -27,7 +29,7 @@ class Levers:
 
     @property
     def names(self) -> tuple[Saving, ...]:
-        """Of those that are done."""
+        """Names of the levers that are on."""
         done: dict[Saving, bool] = {
             "recompute": self.recompute,
             "offload": self.offload,
@@ -36,7 +38,7 @@ class Levers:
         return tuple(name for name, does in done.items() if does)
 
     def words(self) -> str:
-        """For a sentence on what something needs: `, its activations made again in backward`, or nothing."""
+        """Words to add to a sentence about memory, such as `, its activations made again in backward`; may be empty."""
         done = [_WORDS[name] for name in self.names]
         if len(done) < 2:
             return "".join(f", its {one}" for one in done)
@@ -55,54 +57,54 @@ _CANT: Final[dict[Saving, str]] = {
 }
 NO_LEVERS: Final = Levers()
 DISK_BYTES_PER_S: Final = 500e6
-"""What reading and writing optimizer state is counted with where nobody measured: a SATA SSD's."""
+"""Speed of reading and writing optimizer state if the peer's was not measured: that of a SATA SSD."""
 COPY_BYTES_PER_S: Final = 6e9
-"""What an accelerator's copies from and to the host's memory are counted with: half of 16 lanes of PCIe 3.0. Nobody
-measures them."""
+"""Assumed speed of an accelerator's copies from and to the host's memory, which is not measured: less than half of 16
+lanes of PCIe 3.0."""
 SPARING: Final = 1.2
-"""So many times longer a CPU computes that gives freed tensors back to the system at once (`execution.allocator`), as a
-stage with levers has it do: of 33 million parameters, 4 x 512 tokens a microbatch, 1.20 to 1.28 times were measured."""
+"""Slowdown of a CPU that returns freed tensors to the system at once (`execution.allocator`), as in a stage with
+levers. Measured with 33 million parameters and 4 x 512 tokens a microbatch: 1.20 to 1.28."""
 UPDATE_BYTES: Final = 3 * 2**20
-"""The pieces of an update whose state lies in a file."""
+"""Memory for the chunk that is being updated if optimizer state lies in a file."""
 _CHOICES: Final = {"never": (False,), "always": (True,), "auto": (False, True)}
 
 
 def flops_per_s(peer: PeerProfile, levers: Levers) -> float:
-    """What `peer` reaches with `levers`."""
+    """Speed of `peer` with `levers`."""
     spared = levers != NO_LEVERS and peer.device == "cpu"
     return peer.effective_flops_per_s / SPARING if spared else peer.effective_flops_per_s
 
 
 def offload_s(peer: PeerProfile | None, slot_bytes: float) -> float:
-    """Of every update, where optimizer state lies in a file of `peer`'s."""
+    """Seconds per update to read and write optimizer state in a file of `peer`."""
     return 2 * slot_bytes / file_bytes_per_s(peer)
 
 
 def file_bytes_per_s(peer: PeerProfile | None) -> float:
-    """How fast a file of `peer`'s is read or written."""
+    """Speed at which a file of `peer` is read or written."""
     measured = 0.0 if peer is None else peer.scratch_bytes_per_s
     return measured if measured > 0 else DISK_BYTES_PER_S
 
 
 def weights_s(peer: PeerProfile | None, weight_bytes: float) -> float:
-    """Of every microbatch, where weights lie elsewhere: forward and backward read them."""
+    """Seconds per microbatch to read offloaded weights, once in forward and once in backward."""
     return 2 * weight_bytes / weights_bytes_per_s(peer)
 
 
 def weights_update_s(peer: PeerProfile | None, trained_bytes: float) -> float:
-    """Of every update, where weights lie elsewhere: it reads and writes those that are trained."""
+    """Seconds per update to read and write the trained weights if they are offloaded."""
     return 2 * trained_bytes / weights_bytes_per_s(peer)
 
 
 def weights_bytes_per_s(peer: PeerProfile | None) -> float:
-    """How fast weights come from where they lie between uses."""
+    """Speed at which offloaded weights are read."""
     if peer is not None and peer.device != "cpu":
         return COPY_BYTES_PER_S
     return peer.scratch_bytes_per_s if peer is not None and peer.scratch_bytes_per_s > 0 else DISK_BYTES_PER_S
 
 
 def inability(levers: Levers, peer: PeerProfile) -> str | None:
-    """What `peer` would have to do and can't, in words; None where it can."""
+    """The reason why the backend of `peer` can't apply `levers`; None if it can."""
     if levers == NO_LEVERS:
         return None
     missing = [_CANT[name] for name in levers.names if name not in peer.savings]
@@ -110,7 +112,7 @@ def inability(levers: Levers, peer: PeerProfile) -> str | None:
 
 
 def levers_of_problem(problem: Problem) -> Levers:
-    """What all stages do. What is left to the plan counts as not done."""
+    """Levers that the problem prescribes for all stages; a lever that is left to the plan counts as off."""
     if problem.task != "train":
         return NO_LEVERS
     return Levers(
@@ -121,8 +123,7 @@ def levers_of_problem(problem: Problem) -> Levers:
 
 
 def choices_of_problem(problem: Problem) -> tuple[Levers, ...]:
-    """What a stage may do, what costs least first: where it depends on the disk, a file comes last. Weights that come
-    and go ask for activations made again."""
+    """Combinations of levers that a stage may use, the cheapest first. `offload_weights` requires `recompute`."""
     if problem.task != "train":
         return (NO_LEVERS,)
     return _choices(problem.recompute, problem.offload, problem.offload_weights)
@@ -140,7 +141,7 @@ def _choices(recompute: Lever, offload: Lever, offload_weights: Lever) -> tuple[
 
 
 def unable_to_save(stage: StagePlacement, peer: PeerProfile) -> str | None:
-    """Why `peer` can't stand in for the stage, which saves memory as the plan says; None if it can."""
+    """The reason why `peer` can't take over the stage with the levers of its plan; None if it can."""
     unable = inability(levers_of_stage(stage), peer)
     return None if unable is None else f"{unable}, as the stage does."
 

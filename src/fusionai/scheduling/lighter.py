@@ -1,8 +1,9 @@
-"""What packed boundary tensors would bring where links hold a training job up. Decides which codecs are worth naming.
+"""Finds smaller codecs of boundary tensors that would speed up a training job whose links are the bottleneck.
 
-Planned among the machines that the plan uses: with all others, of which there may be thousands, it may be more.
+Each codec is planned among the machines of the found plan only. Other machines, of which there may be thousands, could
+make the gain larger.
 
-Neighbours: `replicated` plans with each, `cli.plan` shows it.
+`replicated` plans with each codec, `cli.plan` shows the result.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from fusionai.scheduling.types import Plan, Problem
 from fusionai.wire.codecs import FOR_PLANS, LADDER, Codec
 
 WORTH: Final = 1.25
-"""So many times faster than with the next larger codec, or nobody asks."""
+"""Least speedup over the next larger codec of the result for a codec to be listed, chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lighter:
-    """`tokens_per_s`: at least."""
+    """A smaller codec and a lower limit of the speed with it."""
 
     compression: Codec
     tokens_per_s: float
 
 
 def lighter(problem: Problem, found: Plan) -> tuple[Lighter, ...]:
-    """Smaller codecs than `problem` has, each worth its loss. `found`: the plan without them."""
+    """Codecs smaller than that of `problem` which each speed the job up by `WORTH`. `found`: the plan without them."""
     if problem.task != "train" or problem.compression not in LADDER:
         return ()
     compute_s = found.microbatches * max(stage.compute_s for stage in found.stages)
     if found.step_time_s < WORTH * compute_s:
-        return ()  # a faster one would have to compute faster
+        return ()  # Computing limits the step, so a smaller codec can't reach WORTH.
     used = {stage.peer for stage in found.stages}
     posed = msgspec.structs.replace(
         problem,

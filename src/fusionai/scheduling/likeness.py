@@ -1,7 +1,7 @@
-"""Machines that cost exactly the same need no exchanging. Decides which of many equal ones can be left out.
+"""Leaves out surplus machines of a kind, that is machines with exactly the same costs, before planning.
 
-A chain uses at most as many machines of a kind as it has stages. Neighbours: `planner` asks before it plans;
-`relaxation` and `search` treat those of a kind as one.
+A chain uses at most as many machines of a kind as it has stages. `planner` calls this module before it plans;
+`relaxation` and `search` treat machines of a kind as interchangeable.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from fusionai.scheduling.types import PeerProfile, Problem
 
 
 def without_surplus(problem: Problem, peers: Sequence[PeerProfile], most: int) -> list[PeerProfile]:
-    """Of `peers`, at most `most` of each kind: the best pipeline of `most` stages is among them. Those that a wish, a
-    link or the running plan names all stay."""
+    """At most `most` of `peers` of each kind, which is enough for the best pipeline of `most` stages. Peers that a
+    setting or a link of the problem names all stay, and peers of the running plan are preferred."""
     named = _named(problem)
     running = {stage.peer for stage in problem.incumbent.stages} if problem.incumbent is not None else set[str]()
     counts: Counter[tuple[object, ...]] = Counter()
@@ -32,6 +32,6 @@ def without_surplus(problem: Problem, peers: Sequence[PeerProfile], most: int) -
 
 
 def _named(problem: Problem) -> set[str]:
-    """Who can't be exchanged for another: wishes, links of their own, and the job owner's machine."""
+    """Peers that no other can replace: required or pinned ones, those with links of their own, and the job owner's."""
     owner = set[str]() if problem.owner is None else {problem.owner.peer}
     return owner | must_use(problem) | {end for key in problem.links for end in key.split(">")}

@@ -1,6 +1,6 @@
-"""Which pipelines count: how many stages they may have, and which machines they must use.
+"""Constraints on pipelines: the number of stages they may have, and the machines they must use.
 
-Neighbours: `planner` draws them up, every search and every bound keeps to them.
+`planner` sets the limits; every search and every bound obeys them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Limits:
 
 
 def limits_among(problem: Problem, peers: Sequence[PeerProfile], limits: Limits) -> Limits:
-    """`limits` for these peers, with the mask of those that must be used."""
+    """`limits` for these peers, with the mask of the peers that must be used."""
     index = {peer.peer: i for i, peer in enumerate(peers)}
     required = sum(1 << index[name] for name in must_use(problem))
     return Limits(fewest=limits.fewest, most=min(limits.most, len(peers)), required=required)

@@ -1,9 +1,10 @@
-"""The exact search for the line a token crosses soonest, on arrays. Decides peers, order and cuts; knows no names.
+"""Exact search for the serving pipeline (line) that a token crosses soonest, on arrays: peers, order and cuts.
 
-Dynamic programming over (set of peers used, last peer, blocks placed), one level per stage: of two ways to one state
-the faster one is enough. What is left is bounded by pouring the remaining blocks over the peers that are still free.
+Dynamic programming over (set of peers used, last peer, blocks placed), one level per stage: of two partial lines with
+the same state only the faster one is kept. The time still to come is bounded by spreading the remaining blocks over the
+fastest unused peers.
 
-Neighbours: `serving_search` fills `LineTables` and reads the result; `compiled`.
+`serving_search` fills `LineTables` and reads the result; `compiled` makes machine code.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ Integers = npt.NDArray[np.int64]
 
 
 class LineTables(NamedTuple):
-    """P peers, L blocks."""
+    """Costs of a token on P peers and L blocks."""
 
     seconds: Floats
-    """[P, L + 1]: of the blocks before each cut."""
+    """[P, L + 1]: seconds of the blocks before each cut."""
     fits: npt.NDArray[np.bool_]
-    """[P, L, L + 1]"""
+    """[P, L, L + 1]: True if the peer can hold blocks [start, end)."""
     enter_s: Floats
     leave_s: Floats
     hop_s: Floats
-    """[P, P, L + 1]"""
+    """[P, P, L + 1]: seconds from row to column over each cut."""
     twins: Integers
-    """[P]: mask of peers that cost the same and must be used before."""
+    """[P]: mask of peers with equal costs, which must be used before this peer."""
     ranked: Integers
     """[L + 1, P]: peers by `each_s` of the position."""
     each_s: Floats
-    """[L + 1, P]: least seconds of a block behind the position, its share of the hop included."""
+    """[L + 1, P]: least seconds per block after the position, including the block's share of the hop."""
     most: Integers
-    """[L + 1, P]: blocks behind the position that the peer could hold."""
+    """[L + 1, P]: blocks after the position that the peer could hold."""
     back_s: float
-    """The cheapest way back."""
+    """Least seconds from the last stage back to the job owner."""
 
 
 class Steps(NamedTuple):
-    """Beginnings of lines; number 0 is the empty one. [budget + 2] each."""
+    """Partial lines from the first block on; number 0 is the empty one. Each array has shape [budget + 2]."""
 
     mask: Integers
     last: Integers
@@ -49,14 +50,14 @@ class Steps(NamedTuple):
     seconds: Floats
     before: Integers
     first: Integers
-    """[slots]: the state's number, 0 for a free slot."""
+    """[slots]: hash table with the number of each state, 0 for a free slot."""
 
 
 def cross(
     tables: LineTables, steps: Steps, fewest: int, most: int, required: int, best_s: float, budget: int
 ) -> tuple[int, int, bool, int]:
-    """The step and the peer put behind it to the end of the fastest line under `best_s` (-1: none), whether everything
-    was looked at, and how many extensions that took."""
+    """Find the fastest line under `best_s`. Returns its partial line without the last stage and the peer of that stage
+    (-1: none), whether the search was complete, and the number of extensions."""
     peers = tables.twins.shape[0]
     length = tables.fits.shape[1]
     slots = steps.first.shape[0]
@@ -130,7 +131,8 @@ def cross(
 
 
 def poured_s(tables: LineTables, used: int, start: int) -> float:
-    """Least seconds of the blocks behind `start` on free peers, as many each as it can hold, and of the way back."""
+    """Lower bound on the seconds for the blocks after `start` on unused peers, each with as many blocks as it can hold,
+    and for the hop back."""
     left = tables.fits.shape[1] - start
     total = tables.back_s
     for place in range(tables.twins.shape[0]):
@@ -142,5 +144,5 @@ def poured_s(tables: LineTables, used: int, start: int) -> float:
         taken = min(left, tables.most[start, peer])
         total += taken * tables.each_s[start, peer]
         left -= taken
-    # A hair below, so that rounding can't push the bound above what is attained.
+    # Lowered by 1e-12, so that rounding can't put the bound above a time that a line reaches.
     return np.inf if left > 0 else total * (1 - 1e-12)

@@ -1,11 +1,12 @@
-"""A serving line with as many sessions as it holds. Decides how many, in how many passes; moves nothing.
+"""Computes how many sessions a serving pipeline (line) holds, in how many passes, and how fast it serves them.
 
     round = max(transit of a pass, passes * busiest machine's part of one, passes * slowest link's part of one)
 
-All passes go round once while each session gets one token. A machine's part is its blocks' operations or the reading of
-their weights, whichever takes longer (`serving_line`); sessions are limited by memory and by how long a round may take.
+In a round every pass crosses the line once and each session gets one token. A machine's part is the time for its
+blocks' operations or for reading their weights, whichever is longer (`serving_line`). Sessions are limited by memory
+and by the longest round allowed.
 
-Neighbours: `many_lines` fills lines with this; `serving_prediction` prices the one line of a plan.
+`many_lines` fills lines with this module; `serving_prediction` prices the single line of a plan.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from fusionai.scheduling.types import BlockCost, ServingNeeds, StagePlacement
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`sessions` share `passes` in flight."""
+    """Load of a line: `sessions` are spread over `passes` in flight, and each gets one token per round."""
 
     sessions: int
     passes: int
     round_s: float
     owner_busy: float
-    """Part of its time that the job owner's machine computes."""
+    """Fraction of the time in which the job owner's machine computes."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -42,21 +43,21 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Of a stage, in bytes: what is there whatever is served (the probe's page among it), and what a session adds."""
+    """Memory of a stage in bytes: `fixed` without sessions (including the probe's page), `each` per session."""
 
     fixed: int
     each: int
 
 
 def session_tokens(needs: ServingNeeds) -> int:
-    """Positions of cache that a session is given room for: its part of the wanted cache, in whole pages."""
+    """Cache positions reserved for a session: its share of the wanted cache, in whole pages."""
     wanted = max(needs.cache_tokens, needs.context_tokens)
     pages = -(-wanted // (needs.sessions * needs.page_tokens))
     return min(pages, -(-needs.context_tokens // needs.page_tokens)) * needs.page_tokens
 
 
 def stage_room(blocks: Sequence[BlockCost], behind: Sequence[BlockCost], needs: ServingNeeds) -> Room:
-    """Of a stage of `blocks`, with `behind` after it."""
+    """Memory of a stage of `blocks`; `behind`: the model's blocks after it."""
     sent = retained_bytes((*blocks, *behind), len(blocks), needs)
     probe_only = msgspec.structs.replace(needs, sessions=0)
     each = session_tokens(needs) * token_bytes(blocks, sent) + ring_bytes(blocks, probe_only)
@@ -64,7 +65,7 @@ def stage_room(blocks: Sequence[BlockCost], behind: Sequence[BlockCost], needs: 
 
 
 class LoadedLine:
-    """`stages` as placed, at the prices of `costs`."""
+    """A line of placed `stages`, priced by `costs`."""
 
     def __init__(self, stages: Sequence[StagePlacement], costs: StageCosts, needs: ServingNeeds) -> None:
         problem = costs.problem
@@ -95,15 +96,16 @@ class LoadedLine:
             self._row_s.append(needs.result_bytes / back.bandwidth_bytes_per_s)
             self._latency_s += into.latency_s + back.latency_s
         self.owner_room = Room(fixed.pop(self._owner, 0), each.pop(self._owner, 0))
-        """Of the job owner's ends, which all lines share."""
+        """Memory of the job owner's ends, which all lines share."""
         self.room = min(
             ((costs.profiles[peer].memory_bytes - fixed[peer]) // each[peer] for peer in fixed if each[peer]),
             default=None,
         )
-        """Sessions that the pool's machines have memory for; None: as many as come."""
+        """Sessions that the pool's machines have memory for; None: no limit."""
 
     def round_s(self, rows: int, passes: int) -> tuple[float, float]:
-        """From one token of a session to its next with so many sessions in a pass; and the owner's part of it."""
+        """Seconds between two tokens of a session with `rows` sessions per pass, and the fraction of that time in which
+        the owner's machine computes."""
         busy: defaultdict[str, float] = defaultdict(float)
         for peer, (flops_s, read_s) in zip(self._peers, self._working, strict=True):
             busy[peer] += float(np.maximum(rows * flops_s, read_s).sum())
@@ -117,8 +119,8 @@ class LoadedLine:
         return Load(rows * passes, passes, whole_s, owner_busy)
 
     def filled(self, most_sessions: int, most_s: float = inf) -> Load | None:
-        """Most tokens a second of at most so many sessions, each of which gets its next token within `most_s`; None if
-        not even one does or fits."""
+        """The load with the most tokens a second, for at most `most_sessions` sessions with rounds of at most `most_s`;
+        None if not even one session fits."""
         sessions = most_sessions if self.room is None else min(most_sessions, self.room)
         best: Load | None = None
         for passes in range(1, min(sessions, 2 * len(self._peers)) + 1):
@@ -131,7 +133,7 @@ class LoadedLine:
         return best
 
     def _most_rows(self, passes: int, most: int, most_s: float) -> int:
-        """More rows take longer: bisection."""
+        """Most rows, up to `most`, with which a round takes at most `most_s`; found by bisection."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2

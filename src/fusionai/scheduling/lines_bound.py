@@ -1,17 +1,17 @@
-"""What no serving lines of a pool exceed, however they are laid, tokens a second. Proves; places nothing.
+"""Computes an upper bound on the tokens a second of all serving pipelines (lines) that a pool could have.
 
-The least of these:
+The bound is the least of these:
 
-- Work: a machine that passes r tokens a second through its blocks works at least t of each second per token and block:
-  the block's operations, or its weights read once for as many sessions as memory has room for. Whatever weights y the
-  blocks are given, tokens * sum y <= sum over machines of the most y / t of any block.
-- Rounds: parts of the model that machines hold add up to one per line, and so do their seconds (each with its
-  hop), which no round undercuts and which are at most the longest allowed. A line's n sessions get n / round; between
-  the soonest and the longest round, that is below the chord. With a price on the seconds each machine's part may be
-  chosen by itself (the Lagrangian of the limit), so every price gives a bound, and the best one counts.
-- The job owner's ends see every token.
+- Work: per token and block a machine needs at least t seconds, for the block's operations or for reading its weights
+  once for as many sessions as memory has room for. For any weights y of the blocks, tokens * sum y <= sum over machines
+  of the largest y / t of any block.
+- Rounds: the parts of the model that a line's machines hold add up to one, and their seconds (each with its hop) add up
+  to at most the round, which may not exceed the longest round allowed. A line's n sessions get n / round, which lies
+  below the chord between the shortest and the longest round. With a price on the seconds, each machine's part can be
+  chosen separately (Lagrangian relaxation), so every price gives a bound, and the lowest bound counts.
+- The job owner's ends process every token.
 
-Neighbours: `many_lines` prints the gap to it, `coverage_bound` does the like for training.
+`many_lines` reports the gap to this bound; `coverage_bound` is the counterpart for training.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fusionai.scheduling.serving_line import block_s
 from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem, ServingNeeds
 
 CELLS: Final = 40
-"""Into which the parts that a machine may hold are divided."""
+"""Cells of the grid over the parts of the model that a machine may hold."""
 PRICES: Final = 30
 
 
 def bound_tokens_per_s(problem: Problem, chain_plan: Plan, most_sessions: int, most_s: float) -> float:
-    """`chain_plan`: of the fastest line, with its certificate; at most `most_sessions` per line, each of which gets its
-    next token within `most_s`."""
+    """Upper bound for lines with at most `most_sessions` sessions each and rounds of at most `most_s`. `chain_plan`:
+    plan of the fastest line, whose certificate bounds the shortest round."""
     needs = problem.serving
     assert needs is not None, "a serving problem says what it needs"
     ends = ends_of(problem)
@@ -47,12 +47,12 @@ def bound_tokens_per_s(problem: Problem, chain_plan: Plan, most_sessions: int, m
         _rounds(problem, peers, blocks, needs, most_sessions, soonest_s, most_s),
         _owner_per_s(problem, needs, [*problem.blocks[:first], *problem.blocks[last:]], most_sessions),
     ]
-    # A hair above, so that rounding can't push it below what is attained.
+    # Raised by 1e-9, so that rounding can't put the bound below a speed that lines reach.
     return min(bounds) * (1 + 1e-9)
 
 
 def _working(peers: list[PeerProfile], blocks: tuple[BlockCost, ...], needs: ServingNeeds, most_sessions: int) -> float:
-    """By what machines compute and read."""
+    """The bound by work: operations and reading of weights."""
     speed = np.array([peer.effective_flops_per_s for peer in peers])[:, None]
     reading = np.array([peer.memory_bandwidth_bytes_per_s * peer.share for peer in peers])[:, None]
     memory = np.array([float(peer.memory_bytes) for peer in peers])[:, None]
@@ -86,9 +86,9 @@ def _rounds(
     soonest_s: float,
     most_s: float,
 ) -> float:
-    """By memory, and by what rounds allow."""
+    """The bound by rounds, with the sessions that memory holds."""
     most_s = max(most_s, soonest_s)
-    # Parts are counted in blocks that keep a cache; the others (a table, a head) are let through for nothing.
+    # Parts are counted in blocks that keep a cache; the others (a table, a head) count as free.
     counted = [block for block in blocks if block.cache_token_bytes or block.cache_session_bytes] or list(blocks)
     count = len(counted)
     tokens = session_tokens(needs)
@@ -96,7 +96,7 @@ def _rounds(
     each = count * float(min(tokens * block.cache_token_bytes + block.cache_session_bytes for block in counted))
     memory = np.array([float(peer.memory_bytes) for peer in peers])
     seconds = np.array([count * min(block_s(block, peer) for block in counted) for peer in peers])
-    # A machine holds at least one block of those counted, at most what memory holds beside a session.
+    # A machine holds at least one of the counted blocks, and at most as many as fit beside one session.
     most_part = np.minimum(1.0, memory / max(weights + each, 1e-9))
     able = most_part * count >= 1 - 1e-9
     if not able.any():
@@ -111,9 +111,9 @@ def _rounds(
     held = np.maximum(np.minimum(np.minimum(most_sessions * high, room), shares), 0.0)
     best = np.inf
     for cap_s in np.quantile(hop_s, (0.0, 0.2, 1.0)):
-        # The first stage of a line has no hop into it: so much is given back to every line.
+        # The first stage of a line has no hop into it, so every line gets one hop (`cap_s`) back.
         hops_s = np.minimum(hop_s, cap_s)
-        # Below the chord of 1 / seconds: what a session on so much of the model is worth.
+        # Tokens a second of a session, from the chord of 1 / seconds, credited to a machine by its part of the model.
         worth = 1 / soonest_s + 1 / most_s - (seconds + hops_s / high - cap_s) / (soonest_s * most_s)
         value = held * np.clip(worth, 0.0, 1 / soonest_s)
         spare_s = most_s + cap_s - seconds
@@ -125,12 +125,12 @@ def _rounds(
 
 
 def _most_rate(peer: PeerProfile, blocks: list[BlockCost]) -> float:
-    """Parts of the model a second by arithmetic alone."""
+    """Models (all counted blocks) a second that `peer` computes, by arithmetic alone."""
     return peer.effective_flops_per_s / max(len(blocks) * min(block.forward_flops for block in blocks), 1e-9)
 
 
 def _hops(problem: Problem, peers: list[PeerProfile], blocks: tuple[BlockCost, ...]) -> Floats:
-    """[N]: least seconds of a hop into each; 0 for those with links of their own."""
+    """[N]: least seconds of a hop into each peer; 0 for the owner's machine and peers with links of their own."""
     crossing = min((block.output_bytes for block in blocks[:-1]), default=0)
     up = max(peer.uplink.bandwidth_bytes_per_s for peer in peers)
     latency_s = min(peer.uplink.latency_s for peer in peers)

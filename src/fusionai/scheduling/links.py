@@ -1,8 +1,8 @@
-"""Links between peers: access links (uplink, downlink) with pairwise exceptions. Decides what a hop is.
+"""Derives the bandwidth and latency of a hop between two peers from access links and pairwise exceptions.
 
 Every peer has one access link; a transfer runs at the slower of the sender's uplink and the receiver's downlink and
 occupies both. An exception (two machines in one home, a bad route) replaces that for one direction of one pair and
-occupies neither access link. Neighbours: `pipeline` turns bytes into seconds.
+occupies neither access link. `pipeline` turns bytes into seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusionai.scheduling.types import Link, PeerProfile
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One direction of a pair. `shared`: it occupies the access links of both ends."""
+    """Link in one direction between two peers. `shared`: a transfer occupies the access links of both."""
 
     bandwidth_bytes_per_s: float
     latency_s: float
@@ -29,7 +29,7 @@ _SAME_MACHINE = Hop(bandwidth_bytes_per_s=inf, latency_s=0.0, shared=False)
 
 
 def hop(sender: PeerProfile, receiver: PeerProfile, exceptions: Mapping[str, Link]) -> Hop:
-    """From `sender` to `receiver`."""
+    """The hop from `sender` to `receiver`; free if they are the same peer. `exceptions`: `from>to` -> link."""
     if sender.peer == receiver.peer:
         return _SAME_MACHINE
     own = exceptions.get(f"{sender.peer}>{receiver.peer}")
@@ -43,7 +43,7 @@ def hop(sender: PeerProfile, receiver: PeerProfile, exceptions: Mapping[str, Lin
 
 
 def check_links(exceptions: Mapping[str, Link], known: Iterable[str]) -> None:
-    """Raise `PlanError` on a key that is not `from>to` of two known peers, or on a bandwidth that is not positive."""
+    """Raise `PlanError` if a key is not `from>to` of two known peers, or if its bandwidth or latency is invalid."""
     names = sorted(set(known))
     for key, link in exceptions.items():
         ends = key.split(">")

@@ -1,14 +1,14 @@
-"""What several holders of each block would bring over the one chain of a plan. Decides whether that is worth a word.
+"""Compares a layout with several holders per block to the single chain of a plan, and decides whether to report it.
 
-The layout is `coverage`'s: every peer with its own interval. Beside its throughput in the long run stands what a step
-of the job's microbatches would take, by the formula of a chain that counts what many holders cost:
+The layout is that of `coverage`: every peer has its own interval. The report has its steady throughput, and the time of
+a step with the job's microbatches, by the formula of a chain extended by the costs of many holders:
 
     step = (M - 1) / rate + trip + exchange
-    trip      one microbatch there and back: each block at the mean speed of its holders, a hop where holders end
-    exchange  gradients among the holders of each block after the last microbatch, in float32, nothing hidden behind
-              computing: the slowest peer's 2 (h - 1) / h of the bytes of each of its blocks that h > 1 hold
+    trip      round trip of one microbatch: each block at the mean speed of its holders, a hop where holders end
+    exchange  gradients among the holders of each block after the last microbatch, in float32, not overlapped with
+              computing: the slowest peer's 2 (h - 1) / h of the bytes of each of its blocks that h > 1 peers hold
 
-Neighbours: `planner` makes the plan of one chain, which is what a job runs; `cli.plan` shows both.
+`planner` makes the plan of one chain, which is what a job runs; `cli.plan` shows both.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from fusionai.scheduling.stage_costs import StageCosts
 from fusionai.scheduling.types import Plan, Problem
 
 WORTH_A_WORD: Final = 1.05
-"""By so much more throughput in the long run a layout must have to be shown."""
+"""Least ratio of steady throughputs, layout to chain, for the layout to be reported; chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManyHolders:
-    """A layout that no job can run yet, against the chain that a job would run."""
+    """A layout that no job can run yet, compared with the chain that a job would run."""
 
     layout: CoveragePlan
     holders: tuple[int, ...]
-    """Of each block, in order."""
+    """Number of holders of each block, in order."""
     first_block: int
     chain_steady_tokens_per_s: float
-    """Of the one chain in the long run: as if a step had microbatches without end."""
+    """Steady throughput of the chain, as if a step had an unlimited number of microbatches."""
     over_one_chain: float
-    """How many times as many tokens in the long run."""
+    """Steady throughput of the layout divided by that of the chain."""
     trip_s: float
     exchange_s: float
     step_time_s: float
     tokens_per_s: float
-    """Of a step of the job's microbatches."""
+    """Throughput of a step with the job's microbatches."""
     pays_from_microbatches: int | None
-    """Per step, at least so many for the layout to be faster than the chain; None: never."""
+    """Least microbatches per step with which the layout is faster than the chain; None: it never is."""
 
 
 def many_holders(problem: Problem, chain_plan: Plan) -> ManyHolders | None:
-    """For a training job; None where one chain does as well, and where the job owner's wishes name stages, spares or
-    who holds what, which only a chain has."""
+    """Return the comparison for a training job. None for serving, if one chain is as good, or if the problem sets
+    stages, spares, required or pinned peers, which only a chain can have."""
     wishes = problem.stages is not None or problem.spares_wanted or problem.required or problem.pinned
     if problem.task != "train" or wishes:
         return None
@@ -69,14 +69,14 @@ def many_holders(problem: Problem, chain_plan: Plan) -> ManyHolders | None:
     steady = problem.microbatch_tokens / chain_period_s
     loss_elsewhere = place_of(problem, "loss") == "owner"
     chain = Chain(problem, middle(problem))
-    # All machines busy all the time would not pass more: then nothing is worth being searched for.
+    # Even with all machines busy all the time the gain would be too small, so the search can be skipped.
     together = sum(peer.effective_flops_per_s for peer in problem.peers if peer.peer not in problem.excluded)
     if problem.microbatch_tokens * together < WORTH_A_WORD * steady * chain.flops(0, chain.length):
         return None
     try:
         layout = cover(problem)
     except PlanError:
-        # The chain needs less memory: it ends with little in flight.
+        # A chain can fit although no layout does: its last stages have little in flight and need less memory.
         return None
     if layout.tokens_per_s < WORTH_A_WORD * steady:
         return None
@@ -102,7 +102,7 @@ def many_holders(problem: Problem, chain_plan: Plan) -> ManyHolders | None:
 
 
 class _Spread:
-    """A layout as sums over the holders of each block and cut."""
+    """Sums over the holders of each block and cut of a layout."""
 
     def __init__(self, problem: Problem, chain: Chain, layout: CoveragePlan) -> None:
         self._chain = chain
@@ -121,7 +121,7 @@ class _Spread:
         self._cover = self._over_blocks(self._rate)
 
     def trip_s(self) -> float:
-        """Each holder takes its part of the microbatches: as its rate is to the others'."""
+        """Seconds of one microbatch's round trip, averaged over holders in proportion to their rates."""
         chain, length = self._chain, self._length
         flops = np.diff([chain.flops(0, end) for end in range(length + 1)])
         seconds = float((flops * self._over_blocks(self._rate / self._speed) / self._cover).sum())
@@ -129,7 +129,7 @@ class _Spread:
             leaving, entering = self._end == cut, self._start == cut
             if not leaving.any():
                 continue
-            # Only part of the holders end here; the others go on with the next block themselves.
+            # Only some of the holders end here; the others compute the next block themselves.
             share = min(1.0, float(self._rate[leaving].sum()) / float(self._cover[cut - 1]))
             entering = entering if entering.any() else (self._start <= cut) & (cut < self._end)
             hop_s = chain.forward_bytes[cut] * _mean(1 / self._up, self._rate, leaving)
@@ -155,6 +155,6 @@ def _mean(values: Floats, weights: Floats, chosen: np.ndarray[tuple[int], np.dty
 
 
 def _owners_s(problem: Problem) -> float:
-    """Of the job owner's blocks, per microbatch; 0.0 without an owner."""
+    """Seconds of the job owner's blocks per microbatch; 0.0 without an owner."""
     owner = problem.owner
     return 0.0 if owner is None else owners_flops(problem) / owner.effective_flops_per_s

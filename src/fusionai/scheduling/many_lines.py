@@ -1,14 +1,14 @@
-"""What several lines would serve over the one of a plan, in pools much larger than the model needs. Decides whether
-that is worth a word.
+"""Compares several serving pipelines (lines) to the single line of a plan, in pools larger than the model needs, and
+decides whether to report them.
 
-Lines have no machine in common, the job owner's apart; each serves sessions of its own, as many as its memory has room
-for and as still get a token every `SLOWER` times as long as the plan takes for one alone (`line_load`). The objective
-is what all of them together generate under that limit. The plan's line is the first. Machines like those of a known
-line, the least of those that will do, make further ones like it; where there are no more such, the fastest line among
-who is left is a new pattern.
+Lines share no machine except the job owner's. Each serves its own sessions: as many as its memory holds and as get a
+token within `SLOWER` times the seconds that the plan predicts for a single session (`line_load`). The objective is the
+tokens a second of all lines under that limit. The plan's line is the first. Further lines copy a known line on similar
+machines, the least capable ones that suffice. If there are none left, the fastest line of the remaining machines
+becomes a new pattern.
 
-`lines_bound` says what no lines exceed. Neighbours: `serving` plans lines, `cli.lines_view` shows them; `many_holders`
-does the like for training.
+`lines_bound` has the upper bound, `serving` plans lines, `cli.lines_view` shows them; `many_holders` is the counterpart
+for training.
 """
 
 from __future__ import annotations
@@ -30,56 +30,57 @@ from fusionai.scheduling.types import PeerProfile, Plan, Problem, ServingNeeds, 
 
 METHOD: Final = "lines like the fastest, one after the other; bound by work and rounds"
 WORTH_A_WORD: Final = 1.05
-"""By so much more throughput lines must have to be shown."""
+"""Least ratio of throughputs, all lines to one line, for the lines to be reported; chosen."""
 SLOWER: Final = 2.0
-"""A session's seconds per token on a filled line, at most, by what the plan predicts for one alone."""
+"""Most seconds per token of a session on a filled line, relative to the plan's prediction for a single session."""
 PATTERNS: Final = 10
-"""Lines that are searched for; all others are made like one of them."""
+"""Most lines that are searched for; all others copy one of them."""
 BUDGET: Final = 5_000
-"""Of each search."""
+"""Budget of each search for a line."""
 ROOMS: Final = (1, 4)
-"""Times the wanted cache that searched lines have room for: longer lines are slower and hold more sessions. The better
-way counts."""
+"""Multiples of the wanted cache for which searched lines have room: longer lines are slower and hold more sessions.
+Both are tried and the better one counts."""
 LIKE: Final = 1.15
-"""A stage's seconds, by those of the machine whose place it takes; room for sessions likewise."""
+"""Largest ratio of a stage's seconds to those on the machine that it replaces in a pattern. Its room for sessions may
+be smaller by the same factor."""
 NEAR_S: Final = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedLine:
-    """One line, filled."""
+    """One line, filled with sessions."""
 
     stages: tuple[StagePlacement, ...]
     sessions: int
     passes: int
     tokens_per_s: float
-    """All of its sessions together."""
+    """Speed of all its sessions together."""
     session_tokens_per_s: float
-    """What each of them gets."""
+    """Speed of each session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManyLines:
-    """Lines that no job can run yet, against the one that a job would run."""
+    """Lines that no job can run yet, compared with the single line that a job would run."""
 
     lines: tuple[ServedLine, ...]
-    """The plan's first."""
+    """The lines; the plan's line comes first."""
     idle: tuple[str, ...]
-    """Usable peers in none."""
+    """Usable peers that are in no line."""
     sessions: int
     tokens_per_s: float
     slowest_session_tokens_per_s: float
     least_tokens_per_s: float
-    """What each session had to get."""
+    """Required speed of each session."""
     chain_sessions: int
     chain_tokens_per_s: float
-    """The plan's line, filled the same way."""
+    """Speed of the plan's line, filled in the same way."""
     over_one_chain: float
     asked_lines: int
-    """So many lines serve the sessions asked for best."""
+    """Number of lines that serve the problem's number of sessions fastest."""
     asked_tokens_per_s: float
     owner_bound: bool
-    """Whether the job owner's machine, which all lines share, holds them up."""
+    """True if the job owner's machine or access link, which all lines share, limits the speed."""
     bound_tokens_per_s: float
     optimality_gap: float
 
@@ -87,10 +88,11 @@ class ManyLines:
 def many_lines(
     problem: Problem, chain_plan: Plan, most_sessions: int, least_tokens_per_s: float | None = None
 ) -> ManyLines | None:
-    """For a serving job, with at most `most_sessions` per line, each of which gets at least so many tokens a second
-    (None: half of what the plan predicts for one alone). None where one line does as well, where it can't give a
-    session that much, and where the job owner's wishes name stages, spares or who holds what, which only one line
-    has."""
+    """Return the comparison for a serving job, with at most `most_sessions` sessions per line.
+
+    `least_tokens_per_s`: required speed of each session; None takes half of the plan's prediction for a single session.
+    Returns None for training, if one line is as good, if the plan's line can't reach that speed, or if the problem sets
+    stages, spares, required or pinned peers, which only a single line can have."""
     needs = problem.serving
     wishes = problem.stages is not None or problem.spares_wanted or problem.required or problem.pinned
     if problem.task != "serve" or needs is None or wishes:
@@ -111,7 +113,8 @@ def many_lines(
 
 
 def _fill(problem: Problem, filled: _Filled, pool: _Free, pattern: Sequence[StagePlacement], room: int) -> None:
-    """Lines like `pattern`, then like the fastest among who is left with room for so many times the wanted cache."""
+    """Add lines like `pattern`, then like the fastest line of the remaining peers. `room`: multiple of the wanted cache
+    that searched lines must hold."""
     if room > 1:
         wanted = _fastest(problem, pool.left(), room)
         if wanted is None or not filled.add(wanted):
@@ -132,7 +135,7 @@ def _fill(problem: Problem, filled: _Filled, pool: _Free, pattern: Sequence[Stag
 
 
 class _Filled:
-    """Lines so far, and what they leave of the job owner's machine."""
+    """The lines so far, and how much of the job owner's machine they use."""
 
     def __init__(
         self, problem: Problem, needs: ServingNeeds, costs: StageCosts, most_sessions: int, most_s: float
@@ -143,7 +146,7 @@ class _Filled:
         self.placed: list[tuple[Sequence[StagePlacement], LoadedLine, Load]] = []
         self._owner_bytes = 0
         self.owner_busy = 0.0
-        """Of the owner's machine or access link, what is taken; above 1, everybody waits for it."""
+        """Fraction of the owner's machine or access link in use; above 1, all lines are slowed by this factor."""
 
     @property
     def last(self) -> Load:
@@ -158,7 +161,7 @@ class _Filled:
         return self.owner_busy >= 1
 
     def add(self, stages: Sequence[StagePlacement]) -> bool:
-        """Whether any session can be served by it within the limit."""
+        """Add a line of `stages`. Returns False if it can't serve a single session within the limit."""
         line = LoadedLine(stages, self._costs, self._needs)
         load = line.filled(self._room(line), self._most_s)
         if load is None:
@@ -189,7 +192,7 @@ class _Filled:
 
 
 class _Free:
-    """Machines in no line, as arrays."""
+    """Machines that are in no line, as arrays."""
 
     def __init__(self, problem: Problem, chain_plan: Plan, costs: StageCosts, needs: ServingNeeds) -> None:
         self._own = "" if problem.owner is None else problem.owner.peer
@@ -208,7 +211,7 @@ class _Free:
         self._up = np.array([peer.uplink.bandwidth_bytes_per_s for peer in peers])
         self._down = np.array([peer.downlink.bandwidth_bytes_per_s for peer in peers])
         self._latency_s = np.array([peer.uplink.latency_s + peer.downlink.latency_s for peer in peers])
-        # The least that will do goes first: what is better may be needed elsewhere.
+        # The least capable machine that suffices goes first; better ones may be needed elsewhere.
         self._least_first = np.lexsort((self._speed, self._memory))
 
     def left(self) -> list[PeerProfile]:
@@ -220,12 +223,12 @@ class _Free:
                 self._here[self._place[stage.peer]] = False
 
     def like(self, pattern: Sequence[StagePlacement], load: Load) -> list[StagePlacement] | None:
-        """The same stages on machines like those of the pattern; None if one of them finds none."""
+        """The stages of `pattern` on free machines like its own; None if there is none for one of the stages."""
         here = self._here.copy()
         stages: list[StagePlacement] = []
         for stage in pattern:
             if stage.peer == self._own:
-                # The model's ends are there once for all lines; a stage of the pool would be needed again.
+                # All lines share the owner's ends, but each line needs its own stages of the pool.
                 if "stage" in stage.roles:
                     return None
                 stages.append(stage)
@@ -273,7 +276,8 @@ class _Free:
 
 
 def _fastest(problem: Problem, left: Sequence[PeerProfile], room: int) -> tuple[StagePlacement, ...] | None:
-    """The line of who is left that a token crosses soonest, with room for so many times the wanted cache."""
+    """The line of the remaining peers that a token crosses soonest, with `room` times the wanted cache; None if there
+    is none."""
     needs = problem.serving
     assert needs is not None, "a serving problem says what it needs"
     needs = msgspec.structs.replace(needs, cache_tokens=room * max(needs.cache_tokens, needs.context_tokens))
@@ -319,7 +323,7 @@ def _compared(
 
 
 def _asked(filled: _Filled, problem: Problem) -> Iterator[tuple[int, float]]:
-    """(lines, tokens per second) where the sessions asked for are spread over the first lines."""
+    """(lines, tokens per second) if the problem's sessions are spread evenly over the first lines."""
     needs = problem.serving
     assert needs is not None, "a serving problem says what it needs"
     for count in range(1, min(len(filled.placed), needs.sessions) + 1):
@@ -332,7 +336,7 @@ def _asked(filled: _Filled, problem: Problem) -> Iterator[tuple[int, float]]:
 
 
 def _served(problem: Problem, stages: Sequence[StagePlacement], load: Load, slowed: float) -> ServedLine:
-    """With memory as filled: what is kept for its sessions, not for those of the plan."""
+    """The line with the memory of its own sessions instead of the plan's."""
     needs = problem.serving
     assert needs is not None, "a serving problem says what it needs"
     first = problem.blocks[0].block

@@ -1,7 +1,7 @@
-"""Pairs of two sides, as many as there can be. Decides nothing about what a good pair is.
+"""Computes a maximum bipartite matching of ranked choices.
 
-Augmenting paths (Kuhn): whoever comes first gets the best choice that does not cost somebody earlier their place.
-Neighbours: `guards` and `takeover` rank the choices.
+Augmenting paths (Kuhn): an item that comes earlier keeps a place, and each gets the best choice still possible.
+`guards` and `takeover` rank the choices.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 
 def matched(choices: Sequence[Sequence[str]], taken: Mapping[int, str] | None = None) -> dict[int, str]:
-    """For as many of `choices` as possible one of its entries, each entry once; `choices[i]` best first.
+    """Assign to as many of `choices` as possible one of its entries, each entry once; `choices[i]` best first.
 
-    `taken`: pairs to begin with. Who has one keeps one, though not necessarily the same.
+    Returns index -> entry. `taken`: initial pairs. An index in `taken` stays matched, though possibly to another entry.
     """
     holder = {entry: index for index, entry in (taken or {}).items()}
     placed = set(holder.values())
