@@ -229,7 +229,8 @@ class Batches(RuleBasedStateMachine):
             before = under_way.get(segment.session)
             if before is not None and segment.session in self.tokens:
                 ahead = before.start + before.length
-                assert segment.start == ahead < len(self.specs[segment.session].prompt), "only prompts go on meanwhile"
+                # A prompt, or a text whose cache was given away and that is read again, answer included.
+                assert segment.start == ahead < len(self.tokens[segment.session]), "only known tokens go on meanwhile"
             assert segment.session not in self.held
             spec = self.specs[segment.session]
             table = self.tables.setdefault(segment.session, [])

@@ -151,7 +151,7 @@ def test_closing_here_ends_open_questions():
 
 @pytest.mark.parametrize(
     ("unasked", "said"),
-    [(Done(), "got done unasked"), (Refused(code="unknown_peer"), REFUSAL_SENTENCES["unknown_peer"])],
+    [(Done(), "got done without a question"), (Refused(code="unknown_peer"), REFUSAL_SENTENCES["unknown_peer"])],
 )
 def test_an_answer_nobody_asked_for_ends_the_conversation_and_is_named(unasked: Message, said: str):
     async def serve(channel: Channel) -> None:

@@ -64,7 +64,6 @@ def granted(pool, *, authority=None, certificate: Callable[[JoinRequest], bytes]
             peer=peer_of(request.public_key),
             certificate=issue(request),
             authority=(authority or pool.authority).certificate,
-            pool="friends",
         )
 
     return answer
