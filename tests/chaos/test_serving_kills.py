@@ -19,6 +19,7 @@ from typing import Final
 import pytest
 
 from fusionai.coordination.silence import LEARNING_S
+from fusionai.scheduling.settling import SETTLE_S
 from harness.besieged_job import kills_of, peers, seed_of
 from harness.killer import Habits, Killer, Role
 from harness.live_pool import LivePool
@@ -29,6 +30,9 @@ pytestmark = pytest.mark.slow
 
 STREAMS: Final = 8
 STAGES: Final = 3
+HEARD_S: Final = SETTLE_S + 6.0
+"""Seconds after its loss at which a spare that was started again at once may be planned with: plans ask for `SETTLE_S`,
+and the broker hears of it with its second heartbeat at the latest."""
 KILLING: Final = Habits(together=0.0, freezing=0.0, pause_s=(0.2, 1.5))
 AGAIN: Final = 8
 """Answers that are asked for again at the end, when nobody is killed."""
@@ -174,6 +178,7 @@ def test_who_came_back_is_the_next_guard_as_soon_as_a_stage_has_none(
                     back = siege.strike(killer, Role.SPARE)
                     await siege.recover(back)
                     await siege.guarded()
+                    await siege.until(lambda: time.monotonic() > back.at_s + HEARD_S, "the spare was heard again")
                     fell_s = time.monotonic()
                     holder = siege.strike(killer)
                     await siege.until(lambda: siege.plans_since(fell_s), "another plan")
