@@ -166,7 +166,7 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
 
 
 def _compare(captured: Captured, progress: Callable[[str], None]) -> None:
-    """Compare the graph with the module, and tell what was found or why nothing could be."""
+    """Compare the graph with the module. Report the differences, or why no comparison was possible."""
     try:
         checked = self_check(captured, progress=progress)
     except TooLarge as error:

@@ -112,7 +112,7 @@ class TokenSource:
         return self._batch(rows, derived_key(self._seed, "mask", step, microbatch))
 
     def evaluation(self, index: int) -> dict[str, HostTensor]:
-        """As `microbatch`, from the evaluation part, the same at each evaluation."""
+        """Like `microbatch`, from the evaluation part, the same at each evaluation."""
         size = self._order.microbatch_size
         samples = evaluation_samples(self._evaluation_rows, size, self._seed, index)
         rows = _rows(self._tokens.evaluation, samples, self._length)

@@ -140,6 +140,8 @@ def test_keys_from_files_and_keys_that_are_made(tmp_path: Path) -> None:
     held.close()
     held.close()
     small.make_room(300)
+    with pytest.raises(StorageError):
+        held.read(held.specs[0])
 
 
 def test_a_model_without_files(tmp_path: Path) -> None:
