@@ -20,8 +20,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from fusionai.client.local_pool import LocalPeer, LocalPool
-from fusionai.client.train import RunEvent, TrainOptions, train
+from fusionai.client.pool.local_pool import LocalPeer, LocalPool
+from fusionai.client.training.train import RunEvent, TrainOptions, train
 from fusionai.corpus import python_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.storage.atomic import write_atomic

@@ -36,10 +36,8 @@ from typing import Any, Final
 import msgspec
 
 import truth
-from fusionai.scheduling import pipeline as planning
-from fusionai.scheduling.credits import credits_needed
-from fusionai.scheduling.pipeline import Pipeline
-from fusionai.scheduling.types import (
+from fusionai.scheduling.problem.credits import credits_needed
+from fusionai.scheduling.problem.types import (
     BlockCost,
     Certificate,
     Link,
@@ -49,6 +47,8 @@ from fusionai.scheduling.types import (
     RolePlacement,
     StagePlacement,
 )
+from fusionai.scheduling.training import pipeline as planning
+from fusionai.scheduling.training.pipeline import Pipeline
 from fusionai.simulator.step import Rules, StepRun, simulate_steps
 
 GOAL: Final = 0.95

@@ -53,11 +53,11 @@ from typing import Any, Final, Literal
 
 import psutil
 
-from fusionai.client.demo import DemoOptions, demo_peers, demo_recipe
-from fusionai.client.local_pool import BROKER, LocalPool
-from fusionai.client.train import TrainOptions
+from fusionai.client.pool.local_pool import BROKER, LocalPool
+from fusionai.client.training.demo import DemoOptions, demo_peers, demo_recipe
+from fusionai.client.training.train import TrainOptions
 from fusionai.corpus.recipe import Recipe
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 from fusionai.storage.commits import read_commits
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from fusionai.client import train as client
-from fusionai.client.preparation import Prepared
-from fusionai.client.train import Planned, RunEvent, TrainOptions
+from fusionai.client.training import train as client
+from fusionai.client.training.preparation import Prepared
+from fusionai.client.training.train import Planned, RunEvent, TrainOptions
 from fusionai.corpus.recipe import Recipe
 from fusionai.primitives.errors import FusionError
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
 

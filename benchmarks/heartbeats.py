@@ -19,7 +19,7 @@ import msgspec
 import psutil
 
 from fusionai.primitives.environment import inherited
-from fusionai.scheduling.types import PeerProfile
+from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership, enrol
 from fusionai.transport.tcp import TcpTransport

@@ -36,13 +36,13 @@ from typing import Any, Final
 import msgspec
 
 import truth
-from fusionai.client.replicas import InReplica, ReplicasEvent, train_replicas
-from fusionai.client.train import TrainOptions
+from fusionai.client.training.replicas import InReplica, ReplicasEvent, train_replicas
+from fusionai.client.training.train import TrainOptions
 from fusionai.corpus.recipe import Recipe
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.replica_groups import Group, fastest
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
+from fusionai.scheduling.training.replica_groups import Group, fastest
 from fusionai.simulator.step import Rules, simulate_steps
 from fusionai.storage.atomic import write_atomic
 from fusionai.training.outer import RoundDone

@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fusionai.client.local_pool import LocalPeer, LocalPool
-from fusionai.client.train import Planned, RunEvent, TrainOptions, train
+from fusionai.client.pool.local_pool import LocalPeer, LocalPool
+from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus import python_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.small_memory import savings
+from fusionai.scheduling.training.small_memory import savings
 from fusionai.training.progress import FaultSeen, StepDone
 from fusionai.transport.event_loop import run
 

@@ -24,9 +24,9 @@ from typing import Any, Final, get_args
 
 import numpy as np
 
-from fusionai.execution.codecs import Packed, pack, unpack
+from fusionai.execution.training.codecs import Packed, pack, unpack
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.scheduling.compiled import available
+from fusionai.scheduling.kernels.compiled import available
 from fusionai.wire.codecs import Packing, follows, packed_bytes
 
 WIDTH: Final = 1024

@@ -32,15 +32,15 @@ import highspy
 import numpy as np
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.constructions import CONSTRUCTIONS
 from fusionai.scheduling.coverage import IN_FLIGHT, solve
-from fusionai.scheduling.coverage_kernels import Swarm, rate
+from fusionai.scheduling.kernels.coverage import Swarm, rate
 from fusionai.scheduling.many_holders import many_holders
-from fusionai.scheduling.many_lines import many_lines
 from fusionai.scheduling.planner import plan
+from fusionai.scheduling.problem.chain import Chain
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
+from fusionai.scheduling.serving.parallel import many_lines
 from fusionai.scheduling.swarm import swarm_of
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
 from random_pools import MODELS, alike_pool, serving_pool, training_pool
 
 Result = dict[str, Any]

@@ -33,14 +33,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fusionai.client.local_pool import LocalPeer, LocalPool
-from fusionai.client.serve import ServeRequest, serving
-from fusionai.client.train import Planned, RunEvent, TrainOptions, train
+from fusionai.client.pool.local_pool import LocalPeer, LocalPool
+from fusionai.client.serving.serve import ServeRequest, serving
+from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus import python_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
-from fusionai.scheduling.ends import owners_part
-from fusionai.scheduling.types import ServingNeeds
+from fusionai.scheduling.problem.embedding_and_head import owners_part
+from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
 from fusionai.storage.atomic import write_atomic
 from fusionai.training.progress import StepDone

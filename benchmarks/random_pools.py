@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
 
 GB: Final = 10**9
 DEVICES: Final = (

@@ -12,8 +12,8 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from fusionai.client.local_pool import LocalPeer, LocalPool
-from fusionai.client.serve import serving
+from fusionai.client.pool.local_pool import LocalPeer, LocalPool
+from fusionai.client.serving.serve import serving
 from serving_streams import Figures, Say, one_stream, prompt, request, shown, streams
 
 HARNESS: Final = Path(__file__).resolve().parent.parent / "tests"

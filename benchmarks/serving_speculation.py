@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.client.serve import Served, serving
+from fusionai.client.serving.serve import Served, serving
 from fusionai.serving.proposing import expected_tokens
 from fusionai.serving.speculating import MOST_FIXED
 from serving_far import DELAYS_S, HOP_PEERS, HOP_S, far_pool

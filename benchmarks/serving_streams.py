@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from fusionai.cli.serving_options import ServingOptions
-from fusionai.client.serve import Served, ServeEvent, ServePlanned, ServeRequest
+from fusionai.client.serving.serve import Served, ServeEvent, ServePlanned, ServeRequest
 from fusionai.serving.interface import Constraint, Emitted, Finished, Generation, Sampling
 
 PROMPT_TOKENS: Final = 32

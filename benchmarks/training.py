@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fusionai.client.local_pool import LocalPeer, LocalPool
-from fusionai.client.train import Planned, RunEvent, TrainOptions, train
+from fusionai.client.pool.local_pool import LocalPeer, LocalPool
+from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus import python_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.training.progress import StepDone

@@ -37,12 +37,12 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from fusionai.client.local_pool import LocalPeer, LocalPool
-from fusionai.client.train import Planned, RunEvent, TrainOptions, train
+from fusionai.client.pool.local_pool import LocalPeer, LocalPool
+from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus import python_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.ir.cost import block_costs
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
 from fusionai.simulator.step import Durations, Recorded, Rules, simulate_steps
 from fusionai.training.progress import FaultSeen, StepDone
 from fusionai.transport.event_loop import run
@@ -64,10 +64,10 @@ SLICE_S: Final = 0.002
 """How finely the proxies throttle."""
 SIMULATING: Final = (
     "simulator/*.py",
-    "coordination/stage.py",
-    "scheduling/chain.py",
-    "scheduling/links.py",
-    "scheduling/stage_costs.py",
+    "coordination/training/stage.py",
+    "scheduling/problem/chain.py",
+    "scheduling/problem/links.py",
+    "scheduling/problem/stage_costs.py",
 )
 GOALS: Final = {"median": 0.05, "p95": 0.10}
 

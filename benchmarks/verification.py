@@ -42,15 +42,15 @@ from fusionai.backends.interface import Backend, Call
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
-from fusionai.coordination.reputation import NEEDED, Reputation, drawn, floor
-from fusionai.coordination.verification import Check
-from fusionai.execution.boundary import boundaries
+from fusionai.coordination.round.reputation import NEEDED, Reputation, drawn, floor
+from fusionai.coordination.round.verification import Check
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.loading import LoadedStage
-from fusionai.execution.marks import step_key
-from fusionai.execution.passes import Pass
-from fusionai.execution.referee import Referee
+from fusionai.execution.sketches import step_key
 from fusionai.execution.state import headers
+from fusionai.execution.training.boundary import boundaries
+from fusionai.execution.training.loading import LoadedStage
+from fusionai.execution.training.passes import Pass
+from fusionai.execution.training.verifier import Referee
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.atomic import write_atomic

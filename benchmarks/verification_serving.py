@@ -32,16 +32,16 @@ from fusionai.backends.interface import Backend
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
-from fusionai.coordination.reputation import Reputation
+from fusionai.coordination.round.reputation import Reputation
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.serving_boundary import ServingBoundary, serving_boundaries
-from fusionai.execution.serving_marks import MarkBook, text_key
-from fusionai.execution.serving_referee import TextReferee
+from fusionai.execution.serving.boundary import ServingBoundary, serving_boundaries
+from fusionai.execution.serving.sketches import MarkBook, text_key
+from fusionai.execution.serving.verifier import TextReferee
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import serving_graph
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.scheduling.types import Guard
+from fusionai.scheduling.problem.types import Guard
 from fusionai.serving import progress
 from fusionai.serving.inspection import Measured, Neighbours, Words, limits, marks_of, measured, opinion
 from fusionai.serving.interface import Generation, Sampling

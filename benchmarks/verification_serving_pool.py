@@ -24,10 +24,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fusionai.client.local_pool import LocalPeer, LocalPool
-from fusionai.client.serve import Served, ServeEvent, ServeRequest, serving
-from fusionai.coordination.reputation import NEEDED
-from fusionai.scheduling.types import ServingNeeds
+from fusionai.client.pool.local_pool import LocalPeer, LocalPool
+from fusionai.client.serving.serve import Served, ServeEvent, ServeRequest, serving
+from fusionai.coordination.round.reputation import NEEDED
+from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.interface import Finished, Generation, Sampling
 from fusionai.serving.progress import Checked, StageLoaded
 from fusionai.transport.event_loop import run

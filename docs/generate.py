@@ -5,7 +5,7 @@
 | `wire.md` | every message | `wire.messages`, `wire_fields.toml` |
 | `machines.md` | every state machine | `coordination` |
 | `recipes.md` | every key of a recipe | `corpus.tables`, `recipe_fields.toml` |
-| `analysis.md` | many small machines against a few big ones | `scheduling.analysis_cases` |
+| `analysis.md` | many small machines against a few big ones | `scheduling.analysis.cases` |
 | `models.md` | which models and operators run | `models.json`, written by `benchmarks/universality.py` |
 | `planning.md` | how good plans are | `planning.json`, written by `benchmarks/planner_pools.py` |
 | `privacy.md` | what peers could reconstruct | the shipped audit |
@@ -36,8 +36,10 @@ from msgspec import NODEFAULT
 from fusionai.backends.registry import BACKENDS, open_backend
 from fusionai.cli import audit_view, privacy
 from fusionai.cli.analyze import shipped_comparisons
-from fusionai.coordination import driver, invitation, job, lease, membership, plan_version, serving, stage
+from fusionai.coordination.broker import invitation, job, lease, membership, plan_version
 from fusionai.coordination.machine import START, rows
+from fusionai.coordination.serving import driver as serving
+from fusionai.coordination.training import driver, stage
 from fusionai.corpus.tables import (
     AdapterTable,
     DataTable,

@@ -23,7 +23,7 @@ import pytest
 
 from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import FusionError, RefusedError
-from fusionai.scheduling.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership, enrol, load_membership
 from fusionai.transport.tcp import TcpTransport

@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from fusionai.client.serve import ServeEvent
+from fusionai.client.serving.serve import ServeEvent
 from fusionai.serving import progress
 from fusionai.transport.enrolment import load_membership
 from harness.fault_proxy import TO_TARGET, FaultProxy, Link, free_port

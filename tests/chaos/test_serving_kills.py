@@ -18,8 +18,8 @@ from typing import Final
 
 import pytest
 
-from fusionai.coordination.silence import LEARNING_S
-from fusionai.scheduling.settling import SETTLE_S
+from fusionai.coordination.round.liveness import LEARNING_S
+from fusionai.scheduling.standby.settling import SETTLE_S
 from harness.besieged_job import kills_of, peers, seed_of
 from harness.killer import Habits, Killer, Role
 from harness.live_pool import LivePool

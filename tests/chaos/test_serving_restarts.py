@@ -19,7 +19,7 @@ from typing import Final
 import httpx
 import pytest
 
-from fusionai.client.local_pool import BROKER
+from fusionai.client.pool.local_pool import BROKER
 from fusionai.serving import progress
 from harness.besieged_job import peers, seed_of
 from harness.fault_proxy import free_port

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from fusionai.backends.interface import Call
-from fusionai.coordination.verification import Check, Opinion
-from fusionai.execution.boundary import boundaries
+from fusionai.coordination.round.verification import Check, Opinion
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.loading import LoadedStage
-from fusionai.execution.marks import step_key
-from fusionai.execution.passes import Pass
-from fusionai.execution.referee import Referee
+from fusionai.execution.sketches import step_key
 from fusionai.execution.state import headers
+from fusionai.execution.training.boundary import boundaries
+from fusionai.execution.training.loading import LoadedStage
+from fusionai.execution.training.passes import Pass
+from fusionai.execution.training.verifier import Referee
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor

@@ -10,9 +10,9 @@ from typing import Final
 
 import msgspec
 
-from fusionai.scheduling.closed_form import GenerationTerms, PipelineTerms
+from fusionai.scheduling.analysis.closed_form import GenerationTerms, PipelineTerms
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.types import (
+from fusionai.scheduling.problem.types import (
     BlockCost,
     Certificate,
     Link,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from fusionai.coordination.driver import DriverPhase
+from fusionai.coordination.training.driver import DriverPhase
 from harness.network import Process
 from harness.topology import Layout, Topology, random_topology
 from harness.virtual_broker import OWNER

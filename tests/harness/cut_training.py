@@ -21,8 +21,8 @@ from fusionai.capture.same_draws import SameDraws
 from fusionai.capture.self_check import from_host, reference_module
 from fusionai.capture.source import FactorySource
 from fusionai.capture.state import to_host
-from fusionai.execution.boundary import FEED, boundaries
-from fusionai.execution.passes import Pass
+from fusionai.execution.training.boundary import FEED, boundaries
+from fusionai.execution.training.passes import Pass
 from fusionai.ir.graph import cheap_nodes, reads
 from fusionai.ir.partition import Partition, cut, cut_blocks
 from fusionai.ir.schema import Graph, decode, encode

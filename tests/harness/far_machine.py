@@ -16,14 +16,14 @@ import time
 from pathlib import Path
 
 from fusionai.broker.main import BrokerOptions, run_broker
-from fusionai.client.job_trust import job_trust
-from fusionai.client.pool_session import PoolSession
+from fusionai.client.pool.job_trust import job_trust
+from fusionai.client.pool.session import PoolSession
 from fusionai.peer.candidates import candidates
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.types import PeerProfile
+from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.enrolment import enrol
 from fusionai.transport.event_loop import run
 from fusionai.transport.interface import Channel

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
 
 KINDS: Final = (
     "equal",

@@ -6,7 +6,7 @@ from math import exp
 from random import Random
 from typing import Final, Literal
 
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
 from harness.judged_pools import KINDS, factors
 
 __all__ = ["KINDS", "judged_serving_pool"]

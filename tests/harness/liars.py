@@ -13,7 +13,7 @@ import numpy as np
 
 from fusionai.backends.interface import NOTHING_BEGUN, Call
 from fusionai.backends.torch.backend import TorchBackend
-from fusionai.execution.codecs import pack, unpack
+from fusionai.execution.training.codecs import pack, unpack
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 
 Lie = Literal["scales", "stale", "four_bits", "four_bits_kept", "skips"]

@@ -2,7 +2,7 @@
 
 It certifies whomever it likes, as it is the authority, and answers what a test has it answer. Members are keys with
 certificates that have registered; what they listen with is up to the test. Decides nothing. Neighbours: tests of
-`client.job_trust`, `client.pool_session` and of whole jobs against a broker that inserts, swaps or replays.
+`client.pool.job_trust`, `client.pool.session` and of whole jobs against a broker that inserts, swaps or replays.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fusionai.broker.journal import Journal
 from fusionai.broker.server import BrokerServer
 from fusionai.broker.service import BrokerService, Outcome
-from fusionai.client.job_trust import JobTrust
-from fusionai.client.pool_session import PoolSession
-from fusionai.coordination.desk import DeskRules
+from fusionai.client.pool.job_trust import JobTrust
+from fusionai.client.pool.session import PoolSession
+from fusionai.coordination.broker.state import DeskRules
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import PrivacyLevel
-from fusionai.scheduling.types import PeerProfile
+from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.authority import Authority, load_authority
 from fusionai.transport.circle import Circle, CircleFile, Signer, keep_circle
 from fusionai.transport.conversation import Conversation
@@ -137,7 +137,7 @@ class MaliciousPool:
 
     def enrol(self, peer: PeerId, purpose: str) -> None:
         """Its own doing: no invitation is asked for."""
-        from fusionai.coordination.requests import Enrol, Invite
+        from fusionai.coordination.broker.requests import Enrol, Invite
 
         self.service._decide(Invite(self.service.desk.rules.broker, f"digest of {peer}", 1, 60.0))
         self.service._decide(Enrol(f"digest of {peer}", peer, "owner" if purpose == "owner" else "provider"))

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.scheduling.compiled import compiled
-from fusionai.scheduling.types import BlockCost, PeerProfile, Problem
+from fusionai.scheduling.kernels.compiled import compiled
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem
 
 _WAYS = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1))
 """Sets of levers: recompute, optimizer state in a file, weights away (only with recompute)."""

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from fusionai.backends.interface import Backend
-from fusionai.coordination.driver_commands import EndJob
+from fusionai.coordination.training.commands import EndJob
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
@@ -28,7 +28,7 @@ from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.scheduling.types import Certificate, Guard, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, Guard, Plan, StagePlacement
 from fusionai.storage.checkpoint import CheckpointHeader
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.manifest import step_directory

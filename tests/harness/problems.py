@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from hypothesis import strategies as st
 
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
 
 OWNER_ROLES = (RolePlacement(role="feed"), RolePlacement(role="loss"))
 POOL_ROLES = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))

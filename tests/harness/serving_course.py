@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from fusionai.coordination import serving_events as events
-from fusionai.coordination.batching import BatchLimits
-from fusionai.coordination.serving import ServingPhase
-from fusionai.coordination.serving_roles import ServingRoles
-from fusionai.coordination.sessions import SessionSpec
+from fusionai.coordination.serving import events
+from fusionai.coordination.serving.batching import BatchLimits
+from fusionai.coordination.serving.driver import ServingPhase
+from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.sessions import SessionSpec
 from harness.network import Process
 from harness.virtual_serving import OWNER, PROBE, Trigger, World
 
@@ -237,7 +237,7 @@ class Faults:
         return self._give(dict(self._roles.places), self._roles.partition + "'")
 
     def another_cut_takes_a_machine_in(self) -> bool:
-        """As where `scheduling.regrowth` found a faster plan."""
+        """As where `scheduling.standby.regrowth` found a faster plan."""
         return self._take_in(self._roles.partition + "'")
 
     def requests_are_cancelled(self) -> bool:

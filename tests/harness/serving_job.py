@@ -1,21 +1,20 @@
 """A serving machine with what it commanded last: its unit tests tell it what its members would.
 
-Neighbours: `coordination.serving` is what is told; `harness.virtual_serving` has members, a network and time instead.
-"""
+Neighbours: `coordination.serving.driver` is what is told; `harness.virtual_serving` has members, a network and time
+instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TypeVar
 
-from fusionai.coordination import serving_commands as commands
-from fusionai.coordination import serving_events as events
-from fusionai.coordination.batching import Batcher, BatchLimits
-from fusionai.coordination.serving import ServingMachine, ServingPhase
-from fusionai.coordination.serving_roles import ServingRoles
-from fusionai.coordination.sessions import SessionSpec
-from fusionai.coordination.text_checks import TextChecks
-from fusionai.coordination.verification import Inspector
+from fusionai.coordination.round.verification import Inspector
+from fusionai.coordination.serving import commands, events
+from fusionai.coordination.serving.batching import Batcher, BatchLimits
+from fusionai.coordination.serving.checks import TextChecks
+from fusionai.coordination.serving.driver import ServingMachine, ServingPhase
+from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.sessions import SessionSpec
 from fusionai.wire.base import Fence
 
 PLACES = {0: "me", 1: "a", 2: "b", 3: "c", 4: "me"}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, inf
 
-from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem, ServingNeeds
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, ServingNeeds
 
 LONGEST_PROMPT = 2048
 

@@ -20,7 +20,7 @@ from fusionai.capture.capture import Captured
 from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.types import Certificate, Guard, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, Guard, Plan, StagePlacement
 from fusionai.serving import progress
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.graph import weight_keys

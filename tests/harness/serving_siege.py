@@ -1,5 +1,5 @@
-"""A serving job under attack: `client.serve` in the test's own process on a pool of real peers, streams that go on and
-on, and what blows against the peers did to them.
+"""A serving job under attack: `client.serving.serve` in the test's own process on a pool of real peers, streams that go
+on and on, and what blows against the peers did to them.
 
 Knows who runs and who guards what (from the engine's status), when every token came, and which guard was warm when a
 blow fell. Decides nothing about whom to strike, and when: that is for `harness.killer` and the test.
@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from fusionai.client.serve import Served, ServeEvent, ServeRequest, serving
-from fusionai.scheduling.types import Plan, ServingNeeds
+from fusionai.client.serving.serve import Served, ServeEvent, ServeRequest, serving
+from fusionai.scheduling.problem.types import Plan, ServingNeeds
 from fusionai.serving import progress
 from fusionai.serving.interface import Emitted, Finished, Generation, Held, PromptRead, StageStatus
 from harness.killer import Killer, Role, Target

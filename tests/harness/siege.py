@@ -26,7 +26,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 from fusionai.storage.commits import read_commits
 from fusionai.storage.rundir import RunDirectory
 from fusionai.transport.enrolment import load_membership

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from fusionai.backends.interface import Backend
-from fusionai.execution.boundary import boundaries
-from fusionai.execution.member import JobMember
 from fusionai.execution.state import headers
+from fusionai.execution.training.boundary import boundaries
+from fusionai.execution.training.member import JobMember
 from fusionai.ir import schema
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph, InitOp, Node, ParamSpec, Ref, ValueSpec

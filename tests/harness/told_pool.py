@@ -1,6 +1,6 @@
 """A pool that exists in words only: members, a problem, a broker's answers.
 
-Decides nothing. Neighbours: tests of `client.replanning`, `client.pool_watch` and `client.beginning`.
+Decides nothing. Neighbours: tests of `client.pool.replanning`, `client.pool.watch` and `client.pool.beginning`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fusionai.client.pool_session import Member
+from fusionai.client.pool.session import Member
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId
-from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement
 from fusionai.transport.tickets import Ticket, sign_ticket
 from fusionai.wire.messages import MemberView
 

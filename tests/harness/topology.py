@@ -14,9 +14,9 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fusionai.coordination.driver import JobShape, norms_hash
-from fusionai.coordination.roles import Roles
-from fusionai.coordination.stage import StageShape
+from fusionai.coordination.training.driver import JobShape, norms_hash
+from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.stage import StageShape
 
 FEED = -1
 

@@ -1,7 +1,7 @@
 """The broker on its shipped decisions: a desk, and facts that outlive it. What `broker.service` does for one job.
 
-Neighbours: `harness.virtual_driver` asks it for plans, the members' processes beat; `coordination.decisions` decides.
-"""
+Neighbours: `harness.virtual_driver` asks it for plans, the members' processes beat; `coordination.broker.decisions`
+decides."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fusionai.coordination import decisions
-from fusionai.coordination.desk import Desk, DeskRules, recovered
-from fusionai.coordination.events import Fact, Placement
-from fusionai.coordination.pool import Pool, replay
-from fusionai.coordination.requests import (
+from fusionai.coordination.broker import decisions
+from fusionai.coordination.broker.events import Fact, Placement
+from fusionai.coordination.broker.pool import Pool, replay
+from fusionai.coordination.broker.requests import (
     Answer,
     AskLeave,
     Beat,
@@ -32,6 +31,7 @@ from fusionai.coordination.requests import (
     Stalled,
     Tick,
 )
+from fusionai.coordination.broker.state import Desk, DeskRules, recovered
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import LeaveNotice, Refused
 from harness.network import Process
@@ -156,8 +156,8 @@ class Broker:
 def stand_in(
     layout: Layout, lost: frozenset[str], pool: Candidates, stateless: frozenset[int], pick: Callable[[int], int]
 ) -> Layout | None:
-    """The plan without `lost`, as `scheduling.takeover` makes it less memory and speed: a guard first, then an idle
-    machine, then one that works already, then one that is back or was to leave. None: nobody can be found."""
+    """The plan without `lost`, as `scheduling.standby.takeover` makes it less memory and speed: a guard first, then an
+    idle machine, then one that works already, then one that is back or was to leave. None: nobody can be found."""
     unwanted = lost | (pool.draining & layout.members)
     there = pool.known - pool.draining
     places = dict(layout.places)

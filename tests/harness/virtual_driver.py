@@ -10,14 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fusionai.coordination import driver as driving
-from fusionai.coordination import driver_commands as commands
-from fusionai.coordination import driver_events as events
-from fusionai.coordination import stage as staging
-from fusionai.coordination.driver import DriverMachine, DriverPhase
-from fusionai.coordination.evaluations import Evaluation, standing
-from fusionai.coordination.roles import Roles
-from fusionai.coordination.silence import PING_S, Silence
+from fusionai.coordination.round.liveness import PING_S, Silence
+from fusionai.coordination.training import commands, events
+from fusionai.coordination.training import driver as driving
+from fusionai.coordination.training import stage as staging
+from fusionai.coordination.training.driver import DriverMachine, DriverPhase
+from fusionai.coordination.training.evaluations import Evaluation, standing
+from fusionai.coordination.training.roles import Roles
 from fusionai.wire.messages import CommitRecord, Fence, Mode
 from harness import topology as model
 from harness.network import Process, Stream

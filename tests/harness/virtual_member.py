@@ -1,4 +1,4 @@
-"""One process of a member: its stages, the snapshots it keeps, whom it hears. What `execution.member` does.
+"""One process of a member: its stages, the snapshots it keeps, whom it hears. What `execution.training.member` does.
 
 Neighbours: `harness.virtual_stage` is a stage in it, `harness.virtual_driver` commands it.
 """
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fusionai.coordination import driver_events as driving
-from fusionai.coordination import stage as staging
-from fusionai.coordination.silence import PING_S, Silence
-from fusionai.coordination.stage import EVERY_STEP, StageMachine
+from fusionai.coordination.round.liveness import PING_S, Silence
+from fusionai.coordination.training import events as driving
+from fusionai.coordination.training import stage as staging
+from fusionai.coordination.training.stage import EVERY_STEP, StageMachine
 from fusionai.wire.messages import Fence
 from harness.network import Process, Stream
 from harness.virtual_stage import Stage, Tensor

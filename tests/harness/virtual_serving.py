@@ -14,16 +14,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from fusionai.coordination import serving_commands as commands
-from fusionai.coordination import serving_events as events
-from fusionai.coordination.batching import Batcher, BatchLimits, QueueFull
-from fusionai.coordination.serving import RoundLimits, ServingMachine, ServingPhase
-from fusionai.coordination.serving_roles import ServingRoles
-from fusionai.coordination.sessions import SessionSpec
-from fusionai.coordination.silence import PING_S, Silence
-from fusionai.coordination.stage_times import StageTimes
-from fusionai.coordination.text_checks import TextChecks
-from fusionai.coordination.verification import Inspector, Opinion
+from fusionai.coordination.round.liveness import PING_S, Silence
+from fusionai.coordination.round.verification import Inspector, Opinion
+from fusionai.coordination.serving import commands, events
+from fusionai.coordination.serving.batching import Batcher, BatchLimits, QueueFull
+from fusionai.coordination.serving.checks import TextChecks
+from fusionai.coordination.serving.driver import RoundLimits, ServingMachine, ServingPhase
+from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.sessions import SessionSpec
+from fusionai.coordination.serving.stage_times import StageTimes
 from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
 from harness.network import Network, Process, Stream

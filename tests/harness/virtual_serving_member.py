@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fusionai.coordination import serving_events as events
-from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.coordination.serving import events
+from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
 from harness.network import Process, Stream
@@ -153,7 +153,7 @@ class Member:
         self._next()
 
     def _say(self) -> None:
-        """As `execution.serving_member` does."""
+        """As `execution.serving.member` does."""
         computed = self._work[0][1] if self._busy else None
         if self.says and computed is not None and self.fence is not None and self.roles is not None:
             busy_s = self.world.network.now_s - self._since_s

@@ -1,4 +1,5 @@
-"""One stage on its shipped machine, with digests for tensors: what `execution.runtime` does, and checks of every step.
+"""One stage on its shipped machine, with digests for tensors: what `execution.training.runtime` does, and checks of
+every step.
 
 Neighbours: `harness.virtual_member` is the process around it, `harness.topology` says what is computed.
 """
@@ -9,9 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from fusionai.coordination import driver_events as driving
-from fusionai.coordination import stage as staging
-from fusionai.coordination.stage import StageMachine, Work
+from fusionai.coordination.training import events as driving
+from fusionai.coordination.training import stage as staging
+from fusionai.coordination.training.stage import StageMachine, Work
 from fusionai.wire.messages import Fence, Mode
 from harness import topology as model
 from harness.topology import FEED, Topology

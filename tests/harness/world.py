@@ -16,11 +16,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fusionai.coordination import driver_commands as commands
-from fusionai.coordination import driver_events as events
-from fusionai.coordination.driver import DriverPhase
-from fusionai.coordination.evaluations import Evaluation, standing
-from fusionai.coordination.events import Fact
+from fusionai.coordination.broker.events import Fact
+from fusionai.coordination.training import commands, events
+from fusionai.coordination.training.driver import DriverPhase
+from fusionai.coordination.training.evaluations import Evaluation, standing
 from fusionai.wire.messages import CommitRecord
 from harness import topology as model
 from harness.network import Network, Process, Stream

@@ -31,7 +31,7 @@ _MODULES: Final = (
     "fusionai.cli.train",
     "fusionai.broker.main",
     "fusionai.peer.daemon",
-    "fusionai.client.train",
+    "fusionai.client.training.train",
     "fusionai.backends.torch.backend",
     "fusionai.capture.capture",
     "torch.fx.experimental.symbolic_shapes",

@@ -17,7 +17,7 @@ import pytest
 from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import ChannelClosed, RefusedError, TransportError, TrustError
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.types import Certificate, PeerProfile, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement
 from fusionai.transport.authority import load_authority
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.credentials import MemberCredentials, StrangerCredentials

@@ -93,7 +93,7 @@ def test_a_local_pool_serves_transformers_tokens_and_outlives_a_peer(model: Path
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from fusionai.client.local_pool import LocalPeer, LocalPool
+from fusionai.client.pool.local_pool import LocalPeer, LocalPool
 
 async def main():
     async with LocalPool(Path(sys.argv[1]), [LocalPeer("tower", memory_bytes=100_000_000)]) as pool:

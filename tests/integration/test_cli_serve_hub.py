@@ -25,7 +25,7 @@ from harness.patience import CEILING_S
 
 pytestmark = pytest.mark.slow
 NAME = "someone/tiny"
-FIND = "import sys; from fusionai.client.serving_model import find_model; print(find_model(sys.argv[1]).directory)"
+FIND = "import sys; from fusionai.client.serving.model import find_model; print(find_model(sys.argv[1]).directory)"
 
 
 @pytest.fixture(scope="module")

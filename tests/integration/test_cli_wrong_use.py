@@ -74,7 +74,7 @@ def test_files_that_are_no_recipe(pool: LivePool, place: Path, content: str | by
 @pytest.fixture
 def nobody_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command goes on although nobody lends a machine."""
-    from fusionai.client.pool_session import PoolSession
+    from fusionai.client.pool.session import PoolSession
 
     async def somebody(self: PoolSession) -> tuple[object, ...]:
         return (object(),)

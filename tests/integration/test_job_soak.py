@@ -24,7 +24,7 @@ from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.capture.capture import capture
 from fusionai.capture.source import ConfigSource
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.types import Guard
+from fusionai.scheduling.problem.types import Guard
 from fusionai.training import progress
 from harness.pool import Data, Job, MemoryPool, tokens
 
@@ -44,7 +44,11 @@ LLAMA = {
 }
 STEPS, EARLY, LATE = 66, 20, 62
 DEATHS_BETWEEN = (LATE - EARLY) // 3
-KEPT_BY_THE_TEST = ("fusionai.training.progress.", "fusionai.wire.messages.CommitRecord", "fusionai.scheduling.types.")
+KEPT_BY_THE_TEST = (
+    "fusionai.training.progress.",
+    "fusionai.wire.messages.CommitRecord",
+    "fusionai.scheduling.problem.types.",
+)
 """What a run tells is kept whole by the harness."""
 
 

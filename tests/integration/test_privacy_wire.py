@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
-from fusionai.client.serve import Served, ServeRequest, serving
-from fusionai.client.train import Planned, RunEvent, TrainOptions, train
+from fusionai.client.serving.serve import Served, ServeRequest, serving
+from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus.recipe import load_recipe
-from fusionai.scheduling.types import ServingNeeds
+from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.interface import Finished, Generation, Sampling
 from fusionai.training import progress
 from harness.eavesdropper import (

@@ -21,7 +21,7 @@ from fusionai.ir.ends import ends
 from fusionai.ir.serving import require_servable, serving_graph
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ExecutionError, ModelError
-from fusionai.scheduling.types import Guard
+from fusionai.scheduling.problem.types import Guard
 from fusionai.serving.interface import Emitted, Generation, PromptRead, Sampling
 from fusionai.storage.adapter_files import read_adapter
 from fusionai.wire.serving import Segment, ServeOptions

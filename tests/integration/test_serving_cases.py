@@ -16,7 +16,7 @@ import torch
 
 from fusionai.capture.capture import Captured
 from fusionai.primitives.errors import ExecutionError
-from fusionai.scheduling.types import Guard
+from fusionai.scheduling.problem.types import Guard
 from fusionai.serving import progress
 from fusionai.serving.constraint import ConstraintCompiler, JsonSchema
 from fusionai.serving.engine import ServingEngine

@@ -14,7 +14,7 @@ from torch import nn
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.types import Guard
+from fusionai.scheduling.problem.types import Guard
 from fusionai.serving import progress
 from fusionai.serving.interface import Emitted, FaultNote, Finished, Generation, Held, Sampling
 from fusionai.wire import messages as wire

@@ -16,9 +16,9 @@ from fusionai.backends.interface import Backend
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
-from fusionai.execution.serving_stage import ServingStage
+from fusionai.execution.serving.stage import ServingStage
 from fusionai.primitives.errors import ExecutionError
-from fusionai.scheduling.types import Guard
+from fusionai.scheduling.problem.types import Guard
 from fusionai.serving import checking, progress
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.wire import messages as wire

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.types import Guard
+from fusionai.scheduling.problem.types import Guard
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.transport.interface import Channel
 from fusionai.transport.placements import Seal

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
-from fusionai.scheduling.types import Guard
+from fusionai.scheduling.problem.types import Guard
 from fusionai.serving import progress
 from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
 from fusionai.wire.messages import ServeOptions

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fusionai.client.local_pool import LocalPool
-from fusionai.client.serve import Served, ServeRequest, serving
+from fusionai.client.pool.local_pool import LocalPool
+from fusionai.client.serving.serve import Served, ServeRequest, serving
 from fusionai.primitives.errors import ModelError
-from fusionai.scheduling.types import ServingNeeds
+from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.interface import Emitted, Finished, Generation, Held, Sampling
 from harness.patience import CEILING_S

@@ -20,8 +20,8 @@ from fusionai.backends.torch import reference
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import DirectorySource
-from fusionai.execution.boundary import boundaries
-from fusionai.execution.passes import Pass
+from fusionai.execution.training.boundary import boundaries
+from fusionai.execution.training.passes import Pass
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.errors import DataError, ModelError
 from fusionai.primitives.tensors import HostTensor, host_tensor

@@ -331,7 +331,13 @@ class _InPlaceOf(importlib.machinery.SourceFileLoader):
 
 def _preload() -> None:
     """What every forked process needs and no mutant touches: loaded once."""
-    for name in ("numpy", "msgspec", "hypothesis.strategies", "fusionai.wire.messages", "fusionai.scheduling.types"):
+    for name in (
+        "numpy",
+        "msgspec",
+        "hypothesis.strategies",
+        "fusionai.wire.messages",
+        "fusionai.scheduling.problem.types",
+    ):
         importlib.import_module(name)
     loaded = [name for name in sys.modules if name.startswith("fusionai.coordination.")]
     assert not loaded, f"{loaded} came before their mutants"

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusionai.broker.journal import Journal, Remembered, mirror_path
-from fusionai.coordination.events import Fact, JobNoted
+from fusionai.coordination.broker.events import Fact, JobNoted
 from fusionai.primitives.errors import StorageError, UsageError
 from harness.examples import examples
 

@@ -17,13 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from fusionai.broker.journal import Journal
 from fusionai.broker.service import remembered
-from fusionai.coordination import events, requests
-from fusionai.coordination.decisions import handle
-from fusionai.coordination.desk import PRESENT, Decision, DeskRules, recovered
-from fusionai.coordination.events import Placement
-from fusionai.coordination.pool import freeze
-from fusionai.coordination.requests import Answer, IssueTickets, Request
-from fusionai.coordination.views import pool_view
+from fusionai.coordination.broker import events, requests
+from fusionai.coordination.broker.decisions import handle
+from fusionai.coordination.broker.events import Placement
+from fusionai.coordination.broker.pool import freeze
+from fusionai.coordination.broker.requests import Answer, IssueTickets, Request
+from fusionai.coordination.broker.state import PRESENT, Decision, DeskRules, recovered
+from fusionai.coordination.broker.views import pool_view
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import Refused
 from harness.examples import examples

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.constructions import CONSTRUCTIONS
 from fusionai.scheduling.coverage import CoveragePlan, cover, solve
+from fusionai.scheduling.problem.chain import Chain
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
 from fusionai.scheduling.swarm import swarm_of
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
 
 POOL = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 QUICK = 20_000_000

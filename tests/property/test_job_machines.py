@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.coordination import stage as staging
-from fusionai.coordination.stage import StageMachine, StageShape
+from fusionai.coordination.training import stage as staging
+from fusionai.coordination.training.stage import StageMachine, StageShape
 from fusionai.wire.messages import CommitRecord, Fence
 from harness.examples import examples
 from harness.topology import Layout, Topology

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.annealing import annealed
-from fusionai.scheduling.improvement import improve
-from fusionai.scheduling.limits import Limits
-from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.relaxation import Relaxation
-from fusionai.scheduling.search import search
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem
+from fusionai.scheduling.problem.limits import Limits
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem
+from fusionai.scheduling.training.annealing import annealed
+from fusionai.scheduling.training.bound import Relaxation
+from fusionai.scheduling.training.improvement import improve
+from fusionai.scheduling.training.pipeline import Pipeline
+from fusionai.scheduling.training.search import search
 from harness.examples import examples
 from harness.problems import POOL_ROLES, problems
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from fusionai.scheduling.compiled import available
-from fusionai.scheduling.limits import Limits
-from fusionai.scheduling.pipeline import Pipeline
-from fusionai.scheduling.search import search
-from fusionai.scheduling.types import Problem
+from fusionai.scheduling.kernels.compiled import available
+from fusionai.scheduling.problem.limits import Limits
+from fusionai.scheduling.problem.types import Problem
+from fusionai.scheduling.training.pipeline import Pipeline
+from fusionai.scheduling.training.search import search
 from harness.examples import examples
 from harness.problems import problems
 

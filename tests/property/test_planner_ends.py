@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.annealing import annealed
-from fusionai.scheduling.chain import Chain
-from fusionai.scheduling.ends import with_front
-from fusionai.scheduling.limits import Limits
-from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.prediction import predict
-from fusionai.scheduling.relaxation import Relaxation
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, StagePlacement
+from fusionai.scheduling.problem.chain import Chain
+from fusionai.scheduling.problem.embedding_and_head import with_front
+from fusionai.scheduling.problem.limits import Limits
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, StagePlacement
+from fusionai.scheduling.training.annealing import annealed
+from fusionai.scheduling.training.bound import Relaxation
+from fusionai.scheduling.training.pipeline import Pipeline
+from fusionai.scheduling.training.prediction import predict
 from harness.examples import examples
 from harness.problems import OWNER_ROLES, problems, profiles
 

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling import relaxation
-from fusionai.scheduling.compiled import available
-from fusionai.scheduling.ends import with_front
-from fusionai.scheduling.limits import Limits
-from fusionai.scheduling.pipeline import Pipeline
+from fusionai.scheduling.kernels.compiled import available
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.relaxation import Relaxation
-from fusionai.scheduling.types import Plan, Problem, RolePlacement
+from fusionai.scheduling.problem.embedding_and_head import with_front
+from fusionai.scheduling.problem.limits import Limits
+from fusionai.scheduling.problem.types import Plan, Problem, RolePlacement
+from fusionai.scheduling.training import bound as relaxation
+from fusionai.scheduling.training.bound import Relaxation
+from fusionai.scheduling.training.pipeline import Pipeline
 from harness.judged_pools import KINDS, judged_pool, with_wishes
 from harness.planning_judge import best_single, judged
 

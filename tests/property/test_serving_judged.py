@@ -9,7 +9,7 @@ import pytest
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
 from harness.judged_serving import KINDS, judged_serving_pool
 from harness.serving_judge import best_alone, judged, least_tokens, predicted
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling import serving_search
-from fusionai.scheduling.compiled import available
+from fusionai.scheduling.kernels.compiled import available
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.serving_evening import SLACK
-from fusionai.scheduling.serving_line import ServingLine
-from fusionai.scheduling.serving_search import LineLimits, fastest_line
-from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, ServingNeeds
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, ServingNeeds
+from fusionai.scheduling.serving import search as serving_search
+from fusionai.scheduling.serving.balancing import SLACK
+from fusionai.scheduling.serving.pipeline import ServingLine
+from fusionai.scheduling.serving.search import LineLimits, fastest_line
 from harness.examples import examples
 from harness.problems import problems
 

@@ -7,10 +7,10 @@ from random import Random
 import msgspec
 import pytest
 
-from fusionai.scheduling import serving_shortlist
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.serving_shortlist import shortlist
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.serving import shortlist as serving_shortlist
+from fusionai.scheduling.serving.shortlist import shortlist
 
 
 def problem(seed: int, peers: int) -> Problem:

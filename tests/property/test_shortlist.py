@@ -7,14 +7,14 @@ from random import Random
 import msgspec
 import pytest
 
-from fusionai.scheduling.annealing import annealed
-from fusionai.scheduling.compiled import available
-from fusionai.scheduling.limits import Limits
-from fusionai.scheduling.pipeline import Pipeline
+from fusionai.scheduling.kernels.compiled import available
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.relaxation import Relaxation
-from fusionai.scheduling.solving import LISTED
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
+from fusionai.scheduling.problem.limits import Limits
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
+from fusionai.scheduling.training.annealing import annealed
+from fusionai.scheduling.training.bound import Relaxation
+from fusionai.scheduling.training.pipeline import Pipeline
+from fusionai.scheduling.training.solving import LISTED
 from harness.problems import POOL_ROLES
 
 
@@ -70,9 +70,9 @@ def test_a_required_machine_of_many_is_used() -> None:
 def test_annealing_and_the_bound_are_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     posed = problem(4, 24)
     pipeline, limits = Pipeline(posed, posed.peers), Limits(fewest=1, most=12)
-    monkeypatch.setattr("fusionai.scheduling.annealing.PERIODS", 3)
+    monkeypatch.setattr("fusionai.scheduling.training.annealing.PERIODS", 3)
     fast = annealed(pipeline, limits, rounds=2000)
-    monkeypatch.setattr("fusionai.scheduling.annealing.compiled", lambda kernel: kernel)
+    monkeypatch.setattr("fusionai.scheduling.training.annealing.compiled", lambda kernel: kernel)
     assert annealed(pipeline, limits, rounds=2000) == fast
 
 
@@ -87,5 +87,5 @@ def test_the_bound_is_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatc
         relaxation = Relaxation(pipeline, limits)
         relaxation.narrow(known_s, effort=20_000)
         bounds.append(relaxation.bound_s)
-        monkeypatch.setattr("fusionai.scheduling.relaxation.compiled", lambda kernel: kernel)
+        monkeypatch.setattr("fusionai.scheduling.training.bound.compiled", lambda kernel: kernel)
     assert bounds[0] == bounds[1]

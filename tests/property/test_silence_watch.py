@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.coordination.silence import DEADLINE_S, FACTOR, LEARNING_S, LONGEST_S, MEMORY_S, SHORTEST_S, Silence
+from fusionai.coordination.round.liveness import (
+    DEADLINE_S,
+    FACTOR,
+    LEARNING_S,
+    LONGEST_S,
+    MEMORY_S,
+    SHORTEST_S,
+    Silence,
+)
 from harness.examples import examples
 
 # Exact in binary, so that sums can be compared.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
 from fusionai.simulator.course import simulate_course
 from fusionai.simulator.scenario import Churn, Scenario, Timings
 from harness.examples import examples

@@ -1,4 +1,4 @@
-"""The simulated step and the closed form of `scheduling.prediction` check each other.
+"""The simulated step and the closed form of `scheduling.training.prediction` check each other.
 
 Where no credit binds they agree: exactly for equal stages that wait for no link, within 5 % for any pipeline whose step
 is long against one microbatch's trip. No simulated step is ever shorter than its busiest machine or link.
@@ -13,10 +13,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fusionai.scheduling.pipeline import Pipeline
-from fusionai.scheduling.prediction import predict
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import (
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import (
     BlockCost,
     Certificate,
     Link,
@@ -26,6 +24,8 @@ from fusionai.scheduling.types import (
     RolePlacement,
     StagePlacement,
 )
+from fusionai.scheduling.training.pipeline import Pipeline
+from fusionai.scheduling.training.prediction import predict
 from fusionai.simulator.step import BARE, Rules, simulate_steps
 from harness.examples import examples
 

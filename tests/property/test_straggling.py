@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.straggling import COOL_DOWN, STEPS, better_plan, observed, watching
-from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement
+from fusionai.scheduling.standby.straggling import COOL_DOWN, STEPS, better_plan, observed, watching
 from harness.examples import examples
 
 POOL = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))

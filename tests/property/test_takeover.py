@@ -11,13 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.guards import guarding, with_guards
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.prediction import predict
-from fusionai.scheduling.snapshots import MOST_STEPS
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.takeover import Waiting, reinforced, replaced
-from fusionai.scheduling.types import PeerProfile, Plan, Problem, StagePlacement
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement
+from fusionai.scheduling.standby.guards import guarding, with_guards
+from fusionai.scheduling.standby.snapshots import MOST_STEPS
+from fusionai.scheduling.standby.takeover import Waiting, reinforced, replaced
+from fusionai.scheduling.training.prediction import predict
 from harness.examples import examples
 from harness.problems import problems
 

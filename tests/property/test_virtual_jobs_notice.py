@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from fusionai.coordination import driver, restoring
-from fusionai.coordination import stage as staging
-from fusionai.coordination.driver import DriverMachine, DriverPhase
-from fusionai.coordination.driver_commands import DriverCommand, JournalCommit, SendCommit, SendResume
-from fusionai.coordination.driver_events import DriverEvent
-from fusionai.coordination.restoring import StagePosition
-from fusionai.coordination.roles import Roles
-from fusionai.coordination.stage import Attached, Source, StageCommand, StageEvent, StageMachine, Work
+from fusionai.coordination.training import driver, restoring
+from fusionai.coordination.training import stage as staging
+from fusionai.coordination.training.commands import DriverCommand, JournalCommit, SendCommit, SendResume
+from fusionai.coordination.training.driver import DriverMachine, DriverPhase
+from fusionai.coordination.training.events import DriverEvent
+from fusionai.coordination.training.restoring import StagePosition
+from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.stage import Attached, Source, StageCommand, StageEvent, StageMachine, Work
 from harness import virtual_member
 from harness.course import disturbed
 from harness.topology import Topology

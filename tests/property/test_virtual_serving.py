@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from fusionai.coordination.batching import BatchLimits
-from fusionai.coordination.serving_roles import ServingRoles
-from fusionai.coordination.sessions import SessionSpec
+from fusionai.coordination.serving.batching import BatchLimits
+from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.sessions import SessionSpec
 from harness import serving_course
 from harness.virtual_serving import OWNER, PROBE, World
 

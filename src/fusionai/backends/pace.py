@@ -5,7 +5,7 @@ overhead of calling its operators, one so narrow that memory traffic is a large 
 dominates. Three times determine three unknowns (`primitives.pace`). Operations, calls and bytes are counted as
 `ir.cost` counts those of every job, so the figures hold for jobs counted that way, not for matrix products alone.
 
-Neighbours: the backends' probes call this, `scheduling.pace` plans with the result.
+Neighbours: the backends' probes call this, `scheduling.problem.calibration` plans with the result.
 """
 
 from __future__ import annotations

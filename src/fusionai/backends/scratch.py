@@ -4,7 +4,7 @@ The measurement writes and reads in pieces, as stages do. Unlike a stage, it wai
 the page cache where the system allows that: a machine that offloads state or weights is short of memory, so little of
 the file would stay cached.
 
-Neighbours: the backends' probes call this; `scheduling.levers` plans with the result.
+Neighbours: the backends' probes call this; `scheduling.problem.levers` plans with the result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The serving side of the backend interface: what a framework must implement to serve a stage with caches.
 
 A stage is paged memory and a program. The caller says which session has which pages and what is dropped
-(`coordination.serving` decides it for the whole pipeline). Tokens of many sessions are packed along the sequence of one
-call, with batch size 1. Positions follow from the segments.
+(`coordination.serving.driver` decides it for the whole pipeline). Tokens of many sessions are packed along the sequence
+of one call, with batch size 1. Positions follow from the segments.
 
 Implementations: `backends.torch.serving`, `backends.parted_serving` (JAX and ONNX Runtime) and
 `backends.whole_serving`; one conformance suite tests them. All calls block and come from one thread at a time.

@@ -1,7 +1,7 @@
 """Counts what a job trains of a model: parameters, and the bytes of optimizer state for them.
 
 A parameter counts once however many names it has; state is counted entry by entry as `state` lists it. Neighbours:
-`cli.check` and `cli.plan` show the figures, `client.preparation` prints them when a job begins.
+`cli.check` and `cli.plan` show the figures, `client.training.preparation` prints them when a job begins.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ is correct for any causal graph, on any backend that evaluates, and gets slower 
 one of a few lengths, because frameworks compile for each length; causality makes the padding after a position
 irrelevant.
 
-This module owns lengths and the pages' layout. Neighbours: `serving_base` checks passes, `execution.serving_loading`
+This module owns lengths and the pages' layout. Neighbours: `serving_base` checks passes, `execution.serving.loading`
 chooses this class where a job asks for it, `capture.causality` checks that a graph is causal.
 """
 

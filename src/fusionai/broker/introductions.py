@@ -13,8 +13,8 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fusionai.coordination.desk import Desk
-from fusionai.coordination.requests import Refusal
+from fusionai.coordination.broker.requests import Refusal
+from fusionai.coordination.broker.state import Desk
 from fusionai.primitives.ids import PeerId, short
 from fusionai.transport.addresses import RELAY_SCHEME, host_of
 from fusionai.transport.authority import Authority

@@ -12,7 +12,7 @@ Each start takes a new *term*; a row of an older term is refused, so that two br
 directory is locked for one process. `compact` lets the history begin with the folded pool, so that neither files nor
 starts grow with the pool's age.
 
-Never interprets a fact. Neighbours: `coordination.events` spells facts, `broker.service` appends them.
+Never interprets a fact. Neighbours: `coordination.broker.events` spells facts, `broker.service` appends them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fusionai.broker import table as tables
 from fusionai.broker.history import Copy, History, IncompleteHistory
 from fusionai.broker.mirror import Mirror, MirrorReading
 from fusionai.broker.table import Head, Table, TableReading
-from fusionai.coordination.events import Fact, decode, encode
+from fusionai.coordination.broker.events import Fact, decode, encode
 from fusionai.primitives.errors import StorageError, UsageError
 from fusionai.storage.lock import JobLock
 

@@ -20,8 +20,8 @@ from fusionai.broker.observer import Observer
 from fusionai.broker.server import BrokerServer
 from fusionai.broker.service import BrokerService
 from fusionai.broker.udp_port import UdpPort
-from fusionai.coordination.desk import DeskRules
-from fusionai.coordination.membership import REMEMBERED_LOSSES
+from fusionai.coordination.broker.membership import REMEMBERED_LOSSES
+from fusionai.coordination.broker.state import DeskRules
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.garbage import set_aside_what_stays

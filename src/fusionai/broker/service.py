@@ -1,8 +1,8 @@
 """The broker less its sockets: messages in, messages out, every fact journalled before anything is said.
 
-Turns a message of an authenticated sender into a request, lets `coordination.decisions` decide, appends the facts to
-the journal, and only then adopts the decision and performs its commands: certificates, tickets, answers, notices. If
-the journal fails, nothing has happened and the sender is told so.
+Turns a message of an authenticated sender into a request, lets `coordination.broker.decisions` decide, appends the
+facts to the journal, and only then adopts the decision and performs its commands: certificates, tickets, answers,
+notices. If the journal fails, nothing has happened and the sender is told so.
 
 Decides what a stranger may say (one thing: it asks to join) and what a plan must look like to be looked at. Tensors
 never come this way. Neighbours: `server` owns the connections and the timer, `transport` signs.
@@ -22,15 +22,15 @@ import msgspec
 
 from fusionai.broker.introductions import Introducer
 from fusionai.broker.journal import Journal, Superseded
-from fusionai.coordination import pool, requests, views
-from fusionai.coordination.decisions import handle
-from fusionai.coordination.desk import Decision, Desk, DeskRules, recovered
-from fusionai.coordination.events import Placement
-from fusionai.coordination.requests import Refusal, Request
+from fusionai.coordination.broker import pool, requests, views
+from fusionai.coordination.broker.decisions import handle
+from fusionai.coordination.broker.events import Placement
+from fusionai.coordination.broker.requests import Refusal, Request
+from fusionai.coordination.broker.state import Decision, Desk, DeskRules, recovered
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, RefusedError, StorageError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
-from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.transport.authority import Authority
 from fusionai.transport.identity import peer_of, public_key_of
 from fusionai.transport.interface import Remote

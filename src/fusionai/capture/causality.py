@@ -2,7 +2,7 @@
 
 If a graph's attention is not recognised, the graph does not show which positions a position sees. So the same
 configuration with few layers and a small vocabulary runs on two texts that differ after some position; the logits
-before it must not change. Neighbours: `client.serving_model` asks before it serves such a model; `backends.torch` runs
+before it must not change. Neighbours: `client.serving.model` asks before it serves such a model; `backends.torch` runs
 the copy.
 """
 

@@ -1,6 +1,6 @@
 """Example inputs for a capture, made from a batch of the job's data: the batch size varies, every other size is fixed.
 
-Neighbours: `client.preparation` provides the batch, `capture.capture` takes the examples.
+Neighbours: `client.training.preparation` provides the batch, `capture.capture` takes the examples.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`fusion analyze`: compares many small machines on home links with a few large ones in one box.
 
-Prints tables and writes the HTML, CSV and JSON files. `scheduling.analysis_cases` computes the figures,
+Prints tables and writes the HTML, CSV and JSON files. `scheduling.analysis.cases` computes the figures,
 `dashboard.analysis_page` lays out the page, `cli.catalogue_file` reads the devices.
 """
 
@@ -19,10 +19,10 @@ from fusionai.cli import console
 from fusionai.cli.catalogue_file import catalogue_option, read_catalogue, shipped_catalogue
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.primitives.errors import UsageError
-from fusionai.scheduling.analysis import Assumptions, Fleet, Misfit, Outcome
-from fusionai.scheduling.analysis_cases import Cell, Comparison, compare
-from fusionai.scheduling.catalogue import Catalogue
-from fusionai.scheduling.closed_form import PipelineTerms
+from fusionai.scheduling.analysis.cases import Cell, Comparison, compare
+from fusionai.scheduling.analysis.catalogue import Catalogue
+from fusionai.scheduling.analysis.closed_form import PipelineTerms
+from fusionai.scheduling.analysis.fleets import Assumptions, Fleet, Misfit, Outcome
 from fusionai.storage.atomic import write_atomic
 
 FLEET: Final = "50 x RTX 3080"

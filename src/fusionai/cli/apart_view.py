@@ -1,8 +1,7 @@
 """Shows what replicas that train separately and synchronise every few steps would gain, if the gain is worth a line.
 
-`cli.plan` shows it below the plan of one pipeline; `scheduling.replica_groups` divides the machines into replicas;
-`fusion train` runs such replicas for a recipe with `[replicas]`.
-"""
+`cli.plan` shows it below the plan of one pipeline; `scheduling.training.replica_groups` divides the machines into
+replicas; `fusion train` runs such replicas for a recipe with `[replicas]`."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from typing import Final
 from fusionai.cli import console
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_seconds, format_speed
-from fusionai.scheduling.replica_groups import Exchanging, Group, anchored, exchange_s, fastest, pace
-from fusionai.scheduling.types import Plan, Problem
+from fusionai.scheduling.problem.types import Plan, Problem
+from fusionai.scheduling.training.replica_groups import Exchanging, Group, anchored, exchange_s, fastest, pace
 
 USUAL: Final = Exchanging(every=50, codec="int4")
 """Defaults of a recipe's `[replicas]` table."""

@@ -18,7 +18,7 @@ from fusionai.cli import console
 from fusionai.cli.pool_file import FIRST, LAST, PoolOnPaper
 from fusionai.cli.pool_tables import ConstraintsTable
 from fusionai.cli.serving_options import ServingOptions
-from fusionai.client.serving_problem import serving_problem
+from fusionai.client.serving.problem import serving_problem
 from fusionai.ir.cost import block_costs
 from fusionai.ir.ends import ends
 from fusionai.ir.schema import Graph, content_hash
@@ -26,9 +26,9 @@ from fusionai.ir.serving import serving_graph
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.garbage import loading
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
-from fusionai.scheduling.cut_bits import shared_weights
-from fusionai.scheduling.ends import middle
-from fusionai.scheduling.types import BlockCost, Lever, Problem, RolePlacement
+from fusionai.scheduling.problem.embedding_and_head import middle
+from fusionai.scheduling.problem.types import BlockCost, Lever, Problem, RolePlacement
+from fusionai.scheduling.training.cut_bits import shared_weights
 from fusionai.wire.codecs import Compression
 
 _Place = Literal["owner", "pool"]

@@ -1,8 +1,8 @@
 """Reads the shipped catalogue of devices and, with `--catalogue FILE`, the user's entries.
 
 FILE is TOML in the form of `scheduling/data/catalogue.toml`; its entries replace shipped ones of the same name.
-`scheduling.catalogue` defines the types; `cli.pool_file`, `cli.plan`, `cli.simulate` and `cli.analyze` use this.
-"""
+`scheduling.analysis.catalogue` defines the types; `cli.pool_file`, `cli.plan`, `cli.simulate` and `cli.analyze` use
+this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import click
 
 from fusionai.corpus.strict import convert
 from fusionai.primitives.errors import RecipeError
-from fusionai.scheduling.catalogue import Catalogue, Device
+from fusionai.scheduling.analysis.catalogue import Catalogue, Device
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

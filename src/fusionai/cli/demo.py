@@ -1,8 +1,7 @@
 """`fusion demo`: trains on a pool of local processes and proves the result equal, bit for bit, to one process's.
 
-Prints the summary and writes the JSON. `client.demo` runs the demo, `cli.watch` shows its progress, `cli.run_report`
-writes the HTML report.
-"""
+Prints the summary and writes the JSON. `client.training.demo` runs the demo, `cli.watch` shows its progress,
+`cli.run_report` writes the HTML report."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from fusionai.primitives.errors import UsageError
 from fusionai.primitives.units import format_seconds
 
 if TYPE_CHECKING:
-    from fusionai.client.demo import DemoOptions, DemoResult
-    from fusionai.client.kills import Kill, Outcome
+    from fusionai.client.training.demo import DemoOptions, DemoResult
+    from fusionai.client.training.kills import Kill, Outcome
 
 
 @click.command()
@@ -65,7 +64,7 @@ def demo(
     """
     from fusionai.cli.run_report import RunStory, write_demo_report
     from fusionai.cli.watch import Watch
-    from fusionai.client.demo import DemoEvent, DemoOptions, check, demo_recipe, run_demo
+    from fusionai.client.training.demo import DemoEvent, DemoOptions, check, demo_recipe, run_demo
 
     options = DemoOptions(directory=_fresh(directory), steps=steps, peers=peers, spares=spares, device=device)
     check(options)  # before the kills, whose default depends on the numbers checked here
@@ -138,7 +137,7 @@ def _kill_figures(outcome: Outcome) -> dict[str, object]:
 
 def _kills(texts: tuple[str, ...], options: DemoOptions) -> tuple[Kill, ...]:
     """Parse the values of `--kill`. Raises `UsageError` for one that can't be parsed."""
-    from fusionai.client.kills import parse_kill, usual_kills
+    from fusionai.client.training.kills import parse_kill, usual_kills
 
     if not texts:
         return usual_kills(steps=options.steps, peers=options.peers, spares=options.spares)

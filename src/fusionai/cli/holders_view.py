@@ -14,7 +14,7 @@ from fusionai.cli import console
 from fusionai.primitives.units import format_bytes, format_seconds, format_speed
 from fusionai.scheduling.coverage import Holding
 from fusionai.scheduling.many_holders import ManyHolders
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 
 _WIDTH: Final = 48
 """Largest width of the picture of the blocks, in characters."""

@@ -62,7 +62,7 @@ def stop(job: str, home: Path) -> None:
 
     Only the machines of the job's owner and of the broker may stop a job."""
     from fusionai.cli.session import in_pool
-    from fusionai.client.owner import OWNER_DIRECTORY
+    from fusionai.client.pool.owner import OWNER_DIRECTORY
     from fusionai.transport.enrolment import MEMBERSHIP_FILE, load_membership
 
     found = _one(in_pool(home, lambda session: session.jobs(job)), job)

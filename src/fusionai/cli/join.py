@@ -176,7 +176,7 @@ def join(
 
 
 def _become_owner(invitation: str | None, home: Path) -> None:
-    from fusionai.client.owner import owner_membership
+    from fusionai.client.pool.owner import owner_membership
 
     membership = asyncio.run(owner_membership(home, invitation))
     console.line(

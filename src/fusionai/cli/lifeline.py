@@ -1,7 +1,7 @@
 """Lets a process end with the process that started it: standard input is a pipe whose end is noticed here.
 
 On every system the pipe ends when the starting process is gone, even if that was killed. `cli.running` then ends the
-command; `client.local_pool` and `cli.chat` hold the other end of the pipe.
+command; `client.pool.local_pool` and `cli.chat` hold the other end of the pipe.
 """
 
 from __future__ import annotations

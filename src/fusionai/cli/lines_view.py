@@ -1,8 +1,7 @@
 """Prints a layout of several serving pipelines side by side, and says that jobs can't run it yet.
 
-`cli.plan` shows it below the plan of one pipeline; `scheduling.many_lines` computes it; `dashboard.lines_chart` draws
-it as SVG; `holders_view` does the same for training.
-"""
+`cli.plan` shows it below the plan of one pipeline; `scheduling.serving.parallel` computes it; `dashboard.lines_chart`
+draws it as SVG; `holders_view` does the same for training."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from typing import Final
 
 from fusionai.cli import console
 from fusionai.primitives.units import format_speed
-from fusionai.scheduling.many_lines import METHOD, ManyLines, ServedLine
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
+from fusionai.scheduling.serving.parallel import METHOD, ManyLines, ServedLine
 
 _LINES: Final = 12
 """Most pipelines shown; those with the highest throughput are chosen."""

@@ -157,7 +157,7 @@ def _computes_still() -> bool:
     """Return whether an abandoned background thread still computes."""
     if threading.active_count() == 1:
         return False
-    from fusionai.client.background import THREAD_NAME
+    from fusionai.client.pool.background import THREAD_NAME
 
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 

@@ -18,7 +18,7 @@ from typing import Final
 from fusionai.cli import console
 from fusionai.dashboard.report_data import PlanObservation, StageObservation
 from fusionai.primitives.units import format_seconds, format_speed
-from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.training.progress import StepDone
 from fusionai.transport.addresses import candidates, parse_address
 from fusionai.wire.messages import Span

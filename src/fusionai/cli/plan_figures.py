@@ -8,10 +8,10 @@ from fusionai.cli.holders_view import holders_warnings
 from fusionai.cli.lines_view import lines_warnings
 from fusionai.scheduling.crossings import Crossing
 from fusionai.scheduling.expense import Expense
-from fusionai.scheduling.guards import Guarding
 from fusionai.scheduling.many_holders import ManyHolders
-from fusionai.scheduling.many_lines import METHOD, ManyLines
-from fusionai.scheduling.types import Plan, StagePlacement
+from fusionai.scheduling.problem.types import Plan, StagePlacement
+from fusionai.scheduling.serving.parallel import METHOD, ManyLines
+from fusionai.scheduling.standby.guards import Guarding
 
 
 def figures(

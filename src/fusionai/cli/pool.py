@@ -20,13 +20,13 @@ from fusionai.cli.options import home_option
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
-from fusionai.scheduling.types import PeerProfile
+from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.circle import TRUST_FILE, CircleFile
 from fusionai.transport.ways import best_links
 from fusionai.wire.messages import JobView, MemberView
 
 if TYPE_CHECKING:
-    from fusionai.client.pool_session import Member, PoolSession
+    from fusionai.client.pool.session import Member, PoolSession
 
 _STATES = {"idle": "standing by", "active": "working", "draining": "leaving", "silent": "silent", "lost": "lost"}
 TRUSTED = "yes"

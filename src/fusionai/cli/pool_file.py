@@ -27,9 +27,9 @@ from fusionai.cli.pool_tables import (
 from fusionai.corpus.strict import convert, nearest
 from fusionai.primitives.errors import RecipeError, UsageError
 from fusionai.primitives.units import parse_bandwidth_bytes_per_s, parse_bytes, parse_seconds, parse_share
-from fusionai.scheduling.catalogue import Catalogue
+from fusionai.scheduling.analysis.catalogue import Catalogue
 from fusionai.scheduling.expense import Prices
-from fusionai.scheduling.types import Excluded, Link, PeerProfile
+from fusionai.scheduling.problem.types import Excluded, Link, PeerProfile
 
 FIRST: Final = "first"
 LAST: Final = "last"

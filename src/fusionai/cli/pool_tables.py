@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from fusionai.primitives.pace import Pace
-from fusionai.scheduling.catalogue import Dtype
+from fusionai.scheduling.analysis.catalogue import Dtype
 
 Name = Annotated[str, Meta(min_length=1, max_length=64)]
 

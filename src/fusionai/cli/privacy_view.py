@@ -1,8 +1,7 @@
 """Describes a job's privacy level: what stays with the job owner, and what that costs the owner's machine.
 
-`primitives.privacy` defines the levels, `scheduling.ends` computes the cost; `cli.plan`, `cli.watch` and `cli.serve`
-print the result.
-"""
+`primitives.privacy` defines the levels, `scheduling.problem.embedding_and_head` computes the cost; `cli.plan`,
+`cli.watch` and `cli.serve` print the result."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ import msgspec
 
 from fusionai.primitives.privacy import STAYS, PrivacyLevel, keeps_ends
 from fusionai.primitives.units import format_bytes, format_seconds
-from fusionai.scheduling.ends import owners_part
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.embedding_and_head import owners_part
+from fusionai.scheduling.problem.types import Plan
 
 
 def privacy_lines(level: PrivacyLevel, plan: Plan) -> Iterator[str]:

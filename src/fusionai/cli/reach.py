@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fusionai.client.pool_session import PoolSession
+from fusionai.client.pool.session import PoolSession
 from fusionai.primitives.errors import RefusedError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.enrolment import Membership

@@ -15,10 +15,10 @@ import msgspec
 
 from fusionai.cli.observation import Observation, own_hosts, shared_cores
 from fusionai.cli.tenures import BROKER, Tenures
-from fusionai.client.demo import PROMPT, DemoEvent, DemoResult
-from fusionai.client.fault_story import Episode, FaultStory, stages_in_words
-from fusionai.client.kills import Killed, Returned
-from fusionai.client.train import Met, Noted, Planned, TrainingResult
+from fusionai.client.pool.fault_report import Episode, FaultStory, stages_in_words
+from fusionai.client.training.demo import PROMPT, DemoEvent, DemoResult
+from fusionai.client.training.kills import Killed, Returned
+from fusionai.client.training.train import Met, Noted, Planned, TrainingResult
 from fusionai.corpus.recipe import Recipe
 from fusionai.dashboard.report import write_report
 from fusionai.dashboard.report_data import Fault, PlanObservation, ReportData, StepSpans

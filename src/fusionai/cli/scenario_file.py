@@ -21,9 +21,9 @@ from fusionai.corpus.strict import convert
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import RecipeError, UsageError
 from fusionai.primitives.units import parse_seconds, parse_share
-from fusionai.scheduling.catalogue import Catalogue
-from fusionai.scheduling.going_on import Takeover, numerics
-from fusionai.scheduling.types import BlockCost, Problem
+from fusionai.scheduling.analysis.catalogue import Catalogue
+from fusionai.scheduling.problem.types import BlockCost, Problem
+from fusionai.scheduling.standby.continuation import Takeover, numerics
 from fusionai.simulator.network import Weather
 from fusionai.simulator.scenario import Churn, Scenario, Timings
 

@@ -1,7 +1,7 @@
 """`fusion serve MODEL`: an OpenAI-compatible API over the pool, or over a pool of local processes (`--local`).
 
 Prints the start and the end: at the first Ctrl-C, open streams may finish for some seconds, then the stages are
-released. `client.serve` runs the job, `gateway` answers requests, `cli.serving_view` prints the job's events.
+released. `client.serving.serve` runs the job, `gateway` answers requests, `cli.serving_view` prints the job's events.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fusionai.primitives.errors import UsageError
 
 if TYPE_CHECKING:
     from fusionai.cli.serving_observation import ServingObservation, ServingRow
-    from fusionai.client.serve import Served, ServeEvent, ServeRequest
+    from fusionai.client.serving.serve import Served, ServeEvent, ServeRequest
     from fusionai.serving.speculating import Speculate
 
 PORT: Final = 8000
@@ -149,8 +149,8 @@ def serve(
     if draft is not None and speculate == "off":
         raise UsageError("--draft names a model that guesses: it can't be combined with --speculate off.")
     from fusionai.cli.serving_observation import show_serving
-    from fusionai.client.serve import ServeRequest
-    from fusionai.client.serving_adapters import parse_adapters
+    from fusionai.client.serving.adapters import parse_adapters
+    from fusionai.client.serving.serve import ServeRequest
 
     request = ServeRequest(
         model=model,
@@ -273,7 +273,7 @@ async def _serve(
     on_end: Callable[[Served, ServingObservation], None],
 ) -> None:
     from fusionai.cli.serving_observation import ServingObservation
-    from fusionai.client.serve import serving
+    from fusionai.client.serving.serve import serving
     from fusionai.gateway import server
     from fusionai.gateway.app import make_app
     from fusionai.gateway.config import GatewayConfig

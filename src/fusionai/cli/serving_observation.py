@@ -1,7 +1,7 @@
 """Compares a serving plan's predictions with measured answers, by wrapping the engine and timing its answers.
 
 Only answers that began and ended under one plan, without a fault in between, count. Embeddings are not timed.
-`cli.serve` places the wrapper between engine and gateway; `scheduling.serving_prediction` predicts.
+`cli.serve` places the wrapper between engine and gateway; `scheduling.serving.prediction` predicts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import msgspec
 
 from fusionai.cli import console
 from fusionai.primitives.units import format_seconds, format_speed
-from fusionai.scheduling.serving_prediction import first_token_s, round_trip_s
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import Plan, Problem
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import Plan, Problem
+from fusionai.scheduling.serving.prediction import first_token_s, round_trip_s
 from fusionai.serving.interface import (
     Emitted,
     Engine,

@@ -12,7 +12,7 @@ import click
 from fusionai.cli.options import privacy_option
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
-from fusionai.scheduling.types import ServingNeeds
+from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.speculating import MOST_FIXED
 from fusionai.wire.serving import MAX_SESSIONS
 

@@ -1,6 +1,6 @@
 """Prints the events of a serving job, such as plan, loading and faults: a line each, and progress bars on a terminal.
 
-`client.serve` emits the events; `cli.plan_view` prints plans.
+`client.serving.serve` emits the events; `cli.plan_view` prints plans.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from fusionai.cli import console
 from fusionai.cli.plan_view import show_plan
-from fusionai.client.fault_story import waiting_news
-from fusionai.client.serve import Hashed, Met, Noted, ServeEvent, ServePlanned
+from fusionai.client.pool.fault_report import waiting_news
+from fusionai.client.serving.serve import Hashed, Met, Noted, ServeEvent, ServePlanned
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_count, format_seconds
 from fusionai.serving import progress

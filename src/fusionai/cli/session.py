@@ -1,6 +1,6 @@
 """Single requests to the pool this machine belongs to, for commands that ask, print and exit.
 
-`client.pool_session` holds the connection; `cli.pool`, `cli.jobs`, `cli.broker` and `cli.plan` use this module.
+`client.pool.session` holds the connection; `cli.pool`, `cli.jobs`, `cli.broker` and `cli.plan` use this module.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import msgspec
 
 from fusionai.cli import console
 from fusionai.cli.pool_file import PoolOnPaper
-from fusionai.client.job_trust import job_trust
-from fusionai.client.near_links import near_links
-from fusionai.client.owner import any_membership
-from fusionai.client.pool_session import PoolSession
+from fusionai.client.pool.job_trust import job_trust
+from fusionai.client.pool.near_links import near_links
+from fusionai.client.pool.owner import any_membership
+from fusionai.client.pool.session import PoolSession
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.types import Excluded, PeerProfile
+from fusionai.scheduling.problem.types import Excluded, PeerProfile
 from fusionai.transport.enrolment import Membership
 from fusionai.transport.event_loop import run
 
@@ -77,7 +77,7 @@ def pool_profiles(home: Path, *, trusted: bool = False) -> PoolOnPaper:
 def this_machine(peer: PeerId) -> PeerProfile:
     """Measure this machine and return its profile as a job owner started here would have it, without its links."""
     from fusionai.backends.registry import open_backend
-    from fusionai.client.train import owner_profile
+    from fusionai.client.training.train import owner_profile
 
     console.note("Measuring this machine, which as job owner would feed the job and compute its loss.")
     report = open_backend("torch", device="auto", threads=None).probe()

@@ -30,7 +30,7 @@ from fusionai.ir.schema import Graph
 from fusionai.primitives import environment
 from fusionai.primitives.errors import UsageError
 from fusionai.scheduling import planner
-from fusionai.scheduling.types import Problem
+from fusionai.scheduling.problem.types import Problem
 
 
 @click.command()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from fusionai.cli.simulate_view import slots
 from fusionai.primitives.units import format_seconds
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 from fusionai.simulator.course import Course
 from fusionai.simulator.step import StepRun
 

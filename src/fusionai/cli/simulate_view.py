@@ -13,8 +13,8 @@ from statistics import median
 from fusionai.cli import console
 from fusionai.cli.scenario_file import ScenarioOnPaper
 from fusionai.primitives.units import format_seconds, format_speed
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import Plan, Problem
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import Plan, Problem
 from fusionai.simulator.course import Course
 from fusionai.simulator.generation import TokenRun
 from fusionai.simulator.step import StepRun

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from fusionai.dashboard.report_data import Tenure
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 
 _Part = Literal["stage", "guard", "away"]
 BROKER = ""

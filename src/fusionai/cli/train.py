@@ -1,6 +1,6 @@
 """`fusion train RECIPE.toml`: trains a model on the pool with a live view; running it again resumes.
 
-Prints and writes the results at the end. `client.train` runs the job, `cli.watch` shows its progress.
+Prints and writes the results at the end. `client.training.train` runs the job, `cli.watch` shows its progress.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def train(
     from fusionai.cli.observation import show_observation
     from fusionai.cli.run_report import RunStory
     from fusionai.cli.watch import Watch
-    from fusionai.client.train import RunEvent, TrainOptions
-    from fusionai.client.train import train as run
+    from fusionai.client.training.train import RunEvent, TrainOptions
+    from fusionai.client.training.train import train as run
     from fusionai.corpus.recipe import load_recipe
     from fusionai.dashboard.report import write_report
 

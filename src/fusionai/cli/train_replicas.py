@@ -1,6 +1,6 @@
 """`fusion train` for a recipe with `[replicas]`: several pipelines at once, with a live view and a report for each.
 
-Prints and writes the results. `client.replicas` runs the job, `dashboard.replicas_view` draws the live view;
+Prints and writes the results. `client.training.replicas` runs the job, `dashboard.replicas_view` draws the live view;
 `cli.train` does the same for one pipeline.
 """
 
@@ -17,20 +17,21 @@ from fusionai.cli.json_output import write_json
 from fusionai.cli.observation import show_observation
 from fusionai.cli.run_report import RunStory
 from fusionai.cli.running import run_until_stopped
-from fusionai.client.replicas import InReplica, ReplicasEvent, ReplicasResult, train_replicas
-from fusionai.client.train import Noted, Planned, RunEvent, TrainingResult, TrainOptions
+from fusionai.client.training.replicas import InReplica, ReplicasEvent, ReplicasResult, train_replicas
+from fusionai.client.training.train import Noted, Planned, RunEvent, TrainingResult, TrainOptions
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.tables import Replicas
 from fusionai.dashboard.replicas_view import ReplicasView
 from fusionai.dashboard.report import write_report
 from fusionai.primitives.units import format_bytes, format_seconds
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 from fusionai.training import progress
 from fusionai.training.outer import RoundDone
 
 
 def train_with_replicas(recipe: Recipe, replicas: Replicas, options: TrainOptions, json_file: Path | None) -> None:
-    """Train the recipe with `replicas`, then print and write the results. Raises the errors of `client.replicas`."""
+    """Train the recipe with `replicas`, then print and write the results. Raises the errors of
+    `client.training.replicas`."""
     with _Watch(recipe, replicas) as watch:
         result = run_until_stopped(
             lambda stop: train_replicas(recipe, replicas, options, on_event=watch.see, stop=stop)

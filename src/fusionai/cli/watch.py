@@ -1,6 +1,6 @@
 """Shows a training run: turns its events into printed lines and updates of the live view.
 
-`client.train` emits the events, `dashboard.live` draws the view, `cli.train` and `cli.demo` use this.
+`client.training.train` emits the events, `dashboard.live` draws the view, `cli.train` and `cli.demo` use this.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from rich.console import Console
 
 from fusionai.cli import console
 from fusionai.cli.privacy_view import privacy_lines
-from fusionai.client.demo import DemoEvent
-from fusionai.client.fault_story import FaultStory
-from fusionai.client.kills import Killed, Returned
-from fusionai.client.train import Noted, Planned
+from fusionai.client.pool.fault_report import FaultStory
+from fusionai.client.training.demo import DemoEvent
+from fusionai.client.training.kills import Killed, Returned
+from fusionai.client.training.train import Noted, Planned
 from fusionai.dashboard.live import FaultLine, StepUpdate, TrainingView
 from fusionai.primitives.units import format_count, format_seconds
-from fusionai.scheduling.compression import shown
-from fusionai.scheduling.small_memory import savings
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
+from fusionai.scheduling.training.compression import shown
+from fusionai.scheduling.training.small_memory import savings
 from fusionai.training import progress
 from fusionai.training.progress import StepDone
 

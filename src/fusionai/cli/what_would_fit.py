@@ -15,10 +15,10 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling import replicated
-from fusionai.scheduling.chain import Chain
-from fusionai.scheduling.ends import ends_of, owners_bytes
-from fusionai.scheduling.types import PeerProfile, Problem
+from fusionai.scheduling.problem.chain import Chain
+from fusionai.scheduling.problem.embedding_and_head import ends_of, owners_bytes
+from fusionai.scheduling.problem.types import PeerProfile, Problem
+from fusionai.scheduling.training import replicated
 
 MOST_COPIES: Final = 32
 """Most copies of a machine that are tried with the planner (chosen). Beyond, only a lower bound is given."""

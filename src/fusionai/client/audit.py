@@ -2,9 +2,8 @@
 
 Defines what is private in the trial and what the attacker knows; the attacks are in `privacy`. The text is the source
 of Python's standard library, which every machine has. Its files are divided into training data, the attacker's data and
-the texts of the trial. `corpus` reads and tokenises, `execution.codecs` are the codecs of real links, `cli.audit`
-prints the findings.
-"""
+the texts of the trial. `corpus` reads and tokenises, `execution.training.codecs` are the codecs of real links,
+`cli.audit` prints the findings."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ import numpy.typing as npt
 from fusionai.corpus import python_library
 from fusionai.corpus.tables import LocalTokenizer
 from fusionai.corpus.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from fusionai.execution.codecs import pack, unpack
+from fusionai.execution.training.codecs import pack, unpack
 from fusionai.primitives.errors import ModelError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.tensors import host_tensor

@@ -4,9 +4,8 @@ Decides which steps these are, and how many if the recipe does not say. Models t
 after the warm-up, when the learning rate is highest; replicas then diverge more in a round than averaging can bring
 back, and the loss in quality stays. A fine-tuned model is past that phase, so it gets no early rounds by default.
 
-Measurements: `benchmarks/local_updates.py`, decision 25. Neighbours: `corpus.recipe` asks, `coordination.exchanges`
-counts rounds.
-"""
+Measurements: `benchmarks/local_updates.py`, decision 25. Neighbours: `corpus.recipe` asks,
+`coordination.training.exchanges` counts rounds."""
 
 from __future__ import annotations
 

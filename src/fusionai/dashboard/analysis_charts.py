@@ -21,7 +21,7 @@ from fusionai.dashboard.svg import (
     inline_svg,
     quiet,
 )
-from fusionai.scheduling.analysis_cases import (
+from fusionai.scheduling.analysis.cases import (
     BANDWIDTHS_MBIT,
     BEST,
     DECODED,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from fusionai.dashboard import analysis_tables as tables
 from fusionai.dashboard.analysis_tables import Table
-from fusionai.scheduling.analysis_cases import Comparison
+from fusionai.scheduling.analysis.cases import Comparison
 
 
 def title(comparison: Comparison) -> str:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from fusionai.dashboard import analysis_charts as charts
 from fusionai.dashboard import analysis_tables as tables
 from fusionai.dashboard.analysis_document import overall, title
-from fusionai.scheduling.analysis_cases import Comparison, verdict
+from fusionai.scheduling.analysis.cases import Comparison, verdict
 
 
 def render_analysis(comparisons: Sequence[Comparison]) -> str:

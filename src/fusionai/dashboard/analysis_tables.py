@@ -1,7 +1,7 @@
 """Tables and sentences of the comparison of two fleets. Decides which figures are shown and how they are worded.
 
 Page, terminal and document are written from the same tables, so that they agree. Neighbours:
-`scheduling.analysis_cases` computes; `analysis_page`, `analysis_document` and `cli.analyze` lay out.
+`scheduling.analysis.cases` computes; `analysis_page`, `analysis_document` and `cli.analyze` lay out.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final, Literal, NamedTuple
 
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.analysis import Assumptions, Fleet, Misfit, Outcome
-from fusionai.scheduling.analysis_cases import (
+from fusionai.scheduling.analysis.cases import (
     BANDWIDTHS_MBIT,
     BEST,
     BOTH_INT4,
@@ -35,8 +34,9 @@ from fusionai.scheduling.analysis_cases import (
     Verdict,
     verdict,
 )
-from fusionai.scheduling.analysis_measured import EFFECTS
-from fusionai.scheduling.analysis_sensitivity import swings
+from fusionai.scheduling.analysis.fleets import Assumptions, Fleet, Misfit, Outcome
+from fusionai.scheduling.analysis.measured import EFFECTS
+from fusionai.scheduling.analysis.sensitivity import swings
 
 Mark = Literal["", "good", "fair", "bad"]
 

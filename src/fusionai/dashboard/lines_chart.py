@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from fusionai.dashboard.plan_chart import standing_alone
 from fusionai.dashboard.svg import APPLY, FAULT, FORWARD, MUTED, chart_style, inline_svg, quiet
 from fusionai.primitives.units import format_speed
-from fusionai.scheduling.many_lines import ManyLines
+from fusionai.scheduling.serving.parallel import ManyLines
 
 _MOST_LINES: Final = 400
 """Upper limit of drawn pipelines; if there are more, only every second, third... one is drawn."""

@@ -22,7 +22,7 @@ from rich.text import Text
 from fusionai.dashboard.sparkline import sparkline
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
-from fusionai.scheduling.types import PeerProfile, Plan, StagePlacement
+from fusionai.scheduling.problem.types import PeerProfile, Plan, StagePlacement
 
 _REFRESHES_PER_S: Final = 4
 _NOTES_SHOWN: Final = 5

@@ -26,7 +26,7 @@ from fusionai.dashboard.svg import (
 )
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.crossings import Crossing
-from fusionai.scheduling.types import Plan, StagePlacement
+from fusionai.scheduling.problem.types import Plan, StagePlacement
 
 _WIDTH_IN: Final = 9.2
 _ROW_IN: Final = 0.62

@@ -23,7 +23,7 @@ from fusionai.dashboard.report_data import ReportData
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_count, format_seconds, format_speed
-from fusionai.scheduling.types import PeerProfile, StagePlacement
+from fusionai.scheduling.problem.types import PeerProfile, StagePlacement
 
 _TEMPLATE: Final = "report.html.jinja"
 

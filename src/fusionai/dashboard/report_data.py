@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.wire.messages import Span
 
 

@@ -1,6 +1,6 @@
 """Convert host tensors to flat numpy arrays and back, for sums computed outside a backend.
 
-Used by `execution.codecs`, `execution.marks` and `execution.exchange`.
+Used by `execution.training.codecs`, `execution.sketches` and `execution.training.exchange`.
 """
 
 from __future__ import annotations

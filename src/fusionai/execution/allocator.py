@@ -8,9 +8,8 @@ functions do nothing.
 
 Memory of a dropped stage is returned at once, and so are code pages that only startup needed.
 
-Called by `execution.compute` before its thread exists, by `execution.loading` according to the stage's options, and by
-`execution.stages` after a stage is dropped.
-"""
+Called by `execution.compute` before its thread exists, by `execution.training.loading` according to the stage's
+options, and by `execution.training.stages` after a stage is dropped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The compute thread: runs one piece of work at a time, within the share of the machine that the provider lends.
 
 It decides how long to rest before the next piece: with a share of 50 % it rests as long as the last piece used the
-machine. Results are delivered before the rest. `execution.member` submits work; `backends` do it.
+machine. Results are delivered before the rest. `execution.training.member` submits work; `backends` do it.
 """
 
 from __future__ import annotations

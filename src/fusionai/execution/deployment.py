@@ -1,6 +1,6 @@
 """A deployed plan: its members, their addresses and their tickets. Each plan version has its own deployment.
 
-`client` gets deployments from the broker, `execution.connections` dials the addresses, and `training.driver` and
+`client` gets deployments from the broker, `execution.links.connections` dials the addresses, and `training.driver` and
 `serving.driver` run them.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 from fusionai.wire import messages as wire
 
 
@@ -35,7 +35,7 @@ class Deployment:
 
 
 class Replanner(Protocol):
-    """Gets the driver a new plan when a stage has no peer; `client.replanning` asks the broker."""
+    """Gets the driver a new plan when a stage has no peer; `client.pool.replanning` asks the broker."""
 
     async def replacement(
         self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]

@@ -1,6 +1,6 @@
 """What a machine brings to every job it takes part in: backend, compute thread, transport and limits.
 
-Built by `peer.daemon` and `client`, used by `execution.member`.
+Built by `peer.daemon` and `client`, used by `execution.training.member`.
 """
 
 from __future__ import annotations

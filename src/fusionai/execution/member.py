@@ -1,529 +1,208 @@
-"""One machine's part in one job: its stages, its links, the snapshots it keeps, its connection to the driver.
+"""Base of the members of training and serving jobs: follows the driver's connection and reports failures.
 
-The member checks every message's fence, validates what it is asked to run before loading it, and routes messages to
-stages. It outlives a driver's connection: the driver's next connection takes it over. All decisions about the job are
-the driver's. The peer's daemon uses it, and the driver's process uses it for the job owner's own stages.
-
-`execution.runtime` runs each stage, `execution.links` moves tensors, `execution.keeper` handles snapshots.
-"""
+It adopts the fence and placement of each round. Stages and links belong to the subclasses: `execution.training.member`
+trains, `execution.serving.member` serves. `execution.part` declares what others use of both."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Final
 
-from fusionai.coordination.silence import PING_S
-from fusionai.execution import envelopes
-from fusionai.execution.driven_part import DrivenPart, LinkLostSink
 from fusionai.execution.host import Host
-from fusionai.execution.keeper import Keeper
-from fusionai.execution.links import Links, dials
-from fusionai.execution.outbox import Outbox
-from fusionai.execution.referee import Referee
-from fusionai.execution.retained import Sent
-from fusionai.execution.runtime import StageRuntime
-from fusionai.execution.stages import HELD_WITHOUT_LIMIT_BYTES, Stages
-from fusionai.primitives.errors import (
-    ChannelClosed,
-    ExecutionError,
-    FusionError,
-    GraphError,
-    TransportError,
-)
+from fusionai.execution.links.outbox import Outbox
+from fusionai.execution.part import Task
+from fusionai.execution.placement import Placement
+from fusionai.execution.roster import Roster
+from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, TrustError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 
 log = logging.getLogger(__name__)
 
-OutputSink = Callable[[wire.Output, dict[str, HostTensor]], None]
+LinkLostSink = Callable[[PeerId, str], None]
+
+MAX_UNREAD: Final = 1024
+"""Messages that may wait for a driver that does not read them (chosen)."""
 
 
-class JobMember(DrivenPart):
+class DrivenPart(ABC):
     """Takes part in one job.
 
-    `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_output` and `on_link_lost` are
-    set only in the driver's process, where job outputs and reports of lost links end; other members send theirs over
-    the network.
+    `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_link_lost` is set only in the
+    driver's process, where reports of lost links end; other members send theirs over the network.
     """
 
     def __init__(
-        self,
-        host: Host,
-        job: str,
-        owner: PeerId,
-        opened: Fence,
-        *,
-        on_output: OutputSink | None = None,
-        on_link_lost: LinkLostSink | None = None,
+        self, task: Task, host: Host, job: str, owner: PeerId, opened: Fence, on_link_lost: LinkLostSink | None
     ) -> None:
-        super().__init__("train", host, job, owner, opened, on_link_lost)
-        self._on_output = on_output
-        self._stages = Stages(host, job, self)
-        self._attaching = asyncio.Lock()
-        self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
-        self._keeper = Keeper(
-            host.transport,
-            self._placement,
-            room_bytes=lambda: self._stages.snapshot_room_bytes,
-            now_s=host.clock.now_s,
-            on_kept=self._snapshot_kept,
-            on_refused=self._snapshot_refused,
-            on_testimony=self.testimony,
-        )
-        self._checks: set[asyncio.Task[None]] = set()
-        """Rechecks of the present round, including finished ones."""
-        self._referees: dict[int, Referee] = {}
-        """Stage that is rechecked here -> its referee."""
-        self._state_channel: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
+        self.task: Task = task
+        self.job = job
+        self.owner = owner
+        self.fence = opened
+        """Highest fence received from the driver; messages of lower fences are refused."""
+        self.stale_dropped = 0
+        """Messages dropped because they belonged to another round (normal after a change of plan)."""
+        self._host = host
+        self._on_link_lost = on_link_lost
+        self._placement = Placement(job=job, me=host.peer, owner=owner, fence=opened, task=task)
+        self._roster = Roster(job, owner, host.peer)
+        self._enlisted = False
+        """Whether `_placement` came with an `Enlist`."""
+        self._failed: dict[int, Fence] = {}
+        self._links_told: set[tuple[Fence, PeerId]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._driver: Outbox | None = None
+        self._closed = False
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        return self._stages.numbers
+    def driven(self) -> bool:
+        """Return whether a driver's connection is being served."""
+        return self._driver is not None
 
-    @property
-    def snapshots(self) -> tuple[wire.SnapshotAt, ...]:
-        """Complete snapshots kept here."""
-        return self._keeper.store.held
+    def admit(self, opened: Fence) -> bool:
+        """Return whether a driver that opens the job with this fence may take over; later, lower fences are refused."""
+        if opened < self.fence:
+            return False
+        self.fence = opened
+        return True
 
-    # ------------------------------------------------------------------------------------------ reading channels
+    def check(self, peer: PeerId, opening: wire.OpenJob) -> None:
+        """Raise `TrustError` for a peer that the owner's signed placement does not name."""
+        self._roster.check(peer, opening)
 
-    def _obey(self, envelope: Envelope, driver: Outbox) -> None:
-        """Handle one message of the driver without waiting; longer work goes on in tasks."""
-        match envelope.message:
-            case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
-                driver.post(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
-            case wire.Enlist() as enlist:
-                self.to_driver(self.enlist(enlist))
-            case wire.Attach() as attach:
-                self._start(self._attach(attach, envelope.tensors))
-            case wire.Prepare() as told:
-                self._start(self._prepare(told, envelope.tensors))
-            case wire.PassSnapshot() as order:
-                self._start(self._hand_on(order))
-            case wire.Recheck() as asked:
-                self._checks.add(self._start(self._recheck(asked, envelope.tensors)))
-            case wire.Testify() as asked:
-                self._start(self._testify(asked))
-            case wire.Resume() | wire.Commit() | wire.Export() as message:
-                if isinstance(message, wire.Commit) and message.fence == self._placement.fence:
-                    self._keeper.store.drop_below(message.line)
-                self._deliver(message, envelope.tensors)
-            case other:
-                raise ExecutionError(
-                    f"the driver sent a {type(other).__name__} on its control connection, where it does not belong."
-                )
+    # ---------------------------------------------------------------------------------------------- with the driver
 
-    async def serve_state(self, channel: Channel) -> None:
-        """Take state chunks from the driver. What `state` sends leaves on the same connection."""
-        if self._state_channel.done():
-            self._state_channel = asyncio.get_running_loop().create_future()
-        self._state_channel.set_result(channel)
+    async def serve_control(self, channel: Channel) -> bool:
+        """Follow the driver's messages until it detaches, breaks the protocol, or the connection ends. A connection
+        served earlier is closed, because the driver has reconnected.
+
+        Return True if the job is over for this member, False if it waits for its driver to come back.
+        """
+        driver = Outbox(channel, self._driver_lost)
+        former, self._driver = self._driver, driver
+        if former is not None:
+            former.abandon()
+            self._start(former.channel.close())
         with self._served():
             try:
                 while True:
                     envelope = await channel.receive()
-                    match envelope.message:
-                        case wire.StateChunk() | wire.Agreement() as message:
-                            await self._take_state(message, envelope.tensors)
-                        case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:
-                            self.testimony(self.owner, message, envelope.tensors)
-                        case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
-                            await channel.send(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
-                        case other:
-                            raise ExecutionError(
-                                f"expected a StateChunk or an Agreement on a state connection, "
-                                f"got {type(other).__name__}."
-                            )
+                    if isinstance(envelope.message, wire.Detach):
+                        if envelope.message.fence >= self.fence:
+                            await self._detach()
+                            return True
+                        self.stale_dropped += 1
+                    else:
+                        self._obey(envelope, driver)
+                    if driver.waiting > MAX_UNREAD:
+                        raise ExecutionError(f"the driver of {self.job} does not read its control connection.")
             except ChannelClosed:
-                return
+                log.info("the connection to the driver of %s ended", self.job)
             except FusionError as error:
+                log.warning("closing the connection to the driver of %s, which broke the protocol: %s", self.job, error)
                 self._report(error)
+                return self._driver is driver
+            finally:
+                if self._driver is driver:
+                    self._driver = None
+                await driver.close()
+        return False
 
-    async def _take_state(self, message: wire.StateChunk | wire.Agreement, tensors: dict[str, HostTensor]) -> None:
-        runtime = self._runtime(message.stage, message.fence)
-        if runtime is None:
-            return
-        try:
-            match message:
-                case wire.StateChunk():
-                    await runtime.receive_state(message, tensors)
-                case wire.Agreement():
-                    await runtime.receive_agreement(message, tensors)
-        except FusionError as error:
-            self._report(error, runtime)
+    @abstractmethod
+    def _obey(self, envelope: Envelope, driver: Outbox) -> None:
+        """Handle one message of the driver without waiting; longer work goes on in tasks."""
 
-    async def serve_link(self, peer: PeerId, channel: Channel) -> None:
-        """Serve a tensor connection that a neighbour dialled."""
-        with self._served():
-            await self._links.serve(peer, channel)
-
-    async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
-        """Serve a state connection on which another member sends snapshots."""
-        with self._served():
-            await self._keeper.serve(peer, channel)
-
-    async def _from_link(self, peer: PeerId, envelope: Envelope) -> None:
-        message = envelope.message
-        sender = envelopes.sender(message)
-        if sender is None:
-            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__}; only the driver may send it.")
-        if _fence(message) != self._placement.fence:
-            self.stale_dropped += 1  # from another placement, whose senders may differ
-            return
-        if self._placement.peer_of(sender) != peer:
-            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__} as stage {sender}, not its own.")
-        if isinstance(message, wire.Output):
-            self._take_output(message, envelope.tensors)
-        else:
-            self._deliver(message, envelope.tensors)
-
-    def _deliver(self, message: wire.Message, tensors: Mapping[str, HostTensor]) -> None:
-        """Pass a message to the stage it addresses if the fence is exactly that stage's."""
-        stage, fence = envelopes.receiver(message)
-        runtime = self._runtime(stage, fence)
-        if runtime is None:
-            return
-        try:
-            runtime.receive(message, tensors)
-        except FusionError as error:
-            self._report(error, runtime)
-        except Exception as error:
-            log.exception("stage %d of %s could not take a %s", stage, self.job, type(message).__name__)
-            self._report(ExecutionError(f"{type(error).__name__}: {error}"), runtime)
-
-    def _runtime(self, stage: int, fence: Fence) -> StageRuntime | None:
-        runtime = self._stages.accepting(stage, fence)
-        self.stale_dropped += runtime is None
-        return runtime
-
-    # ------------------------------------------------------------------------------------- enlisting and attaching
-
-    def enlist(self, enlist: wire.Enlist) -> wire.Enlisted | wire.Refused:
-        """Begin a round: adopt its fence and placement. Stages that now run elsewhere are dropped unless they are
-        guarded here; snapshots stay."""
-        if (refused := self._adopt(enlist)) is not None:
-            return refused
-        for check in self._checks:
-            check.cancel()
-        self._checks.clear()
-        if not self._enlisted:
-            self._enlisted = True
-            self._start(self._beat())
-        own = frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
-        # A stage that now runs elsewhere and is guarded here stays loaded until its snapshot is complete (recovery rule
-        # 22).
-        left = self._placement.guards - own if enlist.partition == self._keeper.store.partition else frozenset[int]()
-        self._start(self._stages.keep_only(own, aside=left, guarded=self._placement.guards))
-        # A member without stages exchanges no tensors. The others drop their ends too, which is not a loss to report.
-        linked = bool(own) or self.owner == self._host.peer
-        self._links.begin_round(self._placement.peers if linked else frozenset())
-        self._keeper.begin_round(self._placement, enlist.partition)
-        if self.owner == self._host.peer:
-            # The driver's machine feeds every member and hears from it, whatever stages it has itself.
-            for neighbour in enlist.neighbours:
-                self._dial(neighbour)
-        return wire.Enlisted(fence=enlist.fence, fingerprint=self._host.fingerprint, snapshots=self._keeper.store.held)
-
-    async def _attach(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> None:
-        """Load the stage if necessary, one stage at a time. Later rounds may begin meanwhile."""
-        async with self._attaching:
-            try:
-                runtime = await self._made(attach, tensors)
-            except GraphError as error:
-                self._refuse(attach, "bad_graph", str(error))
-            except FusionError as error:
-                self._refuse(attach, "failed", str(error))
-            except Exception as error:  # whatever was received, the driver must not wait for this stage
-                log.exception("stage %d of %s could not be loaded", attach.stage, self.job)
-                self._refuse(attach, "failed", f"{type(error).__name__}: {error}")
-            else:
-                if runtime is not None:
-                    runtime.attach(attach)
-                    for stage in runtime.linked_stages:
-                        self._dial(self._placement.neighbours[stage])
-
-    async def _prepare(self, told: wire.Prepare, tensors: Mapping[str, HostTensor]) -> None:
-        """Load a guarded stage in advance. A failure is only logged: if the stage can't run here, the attach will
-        report it."""
-        async with self._attaching:
-            if told.fence != self._placement.fence or told.stage not in self._placement.guards:
-                self.stale_dropped += 1
-                return
-            kept_bytes = self._keeper.store.nbytes_beside(told.stage)
-            try:
-                await self._stages.prepare(told, tensors, self._placement.places, kept_bytes)
-            except FusionError as error:
-                log.warning("stage %d of %s could not be prepared for a takeover: %s", told.stage, self.job, error)
-            except Exception:  # whatever was received, this member continues
-                log.exception("stage %d of %s could not be prepared for a takeover", told.stage, self.job)
-
-    async def _made(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> StageRuntime | None:
-        """Return the stage's runtime; None, after a refusal, if the attach is not (or no longer) of the present
-        round."""
-        if attach.job != self.job:
-            raise ExecutionError(f"this connection is for job {self.job}, the attach is for {attach.job}.")
-        if not self._is_present(attach):
-            return None
-        runtime = await self._stages.made(attach, tensors, self._placement.places)
-        if not self._is_present(attach):
-            return None
-        await self._stages.adopt(runtime)
-        return runtime
-
-    def _is_present(self, attach: wire.Attach) -> bool:
-        """Return whether this attach belongs to the present round; refuse it otherwise."""
-        if attach.fence < self.fence:
-            self.stale_dropped += 1
-            self._refuse(attach, "stale_fence", f"{self.job} is at {self.fence}")
-            return False
-        if not self._enlisted or attach.fence != self._placement.fence:
-            self._refuse(attach, "bad_message", f"this member was not enlisted under {attach.fence}")
-            return False
-        return True
-
-    def _dial(self, neighbour: wire.Neighbour) -> None:
-        """Open the link to a neighbour if this side dials and the link does not exist."""
-        other = PeerId(neighbour.peer)
-        if other != self._host.peer and dials(self._host.peer, other, self.owner):
-            self._links.dial(other, neighbour.addresses, self._placement.opening)
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(PING_S)
-            self._links.beat()
-            self._keeper.beat()
-
-    # ------------------------------------------------------------------------------- what runtimes and driver send
-
-    def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
-        peer = self._placement.peer_of(stage)
-        if peer == self._host.peer:
-            headers = getattr(message, "tensors", ())
-            named: dict[str, HostTensor] = {
-                header.name: tensor for header, tensor in zip(headers, tensors, strict=True)
-            }
-            asyncio.get_running_loop().call_soon(self._deliver, message, named)
-            return
-        self._post(peer, message, tensors)
-
-    def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
-        """Post a message to another member. A missing link is reported to the driver, not raised. Messages of an
-        earlier fence are dropped, because their receiver may run elsewhere now."""
-        if _fence(message) != self._placement.fence:
-            self.stale_dropped += 1
-            return
-        try:
-            self._links.post(peer, message, tensors)
-        except TransportError as error:
-            self._link_lost(peer, str(error))
-
-    def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None:
-        if self._on_output is not None:
-            self._take_output(
-                message, {header.name: tensor for header, tensor in zip(message.tensors, tensors, strict=True)}
-            )
-            return
-        self._post(self.owner, message, tensors)
-
-    async def state(
-        self, message: wire.StateChunk | wire.Difference | wire.Snapshot | Sent, tensors: Sequence[HostTensor]
-    ) -> None:
-        await (await asyncio.shield(self._state_channel)).send(message, tensors)
-
-    async def linked(self, stages: Sequence[int]) -> bool:
-        peers = {self._placement.peer_of(stage) for stage in stages} | {self.owner}
-        return all([await self._is_linked(peer) for peer in sorted(peers - {self._host.peer})])
-
-    async def _is_linked(self, peer: PeerId) -> bool:
-        fence = self._placement.fence
-        try:
-            await self._links.up(peer)
-        except TransportError as error:
-            if fence == self._placement.fence:
-                self._link_lost(peer, str(error))
-            return False
-        return True
-
-    async def to_guard(
-        self, guard: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
-    ) -> None:
-        await self._keeper.send(guard, addresses, message, tensors)
-
-    def unguarded(self, guard: PeerId, reason: str) -> None:
-        self.to_driver(wire.LinkLost(fence=self._placement.fence, peer=guard, reason=reason[:4000]))
-
-    async def snapshot(self, stage: int, step: int) -> Mapping[str, HostTensor]:
-        return await self._keeper.whole(stage, step)
-
-    async def _hand_on(self, order: wire.PassSnapshot) -> None:
-        if order.fence != self._placement.fence:
-            self.stale_dropped += 1
-            return
-        to_owner = order.peer == self.owner  # the owner rechecks from there
-        if to_owner and self._keeper.store.whole(order.stage, order.step) is None:
-            return
-
-        async def send(message: wire.Snapshot, tensors: Sequence[HostTensor]) -> None:
-            await self._give(PeerId(order.peer), order.addresses, message, tensors)
-
-        try:
-            await self._keeper.hand_on(order, send)
-        except FusionError as error:
-            self._link_lost(PeerId(order.peer), f"the snapshot of stage {order.stage} could not be sent: {error}")
-
-    # ---------------------------------------------------------------------------------------------------- spot checks
-
-    async def _recheck(self, told: wire.Recheck, tensors: Mapping[str, HostTensor]) -> None:
-        """Recheck another peer's steps and report the result. A problem with it never counts as a stage's failure."""
-        stage, guarded = told.stage, told.stage in self._placement.guards
-        if told.fence != self._placement.fence:
-            self.stale_dropped += 1
-            return
-        if self._placement.peer_of(stage) == self._host.peer:
-            raise ExecutionError(f"the driver asked this peer to recheck stage {stage}, which it runs itself.")
-        kept_bytes = self._keeper.store.nbytes
-        try:
-            async with self._attaching:
-                loaded = await self._stages.lent(told, tensors, self._placement.places, kept_bytes)
-            limit_bytes = self._host.memory_limit_bytes or HELD_WITHOUT_LIMIT_BYTES
-            referee = Referee(told, loaded, self._host.compute, held_limit_bytes=limit_bytes)
-            self._referees[stage] = referee
-            if not guarded:
-                self._keeper.judged.add(stage)
-            self.to_driver(wire.Rechecking(fence=told.fence, stage=stage, first=told.first, below=told.below))
-            begin, end = [await self._snapshot_for_check(stage, step, guarded) for step in (told.first, told.below)]
-            answer = await referee.run(begin, end)
-        except FusionError as error:
-            answer = _no_opinion(told, str(error))
-        except Exception as error:  # whatever was received, this member continues
-            log.exception("stage %d of %s could not be rechecked", stage, self.job)
-            answer = _no_opinion(told, f"{type(error).__name__}: {error}")
-        finally:
-            self._referees.pop(stage, None)
-            if not guarded:
-                self._keeper.judged.discard(stage)
-                self._keeper.store.drop(stage)
-        self.to_driver(answer)
-
-    async def _snapshot_for_check(self, stage: int, step: int, guarded: bool) -> Mapping[str, HostTensor]:
-        """Return a snapshot for a recheck. A guard must have it already; for other members it is sent."""
-        if not guarded:
-            return await self._keeper.whole(stage, step)
-        entries = self._keeper.store.whole(stage, step)
-        if entries is None:
-            raise ExecutionError(f"the snapshot of step {step} of stage {stage} is not kept here any more.")
-        return entries
-
-    def testimony(self, peer: PeerId, message: Sent, tensors: Mapping[str, HostTensor]) -> None:
-        """Take tensors that a stage received from `peer`, for the referee that reruns the stage. Raises
-        `ExecutionError` if `peer` does not run the stage it claims as the sender."""
-        stage, fence = envelopes.receiver(message)
-        sender = envelopes.sender(message)
-        referee = self._referees.get(stage)
-        if fence != self._placement.fence or referee is None or sender is None:
-            self.stale_dropped += 1
-            return
-        if self._placement.peer_of(sender) != peer:
-            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__} as stage {sender}, not its own.")
-        try:
-            referee.take(message, tensors)
-        except FusionError as error:
-            referee.fail(str(error))
-
-    async def _testify(self, told: wire.Testify) -> None:
-        """Send a referee what its stage received. If this fails, the referee has no opinion; nothing else follows."""
-        runtime = self._runtime(told.stage, told.fence)
-        if runtime is None:
-            return
-        if PeerId(told.peer) not in self._placement.named | {self.owner, self._host.peer}:
-            log.warning("the signed placement of %s does not name referee %s", self.job, short(PeerId(told.peer)))
-            return
-        if not runtime.retains_whole(told.about, told.first, told.below):
-            self.to_driver(wire.Untold(fence=told.fence, stage=told.stage, about=told.about))
-            return
-        sent = list(runtime.retained.again(told.fence, {told.about}, told.first, told.below))
-        try:
-            for _, message, tensors in sent:
-                if told.fence != self._placement.fence:
-                    return
-                await self._give(PeerId(told.peer), told.addresses, message, tensors)
-        except FusionError as error:
-            log.warning("the inputs of stage %d could not be sent to its referee: %s", told.about, error)
-
-    async def _give(
-        self, peer: PeerId, addresses: Sequence[str], message: wire.Snapshot | Sent, tensors: Sequence[HostTensor]
-    ) -> None:
-        """Send snapshots and retained tensors to another member. To and from the owner's machine they travel through
-        the driver's connection, because members do not dial it. Raises `RefusedError`, `TransportError`,
-        `TrustError`."""
-        if self.owner in (peer, self._host.peer):
-            await self.state(message, tensors)
-        elif peer == self._host.peer:
-            named = {header.name: tensor for header, tensor in zip(message.tensors, tensors, strict=True)}
-            if not isinstance(message, wire.Snapshot):
-                self.testimony(peer, message, named)
-        else:
-            await self._keeper.send(peer, addresses, message, tensors)
-
-    def take_snapshot(self, peer: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> None:
-        """Take a snapshot that the driver received, on the owner's machine. Raises `ExecutionError` if it is not
-        needed."""
-        self._keeper.take(peer, message, tensors)
-
-    def _take_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
-        if self._on_output is None:
-            raise ExecutionError(f"an output of {self.job} arrived at a member without a driver.")
-        self._on_output(message, tensors)
-
-    # -------------------------------------------------------------------------------------------------- the ends
-
-    def _refuse(self, attach: wire.Attach, code: wire.RefusalCode, reason: str) -> None:
-        self.to_driver(wire.StageFailed(fence=attach.fence, stage=attach.stage, code=code, reason=reason[:4000]))
-
-    def _snapshot_kept(self, stage: int, step: int) -> None:
-        """Report a complete snapshot, and drop the stage that was kept loaded only until then."""
-        self.to_driver(wire.SnapshotKept(fence=self._placement.fence, stage=stage, step=step))
-        if self._placement.places.get(stage) != self._host.peer:
-            kept = frozenset(self.stages) - {stage}
-            self._start(self._stages.keep_only(kept, guarded=self._placement.guards))
-
-    def _snapshot_refused(self, stage: int, code: wire.RefusalCode, reason: str) -> None:
-        """Report a snapshot that failed. The driver takes a failure of a stage that runs elsewhere as one of its
-        snapshots."""
-        if (referee := self._referees.get(stage)) is not None and stage in self._keeper.judged:
-            referee.fail(reason)
-            return
-        fence = self._placement.fence
-        self.to_driver(wire.StageFailed(fence=fence, stage=stage, code=code, reason=reason[:4000]))
-
-    def _report(self, error: FusionError, runtime: StageRuntime | None = None) -> None:
-        """Fail the stage that can't follow a message, or all stages here if the message addressed none."""
-        for failed in [runtime] if runtime is not None else self._stages.all:
-            self.failed(failed.stage, failed.fence, "bad_message", str(error))
-
+    @abstractmethod
     async def _detach(self) -> None:
-        self._keeper.store.clear()
-        await self._stages.keep_only(frozenset())
+        """End the job here and drop its stages."""
 
-    async def close(self) -> None:
-        """End all work of this member. Does nothing if it is closed already."""
-        self._closed = True
-        await self._detach()
-        await self._links.close()
-        await self._keeper.close()
-        await self._end_tasks()
-        await self._detach()  # what an attach under way had loaded meanwhile
+    def _adopt(self, enlist: wire.Enlist) -> wire.Refused | None:
+        """Adopt the fence and placement of a new round. Return a refusal if it is not a newer round of this job."""
+        if enlist.job != self.job:
+            return wire.Refused(code="unknown_job", reason=f"this connection is for job {self.job}.")
+        known = self._placement.fence
+        if enlist.fence < self.fence or (self._enlisted and enlist.fence <= known):
+            self.stale_dropped += 1
+            return wire.Refused(code="stale_fence", reason=f"{self.job} is at {self.fence}")
+        try:
+            self._roster.adopt(enlist)
+        except TrustError as error:
+            return wire.Refused(code="bad_placement", reason=str(error))
+        self._placement = Placement(
+            job=self.job,
+            me=self._host.peer,
+            owner=self.owner,
+            fence=enlist.fence,
+            neighbours={neighbour.stage: neighbour for neighbour in enlist.neighbours},
+            guards=frozenset(enlist.guards),
+            ticket=enlist.ticket,
+            signed=enlist.placement,
+            named=self._roster.named,
+            task=self.task,
+        )
+        self.fence = enlist.fence
+        return None
 
+    def to_driver(self, message: wire.Message) -> None:
+        if self._driver is not None:
+            self._driver.post(message)
 
-def _no_opinion(told: wire.Recheck, reason: str) -> wire.Rechecked:
-    return wire.Rechecked(
-        fence=told.fence, stage=told.stage, first=told.first, below=told.below, reason=reason[:4000] or "it failed"
-    )
+    def _driver_lost(self, reason: str) -> None:
+        log.info("the control connection to the driver of %s was lost: %s", self.job, reason)
 
+    # ---------------------------------------------------------------------------------------------------- failures
 
-def _fence(message: wire.Message) -> Fence | None:
-    return getattr(message, "fence", None)
+    def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None:
+        """Report to the driver, once per stage and fence: the first failure ends the attempt."""
+        if self._failed.get(stage) != fence:
+            self._failed[stage] = fence
+            self.to_driver(wire.StageFailed(fence=fence, stage=stage, code=code, reason=reason[:4000]))
+
+    @abstractmethod
+    def _report(self, error: FusionError) -> None:
+        """Report an error in a message that names no stage: every stage here fails."""
+
+    def _link_lost(self, peer: PeerId, reason: str) -> None:
+        """Report a lost link once per round and peer. No stage fails because of it."""
+        fence = self._placement.fence
+        if self._closed or peer not in self._placement.peers or (fence, peer) in self._links_told:
+            return
+        self._links_told = {told for told in self._links_told if told[0] == fence} | {(fence, peer)}
+        log.info("link to peer %s lost: %s", short(peer), reason)
+        if self._on_link_lost is not None:
+            self._on_link_lost(peer, reason)
+        else:
+            self.to_driver(wire.LinkLost(fence=fence, peer=peer, reason=reason[:4000]))
+
+    # -------------------------------------------------------------------------------------------------------- tasks
+
+    @contextmanager
+    def _served(self) -> Iterator[None]:
+        """Cancel the current task when this member closes, if it is still inside this context."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+
+    def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _end_tasks(self) -> None:
+        """Cancel and await all tasks except the current one."""
+        tasks = self._tasks - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)

@@ -1,8 +1,7 @@
 """Interface of one machine's part in one job, for training and serving alike.
 
-`execution.member` implements it for training, `execution.serving_member` for serving. `peer.door` opens parts for
-drivers that show a ticket; `execution.connections` holds the driver's own part.
-"""
+`execution.training.member` implements it for training, `execution.serving.member` for serving. `peer.door` opens parts
+for drivers that show a ticket; `execution.links.connections` holds the driver's own part."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """A member's view of one round: its fence, the peer of every stage, and the stages this member guards.
 
-`execution.member` makes it from `Enlist`; `execution.keeper` reads it.
+`execution.training.member` makes it from `Enlist`; `execution.training.snapshot_store` reads it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fusionai.execution.boundary import FEED
 from fusionai.execution.part import Task
+from fusionai.execution.training.boundary import FEED
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId
 from fusionai.wire import messages as wire

@@ -1,7 +1,7 @@
 """Boundary tensors that a stage has sent, kept so that a neighbour can replay (recovery rule 10).
 
 They are kept until the retention line (the oldest step that a recovery can start from) passes them, and are resent step
-by step, microbatch by microbatch. Used by `execution.runtime`.
+by step, microbatch by microbatch. Used by `execution.training.runtime`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.execution.boundary import Boundary
+from fusionai.execution.training.boundary import Boundary
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence

@@ -1,6 +1,6 @@
 """A stage's state as a stream of chunks of limited size.
 
-`execution.runtime` exports and imports chunks; `training.checkpoints` stores them.
+`execution.training.runtime` exports and imports chunks; `training.checkpoints` stores them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Neither token ids nor logits may leave the owner. So the blocks between may not 
 texts begin and end (and, in serving, which adapter they use), and may not compute the job's outputs. This is checked on
 the actual cut.
 
-`ir.blocks` numbers blocks, `ir.partition` cuts, `scheduling.ends` plans with the counts.
+`ir.blocks` numbers blocks, `ir.partition` cuts, `scheduling.problem.embedding_and_head` plans with the counts.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Where uses interleave, the sum is passed on as far as the order allows, and ever
 its use reads an alias of the value, and the producer has an `aten.alias` node at that use's place in the order of
 execution, whose gradient is the contribution.
 
-`ir.partition` calls `gradient_uses` and `route_values`; `execution.boundary` makes ports of the routes.
+`ir.partition` calls `gradient_uses` and `route_values`; `execution.training.boundary` makes ports of the routes.
 """
 
 from __future__ import annotations

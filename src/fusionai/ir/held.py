@@ -4,7 +4,7 @@ Each trainable parameter that a later block reads is copied in block 0, and the 
 sends the copies like any boundary value, once per microbatch, and their gradients return. So the stages of later blocks
 update nothing and hold no optimizer state. The computed numbers stay the same.
 
-`ir.partition` cuts the result, `ir.ends` keeps block 0 with the job owner, `client.preparation` calls this.
+`ir.partition` cuts the result, `ir.ends` keeps block 0 with the job owner, `client.training.preparation` calls this.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ A job whose driver's connection ended is kept for it to come back: for `ORPHANED
 with a valid ticket, for then the broker has given this machine away. A neighbour that heard of a round earlier than
 this machine waits `EARLY_S` for the driver.
 
-Neighbours: `execution.member` and `execution.serving_member` serve what is let in, `transport.tickets` checks
+Neighbours: `execution.training.member` and `execution.serving.member` serve what is let in, `transport.tickets` checks
 signatures.
 """
 
@@ -21,10 +21,10 @@ from contextlib import suppress
 from typing import Final
 
 from fusionai.execution.host import Host
-from fusionai.execution.member import JobMember
 from fusionai.execution.part import Part
-from fusionai.execution.serving_member import ServingMember
-from fusionai.execution.serving_weights import FetchedWeights
+from fusionai.execution.serving.member import ServingMember
+from fusionai.execution.serving.weights import FetchedWeights
+from fusionai.execution.training.member import JobMember
 from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.transport.interface import Channel

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fusionai.peer.schedule import Schedule
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.types import PeerProfile
+from fusionai.scheduling.problem.types import PeerProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.types import Link, PeerProfile
+from fusionai.scheduling.problem.types import Link, PeerProfile
 from fusionai.transport.interface import Transport
 from fusionai.transport.links import measure_link
 

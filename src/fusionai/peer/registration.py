@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError, TrustError, WireError
-from fusionai.scheduling.types import PeerProfile
+from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.interface import Remote, Transport
 from fusionai.wire import messages as wire

@@ -5,9 +5,8 @@ only after a quarter as many new objects. Until then, which may take hours, ever
 because TLS and its exceptions contain reference cycles. Frozen objects cost nothing, and cycles are freed within
 minutes.
 
-The main programs (`broker.main`, `client.train`) call `set_aside_what_stays` after loading; modules that import much at
-once (`cli.main`, `backends.registry`) use `loading`.
-"""
+The main programs (`broker.main`, `client.training.train`) call `set_aside_what_stays` after loading; modules that
+import much at once (`cli.main`, `backends.registry`) use `loading`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Measured speed of a device: three figures for training, and two per weight format for serving.
 
-Decides only how the figures add up to a time. `backends.pace` measures them, profiles carry them, `scheduling.pace`
-plans with them.
-"""
+Decides only how the figures add up to a time. `backends.pace` measures them, profiles carry them,
+`scheduling.problem.calibration` plans with them."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
 Linux groups processes by session (`setsid`) and shares the processors between groups ("autogroup", sched(7)). Users may
 lower and later raise the weight of their own groups, which `nice` does not allow. On other systems, and inside
-containers and services that have a group of their own, nothing changes. `client.local_pool` uses this for processes it
-starts beside working ones.
-"""
+containers and services that have a group of their own, nothing changes. `client.pool.local_pool` uses this for
+processes it starts beside working ones."""
 
 from __future__ import annotations
 

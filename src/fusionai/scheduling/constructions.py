@@ -20,8 +20,8 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.scheduling.compiled import compiled
-from fusionai.scheduling.coverage_kernels import Floats, Integers, Layout, Swarm, give, petals, recount
+from fusionai.scheduling.kernels.compiled import compiled
+from fusionai.scheduling.kernels.coverage import Floats, Integers, Layout, Swarm, give, petals, recount
 from fusionai.scheduling.swarm import idle, stretches
 
 

@@ -24,16 +24,16 @@ import numpy as np
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.chain import Chain, check_blocks
-from fusionai.scheduling.compiled import available, compiled
 from fusionai.scheduling.constructions import CONSTRUCTIONS
 from fusionai.scheduling.coverage_bound import Proof
-from fusionai.scheduling.coverage_kernels import Layout, Swarm, shake, sweep
-from fusionai.scheduling.eligibility import check_names, eligible
-from fusionai.scheduling.ends import ends_of, middle, owners_flops, place_of
-from fusionai.scheduling.links import check_access
+from fusionai.scheduling.kernels.compiled import available, compiled
+from fusionai.scheduling.kernels.coverage import Layout, Swarm, shake, sweep
+from fusionai.scheduling.problem.chain import Chain, check_blocks
+from fusionai.scheduling.problem.eligibility import check_names, eligible
+from fusionai.scheduling.problem.embedding_and_head import ends_of, middle, owners_flops, place_of
+from fusionai.scheduling.problem.links import check_access
+from fusionai.scheduling.problem.types import Certificate, Excluded, PeerProfile, Problem
 from fusionai.scheduling.swarm import idle, needed_bytes, stretches, swarm_of
-from fusionai.scheduling.types import Certificate, Excluded, PeerProfile, Problem
 
 IN_FLIGHT: Final = 2
 """Microbatches a holder has room for: one in work and one waiting."""

@@ -19,8 +19,8 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.scheduling.compiled import compiled
-from fusionai.scheduling.coverage_kernels import Floats, Integers, Layout, Swarm, ceiling
+from fusionai.scheduling.kernels.compiled import compiled
+from fusionai.scheduling.kernels.coverage import Floats, Integers, Layout, Swarm, ceiling
 
 _ROUNDS: Final = 40
 _CLOSE: Final = 1e-5

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from fusionai.scheduling.types import PeerProfile, Plan
+from fusionai.scheduling.problem.types import PeerProfile, Plan
 
 JOULES_PER_KWH: Final = 3.6e6
 _MILLION: Final = 1e6

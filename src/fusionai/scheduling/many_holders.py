@@ -20,13 +20,13 @@ from typing import Final
 import numpy as np
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.chain import Chain
 from fusionai.scheduling.coverage import CoveragePlan, cover
-from fusionai.scheduling.coverage_kernels import Floats
 from fusionai.scheduling.crossings import crossings
-from fusionai.scheduling.ends import middle, owners_flops, place_of
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import Plan, Problem
+from fusionai.scheduling.kernels.coverage import Floats
+from fusionai.scheduling.problem.chain import Chain
+from fusionai.scheduling.problem.embedding_and_head import middle, owners_flops, place_of
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import Plan, Problem
 
 WORTH_A_WORD: Final = 1.05
 """Least ratio of steady throughputs, layout to chain, for the layout to be reported; chosen."""

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from fusionai.primitives.units import format_seconds
-from fusionai.scheduling.pipeline import EMPTY_HEAD, Pipeline, Suffix, fastest_first
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement
+from fusionai.scheduling.training.pipeline import EMPTY_HEAD, Pipeline, Suffix, fastest_first
 from fusionai.wire.codecs import Codec
 
 

@@ -16,25 +16,25 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_speed
-from fusionai.scheduling.alone import against_one, fastest_alone
-from fusionai.scheduling.chain import Chain, check_blocks, logits_block
-from fusionai.scheduling.compression import lightened
-from fusionai.scheduling.cut_bits import dependence
-from fusionai.scheduling.eligibility import check_names, eligible
-from fusionai.scheduling.ends import check_owners_memory, ends_of, middle, place_of, with_front
-from fusionai.scheduling.guards import with_guards
-from fusionai.scheduling.levers import choices_of_problem, inability
-from fusionai.scheduling.likeness import without_surplus
-from fusionai.scheduling.limits import Limits
-from fusionai.scheduling.links import check_access, check_links
-from fusionai.scheduling.pace import paced
-from fusionai.scheduling.pins import check_pins, must_use
-from fusionai.scheduling.pipeline import Pipeline, Suffix
 from fusionai.scheduling.placement import pool_name, written_out
-from fusionai.scheduling.serving import serving_plan
-from fusionai.scheduling.solving import Solved, solved
-from fusionai.scheduling.stage_tables import stage_tables
-from fusionai.scheduling.types import BlockCost, Certificate, PeerProfile, Plan, Problem
+from fusionai.scheduling.problem.calibration import paced
+from fusionai.scheduling.problem.chain import Chain, check_blocks, logits_block
+from fusionai.scheduling.problem.eligibility import check_names, eligible
+from fusionai.scheduling.problem.embedding_and_head import check_owners_memory, ends_of, middle, place_of, with_front
+from fusionai.scheduling.problem.levers import choices_of_problem, inability
+from fusionai.scheduling.problem.limits import Limits
+from fusionai.scheduling.problem.links import check_access, check_links
+from fusionai.scheduling.problem.pins import check_pins, must_use
+from fusionai.scheduling.problem.stage_tables import stage_tables
+from fusionai.scheduling.problem.types import BlockCost, Certificate, PeerProfile, Plan, Problem
+from fusionai.scheduling.serving.planning import serving_plan
+from fusionai.scheduling.standby.guards import with_guards
+from fusionai.scheduling.training.compression import lightened
+from fusionai.scheduling.training.cut_bits import dependence
+from fusionai.scheduling.training.equal_machines import without_surplus
+from fusionai.scheduling.training.one_machine import against_one, fastest_alone
+from fusionai.scheduling.training.pipeline import Pipeline, Suffix
+from fusionai.scheduling.training.solving import Solved, solved
 from fusionai.wire.codecs import Codec, gently
 
 
@@ -214,7 +214,7 @@ def _check(problem: Problem) -> None:
     if problem.replicas != 1:
         raise PlanError(
             f"expected 1 replica, got {problem.replicas}.",
-            hint="Several replicas of a training job are planned by `scheduling.replicated`.",
+            hint="Several replicas of a training job are planned by `scheduling.training.replicated`.",
         )
     if problem.microbatches < 1 or problem.microbatch_tokens < 1:
         raise PlanError(

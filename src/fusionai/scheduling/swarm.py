@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fusionai.scheduling.chain import Chain
-from fusionai.scheduling.coverage_kernels import Integers, Layout, Swarm
-from fusionai.scheduling.types import PeerProfile
+from fusionai.scheduling.kernels.coverage import Integers, Layout, Swarm
+from fusionai.scheduling.problem.chain import Chain
+from fusionai.scheduling.problem.types import PeerProfile
 
 
 def swarm_of(chain: Chain, peers: Sequence[PeerProfile], in_flight: int, *, loss_elsewhere: bool) -> Swarm:

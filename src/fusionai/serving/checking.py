@@ -4,10 +4,10 @@ A mark is a short keyed summary of a row of activations. For each checked text, 
 and outputs, the receiver of its outputs reports marks of what it got, the stage before sends the referee its outputs,
 and the referee reports the marks that follow from them. If a guard as referee finds a difference, the owner's machine
 recomputes the text with weights from its own files; the stages' first marks are kept for that. If anything is missing
-or late, the check ends without an outcome. Guilt is decided by `coordination.verification`, tolerances by
+or late, the check ends without an outcome. Guilt is decided by `coordination.round.verification`, tolerances by
 `serving.inspection`.
 
-Neighbours: `coordination.serving` commands checks and receives opinions, `execution.serving_member` delivers the
+Neighbours: `coordination.serving.driver` commands checks and receives opinions, `execution.serving.member` delivers the
 members' reports, `serving.driver` owns the `Checking`.
 """
 
@@ -23,15 +23,15 @@ import msgspec
 import numpy as np
 import psutil
 
-from fusionai.coordination.serving_commands import BeginCheck
-from fusionai.coordination.verification import Check, Opinion
+from fusionai.coordination.round.verification import Check, Opinion
+from fusionai.coordination.serving.commands import BeginCheck
 from fusionai.execution.host import Host
-from fusionai.execution.marks import KEY_BYTES, SIZE
-from fusionai.execution.serving_loading import prepare_stage
-from fusionai.execution.serving_marks import Marks, text_key
-from fusionai.execution.serving_member import ServingMember, Testimony
-from fusionai.execution.serving_packing import packed
-from fusionai.execution.serving_referee import TextReferee
+from fusionai.execution.serving.loading import prepare_stage
+from fusionai.execution.serving.member import ServingMember, Testimony
+from fusionai.execution.serving.packing import packed
+from fusionai.execution.serving.sketches import Marks, text_key
+from fusionai.execution.serving.verifier import TextReferee
+from fusionai.execution.sketches import KEY_BYTES, SIZE
 from fusionai.execution.state import headers
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId

@@ -2,7 +2,7 @@
 each stage.
 
 Neighbours: `execution.deployment` is a plan with tickets and addresses, `serving.driver` runs it,
-`coordination.serving_roles` is the state machine's view of a plan.
+`coordination.serving.roles` is the state machine's view of a plan.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Final
 
 import msgspec
 
-from fusionai.coordination.serving_roles import ServingRoles
-from fusionai.execution.serving_boundary import ServingBoundary, serving_boundaries
-from fusionai.execution.serving_stage import keeps_positions
+from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.execution.serving.boundary import ServingBoundary, serving_boundaries
+from fusionai.execution.serving.stage import keeps_positions
 from fusionai.ir import schema
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.serving import FROM_SEGMENTS, HIDDEN, LOGITS, serving_graph
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 from fusionai.serving.job import ServingJob
 from fusionai.wire.messages import WeightSpec
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fusionai.backends.serving import ServingBackend, ServingProgram
-from fusionai.coordination.pages import Match, Pages
+from fusionai.coordination.serving.pages import Match, Pages
 from fusionai.execution.compute import ComputeThread, Timed
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import LOGITS

@@ -1,11 +1,10 @@
-"""The driver of a serving job: performs the commands of `coordination.serving`, feeds it events, sends passes.
+"""The driver of a serving job: performs the commands of `coordination.serving.driver`, feeds it events, sends passes.
 
 Each event is handled in one turn of the event loop, without awaiting. The state machine makes the decisions.
 
-Neighbours: `execution.connections` reaches the members, `serving.inbox` turns messages into events, `serving.checking`
-has texts recomputed, `serving.engine` owns the generations and samples, `execution` runs the stages, those of the job
-owner in this process included.
-"""
+Neighbours: `execution.links.connections` reaches the members, `serving.inbox` turns messages into events,
+`serving.checking` has texts recomputed, `serving.engine` owns the generations and samples, `execution` runs the stages,
+those of the job owner in this process included."""
 
 from __future__ import annotations
 
@@ -20,26 +19,25 @@ from typing import Final, Protocol
 import msgspec
 import numpy as np
 
-from fusionai.coordination import serving_commands as commands
-from fusionai.coordination import serving_events as events
-from fusionai.coordination.passes import PassPlan
-from fusionai.coordination.serving import ServingMachine
-from fusionai.coordination.serving_commands import EndJob, ServingCommand
-from fusionai.coordination.serving_events import ServingEvent
-from fusionai.coordination.serving_roles import ServingRoles
-from fusionai.execution.connections import Connections
+from fusionai.coordination.serving import commands, events
+from fusionai.coordination.serving.commands import EndJob, ServingCommand
+from fusionai.coordination.serving.driver import ServingMachine
+from fusionai.coordination.serving.events import ServingEvent
+from fusionai.coordination.serving.passes import PassPlan
+from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
-from fusionai.execution.serving_member import ServingMember, Testimony
-from fusionai.execution.serving_packing import packed
-from fusionai.execution.serving_weights import OwnWeights
+from fusionai.execution.links.connections import Connections
+from fusionai.execution.serving.member import ServingMember, Testimony
+from fusionai.execution.serving.packing import packed
+from fusionai.execution.serving.weights import OwnWeights
 from fusionai.execution.state import headers
-from fusionai.execution.weight_desk import WeightDesk
+from fusionai.execution.weights.server import WeightDesk
 from fusionai.ir.serving import LOGITS
 from fusionai.primitives.errors import FusionError, PlanError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
-from fusionai.scheduling.types import Guard, Plan
+from fusionai.scheduling.problem.types import Guard, Plan
 from fusionai.serving import inbox, progress
 from fusionai.serving.checking import Checking
 from fusionai.serving.deployment import Cut, cut, ranges_of

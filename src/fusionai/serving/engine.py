@@ -1,10 +1,10 @@
 """The serving engine: generations in, tokens out, over the stages of a pool.
 
 Decides on which thread a pass's logits are sampled, which events listeners get, and when a request is refused. The
-state machine `coordination.serving` schedules passes and reacts to faults.
+state machine `coordination.serving.driver` schedules passes and reacts to faults.
 
 Neighbours: `serving.driver` sends passes and collects results, `serving.generating` keeps the state of one generation;
-`client.serve` starts the engine, the gateway and the terminal chat submit generations.
+`client.serving.serve` starts the engine, the gateway and the terminal chat submit generations.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Final, Literal
 
 import numpy as np
 
-from fusionai.coordination import serving_events as events
-from fusionai.coordination.batching import Batcher, BatchLimits, QueueFull, TooLong
-from fusionai.coordination.serving import ServingMachine, ServingPhase
-from fusionai.coordination.serving_commands import ServingState
-from fusionai.coordination.serving_roles import ServingRoles
-from fusionai.coordination.sessions import SessionSpec
-from fusionai.coordination.stage_times import StageTimes
-from fusionai.coordination.text_checks import TextChecks
-from fusionai.coordination.verification import Inspector
+from fusionai.coordination.round.verification import Inspector
+from fusionai.coordination.serving import events
+from fusionai.coordination.serving.batching import Batcher, BatchLimits, QueueFull, TooLong
+from fusionai.coordination.serving.checks import TextChecks
+from fusionai.coordination.serving.commands import ServingState
+from fusionai.coordination.serving.driver import ServingMachine, ServingPhase
+from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.sessions import SessionSpec
+from fusionai.coordination.serving.stage_times import StageTimes
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 from fusionai.serving import progress
 from fusionai.serving.driver import Returned, ServingDriver
 from fusionai.serving.faults import FaultLog

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from fusionai.coordination.serving_commands import TellFault, TellRebuilding
+from fusionai.coordination.serving.commands import TellFault, TellRebuilding
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.ids import PeerId, short
 from fusionai.serving.interface import FaultNote

@@ -1,4 +1,4 @@
-"""Which weights are needed to serve a captured graph. Neighbours: `ir.serving`, `client.serving_model`."""
+"""Which weights are needed to serve a captured graph. Neighbours: `ir.serving`, `client.serving.model`."""
 
 from __future__ import annotations
 

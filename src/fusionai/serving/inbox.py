@@ -1,16 +1,16 @@
 """Turns messages from members of a serving job into events of its state machine, if the sender is entitled to them.
 
 A member may only report on stages that it runs, guards or was asked to load. Neighbours: `serving.driver` passes
-messages in; `coordination.serving_events` are the events.
+messages in; `coordination.serving.events` are the events.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from fusionai.coordination import serving_events as events
-from fusionai.coordination.serving_events import ServingEvent
-from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.coordination.serving import events
+from fusionai.coordination.serving.events import ServingEvent
+from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.wire import messages as wire

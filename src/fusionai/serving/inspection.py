@@ -2,11 +2,10 @@
 
 Decides how far two marks of a row may differ. Honest machines differ by rounding, whether tokens are computed one by
 one or together, on one thread or several, in one framework or another; how much depends on the number format. Guilt is
-decided by `coordination.verification`.
+decided by `coordination.round.verification`.
 
-Neighbours: `serving.checking` collects the marks; `execution.serving_marks` and `execution.serving_referee` make them;
-`training.inspection` does the same for training.
-"""
+Neighbours: `serving.checking` collects the marks; `execution.serving.sketches` and `execution.serving.verifier` make
+them; `training.inspection` does the same for training."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.coordination.verification import Opinion
-from fusionai.execution.marks import SIZE
-from fusionai.execution.serving_marks import Marks
+from fusionai.coordination.round.verification import Opinion
+from fusionai.execution.serving.sketches import Marks
+from fusionai.execution.sketches import SIZE
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import ServeOptions
 

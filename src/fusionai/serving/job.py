@@ -1,7 +1,7 @@
 """The definition of a serving job: immutable, complete, and sufficient to start its engine.
 
-Neighbours: `client.serve` builds it from a model, `serving.deployment` cuts it for a plan, `serving.engine` runs it.
-"""
+Neighbours: `client.serving.serve` builds it from a model, `serving.deployment` cuts it for a plan, `serving.engine`
+runs it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Progress events of a serving engine. Neighbours: `serving.engine` emits them, `client.serve` shows them."""
+"""Progress events of a serving engine. Neighbours: `serving.engine` emits them, `client.serving.serve` shows them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusionai.coordination.verification import Outcome
-from fusionai.scheduling.types import Plan
+from fusionai.coordination.round.verification import Outcome
+from fusionai.scheduling.problem.types import Plan
 from fusionai.serving.interface import FaultNote
 
 

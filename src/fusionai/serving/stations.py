@@ -3,7 +3,7 @@
 Several passes in flight keep all machines of a pipeline busy. Processes on one computer share its cores: more passes
 than cores would only mean smaller passes, and on a CPU a small pass takes as long as a somewhat larger one.
 
-Neighbours: `serving.engine` asks once, `coordination.batching` spreads sessions over that many passes.
+Neighbours: `serving.engine` asks once, `coordination.serving.batching` spreads sessions over that many passes.
 """
 
 from __future__ import annotations

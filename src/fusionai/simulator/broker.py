@@ -1,9 +1,9 @@
-"""A broker for one job in virtual time, which decides with the shipped code (`coordination.decisions`).
+"""A broker for one job in virtual time, which decides with the shipped code (`coordination.broker.decisions`).
 
 Heartbeats that change nothing are skipped: before each decision, the leases of all live machines are renewed to their
 last heartbeat with the shipped lease table. `every_beat` simulates each heartbeat instead, with the same outcome.
 
-`course` is the job's driver and all machines' processes; `client.replanning` is what asks a real broker.
+`course` is the job's driver and all machines' processes; `client.pool.replanning` is what asks a real broker.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from math import floor
 
 import msgspec
 
-from fusionai.coordination import decisions
-from fusionai.coordination.desk import PRESENT, Desk, DeskRules
-from fusionai.coordination.events import Placement
-from fusionai.coordination.lease import LEASE, Heard
-from fusionai.coordination.pool import Pool
-from fusionai.coordination.requests import (
+from fusionai.coordination.broker import decisions
+from fusionai.coordination.broker.events import Placement
+from fusionai.coordination.broker.lease import LEASE, Heard
+from fusionai.coordination.broker.pool import Pool
+from fusionai.coordination.broker.requests import (
     Answer,
     AskLeave,
     Beat,
@@ -37,9 +36,10 @@ from fusionai.coordination.requests import (
     RequestJob,
     Tick,
 )
+from fusionai.coordination.broker.state import PRESENT, Desk, DeskRules
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 from fusionai.simulator.agenda import Agenda
 from fusionai.wire.messages import LeaveNotice, Refused
 

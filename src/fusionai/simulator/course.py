@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fusionai.primitives.errors import PlanError, UsageError
-from fusionai.scheduling.types import Plan, Problem
+from fusionai.scheduling.problem.types import Plan, Problem
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.broker import SimulatedBroker
 from fusionai.simulator.fates import fates

@@ -2,10 +2,10 @@
 other.
 
 All sessions generate and share the plan's passes in flight. Each pass goes through all stages, returns its tokens to
-the job owner and starts again. `scheduling.serving_prediction` predicts the same without waiting: exactly for one pass,
+the job owner and starts again. `scheduling.serving.prediction` predicts the same without waiting: exactly for one pass,
 for several from the busiest machine alone.
 
-`network` transfers, `lane` computes, `scheduling.stage_costs` gives costs.
+`network` transfers, `lane` computes, `scheduling.problem.stage_costs` gives costs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from itertools import pairwise
 from statistics import median
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import Plan, Problem
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import Plan, Problem
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.lane import Lane
 from fusionai.simulator.network import CALM, Network, Weather

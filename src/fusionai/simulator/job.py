@@ -1,10 +1,10 @@
 """The driver's side of a simulated job: steps, losses, new plans, recoveries.
 
 It decides what the shipped rules leave to the code that performs them: when to ask for a plan and when to begin again.
-A step in progress is lost with any of its peers and computed again. Plans come from `scheduling.takeover` and go
-through the broker, as in `client.replanning` and `client.pool_watch`. `recovery` decides how stages get back to the
-committed step and how long that takes. Guards get snapshots every K steps and after each recovery, and late snapshots
-stop the feed (rule 12 of docs/recovery.md). A commit waits while a checkpoint is collected.
+A step in progress is lost with any of its peers and computed again. Plans come from `scheduling.standby.takeover` and
+go through the broker, as in `client.pool.replanning` and `client.pool.watch`. `recovery` decides how stages get back to
+the committed step and how long that takes. Guards get snapshots every K steps and after each recovery, and late
+snapshots stop the feed (rule 12 of docs/recovery.md). A commit waits while a checkpoint is collected.
 
 `machines` reports which machines stop and come, `pace` says how long steps take, `course` starts everything.
 """
@@ -18,10 +18,13 @@ from typing import Final, Literal
 
 import msgspec
 
-from fusionai.client.pool_watch import LOOK_S as WATCH_S
-from fusionai.client.replanning import LOOK_S
+from fusionai.client.pool.replanning import LOOK_S
+from fusionai.client.pool.watch import LOOK_S as WATCH_S
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.going_on import (
+from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import Guard, Plan, Problem
+from fusionai.scheduling.standby.continuation import (
     Nothing,
     Otherwise,
     handed_on,
@@ -30,14 +33,11 @@ from fusionai.scheduling.going_on import (
     stand_in,
     widened,
 )
-from fusionai.scheduling.guards import without_guards
-from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.promotion import promoted
-from fusionai.scheduling.settling import Loss, lost, sound
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.straggling import COOL_DOWN
-from fusionai.scheduling.takeover import Waiting, handed_over, reinforced
-from fusionai.scheduling.types import Guard, Plan, Problem
+from fusionai.scheduling.standby.guards import without_guards
+from fusionai.scheduling.standby.promotion import promoted
+from fusionai.scheduling.standby.settling import Loss, lost, sound
+from fusionai.scheduling.standby.straggling import COOL_DOWN
+from fusionai.scheduling.standby.takeover import Waiting, handed_over, reinforced
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.broker import SimulatedBroker
 from fusionai.simulator.machines import Cause, Machines
@@ -387,7 +387,7 @@ class SimulatedJob:
         self._adopt(minted, "the model is cut anew" if recut else "others stand in")
 
     def _replacement(self) -> tuple[Plan | None, str]:
-        """Return a plan as `client.replanning` would make it; without one, the reason for waiting."""
+        """Return a plan as `client.pool.replanning` would make it; without one, the reason for waiting."""
         plan = msgspec.structs.replace(self._current(), version=0)
         present, usable = self._broker.present(), self._broker.usable()
         gone = frozenset(self._missing) | ({stage.peer for stage in plan.stages} - present - {plan.feed})
@@ -418,7 +418,7 @@ class SimulatedJob:
         return loss is None or loss.is_there(self._broker.last_heard_s(peer))
 
     def _watch(self) -> None:
-        """Look for better plans, as `client.pool_watch` does."""
+        """Look for better plans, as `client.pool.watch` does."""
         self._agenda.after(WATCH_S, self._watch)
         if self._phase not in ("running", "restoring") or self._offer is not None or self._silent:
             return

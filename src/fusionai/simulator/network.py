@@ -1,13 +1,13 @@
 """Simulates transfers between peers: shared access links, latency, jitter, packet loss.
 
-Every peer has one uplink and one downlink, as in `scheduling.links`. A transfer goes through the sender's uplink and
-the receiver's downlink, each at its own speed. The second begins with the first byte, not the last, so an undisturbed
-transfer takes size / slower link + latency. Transfers of one connection follow each other; connections share a link
-evenly, as with TCP. An exceptional link (one described for a pair of peers) serves only its pair in its direction and
-uses no access link. Packet loss only reduces speed, by the formula of Mathis et al. 1997 (rate <= 1.22 * segment /
-(round trip * sqrt(loss))); jitter adds time.
+Every peer has one uplink and one downlink, as in `scheduling.problem.links`. A transfer goes through the sender's
+uplink and the receiver's downlink, each at its own speed. The second begins with the first byte, not the last, so an
+undisturbed transfer takes size / slower link + latency. Transfers of one connection follow each other; connections
+share a link evenly, as with TCP. An exceptional link (one described for a pair of peers) serves only its pair in its
+direction and uses no access link. Packet loss only reduces speed, by the formula of Mathis et al. 1997 (rate <= 1.22 *
+segment / (round trip * sqrt(loss))); jitter adds time.
 
-`step` and `generation` send over it; `scheduling.stage_costs` knows the links.
+`step` and `generation` send over it; `scheduling.problem.stage_costs` knows the links.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from math import inf, sqrt
 from typing import Final
 
-from fusionai.scheduling.stage_costs import StageCosts
+from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.simulator.agenda import Agenda
 
 SEGMENT_BYTES: Final = 1448

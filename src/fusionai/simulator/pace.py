@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Final
 
-from fusionai.scheduling.types import Plan, Problem
+from fusionai.scheduling.problem.types import Plan, Problem
 from fusionai.simulator.network import Weather
 from fusionai.simulator.step import Rules, simulate_steps
 

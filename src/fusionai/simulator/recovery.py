@@ -4,7 +4,7 @@ Lost stages restart from the newest step for which each of them has a snapshot o
 neighbours retain what is needed to run the later steps again. If there is no such step, all stages go back to the
 checkpoint and run the later steps again (docs/recovery.md, "A round" and "Costs").
 
-`course` keeps track of holdings; `scheduling.stage_costs` gives costs.
+`course` keeps track of holdings; `scheduling.problem.stage_costs` gives costs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import Plan, StagePlacement
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import Plan, StagePlacement
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from math import inf
 
 import msgspec
 
-from fusionai.coordination.silence import SHORTEST_S
-from fusionai.scheduling.going_on import GRACE_S, Takeover
+from fusionai.coordination.round.liveness import SHORTEST_S
+from fusionai.scheduling.standby.continuation import GRACE_S, Takeover
 from fusionai.simulator.network import CALM, Weather
 
 

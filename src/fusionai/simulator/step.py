@@ -1,16 +1,16 @@
 """Simulates training steps of a plan event by event: what every stage computes and sends, and when.
 
-The shipped stage machine (`coordination.stage`) decides the order of work: 1F1B with credit, delayed weight gradients,
-what waits for a commit. Here its commands take time: work on the peer's compute lane, transfers on the network. The
-driver's part is that of `coordination.driver` in an undisturbed run: feed at most one step ahead of the vote and within
-the window, and commit when all losses and votes have arrived.
+The shipped stage machine (`coordination.training.stage`) decides the order of work: 1F1B with credit, delayed weight
+gradients, what waits for a commit. Here its commands take time: work on the peer's compute lane, transfers on the
+network. The driver's part is that of `coordination.training.driver` in an undisturbed run: feed at most one step ahead
+of the vote and within the window, and commit when all losses and votes have arrived.
 
 Durations are the planner's: operations divided by measured speed, bytes divided by bandwidth. This module adds what the
 closed form leaves out: queueing for a link or a peer, credit that runs out between bursts, the vote's round trip, the
 update. `Rules(bare=True)` simulates only forward and backward of one step, from its first forward to its last backward,
-which is what `scheduling.prediction` predicts.
+which is what `scheduling.training.prediction` predicts.
 
-`network` transfers, `scheduling.stage_costs` gives costs, `course` asks how long a step takes with a plan.
+`network` transfers, `scheduling.problem.stage_costs` gives costs, `course` asks how long a step takes with a plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, Literal
 
-from fusionai.coordination.stage import (
+from fusionai.coordination.training.stage import (
     Attached,
     BackwardArrived,
     Committed,
@@ -39,8 +39,8 @@ from fusionai.coordination.stage import (
     WorkDone,
 )
 from fusionai.primitives.errors import FusionError
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import Plan, Problem, StagePlacement
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import Plan, Problem, StagePlacement
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.lane import Lane
 from fusionai.simulator.network import CALM, Network, Transfer, Weather
@@ -76,7 +76,7 @@ class Rules:
 
 
 BARE: Final = Rules(steps=1, bare=True, weight_lag=False)
-"""Rules for one step without the driver's part, as `scheduling.prediction` predicts it."""
+"""Rules for one step without the driver's part, as `scheduling.training.prediction` predicts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ class _Job:
     # ------------------------------------------------------------------------------------------------------ driver
 
     def _feed(self) -> None:
-        """Feed microbatches in order, as `coordination.driver` does."""
+        """Feed microbatches in order, as `coordination.training.driver` does."""
         microbatches = self.plan.microbatches
         step = len(self.committed_s)
         known = step * microbatches + sum(count for at, count in self._losses.items() if at >= step)

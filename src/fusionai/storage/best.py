@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.coordination.evaluations import Evaluation
+from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.storage.atomic import storage_errors, write_atomic
 from fusionai.storage.manifest import step_directory
 

@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.coordination.evaluations import Evaluation
+from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.primitives.errors import StorageError
 from fusionai.storage.atomic import storage_errors
 from fusionai.storage.lock import JobLock

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from fusionai.scheduling.types import TolerantTakeover
+from fusionai.scheduling.problem.types import TolerantTakeover
 from fusionai.storage.assembly import Assembly
 
 FORMAT: Final = "fusionai.checkpoint/1"

@@ -13,7 +13,7 @@ peer that fetches the tensor refuses it.
     weights = manifest(keys, captured.state, store, located=captured.source.checkpoint.entries,
                        memory=home / "weights.json")
     weights.specs                                         # into each stage's `Load`, by key
-    weights.read(spec), weights.pieces(digest, 0, 4)      # for the owner's own stages; for `execution.weight_desk`
+    weights.read(spec), weights.pieces(digest, 0, 4)      # for the owner's own stages; for `execution.weights.server`
 
 `capture` knows the file and the name in it for each key (ties, older names); `weight_store` keeps the rest.
 """

@@ -1,6 +1,6 @@
 """A tensor that is being fetched: which of its pieces are here. A piece counts once its bytes are written.
 
-`weight_store` opens and finishes parts; `execution.weights` adds the pieces that arrive.
+`weight_store` opens and finishes parts; `execution.weights.fetching` adds the pieces that arrive.
 """
 
 from __future__ import annotations

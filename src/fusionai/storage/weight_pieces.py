@@ -1,7 +1,7 @@
 """A tensor's bytes in pieces: sizes, hashes, and validation of descriptions. Pure.
 
 Decides what a well-formed `WeightSpec` is; all sizes follow from dtype and shape. `weight_manifest` makes specs,
-`weight_store` keeps data that matches them, `execution.weights` fetches.
+`weight_store` keeps data that matches them, `execution.weights.fetching` fetches.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ few unfinished tensors once more, but needs no record of written pieces that cou
 per piece. Two processes may share the directory: both write only verified bytes, so they write the same, and names
 change under the lock.
 
-`weight_part` fills a part, `execution.weights` fetches into it, `execution.weight_desk` serves from it.
+`weight_part` fills a part, `execution.weights.fetching` fetches into it, `execution.weights.server` serves from it.
 """
 
 from __future__ import annotations

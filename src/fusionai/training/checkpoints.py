@@ -16,15 +16,15 @@ import numpy as np
 
 from fusionai.backends.state import StateEntry, as_stored, check_entry
 from fusionai.backends.tolerance import TOLERANCES, difference, numbers
-from fusionai.coordination.evaluations import Evaluation
-from fusionai.coordination.stage import Source
+from fusionai.coordination.training.evaluations import Evaluation
+from fusionai.coordination.training.stage import Source
 from fusionai.execution.state import chunks
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.scheduling.types import TolerantTakeover
+from fusionai.scheduling.problem.types import TolerantTakeover
 from fusionai.storage.best import best_checkpoint, name_best
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointWriter
 from fusionai.storage.manifest import step_directory, step_of

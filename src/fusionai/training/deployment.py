@@ -1,9 +1,8 @@
 """Graphs, boundaries and state entries that follow from a plan's block ranges and stay the same as long as the ranges
 do.
 
-`execution.deployment` is the plan with addresses and tickets, `training.driver` runs it, and `coordination.roles` is
-the driver machine's view of a plan.
-"""
+`execution.deployment` is the plan with addresses and tickets, `training.driver` runs it, and
+`coordination.training.roles` is the driver machine's view of a plan."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from dataclasses import dataclass
 import msgspec
 
 from fusionai.backends.state import StateEntry, saved_entries, state_entries
-from fusionai.coordination.roles import Roles
-from fusionai.execution.boundary import FEED, Boundary, replicated
+from fusionai.coordination.training.roles import Roles
+from fusionai.execution.training.boundary import FEED, Boundary, replicated
 from fusionai.ir import schema
 from fusionai.ir.partition import Partition, cut_blocks, is_passed_on
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.scheduling.types import Plan, StagePlacement
+from fusionai.scheduling.problem.types import Plan, StagePlacement
 from fusionai.training.job import TrainingJob
 from fusionai.wire.codecs import Codec
 from fusionai.wire.messages import StageOptions

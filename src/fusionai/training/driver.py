@@ -1,9 +1,9 @@
-"""The driver of a training job: performs the commands of `coordination.driver` and reports events to it.
+"""The driver of a training job: performs the commands of `coordination.training.driver` and reports events to it.
 
 `run` takes an event, lets the machine decide, and performs its commands. The driver itself decides only which messages
 belong to the present round; all others are dropped before they become events (recovery rule 1).
 
-`execution.connections` reaches the members, `training.inbox` turns messages into events, `training.checkpoints`
+`execution.links.connections` reaches the members, `training.inbox` turns messages into events, `training.checkpoints`
 collects state, `storage.commits` is the journal. `execution` runs the stages, including the job owner's own in this
 process.
 """
@@ -18,28 +18,27 @@ from collections.abc import Callable, Coroutine, Sequence
 import msgspec
 import numpy as np
 
-from fusionai.coordination import driver_commands as commands
-from fusionai.coordination import driver_events as events
-from fusionai.coordination.driver import DriverMachine, DriverPhase
-from fusionai.coordination.driver_commands import DriverCommand, EndJob
-from fusionai.coordination.driver_events import DriverEvent
-from fusionai.coordination.evaluations import Evaluation, standing
-from fusionai.coordination.verification import Check, Inspector, Opinion, Outcome
-from fusionai.execution.boundary import LOSS
-from fusionai.execution.codecs import Carried, split
-from fusionai.execution.connections import Connections
+from fusionai.coordination.round.verification import Check, Inspector, Opinion, Outcome
+from fusionai.coordination.training import commands, events
+from fusionai.coordination.training.commands import DriverCommand, EndJob
+from fusionai.coordination.training.driver import DriverMachine, DriverPhase
+from fusionai.coordination.training.evaluations import Evaluation, standing
+from fusionai.coordination.training.events import DriverEvent
 from fusionai.execution.deployment import Deployment, Replanner
-from fusionai.execution.envelopes import receiver
-from fusionai.execution.exchange import carried_shapes
 from fusionai.execution.host import Host
-from fusionai.execution.member import JobMember
+from fusionai.execution.links.connections import Connections
+from fusionai.execution.links.envelopes import receiver
 from fusionai.execution.retained import Sent
 from fusionai.execution.state import chunks, headers
+from fusionai.execution.training.boundary import LOSS
+from fusionai.execution.training.codecs import Carried, split
+from fusionai.execution.training.exchange import carried_shapes
+from fusionai.execution.training.member import JobMember
 from fusionai.primitives.errors import ExecutionError, FusionError, PlanError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
-from fusionai.scheduling.guards import without_guards
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
+from fusionai.scheduling.standby.guards import without_guards
 from fusionai.storage.commits import CommitJournal
 from fusionai.training import inbox, progress
 from fusionai.training.checkpoints import Checkpoints, Collection

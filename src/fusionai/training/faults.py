@@ -1,7 +1,7 @@
 """The timeline of a job's faults, reported as progress events.
 
 This module decides when a fault is over: when the next step is committed with all stages working. The loss of a guard
-stops nothing and is never waited for. `training.driver` reports the machine's commands, and `client.fault_story`
+stops nothing and is never waited for. `training.driver` reports the machine's commands, and `client.pool.fault_report`
 renders the events.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fusionai.coordination.driver_commands import TellFault, TellRestored
-from fusionai.scheduling.types import Plan
+from fusionai.coordination.training.commands import TellFault, TellRestored
+from fusionai.scheduling.problem.types import Plan
 from fusionai.training import progress
 
 

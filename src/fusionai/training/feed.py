@@ -1,6 +1,6 @@
 """The data feed of a job: inputs of one microbatch as messages, to each stage exactly those it needs.
 
-Used by `training.driver`; `execution.boundary` says which stage needs what.
+Used by `training.driver`; `execution.training.boundary` says which stage needs what.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterator
 
-from fusionai.execution.boundary import FEED
-from fusionai.execution.member import JobMember
 from fusionai.execution.state import headers
+from fusionai.execution.training.boundary import FEED
+from fusionai.execution.training.member import JobMember
 from fusionai.primitives.errors import DataError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.training.deployment import Cut

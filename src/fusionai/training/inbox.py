@@ -1,19 +1,19 @@
 """Turns messages of members into events for the driver's machine, if the member may send them.
 
 A member may speak only for its own stages, and in exact jobs it must have the fingerprint that the plan expects.
-`training.driver` has checked the fence before; `coordination.driver_events` defines the events.
+`training.driver` has checked the fence before; `coordination.training.events` defines the events.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from fusionai.coordination import driver_events as events
-from fusionai.coordination.driver_events import DriverEvent
-from fusionai.coordination.roles import Roles
+from fusionai.coordination.training import events
+from fusionai.coordination.training.events import DriverEvent
+from fusionai.coordination.training.roles import Roles
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 from fusionai.wire import messages as wire
 
 

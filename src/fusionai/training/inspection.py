@@ -2,9 +2,9 @@
 
 It keeps marks and gradient norms of all steps that may still be checked, and defines how far two results may differ:
 machines with equal fingerprints only by the rounding of the marks themselves, others as far as `backends.tolerance`
-allows for a chain of operators, with a margin. `coordination.verification` decides which peer is at fault.
+allows for a chain of operators, with a margin. `coordination.round.verification` decides which peer is at fault.
 
-`training.driver` brings what arrives; `execution.marks` makes the marks.
+`training.driver` brings what arrives; `execution.sketches` makes the marks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.backends.tolerance import TOLERANCES
-from fusionai.coordination.verification import Check, Opinion
-from fusionai.execution.marks import KEY_BYTES, step_key
+from fusionai.coordination.round.verification import Check, Opinion
+from fusionai.execution.sketches import KEY_BYTES, step_key
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import StageOptions
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from fusionai.coordination.driver import JobShape
+from fusionai.coordination.training.driver import JobShape
 from fusionai.ir.schema import Graph
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.tensors import HostTensor

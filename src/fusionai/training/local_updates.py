@@ -4,8 +4,8 @@ A job trains `every` steps on its own. Then its stages send their parameter diff
 with those of the other jobs, and the stages adopt the result. This module decides when a step's differences are
 complete.
 
-`training.driver` moves the messages, `training.outer` makes agreements, `execution.exchange` is the stages' side.
-"""
+`training.driver` moves the messages, `training.outer` makes agreements, `execution.training.exchange` is the stages'
+side."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from fusionai.execution.codecs import Carried, joined
-from fusionai.execution.exchange import carried_shapes, check_values
+from fusionai.execution.training.codecs import Carried, joined
+from fusionai.execution.training.exchange import carried_shapes, check_values
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire

@@ -28,8 +28,8 @@ import numpy.typing as npt
 
 from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM
 from fusionai.execution.accumulate import as_array
-from fusionai.execution.codecs import Carried, pack, unpack
-from fusionai.execution.exchange import OuterStep
+from fusionai.execution.training.codecs import Carried, pack, unpack
+from fusionai.execution.training.exchange import OuterStep
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph
 from fusionai.primitives.tensors import HostTensor, host_tensor

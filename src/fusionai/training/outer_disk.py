@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Meta
 
 from fusionai.execution.accumulate import as_array
-from fusionai.execution.codecs import Carried, joined, split
+from fusionai.execution.training.codecs import Carried, joined, split
 from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.atomic import storage_errors, write_atomic

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fusionai.coordination.verification import Outcome
-from fusionai.scheduling.types import Plan
+from fusionai.coordination.round.verification import Outcome
+from fusionai.scheduling.problem.types import Plan
 from fusionai.wire.messages import CommitRecord, Span
 
 

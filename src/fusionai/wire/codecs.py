@@ -1,7 +1,7 @@
 """Codecs that compress boundary tensors for slow links: names, layouts and exact packed sizes. Pure functions.
 
 Planner, sender and receiver compute the packed size of a tensor here, so that they agree before memory is allocated.
-Neighbours: `execution.codecs` does the arithmetic, `wire.messages` describes packed tensors.
+Neighbours: `execution.training.codecs` does the arithmetic, `wire.messages` describes packed tensors.
 """
 
 from __future__ import annotations

@@ -648,7 +648,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
 
 
 class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Random projections of the content of one message between stages (`execution.marks`). `sent`: the stage that
+    """Random projections of the content of one message between stages (`execution.sketches`). `sent`: the stage that
     computed the mark sent the message; false: it received it. `other`: the stage at the other end, -1 for the data
     feed."""
 

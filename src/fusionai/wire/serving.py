@@ -3,9 +3,8 @@
 A *pass* carries the next tokens of many sessions through all stages. The driver numbers sessions, pages and passes; a
 stage has paged memory and a program and follows the messages. Rounds begin with `Enlist`, as in training.
 
-Neighbours: `wire.messages` has these messages in its union; `coordination.serving` decides, `execution.serving` and the
-serving driver send.
-"""
+Neighbours: `wire.messages` has these messages in its union; `coordination.serving.driver` decides, `execution.serving`
+and the serving driver send."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from fusionai.broker.introductions import Introducer
-from fusionai.coordination.desk import Desk, DeskRules
-from fusionai.coordination.membership import Member
-from fusionai.coordination.pool import Pool
-from fusionai.coordination.requests import Refusal
+from fusionai.coordination.broker.membership import Member
+from fusionai.coordination.broker.pool import Pool
+from fusionai.coordination.broker.requests import Refusal
+from fusionai.coordination.broker.state import Desk, DeskRules
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.authority import Authority, load_authority
 from fusionai.transport.identity import peer_of

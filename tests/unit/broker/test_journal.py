@@ -14,7 +14,7 @@ import pytest
 
 from fusionai.broker import journal as journals
 from fusionai.broker.journal import Journal, Remembered, Superseded, mirror_path
-from fusionai.coordination.events import JobNoted
+from fusionai.coordination.broker.events import JobNoted
 from fusionai.primitives.errors import StorageError, UsageError
 
 

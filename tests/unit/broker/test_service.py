@@ -14,11 +14,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fusionai.broker.journal import Journal
 from fusionai.broker.server import BrokerServer
 from fusionai.broker.service import MAX_PROFILE_BYTES, BrokerService, Outcome, remembered
-from fusionai.coordination.desk import DeskRules
+from fusionai.coordination.broker.state import DeskRules
 from fusionai.primitives.errors import ChannelClosed, StorageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import host_tensor
-from fusionai.scheduling.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
 from fusionai.transport.authority import Authority, load_authority, verify_certificate
 from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.interface import Channel, Remote

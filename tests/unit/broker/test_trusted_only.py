@@ -11,11 +11,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fusionai.broker.journal import Journal
 from fusionai.broker.main import BrokerOptions, _admission
 from fusionai.broker.service import BrokerService
-from fusionai.coordination import requests
-from fusionai.coordination.desk import DeskRules
+from fusionai.coordination.broker import requests
+from fusionai.coordination.broker.state import DeskRules
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.types import Certificate, PeerProfile, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement
 from fusionai.transport.authority import load_authority
 from fusionai.transport.circle import Circle, Revoked, Signer, keep_circle
 from fusionai.transport.endorsements import endorse, key_text

@@ -13,8 +13,8 @@ from fusionai.cli.analyze import csv_of, figures_of, shipped_comparisons
 from fusionai.cli.main import main
 from fusionai.dashboard.analysis_document import document, overall
 from fusionai.dashboard.analysis_tables import assumptions, findings, grids, measured, sources
-from fusionai.scheduling.analysis import Assumptions
-from fusionai.scheduling.analysis_cases import Comparison
+from fusionai.scheduling.analysis.cases import Comparison
+from fusionai.scheduling.analysis.fleets import Assumptions
 
 
 @pytest.fixture(scope="module")

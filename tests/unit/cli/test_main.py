@@ -168,7 +168,7 @@ def test_an_interrupt_while_python_closes_down_ends_it_at_once():
 GIVEN_UP = """
 import threading
 from fusionai.cli import main as cli
-from fusionai.client.background import THREAD_NAME
+from fusionai.client.pool.background import THREAD_NAME
 import torch
 
 computing = threading.Event()

@@ -7,7 +7,7 @@ import pytest
 
 from fusionai.cli.observation import MOST_SHOWN, Observation, own_hosts, shared_cores, show_observation
 from fusionai.dashboard.report_data import PlanObservation
-from fusionai.scheduling.types import Certificate, PeerProfile, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement
 from fusionai.training.progress import StepDone
 from fusionai.wire.messages import CommitRecord, Fence, Span
 

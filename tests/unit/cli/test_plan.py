@@ -18,7 +18,7 @@ from fusionai.cli.pool_file import read_pool
 from fusionai.cli.pool_tables import ConstraintsTable
 from fusionai.cli.serving_options import ServingOptions
 from fusionai.ir.schema import Graph
-from fusionai.scheduling.types import SharedWeight
+from fusionai.scheduling.problem.types import SharedWeight
 from harness.stand import layers
 
 POOL = """

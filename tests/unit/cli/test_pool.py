@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fusionai.cli import pool
-from fusionai.scheduling.types import PeerProfile
+from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.wire.messages import LinkView, MemberView
 
 PROFILE = PeerProfile(peer="a" * 52, name="attic", flops_per_s=1e9, memory_bytes=2**30)

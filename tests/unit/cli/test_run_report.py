@@ -9,11 +9,11 @@ import pytest
 
 from fusionai.cli.run_report import RunStory
 from fusionai.cli.tenures import Tenures
-from fusionai.client.kills import Kill, Killed, Returned
-from fusionai.client.train import Met, Noted, Planned, TrainingResult
+from fusionai.client.training.kills import Kill, Killed, Returned
+from fusionai.client.training.train import Met, Noted, Planned, TrainingResult
 from fusionai.dashboard.report_data import ReportData, Tenure
 from fusionai.primitives.ids import JobId
-from fusionai.scheduling.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
 from fusionai.training import progress
 from fusionai.wire.messages import CommitRecord, Fence
 

@@ -10,9 +10,9 @@ import pytest
 
 from fusionai.cli.serving_observation import ServingObservation, ServingRow, show_serving
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.serving_prediction import first_token_s
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, ServingNeeds
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, ServingNeeds
+from fusionai.scheduling.serving.prediction import first_token_s
 from fusionai.serving.interface import (
     Emitted,
     EngineStatus,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusionai.cli.serving_view import ServingView
-from fusionai.client.serve import Met, Noted, ServeEvent
+from fusionai.client.serving.serve import Met, Noted, ServeEvent
 from fusionai.serving import progress
 from fusionai.serving.interface import FaultNote
 

@@ -11,10 +11,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.cli import session
-from fusionai.client.pool_session import Member
+from fusionai.client.pool.session import Member
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.types import PeerProfile
+from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.circle import Circle, Signer, keep_circle
 from fusionai.transport.endorsements import endorse, key_text
 from fusionai.transport.identity import peer_of, public_bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fusionai.cli.watch import Watch
-from fusionai.client.fault_story import FaultStory
-from fusionai.client.kills import Returned
+from fusionai.client.pool.fault_report import FaultStory
+from fusionai.client.training.kills import Returned
 from fusionai.training import progress
 
 

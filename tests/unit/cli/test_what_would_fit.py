@@ -8,7 +8,7 @@ import pytest
 from fusionai.cli.what_would_fit import Change, what_would_fit
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, RolePlacement
 
 GB = 10**9
 

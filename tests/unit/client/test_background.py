@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from fusionai.client.background import in_background
+from fusionai.client.pool.background import in_background
 from fusionai.primitives.errors import DataError, UsageError
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from fusionai.client import beginning
-from fusionai.client.beginning import begin
-from fusionai.client.deployments import keep_deployment
-from fusionai.client.replanning import Replanner
+from fusionai.client.pool import beginning
+from fusionai.client.pool.beginning import begin
+from fusionai.client.pool.deployments import keep_deployment
+from fusionai.client.pool.replanning import Replanner
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, TransportError
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
 from fusionai.wire.messages import CommitRecord, Fence

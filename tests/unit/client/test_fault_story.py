@@ -3,8 +3,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fusionai.client.fault_story import FaultStory
-from fusionai.scheduling.types import Certificate, Guard, PeerProfile, Plan, StagePlacement, TolerantTakeover
+from fusionai.client.pool.fault_report import FaultStory
+from fusionai.scheduling.problem.types import Certificate, Guard, PeerProfile, Plan, StagePlacement, TolerantTakeover
 from fusionai.training import progress
 from fusionai.wire.messages import CommitRecord, Fence
 

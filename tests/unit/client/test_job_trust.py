@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fusionai.client import circle_watch
-from fusionai.client.circle_watch import watch_circle
-from fusionai.client.job_trust import JobTrust, job_trust
+from fusionai.client.pool import trust_watch as circle_watch
+from fusionai.client.pool.job_trust import JobTrust, job_trust
+from fusionai.client.pool.trust_watch import watch_circle
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import LEVELS, PrivacyLevel

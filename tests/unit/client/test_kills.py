@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from fusionai.client import kills
-from fusionai.client.kills import Kill, Killed, Returned, Striker, check_kills, parse_kill, usual_kills
-from fusionai.client.local_pool import LocalPool
-from fusionai.client.train import Planned
+from fusionai.client.pool.local_pool import LocalPool
+from fusionai.client.training import kills
+from fusionai.client.training.kills import Kill, Killed, Returned, Striker, check_kills, parse_kill, usual_kills
+from fusionai.client.training.train import Planned
 from fusionai.primitives.errors import FusionError, UsageError
 from fusionai.primitives.ids import JobId
-from fusionai.scheduling.types import Certificate, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, Plan, StagePlacement
 from fusionai.storage.commits import CommitJournal
 from fusionai.training import progress
 from fusionai.wire.messages import CommitRecord, Fence

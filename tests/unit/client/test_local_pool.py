@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.client.local_pool import BROKER, LocalPeer, LocalPool
-from fusionai.client.pool_session import PoolSession
+from fusionai.client.pool.local_pool import BROKER, LocalPeer, LocalPool
+from fusionai.client.pool.session import PoolSession
 from fusionai.primitives.errors import FusionError
 from fusionai.transport.enrolment import load_membership
 from harness.patience import CEILING_S

@@ -15,19 +15,19 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fusionai.client import replanning
-from fusionai.client.beginning import first_deployment
-from fusionai.client.job_trust import parts
-from fusionai.client.pool_session import Member
-from fusionai.client.replanning import PoolReplanner
-from fusionai.client.serving_replanning import ServingReplanner
+from fusionai.client.pool import replanning
+from fusionai.client.pool.beginning import first_deployment
+from fusionai.client.pool.job_trust import parts
+from fusionai.client.pool.replanning import PoolReplanner
+from fusionai.client.pool.session import Member
+from fusionai.client.serving.replanning import ServingReplanner
 from fusionai.execution.deployment import Deployment
-from fusionai.execution.links import open_job
+from fusionai.execution.links.peer_links import open_job
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, TransportError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.types import Guard, Plan, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.problem.types import Guard, Plan, Problem, RolePlacement, ServingNeeds
 from fusionai.transport.circle import Revoked, keep_circle, load_circle
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Message
@@ -46,7 +46,7 @@ TASKS = pytest.mark.parametrize("task", ["train", "serve"])
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replanning, "LOOK_S", 0.0)
-    monkeypatch.setattr("fusionai.client.beginning.PLAN_PAUSE_S", 0.0)
+    monkeypatch.setattr("fusionai.client.pool.beginning.PLAN_PAUSE_S", 0.0)
 
 
 def problem_of(pool: MaliciousPool, task: Task, members: tuple[Member, ...]) -> Problem:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from fusionai.client.near_links import BETTER, MOST_MEMBERS, near_links
-from fusionai.client.pool_session import Member
+from fusionai.client.pool.near_links import BETTER, MOST_MEMBERS, near_links
+from fusionai.client.pool.session import Member
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.types import Link
+from fusionai.scheduling.problem.types import Link
 from fusionai.wire.messages import LinkView, Way
 from harness.told_pool import member, problem
 

@@ -12,18 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from fusionai.client import pool_watch
-from fusionai.client.pool_session import Member
-from fusionai.client.pool_watch import PoolWatch
-from fusionai.client.replanning import FORGOTTEN_S, Replanner
+from fusionai.client.pool import watch as pool_watch
+from fusionai.client.pool.replanning import FORGOTTEN_S, Replanner
+from fusionai.client.pool.session import Member
+from fusionai.client.pool.watch import PoolWatch
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import RefusedError, TransportError
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.scheduling.guards import without_guards
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.promises import ENOUGH, SETTLING
-from fusionai.scheduling.straggling import Straggling
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
+from fusionai.scheduling.standby.gain_record import ENOUGH, SETTLING
+from fusionai.scheduling.standby.guards import without_guards
+from fusionai.scheduling.standby.straggling import Straggling
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fusionai.client.preparation import prepare
+from fusionai.client.training.preparation import prepare
 from fusionai.corpus.recipe import load_recipe
 from fusionai.primitives.errors import UsageError
 from fusionai.storage.rundir import RunDirectory

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from fusionai.client import replanning
-from fusionai.client.deployments import kept_deployment
-from fusionai.client.distrusted import distrusted
-from fusionai.client.pool_session import Member
-from fusionai.client.replanning import Replanner
+from fusionai.client.pool import replanning
+from fusionai.client.pool.deployments import kept_deployment
+from fusionai.client.pool.distrusted import distrusted
+from fusionai.client.pool.replanning import Replanner
+from fusionai.client.pool.session import Member
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import (
     ExecutionError,
@@ -27,9 +27,9 @@ from fusionai.primitives.errors import (
     StorageError,
     TransportError,
 )
-from fusionai.scheduling.going_on import numerics
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
+from fusionai.scheduling.standby.continuation import numerics
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
 from fusionai.wire.messages import CommitRecord, Fence

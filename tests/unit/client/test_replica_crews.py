@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusionai.client.pool_session import Member
-from fusionai.client.replica_crews import Crews
+from fusionai.client.pool.session import Member
+from fusionai.client.training.replica_crews import Crews
 from fusionai.primitives.ids import JobId
 from harness.told_pool import member
 

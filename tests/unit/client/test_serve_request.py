@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from fusionai.client import serve
+from fusionai.client.serving import serve
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.scheduling.types import ServingSizes
+from fusionai.scheduling.problem.types import ServingSizes
 
 
 def test_the_probe_takes_no_place_from_the_sessions_that_were_asked_for() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusionai.client.serving_adapters import find_adapters, parse_adapters
-from fusionai.client.serving_model import find_model
+from fusionai.client.serving.adapters import find_adapters, parse_adapters
+from fusionai.client.serving.model import find_model
 from fusionai.primitives.errors import ModelError, UsageError
 from fusionai.primitives.tensors import host_tensor
 from fusionai.storage.adapter_files import CONFIG_FILE, AdapterConfig, encode_adapter_config

@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from fusionai.client.pool_session import PoolSession
-from fusionai.client.serving_leftovers import ServedNote, end_leftovers, leftovers
+from fusionai.client.pool.session import PoolSession
+from fusionai.client.serving.leftovers import ServedNote, end_leftovers, leftovers
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import JobId
 from fusionai.wire import messages as wire

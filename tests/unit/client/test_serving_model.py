@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.client.serving_model import find_model, job_name
+from fusionai.client.serving.model import find_model, job_name
 from fusionai.primitives.errors import ModelError
 
 

@@ -6,11 +6,11 @@ import asyncio
 
 import msgspec
 
-from fusionai.client.pool_session import Member
-from fusionai.client.serving_replanning import ServingReplanner
+from fusionai.client.pool.session import Member
+from fusionai.client.serving.replanning import ServingReplanner
 from fusionai.execution.deployment import Deployment
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.types import Plan
+from fusionai.scheduling.problem.types import Plan
 from harness.patience import CEILING_S
 from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile, working
 

@@ -8,14 +8,14 @@ from typing import cast
 
 import msgspec
 
-from fusionai.client.pool_session import Member
-from fusionai.client.serving_replanning import ServingReplanner
-from fusionai.client.serving_watch import ServingWatch
+from fusionai.client.pool.session import Member
+from fusionai.client.serving.replanning import ServingReplanner
+from fusionai.client.serving.watch import ServingWatch
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.regrowth import REST_S, STEADY_S
-from fusionai.scheduling.types import PeerProfile, Plan, ServingNeeds
+from fusionai.scheduling.problem.types import PeerProfile, Plan, ServingNeeds
+from fusionai.scheduling.standby.regrowth import REST_S, STEADY_S
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.interface import EngineStatus
 from harness.told_pool import JOB, OWNER, FakeClock, FakePool, member, problem, ticket, working

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from fusionai.coordination import events, requests, views
-from fusionai.coordination.admission import MAX_VOUCHED
-from fusionai.coordination.decisions import handle
-from fusionai.coordination.desk import Decision, Desk, DeskRules, recovered
-from fusionai.coordination.events import Placement
-from fusionai.coordination.pool import Pool, replay
-from fusionai.coordination.requests import Answer, Certify, IssueTickets, Notify, Request
+from fusionai.coordination.broker import events, requests, views
+from fusionai.coordination.broker.admission import MAX_VOUCHED
+from fusionai.coordination.broker.decisions import handle
+from fusionai.coordination.broker.events import Placement
+from fusionai.coordination.broker.pool import Pool, replay
+from fusionai.coordination.broker.requests import Answer, Certify, IssueTickets, Notify, Request
+from fusionai.coordination.broker.state import Decision, Desk, DeskRules, recovered
 from fusionai.peer.door import ORPHANED_S
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import Done, LeaveNotice, Refused, StopNotice
@@ -130,7 +130,7 @@ def test_a_full_pool_takes_nobody():
 
 
 def test_members_that_left_fill_no_pool_and_a_forgotten_one_comes_in_anew(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.coordination.pool.DEPARTED_KEPT", 1)
+    monkeypatch.setattr("fusionai.coordination.broker.pool.DEPARTED_KEPT", 1)
     drive = Drive(replace(RULES, max_members=1))
     drive.ask(requests.Invite(BROKER, "d", 9, 60.0))
     for peer in (A, B, A):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from fusionai.coordination.driver import TABLE, DriverMachine, DriverPhase, JobShape, norms_hash
-from fusionai.coordination.driver_commands import (
+from fusionai.coordination.round.verification import Check, Inspector, Opinion
+from fusionai.coordination.training.commands import (
     AnnounceReady,
     AskPlan,
     DecideScale,
@@ -35,7 +35,9 @@ from fusionai.coordination.driver_commands import (
     WarnTolerant,
     WriteCheckpoint,
 )
-from fusionai.coordination.driver_events import (
+from fusionai.coordination.training.driver import TABLE, DriverMachine, DriverPhase, JobShape, norms_hash
+from fusionai.coordination.training.evaluations import Evaluation
+from fusionai.coordination.training.events import (
     CheckpointWritten,
     CommandFailed,
     CommitJournalled,
@@ -56,9 +58,7 @@ from fusionai.coordination.driver_events import (
     StageReported,
     StopAsked,
 )
-from fusionai.coordination.evaluations import Evaluation
-from fusionai.coordination.roles import Roles
-from fusionai.coordination.verification import Check, Inspector, Opinion
+from fusionai.coordination.training.roles import Roles
 from fusionai.wire.messages import CommitRecord, Fence
 
 FENCE = Fence(1, 1, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.evaluations import Evaluation, standing
+from fusionai.coordination.training.evaluations import Evaluation, standing
 
 NAN = float("nan")
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionai.coordination.exchanges import NO_EXCHANGES, Early, Exchanges
+from fusionai.coordination.training.exchanges import NO_EXCHANGES, Early, Exchanges
 
 
 @st.composite

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from fusionai.coordination import events
-from fusionai.coordination.job import JOB, TOLD_LINES, Job, requested
+from fusionai.coordination.broker import events
+from fusionai.coordination.broker.job import JOB, TOLD_LINES, Job, requested
 from fusionai.coordination.machine import ForbiddenTransition
 from fusionai.primitives.ids import PeerId
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.lease import LEASE, Elapsed, Heard, grant
+from fusionai.coordination.broker.lease import LEASE, Elapsed, Heard, grant
 from fusionai.coordination.machine import ForbiddenTransition
 
 

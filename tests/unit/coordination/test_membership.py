@@ -7,15 +7,14 @@ from itertools import product
 
 import pytest
 
-from fusionai.coordination.events import (
+from fusionai.coordination.broker.events import (
     MemberDraining,
     MemberLeft,
     MemberLost,
     MemberRegistered,
     PeerEnrolled,
 )
-from fusionai.coordination.machine import ForbiddenTransition, rows
-from fusionai.coordination.membership import (
+from fusionai.coordination.broker.membership import (
     MEMBERSHIP,
     REMEMBERED_BOOTS,
     REMEMBERED_LOSSES,
@@ -26,6 +25,7 @@ from fusionai.coordination.membership import (
     rests_until_s,
     successor,
 )
+from fusionai.coordination.machine import ForbiddenTransition, rows
 from fusionai.primitives.ids import JobId, PeerId
 
 PEER = PeerId("q" * 52)

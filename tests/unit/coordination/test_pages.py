@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.pages import Match, Pages, UnknownSession
+from fusionai.coordination.serving.pages import Match, Pages, UnknownSession
 
 NOTHING = Match((), 0)
 

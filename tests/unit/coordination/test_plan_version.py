@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.events import Placement, PlanMinted
+from fusionai.coordination.broker.events import Placement, PlanMinted
+from fusionai.coordination.broker.plan_version import PLAN_VERSION, Retired, Superseded, mint
 from fusionai.coordination.machine import ForbiddenTransition
-from fusionai.coordination.plan_version import PLAN_VERSION, Retired, Superseded, mint
 from fusionai.primitives.errors import FusionError
 
 FACT = PlanMinted(at_s=1.0, job="job-1", version=4, plan=b"plan", members=(Placement("p", (0,)),))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fusionai.coordination import events
-from fusionai.coordination.events import Fact, Placement, decode, encode
-from fusionai.coordination.machine import ForbiddenTransition
-from fusionai.coordination.pool import (
+from fusionai.coordination.broker import events
+from fusionai.coordination.broker.events import Fact, Placement, decode, encode
+from fusionai.coordination.broker.pool import (
     DEPARTED_KEPT,
     ENDED_JOBS_KEPT,
     Pool,
@@ -18,6 +17,7 @@ from fusionai.coordination.pool import (
     replay,
     thaw,
 )
+from fusionai.coordination.machine import ForbiddenTransition
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId, PeerId
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.coordination.reputation import (
+from fusionai.coordination.round.reputation import (
     CHEATED,
     LEAST,
     MISSED,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from fusionai.coordination import serving_commands as commands
-from fusionai.coordination import serving_events as events
-from fusionai.coordination.serving import ServingPhase
-from fusionai.coordination.sessions import SessionSpec
-from fusionai.coordination.verification import Opinion
+from fusionai.coordination.round.verification import Opinion
+from fusionai.coordination.serving import commands, events
+from fusionai.coordination.serving.driver import ServingPhase
+from fusionai.coordination.serving.sessions import SessionSpec
 from harness.serving_job import Job, decoding, roles, running
 
 FINE = Opinion()

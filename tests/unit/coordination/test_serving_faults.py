@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from fusionai.coordination import serving_commands as commands
-from fusionai.coordination import serving_events as events
-from fusionai.coordination.patience import ATTEMPTS
-from fusionai.coordination.serving import ServingPhase
-from fusionai.coordination.serving_roles import ServingRoles
-from fusionai.coordination.sessions import SessionSpec
-from fusionai.coordination.stage_times import Work
+from fusionai.coordination.serving import commands, events
+from fusionai.coordination.serving.driver import ServingPhase
+from fusionai.coordination.serving.patience import ATTEMPTS
+from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.sessions import SessionSpec
+from fusionai.coordination.serving.stage_times import Work
 from harness.serving_job import Job, decoding, rebuilding, roles, running
 
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from fusionai.coordination import serving_commands as commands
-from fusionai.coordination import serving_events as events
-from fusionai.coordination.serving import ServingPhase
-from fusionai.coordination.serving_roles import ServingRoles
+from fusionai.coordination.serving import commands, events
+from fusionai.coordination.serving.driver import ServingPhase
+from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.wire.base import Fence
 from harness.serving_job import Job, roles, running
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.silence import DEADLINE_S, LEARNING_S, LONGEST_S, MEMORY_S, SHORTEST_S, Silence
+from fusionai.coordination.round.liveness import DEADLINE_S, LEARNING_S, LONGEST_S, MEMORY_S, SHORTEST_S, Silence
 
 
 def lives(silence: Silence, start_s: float, *gaps_s: float) -> float:

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from fusionai.coordination.exchanges import Exchanges
-from fusionai.coordination.stage import (
+from fusionai.coordination.training.exchanges import Exchanges
+from fusionai.coordination.training.stage import (
     EVERY_STEP,
     TABLE,
     AgreementArrived,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fusionai.coordination.batching import Batcher, BatchLimits
-from fusionai.coordination.reputation import NEEDED, Reputation
-from fusionai.coordination.sessions import SessionSpec
-from fusionai.coordination.text_checks import MOST_WAITING, TextChecks
-from fusionai.coordination.verification import Inspector, Opinion
+from fusionai.coordination.round.reputation import NEEDED, Reputation
+from fusionai.coordination.round.verification import Inspector, Opinion
+from fusionai.coordination.serving.batching import Batcher, BatchLimits
+from fusionai.coordination.serving.checks import MOST_WAITING, TextChecks
+from fusionai.coordination.serving.sessions import SessionSpec
 
 PLACES = {0: "me", 1: "a", 2: "b", 3: "me"}
 GUARDS = {1: "g", 2: "h"}

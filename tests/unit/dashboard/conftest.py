@@ -4,7 +4,7 @@ import pytest
 
 from fusionai.dashboard.report_data import ReportData, StepSpans
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.types import BlockCost, PeerProfile, Problem
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem
 from fusionai.wire.messages import Span
 
 

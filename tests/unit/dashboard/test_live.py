@@ -8,7 +8,7 @@ from rich.console import Console
 
 from fusionai.dashboard.live import FaultLine, StepUpdate, TrainingView
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.types import Problem
+from fusionai.scheduling.problem.types import Problem
 
 
 def update(step: int, loss: float, reference: float | None = None) -> StepUpdate:

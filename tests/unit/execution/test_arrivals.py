@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionai.execution.arrivals import Arrivals
-from fusionai.execution.boundary import FEED, boundaries
-from fusionai.execution.codecs import Carried, pack
+from fusionai.execution.training.arrivals import Arrivals
+from fusionai.execution.training.boundary import FEED, boundaries
+from fusionai.execution.training.codecs import Carried, pack
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor

@@ -7,7 +7,7 @@ import pytest
 
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.source import ConfigSource
-from fusionai.execution.boundary import FEED, boundaries, replicated
+from fusionai.execution.training.boundary import FEED, boundaries, replicated
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.errors import GraphError, PlanError
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from fusionai.execution.connections import _Line  # pyright: ignore[reportPrivateUsage]
-from fusionai.execution.local import LocalChannel
-from fusionai.execution.outbox import Outbox
+from fusionai.execution.links.connections import _Line  # pyright: ignore[reportPrivateUsage]
+from fusionai.execution.links.local import LocalChannel
+from fusionai.execution.links.outbox import Outbox
 from fusionai.primitives.ids import PeerId
 
 PEER = PeerId("peer")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionai.execution.arrivals import Arrivals
-from fusionai.execution.held import Held
+from fusionai.execution.training.arrivals import Arrivals
+from fusionai.execution.training.held import Held
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire

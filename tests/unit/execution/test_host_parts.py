@@ -13,9 +13,9 @@ import pytest
 from fusionai.backends.interface import WorksIn
 from fusionai.execution import compute
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.links import Links, dials
-from fusionai.execution.local import LocalChannel
-from fusionai.execution.outbox import Outbox
+from fusionai.execution.links.local import LocalChannel
+from fusionai.execution.links.outbox import Outbox
+from fusionai.execution.links.peer_links import Links, dials
 from fusionai.execution.state import CHUNK_BYTES, chunks
 from fusionai.primitives.errors import ChannelClosed, ExecutionError, TransportError, WireError
 from fusionai.primitives.tensors import HostTensor, host_tensor

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.execution.accumulate import as_bytes
-from fusionai.execution.marks import SIZE, mark, step_key
+from fusionai.execution.sketches import SIZE, mark, step_key
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from harness.pool import tensor
 

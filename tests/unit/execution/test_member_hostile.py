@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from fusionai.execution import driven_part
-from fusionai.execution import stages as stages_module
-from fusionai.execution.boundary import GradientPort, Port, boundaries
+from fusionai.execution import member as driven_part
 from fusionai.execution.state import headers
+from fusionai.execution.training import stages as stages_module
+from fusionai.execution.training.boundary import GradientPort, Port, boundaries
 from fusionai.ir import schema
 from fusionai.ir.partition import SharedParam, cut_blocks
 from fusionai.ir.schema import Graph, Node, Ref
@@ -592,7 +592,7 @@ def test_a_driver_that_never_reads_is_shown_out(monkeypatch: pytest.MonkeyPatch)
 
         stand.pool.network.delay = delay
         monkeypatch.setattr("harness.memory_transport.HIGH_WATER_BYTES", 100)
-        monkeypatch.setattr("fusionai.execution.outbox.FLUSH_TIMEOUT_S", 0.05)
+        monkeypatch.setattr("fusionai.execution.links.outbox.FLUSH_TIMEOUT_S", 0.05)
 
         async def flood() -> None:
             for sequence in range(1000):

@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from fusionai.coordination.silence import DEADLINE_S, PING_S, SHORTEST_S
-from fusionai.execution.boundary import boundaries
-from fusionai.execution.carrier import Carrier
-from fusionai.execution.links import Links
+from fusionai.coordination.round.liveness import DEADLINE_S, PING_S, SHORTEST_S
+from fusionai.execution.links.carrier import Carrier
+from fusionai.execution.links.peer_links import Links
 from fusionai.execution.state import headers
+from fusionai.execution.training.boundary import boundaries
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import FusionError, TransportError
@@ -142,7 +142,7 @@ def test_a_broken_link_is_dialled_again_in_the_next_round_and_a_good_one_kept():
 
 
 def test_without_its_links_a_stage_is_not_ready_and_each_missing_one_is_told_of(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.execution.links.LINK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("fusionai.execution.links.peer_links.LINK_TIMEOUT_S", 0.05)
 
     async def body(stand: Stand) -> None:
         control, _ = await stand.attached()
@@ -157,7 +157,7 @@ def test_without_its_links_a_stage_is_not_ready_and_each_missing_one_is_told_of(
 
 
 def test_a_neighbour_that_never_answers_is_reported_in_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.execution.links.LINK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("fusionai.execution.links.peer_links.LINK_TIMEOUT_S", 0.05)
 
     async def body(stand: Stand) -> None:
         never = asyncio.Event()

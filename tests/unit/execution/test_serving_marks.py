@@ -7,10 +7,10 @@ import hashlib
 import numpy as np
 import pytest
 
-from fusionai.execution import serving_marks
-from fusionai.execution.marks import SIZE
-from fusionai.execution.serving_boundary import RowSpec
-from fusionai.execution.serving_marks import TOGETHER, MarkBook, Projection, text_key
+from fusionai.execution.serving import sketches as serving_marks
+from fusionai.execution.serving.boundary import RowSpec
+from fusionai.execution.serving.sketches import TOGETHER, MarkBook, Projection, text_key
+from fusionai.execution.sketches import SIZE
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import Segment
 

@@ -9,14 +9,14 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from fusionai.execution import serving_member
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.host import Host
-from fusionai.execution.links import Links
-from fusionai.execution.local import LocalChannel
-from fusionai.execution.serving_loading import identity_of
-from fusionai.execution.serving_member import ServingMember
-from fusionai.execution.serving_weights import OwnWeights
+from fusionai.execution.links.local import LocalChannel
+from fusionai.execution.links.peer_links import Links
+from fusionai.execution.serving import member as serving_member
+from fusionai.execution.serving.loading import identity_of
+from fusionai.execution.serving.member import ServingMember
+from fusionai.execution.serving.weights import OwnWeights
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.ids import PeerId
 from fusionai.wire import messages as wire

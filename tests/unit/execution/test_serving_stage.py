@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.serving_boundary import RowSpec, ServingBoundary
-from fusionai.execution.serving_stage import Identity, ServingStage
+from fusionai.execution.serving.boundary import RowSpec, ServingBoundary
+from fusionai.execution.serving.stage import Identity, ServingStage
 from fusionai.execution.state import headers
 from fusionai.ir.schema import Graph, Node, ValueSpec
 from fusionai.primitives.errors import ExecutionError

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionai.execution.held import Held
 from fusionai.execution.retained import Retained
-from fusionai.execution.snapshots import SnapshotStore
 from fusionai.execution.state import headers
+from fusionai.execution.training.held import Held
+from fusionai.execution.training.snapshots import SnapshotStore
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
@@ -145,7 +145,7 @@ def test_what_there_is_no_room_for_is_refused_with_all_that_follows_of_it():
 
 
 def test_entries_are_bounded_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.execution.snapshots.MAX_ENTRIES", 5)
+    monkeypatch.setattr("fusionai.execution.training.snapshots.MAX_ENTRIES", 5)
     store = Store()
     many = {str(number): host_tensor("uint8", (0,), b"") for number in range(6)}
     with pytest.raises(ExecutionError, match="6 entries"):

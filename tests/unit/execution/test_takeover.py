@@ -17,10 +17,10 @@ import pytest
 from fusionai.backends.state import state_entries
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.program import TorchStageProgram
-from fusionai.execution.copies import FAILURES_TOLD
 from fusionai.execution.state import headers
+from fusionai.execution.training.copies import FAILURES_TOLD
 from fusionai.primitives.tensors import HostTensor
-from fusionai.scheduling.guards import ARRIVING
+from fusionai.scheduling.standby.guards import ARRIVING
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import CommitRecord, Fence, SnapshotAt

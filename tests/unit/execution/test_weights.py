@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.execution.weight_desk import MAX_CONNECTIONS, WeightDesk
-from fusionai.execution.weight_inlet import WeightInlet
-from fusionai.execution.weights import FetchLimits, fetch
+from fusionai.execution.weights.fetching import FetchLimits, fetch
+from fusionai.execution.weights.inlet import WeightInlet
+from fusionai.execution.weights.server import MAX_CONNECTIONS, WeightDesk
 from fusionai.primitives.errors import ExecutionError, StorageError, TransportError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor

@@ -14,7 +14,7 @@ from fusionai.ir.partition import FEED, cut_blocks
 from fusionai.ir.schema import Graph, ListArg
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
-from fusionai.scheduling.types import BlockCost
+from fusionai.scheduling.problem.types import BlockCost
 
 SIZES = {"b": 3, "s": 5}
 

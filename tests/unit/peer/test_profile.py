@@ -12,7 +12,7 @@ from fusionai.backends.interface import DeviceReport
 from fusionai.peer.options import PeerOptions
 from fusionai.peer.profile import UNMEASURED, make_profile, measured_links
 from fusionai.primitives.clock import SystemClock
-from fusionai.scheduling.types import Link
+from fusionai.scheduling.problem.types import Link
 from fusionai.transport.interface import Channel
 from fusionai.transport.links import answer_probe
 from harness.memory_transport import MemoryNetwork

@@ -13,7 +13,7 @@ from fusionai.peer import registration
 from fusionai.peer.registration import Registration
 from fusionai.primitives.errors import FusionError, RefusedError, StorageError
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.types import PeerProfile
+from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from harness.memory_transport import MemoryNetwork

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import re
 from collections.abc import Iterator
@@ -50,7 +51,11 @@ def on_disk() -> set[str]:
 
 
 def needs_no_line(path: str, tree: dict[str, str]) -> bool:
-    """A folder that only holds folders which have lines of their own (`src`, `tests`)."""
+    """A folder that only holds folders which have lines of their own (`src`, `tests`), or a room of a package: its
+    `__init__.py` states the purpose."""
+    room = ROOT / path / "__init__.py"
+    if path.startswith("src/fusionai/") and room.exists():
+        return ast.get_docstring(ast.parse(room.read_text(encoding="utf-8"))) is not None
     return not any(child.is_file() for child in (ROOT / path).iterdir()) and any(
         name.startswith(f"{path}/") for name in tree
     )

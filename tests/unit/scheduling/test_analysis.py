@@ -8,8 +8,23 @@ from functools import cache
 import pytest
 
 from fusionai.cli.catalogue_file import shipped_catalogue
-from fusionai.scheduling import analysis_cases
-from fusionai.scheduling.analysis import (
+from fusionai.scheduling.analysis import cases as analysis_cases
+from fusionai.scheduling.analysis.cases import (
+    BEST,
+    BOTH_INT4,
+    FORWARDED,
+    HALF,
+    INT4,
+    INT4_INT8,
+    LLAMA_8B,
+    LLAMA_70B,
+    TRAINED,
+    Comparison,
+    compare,
+    verdict,
+)
+from fusionai.scheduling.analysis.closed_form import GenerationTerms, PipelineTerms
+from fusionai.scheduling.analysis.fleets import (
     Assumptions,
     Fleet,
     Levers,
@@ -24,23 +39,8 @@ from fusionai.scheduling.analysis import (
     train,
     train_in_one_box,
 )
-from fusionai.scheduling.analysis_cases import (
-    BEST,
-    BOTH_INT4,
-    FORWARDED,
-    HALF,
-    INT4,
-    INT4_INT8,
-    LLAMA_8B,
-    LLAMA_70B,
-    TRAINED,
-    Comparison,
-    compare,
-    verdict,
-)
-from fusionai.scheduling.analysis_measured import EFFECTS, LOCAL_PART, boundary_part, exchange_part
-from fusionai.scheduling.analysis_sensitivity import PART, scaled, swings
-from fusionai.scheduling.closed_form import GenerationTerms, PipelineTerms
+from fusionai.scheduling.analysis.measured import EFFECTS, LOCAL_PART, boundary_part, exchange_part
+from fusionai.scheduling.analysis.sensitivity import PART, scaled, swings
 from fusionai.scheduling.planner import plan
 from harness.closed_form_plans import problem_of
 

@@ -7,8 +7,7 @@ from itertools import product
 import pytest
 
 from fusionai.cli.catalogue_file import shipped_catalogue
-from fusionai.scheduling.analysis import Assumptions, Fleet, Misfit, Network, Outcome, Shape, forward, generate, train
-from fusionai.scheduling.analysis_cases import (
+from fusionai.scheduling.analysis.cases import (
     BERT,
     BEST,
     DECODED,
@@ -23,7 +22,18 @@ from fusionai.scheduling.analysis_cases import (
     MBIT,
     TRAINING_LEVERS,
 )
-from fusionai.scheduling.closed_form import GenerationTerms, PipelineTerms
+from fusionai.scheduling.analysis.closed_form import GenerationTerms, PipelineTerms
+from fusionai.scheduling.analysis.fleets import (
+    Assumptions,
+    Fleet,
+    Misfit,
+    Network,
+    Outcome,
+    Shape,
+    forward,
+    generate,
+    train,
+)
 from fusionai.simulator.generation import simulate_tokens
 from fusionai.simulator.step import BARE, simulate_steps
 from harness.closed_form_plans import passes_plan_of, passes_problem_of, plan_of, problem_of

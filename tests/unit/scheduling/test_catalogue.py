@@ -6,7 +6,7 @@ import pytest
 
 from fusionai.cli.catalogue_file import read_catalogue, shipped_catalogue
 from fusionai.primitives.errors import RecipeError, UsageError
-from fusionai.scheduling.catalogue import Catalogue, Device, Figure, Speed
+from fusionai.scheduling.analysis.catalogue import Catalogue, Device, Figure, Speed
 
 SOURCE = {"source": "a test", "kind": "vendor"}
 

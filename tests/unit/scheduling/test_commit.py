@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.prediction import commit_s, first_stages, predict
-from fusionai.scheduling.replicated import plan as replicated
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
+from fusionai.scheduling.training.prediction import commit_s, first_stages, predict
+from fusionai.scheduling.training.replicated import plan as replicated
 
 
 def block(number: int, **changes: object) -> BlockCost:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionai.scheduling import compiled as compiled_module
-from fusionai.scheduling.chain_kernels import by_start, ones
-from fusionai.scheduling.compiled import available, compiled
-from fusionai.scheduling.coverage_kernels import Layout, Swarm, give, sweep
+from fusionai.scheduling.kernels import compiled as compiled_module
+from fusionai.scheduling.kernels.chain import by_start, ones
+from fusionai.scheduling.kernels.compiled import available, compiled
+from fusionai.scheduling.kernels.coverage import Layout, Swarm, give, sweep
 
 
 def swarm() -> Swarm:

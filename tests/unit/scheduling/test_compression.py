@@ -7,12 +7,12 @@ from math import inf
 import msgspec
 import pytest
 
-from fusionai.scheduling.chain import codecs_of
-from fusionai.scheduling.compression import shown
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.prediction import predict
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
+from fusionai.scheduling.problem.chain import codecs_of
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
+from fusionai.scheduling.training.compression import shown
+from fusionai.scheduling.training.prediction import predict
 from fusionai.wire.codecs import FOR_PLANS, LADDER, Codec, Compression, bytes_on_link, packing
 
 CROSSING = 4_000_000

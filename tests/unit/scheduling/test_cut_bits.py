@@ -7,9 +7,17 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from fusionai.scheduling.cut_bits import dependence, same_sums
-from fusionai.scheduling.going_on import keeps_bits, recorded
-from fusionai.scheduling.types import BlockCost, Certificate, PeerProfile, Plan, Problem, SharedWeight, StagePlacement
+from fusionai.scheduling.problem.types import (
+    BlockCost,
+    Certificate,
+    PeerProfile,
+    Plan,
+    Problem,
+    SharedWeight,
+    StagePlacement,
+)
+from fusionai.scheduling.standby.continuation import keeps_bits, recorded
+from fusionai.scheduling.training.cut_bits import dependence, same_sums
 
 EMBEDDING = SharedWeight(key="embed.weight", nbytes=150_000_000, blocks=(5, 0))
 

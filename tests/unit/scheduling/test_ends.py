@@ -4,10 +4,17 @@ import msgspec
 import pytest
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.ends import check_ends, ends_of, ends_stay, middle, owners_bytes, owners_part
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.replicated import plan as replicated
-from fusionai.scheduling.types import Problem, RolePlacement
+from fusionai.scheduling.problem.embedding_and_head import (
+    check_ends,
+    ends_of,
+    ends_stay,
+    middle,
+    owners_bytes,
+    owners_part,
+)
+from fusionai.scheduling.problem.types import Problem, RolePlacement
+from fusionai.scheduling.training.replicated import plan as replicated
 from harness.told_pool import problem, profile
 
 

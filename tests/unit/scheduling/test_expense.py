@@ -8,8 +8,8 @@ import pytest
 from fusionai.scheduling.crossings import crossings
 from fusionai.scheduling.expense import Prices, expense
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem
 
 BLOCKS = tuple(
     BlockCost(

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from fusionai.scheduling.going_on import (
+from fusionai.scheduling.planner import plan
+from fusionai.scheduling.problem.types import (
+    BlockCost,
+    Guard,
+    Link,
+    PeerProfile,
+    Plan,
+    Problem,
+    RolePlacement,
+    ServingNeeds,
+)
+from fusionai.scheduling.standby.continuation import (
     MOST_TAKEOVERS,
     Nothing,
     Otherwise,
@@ -15,18 +26,7 @@ from fusionai.scheduling.going_on import (
     recorded,
     stand_in,
 )
-from fusionai.scheduling.planner import plan
-from fusionai.scheduling.takeover import Waiting
-from fusionai.scheduling.types import (
-    BlockCost,
-    Guard,
-    Link,
-    PeerProfile,
-    Plan,
-    Problem,
-    RolePlacement,
-    ServingNeeds,
-)
+from fusionai.scheduling.standby.takeover import Waiting
 
 BLOCK = BlockCost(
     block=0,

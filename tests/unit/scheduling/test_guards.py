@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from fusionai.scheduling.guards import guarding, with_guards, without_guards
-from fusionai.scheduling.matching import matched
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.types import BlockCost, Guard, Link, PeerProfile, Plan, Problem
+from fusionai.scheduling.problem.types import BlockCost, Guard, Link, PeerProfile, Plan, Problem
+from fusionai.scheduling.standby.guards import guarding, with_guards, without_guards
+from fusionai.scheduling.standby.matching import matched
 
 STATE = 1_000_000 + 2 * 1_000_000
 """Of one block: parameters and two AdamW slots."""

@@ -9,7 +9,7 @@ import pytest
 
 from fusionai.scheduling.many_holders import ManyHolders, many_holders
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
 
 POOL = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 OWNER = PeerProfile(peer="owner", flops_per_s=1e10, memory_bytes=10**9)

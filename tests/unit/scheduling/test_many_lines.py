@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.line_load import LoadedLine, session_tokens
-from fusionai.scheduling.lines_bound import bound_tokens_per_s
-from fusionai.scheduling.many_lines import ManyLines, many_lines
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.serving import serving_plan
-from fusionai.scheduling.serving_prediction import round_trip_s
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.serving.load import LoadedLine, session_tokens
+from fusionai.scheduling.serving.parallel import ManyLines, many_lines
+from fusionai.scheduling.serving.parallel_bound import bound_tokens_per_s
+from fusionai.scheduling.serving.planning import serving_plan
+from fusionai.scheduling.serving.prediction import round_trip_s
 
 POOL = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 MB = 10**6

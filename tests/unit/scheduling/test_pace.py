@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionai.primitives.pace import Pace
-from fusionai.scheduling.pace import paced
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.replicated import plan as replicated
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.straggling import slowed
-from fusionai.scheduling.types import BlockCost, PeerProfile, Problem
+from fusionai.scheduling.problem.calibration import paced
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem
+from fusionai.scheduling.standby.straggling import slowed
+from fusionai.scheduling.training.replicated import plan as replicated
 
 
 def block(number: int, flops: float = 3e6, calls: int = 40, moved: float = 1e6, **changes: object) -> BlockCost:

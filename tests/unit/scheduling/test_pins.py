@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.pipeline import Pipeline
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, ServingNeeds
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, ServingNeeds
+from fusionai.scheduling.training.pipeline import Pipeline
 
 BLOCKS = tuple(
     BlockCost(

@@ -7,7 +7,7 @@ import pytest
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.types import (
+from fusionai.scheduling.problem.types import (
     BlockCost,
     Link,
     PeerProfile,

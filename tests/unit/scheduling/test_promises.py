@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.promises import BENEFIT, ENOUGH, FORGOTTEN_S, SETTLING, Promises, promised, stepped
-from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem
+from fusionai.scheduling.standby.gain_record import BENEFIT, ENOUGH, FORGOTTEN_S, SETTLING, Promises, promised, stepped
 
 WHOLE = SETTLING + ENOUGH
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.promotion import WORTH_STEPS, Promotion, promoted
-from fusionai.scheduling.takeover import guarded_by, moved, replaced
-from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem
+from fusionai.scheduling.standby.promotion import WORTH_STEPS, Promotion, promoted
+from fusionai.scheduling.standby.takeover import guarded_by, moved, replaced
 
 
 def block(number: int, **changes: object) -> BlockCost:

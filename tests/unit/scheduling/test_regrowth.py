@@ -8,7 +8,8 @@ import random
 import msgspec
 
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.regrowth import (
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, ServingNeeds
+from fusionai.scheduling.standby.regrowth import (
     GAIN,
     IDLE_S,
     LONGEST_REST_S,
@@ -17,7 +18,6 @@ from fusionai.scheduling.regrowth import (
     Regrowth,
     regrown,
 )
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, ServingNeeds
 
 THERE = frozenset({"ada", "bob"})
 LAYERS = 6

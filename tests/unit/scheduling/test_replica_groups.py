@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from fusionai.backends.state import state_bytes_ratio
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.replica_groups import (
+from fusionai.scheduling.problem.types import Link, PeerProfile, Problem
+from fusionai.scheduling.training.replica_groups import (
     MOST_TRIES,
     Exchanging,
     among,
@@ -20,7 +21,6 @@ from fusionai.scheduling.replica_groups import (
     fastest,
     pace,
 )
-from fusionai.scheduling.types import Link, PeerProfile, Problem
 from fusionai.wire.messages import OptimizerSpec
 from harness.examples import examples
 from harness.problems import problems
@@ -171,7 +171,7 @@ def test_nobody_is_in_two_groups_and_every_group_has_the_planners_plan(made: Pro
 @pytest.mark.slow
 def test_the_search_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of large pools not every exchange is tried."""
-    from fusionai.scheduling import replica_groups
+    from fusionai.scheduling.training import replica_groups
 
     made = 0
 

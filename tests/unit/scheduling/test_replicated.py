@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as one_chain
-from fusionai.scheduling.prediction import predict
-from fusionai.scheduling.reduction import reduction_s
-from fusionai.scheduling.replicated import _chained, _of, plan, with_replicas
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.takeover import Waiting, replaced
-from fusionai.scheduling.types import Link, Plan, Problem, SharedWeight
+from fusionai.scheduling.problem.reduction import reduction_s
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import Link, Plan, Problem, SharedWeight
+from fusionai.scheduling.standby.takeover import Waiting, replaced
+from fusionai.scheduling.training.prediction import predict
+from fusionai.scheduling.training.replicated import _chained, _of, plan, with_replicas
 from harness.examples import examples
 from harness.told_pool import problem, profile
 

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from fusionai.primitives.pace import ServingPace
-from fusionai.scheduling.pace import paced, typical_serving
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.straggling import slowed
-from fusionai.scheduling.types import BlockCost, PeerProfile, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.problem.calibration import paced, typical_serving
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.standby.straggling import slowed
 
 PACES = (
     ServingPace(form="fp32", flops_per_s=4e9, bytes_per_s=8e9),

@@ -6,10 +6,8 @@ import msgspec
 import pytest
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.guards import guarding
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.takeover import Waiting, replaced
-from fusionai.scheduling.types import (
+from fusionai.scheduling.problem.types import (
     BlockCost,
     Link,
     PeerProfile,
@@ -19,6 +17,8 @@ from fusionai.scheduling.types import (
     ServingNeeds,
     StagePlacement,
 )
+from fusionai.scheduling.standby.guards import guarding
+from fusionai.scheduling.standby.takeover import Waiting, replaced
 
 POOL_ENDS = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 NEEDS = ServingNeeds(context_tokens=1000, sessions=4, page_tokens=10, pass_tokens=100, cache_tokens=2000)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from fusionai.scheduling.settling import LONGEST_RETRY_S, LONGEST_SETTLE_S, SETTLE_S, STEADY_S, Loss, lost, sound
+from fusionai.scheduling.standby.settling import (
+    LONGEST_RETRY_S,
+    LONGEST_SETTLE_S,
+    SETTLE_S,
+    STEADY_S,
+    Loss,
+    lost,
+    sound,
+)
 
 HOUR_S = 3600.0
 

@@ -7,7 +7,8 @@ import pytest
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_seconds
-from fusionai.scheduling.levers import (
+from fusionai.scheduling.planner import plan
+from fusionai.scheduling.problem.levers import (
     COPY_BYTES_PER_S,
     DISK_BYTES_PER_S,
     SPARING,
@@ -16,11 +17,10 @@ from fusionai.scheduling.levers import (
     offload_s,
     weights_s,
 )
-from fusionai.scheduling.planner import plan
-from fusionai.scheduling.small_memory import savings
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.takeover import replaced
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
+from fusionai.scheduling.standby.takeover import replaced
+from fusionai.scheduling.training.small_memory import savings
 
 POOL_ROLES = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 STATE, ACTIVATIONS, CROSSING = 4_000_000, 2_000_000, 100_000

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.snapshots import MOST_STEPS, snapshot_interval
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
+from fusionai.scheduling.standby.snapshots import MOST_STEPS, snapshot_interval
 
 MICROBATCHES = 8
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.straggling import COOL_DOWN, MOST, STEPS, Straggling, better_plan, observed, watching
-from fusionai.scheduling.types import BlockCost, PeerProfile, Plan, Problem
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem
+from fusionai.scheduling.standby.straggling import COOL_DOWN, MOST, STEPS, Straggling, better_plan, observed, watching
 
 BLOCKS = 12
 

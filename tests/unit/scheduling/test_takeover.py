@@ -7,8 +7,8 @@ import pytest
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.takeover import Waiting, reinforced, replaced
-from fusionai.scheduling.types import BlockCost, Guard, PeerProfile, Plan, Problem
+from fusionai.scheduling.problem.types import BlockCost, Guard, PeerProfile, Plan, Problem
+from fusionai.scheduling.standby.takeover import Waiting, reinforced, replaced
 
 
 def block(number: int, **changes: object) -> BlockCost:

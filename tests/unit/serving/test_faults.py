@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.serving_commands import TellFault, TellRebuilding
+from fusionai.coordination.serving.commands import TellFault, TellRebuilding
 from fusionai.serving.faults import FaultLog
 from fusionai.serving.interface import FaultNote
 from harness.pool import peer_id

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fusionai.coordination.verification import Opinion
-from fusionai.execution.marks import SIZE
+from fusionai.coordination.round.verification import Opinion
+from fusionai.execution.sketches import SIZE
 from fusionai.primitives.tensors import host_tensor
 from fusionai.serving.inspection import Limits, Neighbours, Words, limits, marks_of, measured, opinion
 from fusionai.wire.messages import ServeOptions

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from fusionai.primitives.errors import PlanError, UsageError
-from fusionai.scheduling.going_on import numerics
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
+from fusionai.scheduling.standby.continuation import numerics
 from fusionai.simulator import course as module
 from fusionai.simulator.course import Course, simulate_course
 from fusionai.simulator.fates import Event

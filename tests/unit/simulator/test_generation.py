@@ -7,7 +7,7 @@ import pytest
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement, ServingNeeds
 from fusionai.simulator.generation import simulate_tokens
 from fusionai.simulator.network import Weather
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Plan, Problem
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem
 from fusionai.simulator.recovery import Holdings, Restoration, collecting_s, restoration, round_trip_s
 
 STATE = 3_000_000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import BlockCost, Link, PeerProfile, Problem
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.network import CALM, MATHIS, SEGMENT_BYTES, Network, Weather
 

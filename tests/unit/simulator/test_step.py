@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.prediction import predict
-from fusionai.scheduling.stage_costs import StageCosts
-from fusionai.scheduling.types import BlockCost, Lever, Link, PeerProfile, Plan, Problem
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import BlockCost, Lever, Link, PeerProfile, Plan, Problem
+from fusionai.scheduling.training.prediction import predict
 from fusionai.simulator.network import Weather
 from fusionai.simulator.step import BARE, Durations, Recorded, Rules, simulate_steps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fusionai.coordination.evaluations import Evaluation
+from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.storage.best import best_checkpoint, name_best
 from fusionai.storage.manifest import step_directory
 from fusionai.storage.reader import complete_checkpoints, prune

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.coordination.evaluations import Evaluation
+from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.primitives.errors import StorageError
 from fusionai.storage.commits import _ROOT_HASH, AdoptedPlan, CommitJournal, _chained, read_commits
 from fusionai.storage.lock import JobLock

@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from fusionai.execution import connections
-from fusionai.execution.member import JobMember
+from fusionai.execution.links import connections
 from fusionai.execution.state import headers
+from fusionai.execution.training.member import JobMember
 from fusionai.primitives.errors import DataError, ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.training import progress

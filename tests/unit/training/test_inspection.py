@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusionai.coordination.verification import Check, Opinion
+from fusionai.coordination.round.verification import Check, Opinion
 from fusionai.training.inspection import EXACT, Inspection, Limits, limits
 from fusionai.wire.messages import Fence, Mark, MarksOf, Prepared, Rechecked, StageOptions, StepNorms
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fusionai.execution.accumulate import as_array
-from fusionai.execution.codecs import Carried, pack, unpack
-from fusionai.execution.exchange import OuterStep
+from fusionai.execution.training.codecs import Carried, pack, unpack
+from fusionai.execution.training.exchange import OuterStep
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.training.local_updates import Agreement
 from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone

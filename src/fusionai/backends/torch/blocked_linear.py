@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from fusionai.backends.torch.row_blocks import WIDTH, Blocks
 from fusionai.backends.torch.row_code import Factor
-from fusionai.scheduling.compiled import available
+from fusionai.scheduling.kernels.compiled import available
 
 log = logging.getLogger(__name__)
 

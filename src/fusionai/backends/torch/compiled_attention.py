@@ -24,7 +24,7 @@ from fusionai.backends.torch.compile_once import compiled_once
 from fusionai.backends.torch.paged_cache import LayerCache
 from fusionai.backends.torch.row_code import Form
 from fusionai.primitives.errors import ExecutionError
-from fusionai.scheduling.compiled import available
+from fusionai.scheduling.kernels.compiled import available
 
 log = logging.getLogger(__name__)
 

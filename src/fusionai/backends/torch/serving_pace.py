@@ -3,9 +3,8 @@
 For each format there are two figures: operations per second for a prompt chunk, and bytes of weights per second that a
 single row reads. On a CPU, the single row is multiplied by a small matrix repeated until it exceeds the processor's
 caches. Attention is that of a prompt chunk to the text before it, which dominates long prompts. The measurement takes
-about 0.3 s. Neighbours: `probe` calls this, `packed_linear` makes the products, `scheduling.pace` plans with the
-figures.
-"""
+about 0.3 s. Neighbours: `probe` calls this, `packed_linear` makes the products, `scheduling.problem.calibration` plans
+with the figures."""
 
 from __future__ import annotations
 

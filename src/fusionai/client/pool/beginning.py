@@ -1,0 +1,191 @@
+"""Gets the deployment with which a driver starts: the previous plan if it is still valid, otherwise a new plan.
+
+With the previous plan, running stages keep their state. The broker renews the tickets; while it is away, the tickets on
+disk are used. In exact jobs a new plan uses only machines with the numeric fingerprints of the steps so far.
+
+`client.training.train` and `client.serving.serve` call this; `client.pool.replanning` has plans adopted,
+`scheduling.planner` makes them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+
+from fusionai.client.pool.background import in_background
+from fusionai.client.pool.deployments import kept_deployment
+from fusionai.client.pool.replanning import PoolReplanner, Replanner
+from fusionai.client.pool.session import Member
+from fusionai.client.training.preparation import Prepared, problem_for
+from fusionai.execution.deployment import Deployment
+from fusionai.primitives.errors import PlanError, RefusedError, TransportError
+from fusionai.primitives.ids import PeerId, short
+from fusionai.scheduling.problem.embedding_and_head import ends_stay
+from fusionai.scheduling.problem.types import Excluded, PeerProfile, Plan, Problem
+from fusionai.scheduling.training.replicated import plan as planned
+from fusionai.scheduling.training.replicated import with_replicas
+
+PLAN_ATTEMPTS: Final = 15
+"""Attempts to plan and assign peers (chosen). Between listing the pool and the request, a peer may be taken or lost."""
+WAITED_FOR: Final = 8
+"""Attempts during which peers that still clear another job's data are waited for (chosen). Then the others are used."""
+PLAN_PAUSE_S: Final = 1.0
+"""Pause between attempts, in seconds. A peer reports that it is free with its next heartbeat, after at most 3 s; one
+that slept when its job ended, with the one after."""
+
+
+async def begin(
+    replanner: Replanner,
+    prepared: Prepared,
+    owner: PeerProfile,
+    members: tuple[Member, ...] | None,
+    *,
+    pool_name: str,
+    driving: asyncio.Event,
+    note: Callable[[str], None],
+) -> Deployment:
+    """Return the deployment for a training job. `members`: the pool's members, None while its broker is away. `driving`
+    is set before the broker is asked to start the job.
+
+    Raises `PlanError`, `RecipeError`, `RefusedError`, `TransportError`."""
+    known = _known(replanner, prepared)
+    if known is None:
+        if members is None:
+            raise TransportError("the pool's broker can't be reached, and a new job needs it.", hint="Try again later.")
+        return await _anew(replanner, prepared, owner, pool_name=pool_name, driving=driving, note=note)
+    driving.set()
+    try:
+        return await replanner.renewed(Deployment(plan=known))
+    except RefusedError as error:
+        if error.code == "unknown_job":  # the job has ended for the pool: no peer holds its state
+            return await _anew(replanner, prepared, owner, pool_name=pool_name, driving=driving, note=note)
+        if error.code not in ("stale_fence", "untrusted"):
+            raise
+        return await replanner.replacement(Deployment(plan=known), frozenset(), note)
+    except TransportError:
+        kept = await in_background(lambda: kept_deployment(replanner.directory))
+        if kept is None or kept.plan != known:
+            raise
+        note("warning: the broker can't be reached; the job continues with its previous plan and tickets")
+        return kept
+
+
+def _known(replanner: Replanner, prepared: Prepared) -> Plan | None:
+    """Return the plan of the job's last start, if it is for the same model and the recipe still allows it."""
+    adopted = replanner.journal.plan
+    if adopted is None:
+        return None
+    try:
+        plan = msgspec.json.decode(adopted.plan, type=Plan)
+    except msgspec.DecodeError:
+        return None  # written by another version of this program
+    wanted = prepared.recipe.placement.stages
+    pool_stages = sum("stage" in stage.roles for stage in plan.stages)
+    fits = (wanted is None or wanted * plan.replicas == pool_stages) and ends_stay(plan, replanner.problem)
+    believed = not replanner.liars & {one.peer for one in (*plan.stages, *plan.guards)}
+    return plan if plan.graph_hash == prepared.graph_hash and fits and believed else None
+
+
+async def _anew(
+    replanner: Replanner,
+    prepared: Prepared,
+    owner: PeerProfile,
+    *,
+    pool_name: str,
+    driving: asyncio.Event,
+    note: Callable[[str], None],
+) -> Deployment:
+    async def plan_with(usable: tuple[Member, ...]) -> Plan:
+        problem = _as_begun(replanner, problem_for(prepared, _equal_numerics(replanner, usable), owner, note))
+        made = await in_background(lambda: planned(problem))
+        driving.set()
+        return made
+
+    return await first_deployment(replanner, plan_with, pool_name=pool_name, note=note)
+
+
+async def first_deployment(
+    replanner: PoolReplanner,
+    plan_with: Callable[[tuple[Member, ...]], Awaitable[Plan]],
+    *,
+    pool_name: str,
+    note: Callable[[str], None],
+) -> Deployment:
+    """List the pool, plan, and ask the broker to adopt the plan; repeat if a peer was taken meanwhile.
+
+    Raises `PlanError`, `RefusedError`, `TransportError`."""
+    for attempt in range(PLAN_ATTEMPTS):
+        members = await replanner.pool.pool()
+        usable = replanner.usable(members)
+        clearing = [one.profile.name for one in members if replanner.clears(one)]
+        if clearing and attempt < (WAITED_FOR if usable else PLAN_ATTEMPTS - 1):
+            if attempt == 0:
+                note(f"waiting for {', '.join(clearing)}: still clearing the data of another job")
+            await asyncio.sleep(PLAN_PAUSE_S)
+            continue
+        if not usable:
+            raise nobody(pool_name, members, replanner.barred())
+        made = await plan_with(usable)
+        made = msgspec.structs.replace(made, excluded=(*made.excluded, *replanner.barred()))
+        try:
+            return await replanner.make_real(made)
+        except RefusedError as error:
+            if error.code not in ("busy", "unknown_peer", "untrusted", "leaving") or attempt + 1 == PLAN_ATTEMPTS:
+                raise
+            note(f"planning again: {error.message}")
+            await asyncio.sleep(PLAN_PAUSE_S)
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _as_begun(replanner: Replanner, problem: Problem) -> Problem:
+    """Return `problem` with the number of replicas fixed once steps are committed: the order of sums depends on it."""
+    adopted = replanner.journal.plan
+    if problem.replicas != "auto" or adopted is None or not replanner.journal.committed:
+        return problem
+    try:
+        return with_replicas(problem, msgspec.json.decode(adopted.plan, type=Plan).replicas)
+    except msgspec.DecodeError:
+        return problem  # written by another version of this program
+
+
+def _equal_numerics(replanner: Replanner, usable: tuple[Member, ...]) -> tuple[Member, ...]:
+    """Return the members that may continue the job once steps are committed. An exact job needs machines that compute
+    the same bits; a job with takeover = "any" prefers them if there are as many as it had.
+
+    Raises `PlanError` if an exact job finds none."""
+    plan = replanner.adopted
+    if replanner.is_tolerant or plan is None or not replanner.journal.committed:
+        return usable
+    made_with = {stage.fingerprint for stage in plan.stages if stage.peer != plan.feed} - {""}
+    equal = tuple(one for one in usable if one.profile.fingerprint in made_with)
+    if replanner.policy == "any":
+        had = {stage.peer for stage in plan.stages if stage.peer != plan.feed}
+        return equal if len(equal) >= len(had) else usable
+    if made_with and not equal:
+        names = ", ".join(sorted(one.profile.name for one in usable))
+        raise PlanError(
+            f"{replanner.journal.committed} steps are committed, and none of the machines in the pool ({names}) "
+            "computes the same bits as those that computed them.",
+            hint='Wait for such a machine to join, or set takeover = "any" in [faults].',
+        )
+    return equal or usable
+
+
+def nobody(pool_name: str, members: tuple[Member, ...], barred: tuple[Excluded, ...] = ()) -> PlanError:
+    """Return the error for a pool without a usable peer. `barred`: members that the job may not use."""
+    present = [
+        f"{member.profile.name} {'works on ' + member.view.job if member.view.job else 'is ' + member.view.state}"
+        for member in members
+    ]
+    present += [f"{short(PeerId(one.peer))} is {one.reason.rstrip('.')}" for one in barred]
+    if barred:
+        return PlanError(
+            f"no trusted peer is free in pool {pool_name!r}: {'; '.join(present)}.",
+            hint="This job runs only on trusted peers: have them endorsed (`fusion trust sign`) or wait for one.",
+        )
+    return PlanError(
+        f"no peer is free in pool {pool_name!r}: {'; '.join(present) or 'it has no members'}.",
+        hint="Let a machine join (`fusion invite`, `fusion join`) or wait; `fusion pool` lists the members.",
+    )

@@ -1,0 +1,330 @@
+"""Runs a whole pool on this machine: a broker and peers as separate processes, over mutual TLS on loopback.
+
+The processes are ordinary `fusion broker` and `fusion join` commands. A process that ends with an error, for example
+killed by the system, is restarted (`restarts` says when). One killed through `LocalPool.kill` stays down until
+`start_again`, and one that ended cleanly is not restarted. All processes end with this one: if it is killed, their
+standard input ends, and they end themselves.
+
+`client.training.demo` and `client.serving.serve` use this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Final, TypeVar
+
+import msgspec
+
+from fusionai.client.pool.restarts import Restarts
+from fusionai.primitives.clock import Clock, SystemClock
+from fusionai.primitives.environment import inherited
+from fusionai.primitives.errors import FusionError
+from fusionai.primitives.priority import ORDINARY, YIELDING, weigh_session
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S: Final = 120.0
+STOP_TIMEOUT_S: Final = 10.0
+POLL_S: Final = 0.05
+BROKER: Final = "broker"
+"""Name of the broker's process; no peer may have it."""
+
+
+class _BrokerSaid(msgspec.Struct, frozen=True):
+    """The part of the file of `fusion broker --json` that is read here."""
+
+    addresses: tuple[str, ...]
+    invitation: str
+
+
+class _PeerSaid(msgspec.Struct, frozen=True):
+    """The part of the file of `fusion join --json` that is read here."""
+
+    peer: str
+
+
+_Said = TypeVar("_Said", _BrokerSaid, _PeerSaid)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPeer:
+    """A peer to start. `share`: fraction of time it computes, which makes machines unequal. `memory_bytes`: memory that
+    it lends, None: most of what is free. `port`: where it listens, None: any free one. `address`: the one it announces
+    instead of its own. `limit_bytes_per_s`: limit for sending and for receiving. `weights_beside`: see
+    `peer.options`."""
+
+    name: str
+    share: float = 1.0
+    threads: int = 1
+    device: str = "cpu"
+    memory_bytes: int | None = None
+    port: int | None = None
+    address: str | None = None
+    limit_bytes_per_s: float | None = None
+    weights_beside: Path | None = None
+
+
+@dataclass(slots=True)
+class _Child:
+    name: str
+    process: asyncio.subprocess.Process
+    log: IO[bytes]
+    log_path: Path
+    killed: bool = False
+    """Whether it was killed through `LocalPool.kill`."""
+
+    @property
+    def lives(self) -> bool:
+        return self.process.returncode is None
+
+
+@dataclass(slots=True)
+class LocalPool:
+    """A pool, used as `async with LocalPool(directory, peers) as pool:`. `invitation` also admits a job owner.
+
+    Any process can be killed and started again. It keeps its home and so its identity, and the broker its port. `say`
+    receives lines about processes that ended unexpectedly and their restarts.
+    """
+
+    directory: Path
+    peers: Sequence[LocalPeer]
+    name: str = "demo"
+    invitation: str = ""
+    say: Callable[[str], None] = log.warning
+    clock: Clock = field(default_factory=SystemClock)
+    names: dict[str, str] = field(default_factory=dict)
+    """Maps peer ids to names, for all peers that have joined."""
+    _children: dict[str, _Child] = field(default_factory=dict)
+    """Latest process of each name."""
+    _port: int = 0
+    _restarts: dict[str, Restarts] = field(default_factory=dict)
+    _watching: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def __aenter__(self) -> LocalPool:
+        try:
+            await self._start_broker()
+            await asyncio.gather(*(self._start_peer(peer, invited=True) for peer in self.peers))
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def broker_home(self) -> Path:
+        return self.directory / BROKER
+
+    def pid(self, name: str) -> int:
+        """Return the process id of the latest process of this name (a peer's, or `BROKER`), running or not."""
+        return self._child(name).process.pid
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of all running processes, by name."""
+        return {name: child.process.pid for name, child in self._children.items() if child.lives}
+
+    def lives(self, name: str) -> bool:
+        return self._child(name).lives
+
+    async def kill(self, name: str) -> None:
+        """Send SIGKILL and wait until the process is gone. Raises `FusionError` if it had already ended."""
+        child = self._child(name)
+        if not child.lives:
+            raise FusionError(f"{name} can't be killed: it has already ended ({_last_line(child.log_path)}).")
+        child.killed = True
+        child.process.kill()
+        await child.process.wait()
+
+    async def start_again(self, name: str) -> None:
+        """Restart an ended process with the same arguments and home, and wait until it is ready.
+
+        A peer starts at low priority if the system allows it, because its start takes seconds of computation that on a
+        machine of its own would not slow down others. Raises `FusionError` if the process still runs or can't start."""
+        child = self._child(name)
+        if child.lives:
+            raise FusionError(f"{name} can't be restarted: it is still running.")
+        if name == BROKER:
+            await self._start_broker()
+        else:
+            await self._start_peer(next(peer for peer in self.peers if peer.name == name), invited=False)
+
+    def _child(self, name: str) -> _Child:
+        if name not in self._children:
+            raise FusionError(f"expected a process of {', '.join(self._children) or 'none yet'}, got {name!r}.")
+        return self._children[name]
+
+    async def _start_broker(self) -> None:
+        """Start the broker, on a free port the first time and on the same port later, where its members look for it."""
+        announced = self.directory / f"{BROKER}.json"
+        announced.unlink(missing_ok=True)
+        arguments = ["broker", "--pool", self.name, "--host", "127.0.0.1", "--port", str(self._port)]
+        broker = await self._spawn(BROKER, self.broker_home, [*arguments, "--json", str(announced)])
+        said = await self._announced(broker, announced, _BrokerSaid)
+        self._port = int(said.addresses[0].rpartition(":")[2])
+        self.invitation = self.invitation or said.invitation
+        self._watch(broker)
+
+    async def _start_peer(self, peer: LocalPeer, *, invited: bool) -> None:
+        announced = self.directory / f"{peer.name}.json"
+        announced.unlink(missing_ok=True)
+        arguments = ["join", "--name", peer.name, "--host", "127.0.0.1", "--device", peer.device]
+        arguments += ["--threads", str(peer.threads), "--share", f"{peer.share * 100:g}%", "--json", str(announced)]
+        if peer.memory_bytes is not None:
+            arguments += ["--max-memory", f"{peer.memory_bytes}B"]
+        if peer.port is not None:
+            arguments += ["--port", str(peer.port)]
+        if peer.address is not None:
+            arguments += ["--address", peer.address]
+        if peer.limit_bytes_per_s is not None:
+            limit = f"{peer.limit_bytes_per_s * 8 / 1e6:g}Mbit"
+            arguments += ["--upload-limit", limit, "--download-limit", limit]
+        if peer.weights_beside is not None:
+            arguments += ["--weights-beside", str(peer.weights_beside)]
+        home = self.directory / peer.name
+        if invited:
+            child = await self._spawn(peer.name, home, [*arguments, "-"], said=f"{self.invitation}\n")
+            said = await self._announced(child, announced, _PeerSaid)
+        else:
+            child = await self._spawn(peer.name, home, arguments)
+            yielding = weigh_session(child.process.pid, YIELDING)
+            said = await self._announced(child, announced, _PeerSaid)
+            if yielding:
+                await _ordinary(child)
+        self.names[said.peer] = peer.name
+        self._watch(child)
+
+    async def _spawn(self, name: str, home: Path, arguments: Sequence[str], *, said: str | None = None) -> _Child:
+        """Start `fusion ARGUMENTS --home HOME`. The invitation is passed by standard input, so that process lists don't
+        show it."""
+        log_path = self.directory / f"{name}.log"
+        log = _open_log(home, log_path)
+        # The framework's libraries read these when loaded; without them they would start more threads than `threads`.
+        environment = {**inherited(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "fusionai",
+            *arguments,
+            "--lifeline",
+            "--home",
+            str(home),
+            stdin=asyncio.subprocess.PIPE,  # stays open as long as this process runs
+            stdout=log,
+            stderr=log,
+            env=environment,
+            # Ctrl-C on the terminal must reach only the job owner, which ends the pool afterwards.
+            start_new_session=sys.platform != "win32",
+        )
+        child = _Child(name, process, log, log_path)
+        former = self._children.get(name)
+        if former is not None:
+            former.log.close()
+        self._children[name] = child
+        if said is not None and process.stdin is not None:
+            process.stdin.write(said.encode())
+            await process.stdin.drain()
+        return child
+
+    async def _announced(self, child: _Child, path: Path, kind: type[_Said]) -> _Said:
+        """Wait for the JSON file that the process writes when it is ready, and return its content.
+
+        Raises `FusionError` if the process ends first or takes longer than `START_TIMEOUT_S`."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while (said := _read_json(path, kind)) is None:
+                    if not child.lives:
+                        raise FusionError(f"{child.name} ended during its start: {_last_line(child.log_path)}")
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise FusionError(
+                f"{child.name} was not ready within {START_TIMEOUT_S:.0f} s: {_last_line(child.log_path)}"
+            ) from None
+        return said
+
+    def _watch(self, child: _Child) -> None:
+        task = asyncio.create_task(self._bring_back(child))
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
+
+    async def _bring_back(self, child: _Child) -> None:
+        """Wait until the process ends. If it ended unexpectedly, restart it until it runs or has ended too often."""
+        status = await child.process.wait()
+        if child.killed or status == 0:
+            return
+        why = f"was killed (signal {-status})" if status < 0 else f"ended: {_last_line(child.log_path)}"
+        restarts = self._restarts.setdefault(child.name, Restarts())
+        while (delay_s := restarts.ended(self.clock.now_s())) is not None:
+            self.say(f"{child.name} {why.rstrip('.')}; it is restarted in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            if self._children.get(child.name) is not child and self._child(child.name).lives:
+                return
+            try:
+                await self.start_again(child.name)
+            except FusionError as error:
+                why = f"could not be started: {error.message}"
+                continue
+            self.say(f"{child.name} is running again")
+            return
+        self.say(f"{child.name} {why.rstrip('.')}; it ended too often and is not restarted")
+
+    async def stop(self) -> None:
+        """Terminate the peers, then the broker. Kill processes that don't end within `STOP_TIMEOUT_S`."""
+        for task in tuple(self._watching):
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        peers = [child for name, child in self._children.items() if name != BROKER]
+        brokers = [child for name, child in self._children.items() if name == BROKER]
+        for children in (peers, brokers):
+            for child in children:
+                if child.lives:
+                    with suppress(ProcessLookupError):
+                        child.process.terminate()
+            for child in children:
+                try:
+                    await asyncio.wait_for(child.process.wait(), STOP_TIMEOUT_S)
+                except TimeoutError:
+                    with suppress(ProcessLookupError):
+                        child.process.kill()
+                    await child.process.wait()
+                if child.process.stdin is not None:
+                    child.process.stdin.close()
+                child.log.close()
+        self._children.clear()
+
+
+async def _ordinary(child: _Child) -> None:
+    """Give a process back its ordinary priority, with retries: the system accepts ten such requests a second, over all
+    programs together."""
+    while child.lives:
+        if weigh_session(child.process.pid, ORDINARY):
+            return
+        await asyncio.sleep(POLL_S)
+
+
+def _open_log(home: Path, log_path: Path) -> IO[bytes]:
+    home.mkdir(parents=True, exist_ok=True)
+    return log_path.open("ab")
+
+
+def _read_json(path: Path, kind: type[_Said]) -> _Said | None:
+    """Return the file's content, None if it does not exist yet. It is written atomically."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it printed nothing"

@@ -1,0 +1,177 @@
+"""A session with the pool's broker: lists members and jobs, has plans adopted, stops jobs, creates invitations.
+
+Every method is one request and its answer. The broker is trusted no more than necessary: a job sees only members that
+its owner's trust list allows, and a granted plan must equal the requested one. `broker` answers, `cli` and
+`client.training.train` send requests, `client.pool.job_trust` says which members are allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, TypeVar
+
+import msgspec
+
+from fusionai.client.pool.job_trust import JobTrust
+from fusionai.execution.deployment import Deployment
+from fusionai.primitives.clock import PoolClock, SystemClock
+from fusionai.primitives.errors import RefusedError, TransportError, TrustError, WireError
+from fusionai.primitives.ids import JobId, PeerId
+from fusionai.scheduling.problem.types import Excluded, PeerProfile, Plan
+from fusionai.transport.conversation import Conversation
+from fusionai.transport.enrolment import Membership
+from fusionai.transport.peer_transport import PeerTransport
+from fusionai.wire import messages as wire
+
+M = TypeVar("M", bound=wire.Message)
+
+ANSWER_S: Final = 15.0
+"""Timeout for an answer of the broker, including the time to connect, in seconds (chosen)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A pool member with its profile decoded."""
+
+    view: wire.MemberView
+    profile: PeerProfile
+
+
+class PoolSession:
+    """A session, used as `async with PoolSession(membership, trust=...) as pool:`.
+
+    `on_stop` receives the id of a job that is asked to stop, `on_members` the members at each listing. `trust`: the
+    trust of the session's job; None for a session that only looks at the pool. Connects at the first request, and again
+    after the broker was away. Every request raises `TransportError` if it is not answered within `ANSWER_S`."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        trust: JobTrust | None,
+        on_stop: Callable[[JobId], None] | None = None,
+        on_members: Callable[[tuple[Member, ...]], None] | None = None,
+    ) -> None:
+        self.membership = membership
+        self._trust = trust
+        self.transport = PeerTransport(
+            membership.credentials,
+            membership.broker_addresses,
+            admits=_nobody if trust is None else trust.check,
+        )
+        self._on_stop = on_stop
+        self._on_members = on_members
+        self._conversation: Conversation | None = None
+        self._connecting = asyncio.Lock()
+
+    async def __aenter__(self) -> PoolSession:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._conversation is not None:
+            await self._conversation.close()
+        await self.transport.close()
+
+    async def pool(self) -> tuple[Member, ...]:
+        view = await self._ask(wire.PoolQuery(), wire.PoolView)
+        members = tuple(
+            Member(member, msgspec.msgpack.decode(member.profile, type=PeerProfile)) for member in view.members
+        )
+        if self._trust is not None:
+            members = self._trust.among(members)
+        if self._on_members is not None:
+            self._on_members(members)
+        return members
+
+    @property
+    def barred(self) -> tuple[Excluded, ...]:
+        """Members at the last listing that may not work for the job."""
+        return () if self._trust is None else self._trust.barred
+
+    async def jobs(self, job: str = "") -> tuple[wire.JobView, ...]:
+        return (await self._ask(wire.JobQuery(job=job), wire.JobList)).jobs
+
+    async def stop(self, job: str) -> None:
+        await self._ask(wire.JobStop(job=job), wire.Done)
+
+    async def leave(self, *, drain: bool) -> None:
+        """Ask the broker to remove this machine's peer; with `drain`, after it has handed over its work."""
+        await self._ask(wire.Leave(drain=drain), wire.Done)
+
+    async def invite(self, *, uses: int, lifetime_s: float) -> str:
+        return (await self._ask(wire.InviteRequest(uses=uses, lifetime_s=lifetime_s), wire.Invited)).invitation
+
+    async def request(self, job: JobId, title: str, plan: Plan, steps: int) -> Deployment:
+        """Have the broker adopt a plan of version 0, or get new tickets for the plan in force.
+
+        Raises `RefusedError` if a peer of the plan is taken, gone or not trusted, or another plan is in force, and the
+        caller should plan again; `TrustError` if the broker grants a different plan."""
+        if self._trust is None:
+            raise TrustError("this session only looks at the pool; it can't request plans.")
+        try:
+            self._trust.check_plan(plan)
+        except TrustError as error:
+            raise RefusedError(error.message, code="untrusted", hint=error.hint) from error
+        question = wire.JobRequest(job=job, title=title, plan=msgspec.Raw(msgspec.msgpack.encode(plan)), steps=steps)
+        granted = await self._ask(question, wire.JobGranted)
+        clock = PoolClock(SystemClock())
+        clock.set_by(granted.wall_s)
+        made = msgspec.msgpack.decode(granted.plan, type=Plan)
+        _check_same(plan, made, granted.job, job)
+        return Deployment(
+            plan=made,
+            # An owner with stages has two tickets. The driver's comes last, and the owner dials with it.
+            tickets={one.peer: one.ticket for one in granted.tickets},
+            members={member.peer: member.addresses for member in granted.members},
+            clock_ahead_s=clock.ahead_s,
+        )
+
+    async def report(self, report: wire.JobReport) -> None:
+        await self._ask(report, wire.Done)
+
+    async def _ask(self, message: wire.Message, expected: type[M]) -> M:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                conversation = await self._connected()
+                answer = await conversation.ask(message)
+        except TimeoutError:
+            if self._conversation is not None:
+                self._conversation.channel.abort()
+            raise TransportError(f"the broker did not answer within {ANSWER_S:g} s.") from None
+        if not isinstance(answer, expected):
+            raise WireError(f"the broker answered {type(answer).__name__} to {type(message).__name__}.")
+        return answer
+
+    async def _connected(self) -> Conversation:
+        """Return the open connection; connect if there is none."""
+        async with self._connecting:
+            if self._conversation is None or self._conversation.channel.closed:
+                channel = await self.transport.dial(self.membership.broker_addresses, expect=None, stream="control")
+                self._conversation = Conversation(channel, notices=(wire.StopNotice,), on_notice=self._notice)
+            return self._conversation
+
+    def _notice(self, message: wire.Message) -> None:
+        if isinstance(message, wire.StopNotice) and self._on_stop is not None:
+            self._on_stop(JobId(message.job))
+
+
+def _nobody(peer: PeerId) -> None:
+    raise TrustError(f"this session only looks at the pool; it can't connect to peer {peer}.")
+
+
+def _check_same(asked: Plan, made: Plan, granted_job: str, job: JobId) -> None:
+    """Check that the broker changed nothing of the plan but its version. Raises `TrustError`."""
+    fresh = asked.version == 0
+    unversioned = msgspec.structs.replace(made, version=asked.version)
+    if granted_job != job or msgspec.msgpack.encode(unversioned) != msgspec.msgpack.encode(asked):
+        raise TrustError(
+            f"the broker granted a different plan than job {job} requested.",
+            hint="A broker may refuse a plan but not change it: don't use this broker.",
+        )
+    if made.version < 1 if fresh else made.version != asked.version:
+        raise TrustError(f"the broker gave job {job}'s plan version {made.version}, which can't be its next version.")

@@ -1,0 +1,1 @@
+"""Serving jobs from the owner's side: the model, its files, adapters and drafts, the run."""

@@ -1,0 +1,72 @@
+"""Builds the planning problem for serving a graph: its costs, the machines, and the needs of all sessions together.
+
+`ir.serving_cost` computes the costs, `scheduling.serving.planning` plans, `client.serving.serve` and `cli.asked` call
+this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from fusionai.ir.schema import Graph, content_hash
+from fusionai.ir.serving import LOGITS
+from fusionai.ir.serving_cost import serving_costs
+from fusionai.primitives.tensors import ITEMSIZE_BYTES
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, RolePlacement, ServingNeeds
+
+Ends = Literal["owner", "pool"]
+
+
+def serving_problem(
+    graph: Graph,
+    peers: Sequence[PeerProfile],
+    owner: PeerProfile | None,
+    needs: ServingNeeds,
+    *,
+    ends: Ends,
+    stages: int | None = None,
+    spares: int | None = None,
+    excluded: Sequence[str] = (),
+    takeover: Literal["exact", "tolerant"] = "tolerant",
+    kept: tuple[int, int] = (0, 0),
+) -> Problem:
+    """Return the problem. `graph`: from `ir.serving.serving_graph`. `kept`: numbers of first and last blocks that stay
+    with the owner. `needs.result_bytes` is set from the graph."""
+    spec = graph.values[graph.outputs[LOGITS]]
+    vocabulary = spec.shape[-1]
+    row_bytes = vocabulary * ITEMSIZE_BYTES[spec.dtype] if isinstance(vocabulary, int) else 0
+    costs = serving_costs(
+        graph,
+        weights=needs.weights,
+        cache=needs.cache,
+        pass_tokens=needs.pass_tokens,
+        whole_tokens=max(1, needs.context_tokens // 2) if needs.whole else None,
+    )
+    return Problem(
+        task="serve",
+        graph_hash=content_hash(graph),
+        blocks=tuple(
+            BlockCost(
+                **msgspec.structs.asdict(cost),
+                backward_flops=0.0,
+                trainable_bytes=0,
+                activation_bytes=0,
+                gradient_bytes=0,
+            )
+            for cost in costs
+        ),
+        peers=tuple(peers),
+        owner=owner,
+        roles=(RolePlacement(role="feed", place=ends), RolePlacement(role="loss", place=ends)),
+        kept_first=kept[0],
+        kept_last=kept[1],
+        stages=stages,
+        microbatches=1,
+        microbatch_tokens=1,
+        excluded=tuple(excluded),
+        spares_wanted=spares,
+        takeover=takeover,
+        serving=msgspec.structs.replace(needs, result_bytes=row_bytes),
+    )

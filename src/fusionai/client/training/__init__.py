@@ -1,0 +1,1 @@
+"""Training jobs from the owner's side: the recipe, the run, replicas, the demo."""

@@ -1,0 +1,84 @@
+"""Assigns the machines of the pool to the replicas of a job.
+
+A working machine belongs to the replica that it works for. A free machine stays with the replica it was assigned to. A
+new one goes to the replica with the least compute, unless another replica waits for machines to start with. A replica
+that has lost a machine and has no free one may use any free machine.
+
+`client.training.replicas` uses this; `scheduling.training.replica_groups` divides the machines at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fusionai.client.pool.replanning import is_present
+from fusionai.client.pool.session import Member
+from fusionai.primitives.ids import JobId
+
+
+class Crews:
+    """Machines by replica number. Only replicas that were given machines or a job count."""
+
+    def __init__(self) -> None:
+        self._crew: dict[str, int] = {}
+        """Maps a peer to its replica."""
+        self._jobs: dict[JobId, int] = {}
+        self._numbers: set[int] = set()
+        self.someone_waits = False
+        """Whether a replica waits for machines. New machines are then not assigned until `share_out`."""
+
+    def give(self, number: int, peers: Iterable[str]) -> None:
+        """Assign `peers` to a replica, also if another had them."""
+        self._numbers.add(number)
+        self._crew |= dict.fromkeys(peers, number)
+
+    def know(self, number: int, job: JobId) -> None:
+        """Record the id of the replica's job."""
+        self._numbers.add(number)
+        self._jobs[job] = number
+
+    def forget(self, number: int) -> None:
+        """Release the machines of a replica that has ended or waits to start."""
+        self._numbers.discard(number)
+        self._jobs = {job: one for job, one in self._jobs.items() if one != number}
+        self._crew = {peer: one for peer, one in self._crew.items() if one != number}
+
+    def see(self, members: Iterable[Member]) -> None:
+        """Update the assignment from the pool's members. New machines are assigned unless a replica waits."""
+        self._see(members, place_new=not self.someone_waits)
+
+    def share_out(self, members: Iterable[Member]) -> None:
+        """Assign new machines even if a replica waits, because it can't start with them."""
+        self._see(members, place_new=True)
+
+    def _see(self, members: Iterable[Member], *, place_new: bool) -> None:
+        new: list[Member] = []
+        strength = dict.fromkeys(self._numbers, 0.0)
+        for member in members:
+            peer = member.view.peer
+            if (number := self._jobs.get(JobId(member.view.job))) is not None:
+                self._crew[peer] = number
+            if peer in self._crew:
+                if is_present(member):
+                    strength[self._crew[peer]] += member.profile.effective_flops_per_s
+            else:
+                new.append(member)
+        for member in sorted(new, key=lambda one: (-one.profile.effective_flops_per_s, one.view.peer)):
+            if strength and place_new:
+                weakest = min(sorted(strength), key=lambda number: strength[number])
+                self._crew[member.view.peer] = weakest
+                strength[weakest] += member.profile.effective_flops_per_s
+
+    def kept_out(self, number: int, members: tuple[Member, ...], *, in_need: bool) -> frozenset[str]:
+        """Return the members that a replica may not use. `in_need`: one of its stages has no machine."""
+        self.see(members)
+        own = [one for one in members if self._crew.get(one.view.peer) == number]
+        others = [one for one in members if self._crew.get(one.view.peer) != number]
+        if in_need and not any(stands_by(one) for one in own):
+            others = [one for one in others if not stands_by(one)]
+        return frozenset(one.view.peer for one in others)
+
+
+def stands_by(member: Member) -> bool:
+    """Return whether a member is free and can get work at once."""
+    return member.view.state == "idle" and member.view.rests_s == 0 and not member.view.clears

@@ -1,0 +1,89 @@
+"""Who comes into the pool: invitations, certificates for strangers, further keys of members.
+
+Decides who may invite and whom an invitation admits. Never sees a token, only its SHA-256. Neighbours: `invitation`
+counts uses, `broker.service` signs certificates.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Final
+
+from fusionai.coordination.broker import events
+from fusionai.coordination.broker.invitation import Invitation
+from fusionai.coordination.broker.requests import (
+    Certify,
+    Enrol,
+    HandOut,
+    Invite,
+    Refusal,
+    Vouch,
+)
+from fusionai.coordination.broker.transaction import Turn
+from fusionai.primitives.ids import short
+
+MAX_VOUCHED: Final = 4
+"""Further keys one member may have certified: it answers for them."""
+
+
+def enrol(turn: Turn, request: Enrol) -> None:
+    invitation = _invitation(turn, request.digest)
+    if invitation is None or invitation.expires_at_s <= turn.wall_s:
+        raise Refusal("bad_invitation", "This invitation is unknown or expired.")
+    # A machine that has been away for long may be forgotten: it comes in anew, and that is another use.
+    if request.peer not in invitation.peers or request.peer not in turn.pool.members:
+        if invitation.phase != "open":
+            raise Refusal("bad_invitation", "This invitation is used up.")
+        if turn.pool.expected() >= turn.rules.max_members:
+            raise Refusal("busy", f"The pool is full ({turn.rules.max_members} members).")
+        turn.record(
+            events.PeerEnrolled(
+                at_s=turn.wall_s, peer=request.peer, purpose=request.purpose, invitation=invitation.digest
+            )
+        )
+    turn.commands.append(Certify(request.peer))
+
+
+def vouch(turn: Turn, request: Vouch) -> None:
+    if not turn.desk.knows(request.sender):
+        raise Refusal("unknown_peer", f"{short(request.sender)} has not joined this pool.")
+    sender = turn.pool.members.get(request.sender)
+    if sender is not None and sender.sponsor is not None:
+        # Or one member could fill the pool, key by key.
+        raise Refusal("not_authorised", f"{sender.entity} was itself certified for another member.")
+    if request.peer not in turn.pool.members:
+        vouched = sum(member.sponsor == request.sender for member in turn.pool.members.values())
+        if vouched >= MAX_VOUCHED:
+            raise Refusal("not_authorised", f"{short(request.sender)} has had {MAX_VOUCHED} further keys certified.")
+        if turn.pool.expected() >= turn.rules.max_members:
+            raise Refusal("busy", f"The pool is full ({turn.rules.max_members} members).")
+        turn.record(
+            events.KeyVouched(at_s=turn.wall_s, peer=request.peer, purpose=request.purpose, sponsor=request.sender)
+        )
+    turn.commands.append(Certify(request.peer))
+
+
+def invite(turn: Turn, request: Invite) -> None:
+    if request.sender != turn.rules.broker and request.sender not in turn.rules.inviters:
+        raise Refusal("not_authorised", "Only the broker's owner and members it named may invite.")
+    in_date = sum(one.expires_at_s > turn.wall_s for one in turn.pool.invitations.values())
+    if in_date >= turn.rules.max_invitations:
+        raise Refusal("busy", f"{in_date} invitations are out already; wait until some expire.")
+    turn.record(
+        events.InvitationIssued(
+            at_s=turn.wall_s,
+            invitation=request.digest,
+            uses=request.uses,
+            expires_at_s=turn.wall_s + request.lifetime_s,
+        )
+    )
+    turn.commands.append(HandOut())
+
+
+def _invitation(turn: Turn, digest: str) -> Invitation | None:
+    """Compares with every invitation in constant time, so that an answer's delay tells nothing."""
+    found = None
+    for known, invitation in turn.pool.invitations.items():
+        if hmac.compare_digest(known.encode(), digest.encode()):
+            found = invitation
+    return found

@@ -1,0 +1,175 @@
+"""Jobs at the desk: reserving members and minting a plan version, reports of drivers, stops.
+
+Decides who may ask for, report and stop a job, and which members a plan may have. Neighbours: `job` and `plan_version`
+are the tables, `presence` loses members and drivers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fusionai.coordination.broker import events
+from fusionai.coordination.broker.events import Placement
+from fusionai.coordination.broker.job import Job
+from fusionai.coordination.broker.requests import (
+    REASON_LENGTH,
+    Answer,
+    IssueTickets,
+    Notify,
+    Refusal,
+    ReportJob,
+    RequestJob,
+    StopJob,
+)
+from fusionai.coordination.broker.transaction import Turn, with_entry, without_entry
+from fusionai.primitives.ids import JobId, PeerId, short
+from fusionai.wire.messages import (
+    Done,
+    StopNotice,
+)
+
+
+def request_job(turn: Turn, request: RequestJob) -> None:
+    if not turn.desk.knows(request.owner):
+        raise Refusal("unknown_peer", f"{short(request.owner)} has not joined this pool.")
+    job = turn.pool.jobs.get(request.job)
+    if job is not None and job.owner != request.owner:
+        raise Refusal("not_authorised", f"{job.entity} belongs to {short(job.owner)}; choose another name.")
+    version = _same_plan(turn, request, job) if request.plan_version else _mint(turn, request, job)
+    _attend(turn, request.job, request.connection)
+    turn.commands.append(IssueTickets(request.job, version))
+    if turn.pool.jobs[request.job].phase == "stopping":
+        turn.commands.append(Notify(request.connection, StopNotice(job=request.job)))
+
+
+def report_job(turn: Turn, request: ReportJob) -> None:
+    job = _job(turn, request.job)
+    if request.sender != job.owner:
+        raise Refusal("not_authorised", f"{job.entity} belongs to {short(job.owner)}.")
+    if not job.live:
+        if request.state != job.phase:
+            raise Refusal("bad_message", f"{job.entity} is {job.phase} ({job.told[-1].text}); ask for it again.")
+        turn.commands.append(Answer(Done()))
+        return
+    at_s, step, detail = turn.wall_s, request.step, request.detail[:REASON_LENGTH]
+    match request.state:
+        case "done":
+            turn.record(events.JobDone(at_s=at_s, job=job.job, step=step, detail=detail))
+        case "failed":
+            turn.record(events.JobFailed(at_s=at_s, job=job.job, step=step, detail=detail))
+        case "stopping" if job.phase != "stopping":
+            turn.record(events.JobStopAsked(at_s=at_s, job=job.job, by=request.sender))
+        case "running" if job.phase == "requested":
+            turn.record(events.JobStarted(at_s=at_s, job=job.job))
+        case _:
+            pass
+    if request.state in ("done", "failed"):
+        turn.dismiss(job.job)
+    else:
+        _attend(turn, job.job, request.connection)
+        if detail and detail != turn.pool.jobs[job.job].told[-1].text:
+            turn.record(events.JobNoted(at_s=at_s, job=job.job, text=detail))
+        if job.phase == "stopping" and request.state != "stopping":
+            turn.commands.append(Notify(request.connection, StopNotice(job=job.job)))
+        turn.desk = replace(turn.desk, progress=with_entry(turn.desk.progress, job.job, step))
+    turn.commands.insert(0, Answer(Done()))
+
+
+def stop_job(turn: Turn, request: StopJob) -> None:
+    job = _job(turn, request.job)
+    owner = turn.pool.members.get(job.owner)
+    # The owner's key may be a further key of its machine: that machine's own programs may stop the job too.
+    sponsor = None if owner is None else owner.sponsor
+    if request.sender not in (job.owner, sponsor, turn.rules.broker):
+        raise Refusal("not_authorised", f"Only {job.entity}'s owner and the broker's owner may stop it.")
+    if job.live:
+        turn.record(events.JobStopAsked(at_s=turn.wall_s, job=job.job, by=request.sender))
+        driver = turn.desk.drivers.get(job.job)
+        if driver is not None:
+            turn.commands.append(Notify(driver, StopNotice(job=job.job)))
+        elif not job.attended:
+            turn.fail(job, "stopped while nobody attended to it")
+    turn.commands.append(Answer(Done()))
+
+
+def _same_plan(turn: Turn, request: RequestJob, job: Job | None) -> int:
+    """The owner has this very plan already and wants fresh tickets."""
+    if job is None or not job.live:
+        raise Refusal("unknown_job", f"job {request.job} is not running; ask for it with a plan of version 0.")
+    current = turn.pool.plans[job.plan_version]
+    if request.plan_version != current.version or request.plan != current.plan:
+        raise Refusal(
+            "stale_fence",
+            f"{job.entity}: expected plan version {current.version} unchanged, got version {request.plan_version}.",
+        )
+    return current.version
+
+
+def _mint(turn: Turn, request: RequestJob, job: Job | None) -> int:
+    if job is not None and job.phase == "stopping":
+        raise Refusal("bad_message", f"{job.entity} is stopping; ask again when it has ended.")
+    if job is None or not job.live:
+        if len(turn.pool.live_jobs()) >= turn.rules.max_live_jobs:
+            raise Refusal("busy", f"The pool runs {turn.rules.max_live_jobs} jobs already.")
+        turn.record(
+            events.JobRequested(
+                at_s=turn.wall_s,
+                job=request.job,
+                title=request.title,
+                owner=request.owner,
+                steps=request.steps,
+            )
+        )
+    for placement in request.members:
+        _check_free(turn, placement, request.job)
+    version = turn.pool.newest_version + 1
+    turn.record(
+        events.PlanMinted(
+            at_s=turn.wall_s, job=request.job, version=version, plan=request.plan, members=request.members
+        )
+    )
+    turn.see_off()
+    return version
+
+
+def _check_free(turn: Turn, placement: Placement, job: JobId) -> None:
+    """An incumbent, one with a part in this very job, may stay although it drains or would rest."""
+    peer = PeerId(placement.peer)
+    member = turn.pool.members.get(peer)
+    if member is None or member.phase in ("joining", "left", "lost"):
+        raise Refusal("unknown_peer", f"{short(peer)} is not in the pool now; plan again.")
+    incumbent = member.job == job
+    if member.phase == "draining" and not incumbent:
+        raise Refusal("leaving", f"{member.entity} is leaving the pool; plan again without it.")
+    if member.job is not None and not incumbent:
+        raise Refusal("busy", f"{member.entity} works for another job; plan again without it.")
+    leftover = turn.desk.leftovers.get(peer)
+    if leftover is not None and leftover.job != job:
+        raise Refusal("busy", f"{member.entity} still clears what it had of another job; plan again without it.")
+    rest_s = 0.0 if incumbent else turn.desk.rest_left_s(member, turn.wall_s)
+    if rest_s:
+        raise Refusal(
+            "busy",
+            f"{member.entity} was lost {len(member.losses)} times lately and rests for another {rest_s:.0f} s; "
+            "plan again without it.",
+        )
+    if not turn.desk.reachable(member):
+        raise Refusal("unknown_peer", f"{member.entity} is out of touch; plan again without it.")
+
+
+def _job(turn: Turn, name: JobId) -> Job:
+    job = turn.pool.jobs.get(name)
+    if job is None:
+        raise Refusal("unknown_job", f"No job is called {name} here.")
+    return job
+
+
+def _attend(turn: Turn, name: JobId, connection: int) -> None:
+    """The job's driver speaks on this connection; a StopNotice will go there."""
+    if not turn.pool.jobs[name].attended:
+        turn.record(events.JobAttended(at_s=turn.wall_s, job=name))
+    turn.desk = replace(
+        turn.desk,
+        drivers=with_entry(turn.desk.drivers, name, connection),
+        waits=without_entry(turn.desk.waits, name),
+    )

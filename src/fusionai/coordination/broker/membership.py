@@ -1,0 +1,177 @@
+"""One process that lends a machine: from certificate to departure. Decides when it may be given stages.
+
+A member is (peer, boot number): a process started anew is a new member in the old one's place. `idle` members are the
+backup pool, except for those that *rest*: a machine lost often in a short time is offered to nobody for a while
+(`rests_until_s`). Resting is no phase: it follows from the journalled losses and the time, and ends by itself.
+
+Never decides *when* somebody is lost (`presence`) or *who* gets a stage (`assignment`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from fusionai.coordination.broker.events import (
+    KeyVouched,
+    MemberDraining,
+    MemberLeft,
+    MemberLost,
+    MemberRegistered,
+    PeerEnrolled,
+)
+from fusionai.coordination.machine import Machine, State, Transition
+from fusionai.primitives.ids import JobId, PeerId, short
+
+REMEMBERED_BOOTS: Final = 16
+REMEMBERED_LOSSES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A plan gives this member stages of a job, or stages to guard. Follows from `PlanMinted`."""
+
+    job: JobId
+    stages: tuple[int, ...]
+    guards: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The job no longer needs this member. Follows from `PlanMinted`, `JobDone` or `JobFailed`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member(State):
+    """`profile` and `addresses` are what the process registered with; `job` is set while it has a part in one."""
+
+    peer: PeerId
+    boot: int = 0
+    profile: bytes = b""
+    addresses: tuple[str, ...] = ()
+    job: JobId | None = None
+    stages: tuple[int, ...] = ()
+    """Stages it runs; none for a spare that only guards."""
+    guards: tuple[int, ...] = ()
+    """Stages whose snapshots it keeps, to take them over."""
+    leaving: bool = False
+    """Its owner asked it to leave after the work at hand; outlasts a loss within the same process."""
+    losses: tuple[float, ...] = ()
+    """When this machine was lost, its earlier processes included; seconds since 1970, oldest first."""
+    sponsor: PeerId | None = None
+    """The member that had this key certified, if no invitation did."""
+    earlier_boots: tuple[int, ...] = ()
+    """Boot numbers of this machine's earlier processes: their messages no longer count."""
+
+
+def enrolled(fact: PeerEnrolled) -> Member:
+    """A key with a certificate whose process has not shown up yet."""
+    peer = PeerId(fact.peer)
+    return Member(entity=f"member {short(peer)}", phase="joining", peer=peer, story=("PeerEnrolled -> joining",))
+
+
+def vouched(fact: KeyVouched) -> Member:
+    """A further key of a member's own machine."""
+    peer = PeerId(fact.peer)
+    return Member(
+        entity=f"member {short(peer)}",
+        phase="joining",
+        peer=peer,
+        sponsor=PeerId(fact.sponsor),
+        story=("KeyVouched -> joining",),
+    )
+
+
+def successor(member: Member, fact: MemberRegistered) -> Member:
+    """The member that a new process of the same machine is; the old process's place and story end here."""
+    fresh = Member(
+        entity=member.entity,
+        phase="joining",
+        peer=member.peer,
+        sponsor=member.sponsor,
+        losses=member.losses,
+        earlier_boots=(*member.earlier_boots, member.boot)[-REMEMBERED_BOOTS:],
+    )
+    return MEMBERSHIP.advance(fresh, fact)[0]
+
+
+def rests_until_s(member: Member, *, losses: int, window_s: float, rest_s: float) -> float:
+    """Until when (seconds since 1970) a machine lost `losses` times within `window_s` rests; 0.0 for any other.
+
+    A machine that flaps costs a job one recovery per loss: it is worth less than no spare at all.
+    """
+    if not 0 < losses <= len(member.losses):
+        return 0.0
+    newest = max(member.losses)
+    return newest + rest_s if sum(newest - lost_s <= window_s for lost_s in member.losses) >= losses else 0.0
+
+
+def _register(member: Member, fact: MemberRegistered) -> tuple[Member, tuple[Any, ...]]:
+    """Back within the same process: its place is kept, if a job still holds it."""
+    known = replace(member, boot=fact.boot, profile=fact.profile, addresses=fact.addresses)
+    match member.phase:
+        case "active" | "draining" | "idle":
+            return known, ()
+        case "lost" if member.job is not None:
+            return replace(known, phase="draining" if member.leaving else "active"), ()
+        case _:
+            return replace(_apart(known), phase="idle", leaving=False), ()
+
+
+def _reserve(member: Member, event: Reserved) -> tuple[Member, tuple[Any, ...]]:
+    """An incumbent that drains may stay in its job's next plan, and still drains."""
+    phase = "draining" if member.phase == "draining" else "active"
+    return replace(member, phase=phase, job=event.job, stages=event.stages, guards=event.guards), ()
+
+
+def _release(member: Member, event: Released) -> tuple[Member, tuple[Any, ...]]:
+    del event
+    phase = {"active": "idle", "draining": "left"}.get(member.phase, member.phase)
+    return replace(_apart(member), phase=phase), ()
+
+
+def _drain(member: Member, fact: MemberDraining) -> tuple[Member, tuple[Any, ...]]:
+    del fact
+    return replace(member, phase="draining", leaving=True), ()
+
+
+def _leave(member: Member, fact: MemberLeft) -> tuple[Member, tuple[Any, ...]]:
+    del fact
+    return replace(_apart(member), phase="left"), ()
+
+
+def _lose(member: Member, fact: MemberLost) -> tuple[Member, tuple[Any, ...]]:
+    """Keeps `job`: the job's next plan or its end releases the place."""
+    return replace(member, phase="lost", losses=(*member.losses, fact.at_s)[-REMEMBERED_LOSSES:]), ()
+
+
+def _apart(member: Member) -> Member:
+    """With no part in any job."""
+    return replace(member, job=None, stages=(), guards=())
+
+
+_PRESENT: Final = ("idle", "active", "draining")
+
+MEMBERSHIP: Final[Machine[Member, Any]] = Machine(
+    "membership",
+    (
+        Transition(("joining",), MemberRegistered, ("idle",), _register),
+        Transition(("idle",), MemberRegistered, ("idle",), _register, "same process"),
+        Transition(("active",), MemberRegistered, ("active",), _register, "same process"),
+        Transition(("draining",), MemberRegistered, ("draining",), _register, "same process"),
+        Transition(("idle",), Reserved, ("active",), _reserve),
+        Transition(("active",), Reserved, ("active",), _reserve, "new plan of its job"),
+        Transition(("draining",), Reserved, ("draining",), _reserve, "new plan of its job"),
+        Transition(("active",), Released, ("idle",), _release),
+        Transition(("draining",), Released, ("left",), _release),
+        Transition(("active",), MemberDraining, ("draining",), _drain),
+        Transition((*_PRESENT, "joining", "lost"), MemberLeft, ("left",), _leave),
+        Transition(_PRESENT, MemberLost, ("lost",), _lose, "lease expired"),
+        Transition(("lost",), Released, ("lost",), _release),
+        Transition(
+            ("lost",), MemberRegistered, ("idle", "active", "draining"), _register, "same process, back in its place"
+        ),
+        Transition(("left",), MemberRegistered, ("idle",), _register, "back as a spare"),
+    ),
+    initial=("joining",),
+)

@@ -1,0 +1,240 @@
+"""The pool: members, jobs, plans and invitations as the journalled facts made them. Decides what a fact changes.
+
+`advance(pool, fact)` is a pure fold: live operation and a restart from the journal run through the same function. A
+fact that no machine allows raises `ForbiddenTransition` and changes nothing. Who may cause a fact is not decided here.
+
+What has ended is forgotten within bounds (superseded plans at once, ended jobs after a while), so that a pool stays as
+small as what goes on in it, and `freeze` gives all of it as bytes to start from instead of from the first fact.
+
+Neighbours: `decisions` makes facts, `broker.journal` keeps them and frozen pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeVar
+
+import msgspec
+
+from fusionai.coordination.broker import events, job, membership, plan_version
+from fusionai.coordination.broker.events import Fact
+from fusionai.coordination.broker.invitation import INVITATION, Invitation, issued
+from fusionai.coordination.broker.job import JOB, Job
+from fusionai.coordination.broker.membership import MEMBERSHIP, Member, Released, Reserved
+from fusionai.coordination.broker.plan_version import FIRST_VERSION, PLAN_VERSION, PlanVersion, Retired, Superseded
+from fusionai.primitives.errors import FusionError
+from fusionai.primitives.ids import JobId, PeerId
+
+ENDED_JOBS_KEPT: Final = 500
+DEPARTED_KEPT: Final = 1_000
+"""Members that left or were lost and have no part in a job: the latest ones are remembered and may come back as they
+were. An older one needs a new invitation. Bounds the pool: a machine that is installed anew is a new member."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class UnknownEntity(FusionError):
+    """A fact about somebody the pool never heard of: the journal is not this pool's, or a defect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A snapshot. The mappings are never changed in place."""
+
+    members: Mapping[PeerId, Member] = field(default_factory=dict[PeerId, Member])
+    jobs: Mapping[JobId, Job] = field(default_factory=dict[JobId, Job])
+    plans: Mapping[int, PlanVersion] = field(default_factory=dict[int, PlanVersion])
+    """The current plan of every live job, by version. Others are forgotten; their versions never come back."""
+    invitations: Mapping[str, Invitation] = field(default_factory=dict[str, Invitation])
+    newest_version: int = FIRST_VERSION - 1
+
+    def expected(self) -> int:
+        """How many members are there or may be counted on to come: what a limit on members is compared with."""
+        return sum(not is_departed(member) for member in self.members.values())
+
+    def members_of(self, name: JobId) -> tuple[Member, ...]:
+        return tuple(member for member in self.members.values() if member.job == name)
+
+    def live_jobs(self) -> tuple[Job, ...]:
+        return tuple(one for one in self.jobs.values() if one.live)
+
+
+def is_departed(member: Member) -> bool:
+    """Left or lost, and no job waits for it."""
+    return member.phase in ("left", "lost") and member.job is None
+
+
+def replay(facts: Iterable[Fact], pool: Pool | None = None) -> Pool:
+    """What these facts make of `pool`, by default of nothing."""
+    made = Pool() if pool is None else pool
+    for fact in facts:
+        made = advance(made, fact)
+    return made
+
+
+def freeze(pool: Pool) -> bytes:
+    """All of it as msgpack: `thaw(freeze(pool)) == pool`."""
+    return msgspec.msgpack.encode(pool)
+
+
+def thaw(data: bytes) -> Pool:
+    """Raises `msgspec.ValidationError` or `msgspec.DecodeError`; `broker.service` turns them into `StorageError`."""
+    return msgspec.msgpack.decode(data, type=Pool)
+
+
+def advance(pool: Pool, fact: Fact) -> Pool:
+    """Raises `ForbiddenTransition` or `UnknownEntity`; then `pool` is as it was."""
+    match fact:
+        case events.InvitationIssued():
+            if fact.invitation in pool.invitations:
+                raise UnknownEntity(f"expected a new invitation, got {fact.invitation[:8]} a second time.")
+            kept = _in_date(pool.invitations, fact.at_s)
+            return replace(pool, invitations=_with(kept, fact.invitation, issued(fact)))
+        case events.PeerEnrolled():
+            return _enrol(pool, fact)
+        case events.KeyVouched():
+            known = PeerId(fact.peer) in pool.members
+            return (
+                pool
+                if known
+                else replace(pool, members=_with(pool.members, PeerId(fact.peer), membership.vouched(fact)))
+            )
+        case events.MemberRegistered():
+            return _register(pool, fact)
+        case events.MemberLost():
+            member = _member(pool, fact.peer)
+            if member.boot != fact.boot:
+                raise UnknownEntity(f"{member.entity}: expected boot {member.boot}, got {fact.boot}.")
+            return _move_member(pool, member, fact)
+        case events.MemberDraining() | events.MemberLeft():
+            return _move_member(pool, _member(pool, fact.peer), fact)
+        case events.JobRequested():
+            return _request(pool, fact)
+        case events.PlanMinted():
+            return _mint(pool, fact)
+        case events.JobDone() | events.JobFailed():
+            return _end(pool, fact)
+        case (
+            events.JobStarted()
+            | events.JobStopAsked()
+            | events.JobUnattended()
+            | events.JobAttended()
+            | events.JobNoted()
+        ):
+            moved, _ = JOB.advance(_job(pool, fact.job), fact)
+            return replace(pool, jobs=_with(pool.jobs, moved.job, moved))
+
+
+def _enrol(pool: Pool, fact: events.PeerEnrolled) -> Pool:
+    """A key certified a second time (another invitation) keeps its member."""
+    invitation = pool.invitations.get(fact.invitation)
+    if invitation is None:
+        raise UnknownEntity(f"invitation {fact.invitation[:8]} is unknown in this pool.")
+    used, _ = INVITATION.advance(invitation, fact)
+    peer = PeerId(fact.peer)
+    members = pool.members if peer in pool.members else _with(pool.members, peer, membership.enrolled(fact))
+    return replace(
+        pool, invitations=_with(pool.invitations, fact.invitation, used), members=_without_old_departed(members)
+    )
+
+
+def _register(pool: Pool, fact: events.MemberRegistered) -> Pool:
+    member = _member(pool, fact.peer)
+    if member.phase == "joining" or member.boot == fact.boot:
+        return _move_member(pool, member, fact)
+    if member.phase in ("idle", "active", "draining"):
+        raise UnknownEntity(f"{member.entity}: boot {member.boot} must be lost before boot {fact.boot} can register.")
+    return replace(pool, members=_with(pool.members, member.peer, membership.successor(member, fact)))
+
+
+def _request(pool: Pool, fact: events.JobRequested) -> Pool:
+    known = pool.jobs.get(JobId(fact.job))
+    moved = job.requested(fact) if known is None else JOB.advance(known, fact)[0]
+    jobs = _with({name: one for name, one in pool.jobs.items() if name != moved.job}, moved.job, moved)
+    ended = [one for one in jobs.values() if not one.live]
+    dropped = {one.job for one in ended[: max(0, len(ended) - ENDED_JOBS_KEPT)]}
+    return replace(
+        pool,
+        jobs={name: one for name, one in jobs.items() if name not in dropped},
+    )
+
+
+def _mint(pool: Pool, fact: events.PlanMinted) -> Pool:
+    """All of it or nothing: members of the earlier plan that the new one leaves out are released."""
+    minted = plan_version.mint(fact, pool.newest_version)
+    planned, _ = JOB.advance(_job(pool, fact.job), fact)
+    members = dict(pool.members)
+    named = {PeerId(placement.peer) for placement in fact.members}
+    for member in pool.members_of(planned.job):
+        if member.peer not in named:
+            members[member.peer], _ = MEMBERSHIP.advance(member, Released())
+    for placement in fact.members:
+        member = _member(pool, placement.peer)
+        if member.job not in (None, planned.job):
+            raise UnknownEntity(f"{member.entity}: already holds stages of {member.job}, not free for {planned.job}.")
+        members[member.peer], _ = MEMBERSHIP.advance(member, Reserved(planned.job, placement.stages, placement.guards))
+    plans = dict(pool.plans)
+    for version, plan in pool.plans.items():
+        if plan.job == planned.job:
+            PLAN_VERSION.advance(plan, Superseded())
+            del plans[version]
+    plans[minted.version] = minted
+    return replace(
+        pool,
+        members=members,
+        jobs=_with(pool.jobs, planned.job, planned),
+        plans=plans,
+        newest_version=minted.version,
+    )
+
+
+def _end(pool: Pool, fact: events.JobDone | events.JobFailed) -> Pool:
+    ended, _ = JOB.advance(_job(pool, fact.job), fact)
+    members = dict(pool.members)
+    for member in pool.members_of(ended.job):
+        members[member.peer], _ = MEMBERSHIP.advance(member, Released())
+    plans = dict(pool.plans)
+    if ended.plan_version in plans:
+        PLAN_VERSION.advance(plans[ended.plan_version], Retired())
+        del plans[ended.plan_version]
+    return replace(pool, members=members, jobs=_with(pool.jobs, ended.job, ended), plans=plans)
+
+
+def _move_member(pool: Pool, member: Member, fact: Fact) -> Pool:
+    """Whoever departs moves to the end: among the departed the order is that of departure."""
+    moved, _ = MEMBERSHIP.advance(member, fact)
+    if not is_departed(moved):
+        return replace(pool, members=_with(pool.members, moved.peer, moved))
+    others = {peer: other for peer, other in pool.members.items() if peer != moved.peer}
+    return replace(pool, members=_without_old_departed({**others, moved.peer: moved}))
+
+
+def _without_old_departed(members: Mapping[PeerId, Member]) -> Mapping[PeerId, Member]:
+    departed = [peer for peer, member in members.items() if is_departed(member)]
+    dropped = set(departed[: max(0, len(departed) - DEPARTED_KEPT)])
+    return {peer: member for peer, member in members.items() if peer not in dropped} if dropped else members
+
+
+def _member(pool: Pool, peer: str) -> Member:
+    member = pool.members.get(PeerId(peer))
+    if member is None:
+        raise UnknownEntity(f"member {peer[:8]} is unknown in this pool.")
+    return member
+
+
+def _job(pool: Pool, name: str) -> Job:
+    found = pool.jobs.get(JobId(name))
+    if found is None:
+        raise UnknownEntity(f"job {name} is unknown in this pool.")
+    return found
+
+
+def _with(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
+    return {**mapping, key: value}
+
+
+def _in_date(invitations: Mapping[str, Invitation], at_s: float) -> dict[str, Invitation]:
+    """Expired ones open no door any more and are forgotten."""
+    return {digest: one for digest, one in invitations.items() if one.expires_at_s > at_s}

@@ -1,0 +1,230 @@
+"""Who is there: registering, heartbeats, leaving, and what silence leads to.
+
+Decides when somebody is lost: never by a broken connection, only by a lease that ran out or a new process in its place.
+And when it must clear: a lost member whose place was kept goes on with the state it has; one whose job went on without
+it is told so (`stale_fence`), and so is one that still holds something of a job long after its part in it ended.
+Neighbours: `membership` and `lease` are the tables, `assignment` gives members work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fusionai.coordination.broker import events
+from fusionai.coordination.broker.lease import LEASE, Elapsed, Heard, grant
+from fusionai.coordination.broker.membership import Member
+from fusionai.coordination.broker.requests import (
+    Answer,
+    AskLeave,
+    Beat,
+    Disconnected,
+    Notify,
+    Refusal,
+    Register,
+)
+from fusionai.coordination.broker.state import PRESENT, Leftover, recovered, wait_for_driver
+from fusionai.coordination.broker.transaction import Turn, with_entry, without_entry
+from fusionai.primitives.ids import JobId
+from fusionai.wire.messages import (
+    Done,
+    HeartbeatAck,
+    LeaveNotice,
+    Registered,
+)
+
+
+def register(turn: Turn, request: Register) -> None:
+    member = turn.member(request.peer)
+    if request.boot in member.earlier_boots:
+        raise Refusal("not_authorised", f"A later process of {member.entity} has registered (boot {member.boot}).")
+    if member.phase in PRESENT and member.boot != request.boot:
+        _lose(turn, member, "a new process of its machine registered")
+    same = (
+        member.phase in PRESENT
+        and member.boot == request.boot
+        and member.profile == request.profile
+        and member.addresses == request.addresses
+    )
+    if not same:
+        turn.record(
+            events.MemberRegistered(
+                at_s=turn.wall_s,
+                peer=request.peer,
+                boot=request.boot,
+                profile=request.profile,
+                addresses=request.addresses,
+            )
+        )
+    _grant_lease(turn, member)
+    turn.desk = replace(turn.desk, links=with_entry(turn.desk.links, request.peer, request.connection))
+    turn.commands.append(
+        Answer(
+            Registered(
+                heartbeat_s=turn.rules.heartbeat_s,
+                pool=turn.rules.pool,
+                wall_s=turn.wall_s,
+            )
+        )
+    )
+
+
+def beat(turn: Turn, request: Beat) -> None:
+    member = turn.member(request.peer)
+    if request.boot != member.boot:
+        raise Refusal("not_authorised", f"{member.entity} is now its process with boot {member.boot}.")
+    if member.phase in ("joining", "left"):
+        raise Refusal("unknown_peer", f"{member.entity} is {member.phase}, not in the pool.")
+    lease = turn.desk.leases.get(request.peer)
+    if member.phase == "lost" and member.job is not None:
+        _return_to_place(turn, member)
+    elif lease is None:
+        raise Refusal("stale_fence", f"{member.entity} is {member.phase}; clear your stages and register again.")
+    else:
+        renewed, _ = LEASE.advance(lease, Heard(turn.now_s))
+        turn.keep(leases=with_entry(turn.desk.leases, request.peer, renewed))
+    _check_leftovers(turn, member, request.jobs)
+    _check_dismissed(turn, turn.member(request.peer), request.jobs)
+    turn.keep(links=with_entry(turn.desk.links, request.peer, request.connection))
+    turn.commands.append(Answer(HeartbeatAck(wall_s=turn.wall_s)))
+
+
+def _return_to_place(turn: Turn, member: Member) -> None:
+    """Silent for longer than its lease, but its job waited: what it holds is still wanted, so it must not clear it."""
+    turn.record(
+        events.MemberRegistered(
+            at_s=turn.wall_s,
+            peer=member.peer,
+            boot=member.boot,
+            profile=member.profile,
+            addresses=member.addresses,
+        )
+    )
+    turn.note_job(member, f"{member.entity} is back")
+    _grant_lease(turn, member)
+
+
+def _check_leftovers(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
+    """Whoever was dropped while nobody could reach it keeps old state: it is in the way until it has been told."""
+    foreign = next((JobId(job) for job in jobs if job != member.job), None)
+    known = turn.desk.leftovers.get(member.peer)
+    leftovers = without_entry(turn.desk.leftovers, member.peer)
+    if foreign is not None:
+        if known is None or known.job != foreign:
+            known = Leftover(foreign, turn.now_s)
+        elif turn.now_s - known.since_s >= _clear_s(turn, foreign):
+            raise Refusal(
+                "stale_fence",
+                f"{member.entity} holds stages of job {foreign}, which goes on without it or has ended; clear them "
+                "and register again.",
+            )
+        leftovers = with_entry(leftovers, member.peer, known)
+    turn.keep(leftovers=leftovers)
+
+
+def _check_dismissed(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
+    """A job whose driver ended it while this broker was away has let its members go, and nobody reports its end.
+
+    It is over once its driver is out of touch and no member present has held anything of it for `clear_s`. A driver
+    that crashed lets nobody go: its members hold their stages for its return.
+    """
+    if member.job is None or member.job in jobs:
+        turn.keep(dismissed=without_entry(turn.desk.dismissed, member.peer))
+        return
+    since_s = turn.desk.dismissed.get(member.peer, turn.now_s)
+    turn.keep(dismissed=with_entry(turn.desk.dismissed, member.peer, since_s))
+    job = turn.pool.jobs[member.job]
+    if job.job not in turn.desk.waits or turn.now_s - since_s < turn.rules.clear_s:
+        return
+    there = [one.peer for one in turn.pool.members_of(job.job) if one.phase in PRESENT]
+    if all(turn.now_s - turn.desk.dismissed.get(peer, turn.now_s) >= turn.rules.clear_s for peer in there):
+        turn.fail(job, "its driver let its members go and has not been heard since")
+
+
+def _clear_s(turn: Turn, job: JobId) -> float:
+    known = turn.pool.jobs.get(job)
+    return turn.rules.clear_s if known is not None and known.live else turn.rules.clear_ended_s
+
+
+def leave(turn: Turn, request: AskLeave) -> None:
+    """From the peer's process itself, or from another program of its machine's owner; then the process is told."""
+    member = turn.member(request.peer)
+    link = turn.desk.links.get(request.peer)
+    match member.phase:
+        case "left":
+            pass
+        case "draining" if request.drain:
+            pass
+        case "active" if request.drain:
+            turn.record(events.MemberDraining(at_s=turn.wall_s, peer=request.peer))
+            turn.note_job(member, f"{member.entity} drains")
+        case _:
+            turn.record(events.MemberLeft(at_s=turn.wall_s, peer=request.peer))
+            turn.note_job(member, f"{member.entity} left at once")
+            turn.forget(request.peer)
+    if link is not None and link != request.connection:
+        turn.commands.append(Notify(link, LeaveNotice(drain=request.drain)))
+    turn.commands.append(Answer(Done()))
+
+
+def disconnect(turn: Turn, request: Disconnected) -> None:
+    """Nobody is lost by a broken connection: the lease runs on, and the job waits for its driver."""
+    turn.desk = replace(
+        turn.desk,
+        links={peer: link for peer, link in turn.desk.links.items() if link != request.connection},
+    )
+    for name, connection in turn.desk.drivers.items():
+        if connection == request.connection:
+            wait = wait_for_driver(turn.pool.jobs[name], turn.now_s, turn.rules)
+            turn.desk = replace(
+                turn.desk,
+                drivers=without_entry(turn.desk.drivers, name),
+                waits=with_entry(turn.desk.waits, name, wait),
+            )
+
+
+def tick(turn: Turn) -> None:
+    for peer, lease in turn.desk.leases.items():
+        aged, _ = LEASE.advance(lease, Elapsed(turn.now_s))
+        if aged.phase == "expired":
+            _lose(turn, turn.pool.members[peer], f"not heard for {lease.duration_s:g} s")
+    for name, wait in turn.desk.waits.items():
+        aged, _ = LEASE.advance(wait, Elapsed(turn.now_s))
+        if aged.phase != "expired":
+            continue
+        job = turn.pool.jobs[name]
+        if job.phase == "stopping":
+            # Nobody is there to end it in order; waiting on would keep its members from all other work.
+            turn.fail(job, "stopped while nobody attended to it")
+        elif job.attended:
+            turn.record(events.JobUnattended(at_s=turn.wall_s, job=name, reason="its driver is out of touch"))
+            again = wait_for_driver(turn.pool.jobs[name], turn.now_s, turn.rules)
+            turn.desk = replace(turn.desk, waits=with_entry(turn.desk.waits, name, again))
+        elif _is_driven(turn, name):
+            again = wait_for_driver(job, turn.now_s, turn.rules)
+            turn.desk = replace(turn.desk, waits=with_entry(turn.desk.waits, name, again))
+        else:
+            turn.fail(job, f"given up after {turn.rules.unattended_s:g} s without its driver")
+
+
+def _is_driven(turn: Turn, name: JobId) -> bool:
+    """Whether a member holds something of the job: it drops that soon after its driver's connection has ended, so the
+    driver is there and only its way to this broker is not."""
+    there = (one.peer for one in turn.pool.members_of(name) if one.phase in PRESENT)
+    return any(peer not in turn.desk.dismissed for peer in there)
+
+
+def restart_leases(turn: Turn) -> None:
+    fresh = recovered(turn.rules, turn.pool, turn.now_s)
+    waits = {name: wait for name, wait in fresh.waits.items() if name in turn.desk.waits}
+    turn.desk = replace(turn.desk, leases=fresh.leases, waits=waits)
+
+
+def _lose(turn: Turn, member: Member, reason: str) -> None:
+    turn.record(events.MemberLost(at_s=turn.wall_s, peer=member.peer, boot=member.boot, reason=reason))
+    turn.note_job(member, f"{member.entity} lost: {reason}")
+    turn.forget(member.peer)
+
+
+def _grant_lease(turn: Turn, member: Member) -> None:
+    lease = grant(f"lease of {member.entity}", turn.now_s, turn.rules.lease_s)
+    turn.desk = replace(turn.desk, leases=with_entry(turn.desk.leases, member.peer, lease))

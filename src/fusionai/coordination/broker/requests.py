@@ -1,0 +1,177 @@
+"""What the broker's desk is asked, and what it commands. Decides names only.
+
+A request names its sender as the transport authenticated it, and the connection it came by (a number the shell gives).
+Neighbours: `decisions` decides, `broker.service` makes requests of messages and performs commands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from fusionai.coordination.broker.events import Placement
+from fusionai.primitives.ids import JobId, PeerId
+from fusionai.wire.messages import Message, RefusalCode, Refused
+
+REASON_LENGTH: Final = 2000
+
+
+class Refusal(Exception):
+    """Raised where a request turns out not to fit; it becomes the `Refused` that the sender gets."""
+
+    def __init__(self, code: RefusalCode, reason: str) -> None:
+        super().__init__(reason)
+        self.message = Refused(code=code, reason=reason[:REASON_LENGTH])
+
+
+@dataclass(frozen=True, slots=True)
+class Enrol:
+    """A stranger shows an invitation. `digest`: SHA-256 of the token, hex. `peer` follows from the key it names."""
+
+    digest: str
+    peer: PeerId
+    purpose: Literal["provider", "owner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Vouch:
+    """A member asks for a certificate for a further key of its own machine."""
+
+    sender: PeerId
+    peer: PeerId
+    purpose: Literal["provider", "owner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    peer: PeerId
+    connection: int
+    boot: int
+    profile: bytes
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """`jobs`: those the process holds anything of."""
+
+    peer: PeerId
+    connection: int
+    boot: int
+    jobs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AskLeave:
+    peer: PeerId
+    connection: int
+    drain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestJob:
+    """`plan` is the plan at version 0; `plan_version` the version its owner believes it has, 0 for a new plan."""
+
+    owner: PeerId
+    connection: int
+    job: JobId
+    title: str
+    steps: int
+    plan: bytes
+    plan_version: int
+    members: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportJob:
+    sender: PeerId
+    connection: int
+    job: JobId
+    state: Literal["starting", "running", "stopping", "done", "failed"]
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopJob:
+    sender: PeerId
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class Invite:
+    """`digest` of a token the shell has just drawn."""
+
+    sender: PeerId
+    digest: str
+    uses: int
+    lifetime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Some deadline may have passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """The broker itself was not running for a while: nobody's silence counts."""
+
+
+Request = (
+    Enrol
+    | Vouch
+    | Register
+    | Beat
+    | AskLeave
+    | RequestJob
+    | ReportJob
+    | StopJob
+    | Invite
+    | Disconnected
+    | Tick
+    | Stalled
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Send this to whoever asked."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Send this on a connection that did not ask."""
+
+    connection: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Certify:
+    """Answer with a certificate for this peer."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class IssueTickets:
+    """Answer with the job's plan at its version and fresh tickets for everybody in it."""
+
+    job: JobId
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandOut:
+    """Answer with the invitation whose token has just been journalled as a digest."""
+
+
+Command = Answer | Notify | Certify | IssueTickets | HandOut

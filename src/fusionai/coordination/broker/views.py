@@ -1,0 +1,83 @@
+"""The desk's answers to questions: who is in the pool, which jobs there are. Decides what members see of each other.
+
+Neighbours: `desk` holds what is shown; `wire.messages` has the shapes.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Final
+
+import msgspec
+
+from fusionai.coordination.broker.job import Job, Line
+from fusionai.coordination.broker.membership import Member
+from fusionai.coordination.broker.state import Desk
+from fusionai.primitives.ids import JobId, PeerId
+from fusionai.wire.messages import JobList, JobView, MemberView, PoolView
+
+THERE: Final = ("idle", "active", "draining")
+SHOWN: Final = (*THERE, "lost")
+SILENT: Final = "silent"
+"""Shown for an idle member without a connection: its lease still runs, but it can be given nothing now."""
+RESTING: Final = "resting"
+"""Shown for an idle member that was lost too often lately: it is given nothing until its rest is over."""
+
+
+def pool_view(desk: Desk, now_s: float, wall_s: float) -> PoolView:
+    """All members whose process is there or was lost, in order of arrival."""
+    members = [member for member in desk.pool.members.values() if member.phase in SHOWN]
+    return PoolView(members=tuple(member_view(desk, member, now_s, wall_s) for member in members))
+
+
+def members_view(desk: Desk, peers: tuple[PeerId, ...], now_s: float, wall_s: float) -> tuple[MemberView, ...]:
+    return tuple(member_view(desk, desk.pool.members[peer], now_s, wall_s) for peer in peers)
+
+
+def member_view(desk: Desk, member: Member, now_s: float, wall_s: float) -> MemberView:
+    """`last_heard_s` is the age of the last sign of life; 0.0 for a member that holds no lease any more."""
+    lease, leftover = desk.leases.get(member.peer), desk.leftovers.get(member.peer)
+    state, rests_s = member.phase, 0.0
+    if member.phase == "idle" and not desk.reachable(member):
+        state = SILENT
+    elif member.phase == "idle" and (rests_s := desk.rest_left_s(member, wall_s)):
+        state = RESTING
+    return MemberView(
+        peer=member.peer,
+        state=state,
+        boot=member.boot,
+        addresses=member.addresses,
+        profile=msgspec.Raw(member.profile),
+        job=member.job or "",
+        stages=member.stages,
+        guards=member.guards,
+        rests_s=rests_s,
+        clears="" if leftover is None else leftover.job,
+        last_heard_s=max(0.0, now_s - lease.heard_s) if lease is not None else 0.0,
+    )
+
+
+def job_list(desk: Desk, name: JobId | None = None) -> JobList:
+    """Every job without its story, or the one called `name` with it (empty when there is none)."""
+    if name is not None:
+        job = desk.pool.jobs.get(name)
+        return JobList(jobs=() if job is None else (_job_view(desk, job, told=True),))
+    return JobList(jobs=tuple(_job_view(desk, job, told=False) for job in desk.pool.jobs.values()))
+
+
+def _job_view(desk: Desk, job: Job, *, told: bool) -> JobView:
+    return JobView(
+        job=job.job,
+        title=job.title,
+        owner=job.owner,
+        state=job.phase,
+        step=desk.progress.get(job.job, job.step),
+        steps=job.steps,
+        plan_version=job.plan_version,
+        started_at_s=job.requested_at_s,
+        story=tuple(_line(line) for line in job.told) if told else (),
+    )
+
+
+def _line(line: Line) -> str:
+    return f"{datetime.fromtimestamp(line.at_s, UTC).strftime('%Y-%m-%d %H:%M:%SZ')} {line.text}"

@@ -1,0 +1,1 @@
+"""What the rounds of training and serving jobs share: liveness, verification, reputation."""

@@ -1,0 +1,205 @@
+"""Spot checks of a training job: which stretch is run again by whom, what each outcome means, who is not believed.
+
+A *stretch* is what one stage did in the steps from one snapshot to the next. Its guard has the state at the beginning,
+the stage's neighbours still have what they gave it, and all of them told the driver marks (projections under keys of
+their own) of what they got and gave: the guard, as *referee*, runs the stretch again and tells the marks of what it
+gets. Nobody is judged by one other peer's word: where the referee contradicts, the job owner's own machine runs the
+stretch as well, and whoever it contradicts is the liar. Two that contradict each other about what went between them
+can't be told apart by anybody else: both are checked all the time from then on, whoever stands against two others goes,
+and so does whose results are disputed by the same neighbour again.
+
+Decides no numbers: `training.inspection` compares marks within their limits and makes an `Opinion` of it.
+
+Neighbours: `coordination.training.driver` owns the inspector, holds the line for open checks and performs what is
+found; `reputation` has the rule of how much is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from fusionai.coordination.round.reputation import Reputation, drawn
+
+DISPUTED: Final = "what it says it got or gave is not what its neighbour says"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Steps `first` to `below` - 1 of `stage`, which `peer` ran, are run again by `referee`."""
+
+    stage: int
+    peer: str
+    referee: str
+    first: int
+    below: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opinion:
+    """Result of a check. `inputs`: neighbours that sent something else than the peer says it received. `own`:
+    description of how the referee's results differ from the peer's. `links`: neighbours that received something else
+    than the peer says it sent, where the referee confirms the peer. `void`: why there is no opinion."""
+
+    inputs: frozenset[str] = frozenset()
+    own: str = ""
+    links: frozenset[str] = frozenset()
+    void: str = ""
+
+
+Outcome = Literal["valid", "accused", "disputed", "void"]
+
+OUTCOMES: Final[Mapping[tuple[bool, bool, bool], Outcome]] = {
+    # (inputs agree, the peer's own word agrees, its neighbours' word agrees)
+    (True, True, True): "valid",
+    (True, True, False): "disputed",
+    (True, False, True): "accused",
+    (True, False, False): "accused",
+    # Different inputs give different results, so the results prove nothing.
+    (False, True, True): "disputed",
+    (False, True, False): "disputed",
+    (False, False, True): "disputed",
+    (False, False, False): "disputed",
+}
+
+
+def outcome_of(opinion: Opinion) -> Outcome:
+    if opinion.void:
+        return "void"
+    return OUTCOMES[not opinion.inputs, not opinion.own, not opinion.links]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Consequence of an answer. `liar`: peer that is expelled, empty for none; its work from step `trusted` on is void.
+    `again`: check to be repeated on the job owner's machine."""
+
+    outcome: Outcome
+    reason: str = ""
+    liar: str = ""
+    trusted: int = 0
+    again: Check | None = None
+
+
+@dataclass(slots=True)
+class Inspector:
+    """Spot checks of one job. `secret` determines what is checked and must stay with the owner. `owner`: peer id of the
+    job owner, which decides last. `tasks_per_step`: microbatches that cross a stage."""
+
+    secret: bytes
+    owner: str
+    tasks_per_step: int
+    reputations: dict[str, Reputation] = field(default_factory=dict[str, Reputation])
+    open: dict[int, Check] = field(default_factory=dict[int, Check])
+    """Stage -> the check under way."""
+    liars: set[str] = field(default_factory=set[str])
+    checked_tasks: int = 0
+    tasks: int = 0
+    _accusations: dict[int, tuple[Check, str]] = field(default_factory=dict[int, tuple[Check, str]])
+    """Stage -> the referee's check and its words, while the owner's machine runs the stretch."""
+    _trusted: dict[tuple[int, str], int] = field(default_factory=dict[tuple[int, str], int])
+    """(stage, peer) -> the step up to which its work is not in doubt: the end of its last valid stretch."""
+
+    @property
+    def hold(self) -> int | None:
+        """Return the first step whose retained tensors a check still needs, or None."""
+        return min((check.first for check in self.open.values()), default=None)
+
+    def due(self, places: Mapping[int, str], guards: Mapping[int, str], first: int, below: int) -> tuple[Check, ...]:
+        """The stretch [first, below) is over at all guarded stages: return the checks to run. The owner's own stages
+        are not checked, and no peer checks itself."""
+        checks: list[Check] = []
+        for stage, referee in sorted(guards.items()):
+            peer = places[stage]
+            if peer in (referee, self.owner):
+                continue
+            tasks = (below - first) * self.tasks_per_step
+            self.tasks += tasks
+            self._trusted.setdefault((stage, peer), first)
+            chance = self.reputations.get(peer, Reputation()).chance(tasks)
+            if drawn(self.secret, peer, stage, first, chance):
+                checks.append(Check(stage, peer, referee, first, below))
+        self.open.update({check.stage: check for check in checks})
+        return tuple(checks)
+
+    def answered(self, check: Check, opinion: Opinion) -> Found | None:
+        """Take the answer to a check. Returns None for a check that is not open."""
+        if self.open.get(check.stage) != check:
+            return None
+        accusation = self._accusations.pop(check.stage, None)
+        outcome = outcome_of(opinion)
+        if accusation is not None:
+            del self.open[check.stage]
+            return self._settled(accusation[0], accusation[1], outcome, opinion)
+        if outcome == "accused" or (outcome == "disputed" and self.owner in opinion.inputs | opinion.links):
+            # Against the owner's word the peer would go at once, on the referee's alone.
+            reason = opinion.own or DISPUTED
+            again = Check(check.stage, check.peer, self.owner, check.first, check.below)
+            self.open[check.stage] = again
+            self._accusations[check.stage] = (check, reason)
+            return Found("accused", reason, again=again)
+        del self.open[check.stage]
+        match outcome:
+            case "valid":
+                self._hold_valid(check)
+                return Found("valid")
+            case "disputed":
+                return self._disputed(check, opinion)
+            case "void":
+                return Found("void", opinion.void)
+
+    def _hold_valid(self, check: Check) -> None:
+        self.reputations[check.peer] = self.reputations.get(check.peer, Reputation()).held()
+        self._trusted[check.stage, check.peer] = check.below
+        self.checked_tasks += (check.below - check.first) * self.tasks_per_step
+
+    def _settled(self, check: Check, said: str, outcome: Outcome, opinion: Opinion) -> Found:
+        """Judge from the owner's own run what the referee contradicted."""
+        match outcome:
+            case "accused":
+                return self._guilty(check.peer, check, said)
+            case "valid":
+                self._hold_valid(check)
+                return self._guilty(check.referee, check, "its word against another peer did not hold")
+            case "disputed":
+                return self._disputed(check, opinion)
+            case "void":
+                for peer in (check.peer, check.referee):
+                    self.reputations[peer] = self.reputations.get(peer, Reputation()).doubted()
+                return Found("void", f"{said}; the job's own machine could not run it: {opinion.void}")
+
+    def _disputed(self, check: Check, opinion: Opinion) -> Found:
+        """Handle a dispute between the peer and a neighbour about what they exchanged. The owner's own stages are
+        trusted."""
+        partners = sorted(opinion.inputs | opinion.links)
+        if self.owner in partners:
+            return self._guilty(check.peer, check, DISPUTED)
+        again = [partner for partner in partners if partner in self._of(check.peer).partners]
+        for partner in partners:
+            self.reputations[check.peer] = self._of(check.peer).doubted(partner)
+            self.reputations[partner] = self._of(partner).doubted(check.peer)
+        for peer in (check.peer, *partners):
+            if len(self._of(peer).partners) > 1:
+                return self._guilty(peer, check, "its word stands against that of two others")
+        if again:
+            return self._guilty(check.peer, check, f"{DISPUTED}, for the second time")
+        return Found("disputed", DISPUTED)
+
+    def _of(self, peer: str) -> Reputation:
+        return self.reputations.get(peer, Reputation())
+
+    def _guilty(self, peer: str, check: Check, reason: str) -> Found:
+        self.liars.add(peer)
+        self.reputations.pop(peer, None)
+        since = [step for (_, who), step in self._trusted.items() if who == peer]
+        self.drop()
+        return Found("accused", reason, liar=peer, trusted=min(since, default=check.below))
+
+    def drop(self) -> None:
+        """Drop open checks, because a round began or a peer is expelled."""
+        self.open.clear()
+        self._accusations.clear()
+
+    def went_back(self, step: int) -> None:
+        """Steps from `step` on will be repeated, so their checks no longer count in a peer's favour."""
+        self._trusted = {key: min(known, step) for key, known in self._trusted.items()}

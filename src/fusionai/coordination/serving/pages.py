@@ -1,0 +1,198 @@
+"""Pages of the caches: which session has which, which are shared, which hold a prefix worth keeping. Decides numbers.
+
+One table serves all layers and stages: page 7 of every stage belongs to the same positions of the same session. Full
+pages whose content is known to be computed everywhere (`confirm`) are found again by what they hold: the key is a hash
+chain over scope and tokens, so that only an equal beginning of the same scope matches. Pages nobody refers to stay
+while nobody needs the room; the one used longest ago goes first, of a chain its end before its beginning.
+
+A page is in one of three places: free, referred to by one or more sessions, or unreferenced and kept. Shared pages are
+full and never written: a session writes behind what it matched, and at least one of its tokens is left to compute.
+
+Never sees a tensor. Neighbours: `coordination.serving.batching` asks, stages obey (`wire.serving.Segment`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fusionai.primitives.errors import FusionError
+
+Key = bytes
+
+
+class UnknownSession(FusionError):
+    """Pages were asked for in the name of a session that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """`pages` that hold the first `tokens` tokens."""
+
+    pages: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Table:
+    scope: str
+    pages: list[int]
+    keys: list[Key] = field(default_factory=list[Key])
+    """Of its first pages: those known to be full and computed."""
+
+
+class Pages:
+    """`count` pages of `page_tokens` positions each. Without `prefix` nothing is shared or kept: a windowed layer has
+    no pages that another session could go on from."""
+
+    def __init__(self, count: int, page_tokens: int, *, prefix: bool = True) -> None:
+        if count < 1 or page_tokens < 1:
+            raise ValueError(f"expected at least one page of at least one token, got {count} of {page_tokens}")
+        self.count = count
+        self.page_tokens = page_tokens
+        self.prefix = prefix
+        self._free = list(range(count - 1, -1, -1))
+        self._references = [0] * count
+        self._tables: dict[int, _Table] = {}
+        self._index: dict[Key, int] = {}
+        self._key_of: dict[int, Key] = {}
+        """Indexed page -> its key."""
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        """Indexed pages without a reference, the next to go first."""
+
+    # ------------------------------------------------------------------------------------------------------ looking
+
+    @property
+    def room(self) -> int:
+        """Pages that can be handed out: the free ones and those that are only kept."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def kept(self) -> int:
+        return len(self._kept)
+
+    @property
+    def sessions(self) -> tuple[int, ...]:
+        return tuple(self._tables)
+
+    def pages_for(self, tokens: int) -> int:
+        """How many hold so many positions."""
+        return -(-tokens // self.page_tokens)
+
+    def match(self, scope: str, tokens: Sequence[int]) -> Match:
+        """The longest known beginning of `tokens` in this scope, in whole pages, always less than all of them: the
+        last token has to be computed for what follows from it."""
+        pages: list[int] = []
+        if self.prefix:
+            key = _root(scope)
+            for start in range(0, len(tokens) - self.page_tokens, self.page_tokens):
+                key = _chained(key, tokens[start : start + self.page_tokens])
+                page = self._index.get(key)
+                if page is None:
+                    break
+                pages.append(page)
+        return Match(tuple(pages), len(pages) * self.page_tokens)
+
+    def lacks(self, match: Match, tokens: int) -> int:
+        """Pages missing for a session that begins with `match` and shall hold `tokens` positions; 0 when it fits."""
+        taken = sum(self._references[page] == 0 for page in match.pages)
+        return max(0, self.pages_for(tokens) - len(match.pages) - (self.room - taken))
+
+    def table(self, session: int) -> tuple[int, ...]:
+        """Raises `UnknownSession`."""
+        return tuple(self._table(session).pages)
+
+    # --------------------------------------------------------------------------------------------------- one session
+
+    def admit(self, session: int, scope: str, match: Match) -> None:
+        """Open a session that begins with what `match` (just given by `match`) holds."""
+        if session in self._tables:
+            raise ValueError(f"session {session} has pages already")
+        keys: list[Key] = []
+        for page in match.pages:
+            if self._references[page] == 0:
+                del self._kept[page]
+            self._references[page] += 1
+            keys.append(self._key_of[page])
+        self._tables[session] = _Table(scope, list(match.pages), keys)
+
+    def extend(self, session: int, tokens: int) -> bool:
+        """Have the session hold `tokens` positions. False, and nothing changed, where there is no room."""
+        table = self._table(session)
+        missing = self.pages_for(tokens) - len(table.pages)
+        if missing > self.room:
+            return False
+        for _ in range(missing):
+            page = self._take()
+            self._references[page] = 1
+            table.pages.append(page)
+        return True
+
+    def confirm(self, session: int, tokens: Sequence[int]) -> None:
+        """The session's first positions hold these tokens, computed at all stages: whole pages can be found again."""
+        if not self.prefix:
+            return
+        table = self._table(session)
+        keys = table.keys
+        full = min(len(tokens) // self.page_tokens, len(table.pages))
+        for entry in range(len(keys), full):
+            parent = keys[-1] if keys else _root(table.scope)
+            start = entry * self.page_tokens
+            key = _chained(parent, tokens[start : start + self.page_tokens])
+            keys.append(key)
+            page = table.pages[entry]
+            if key not in self._index:
+                self._index[key] = page
+                self._key_of[page] = key
+
+    def release(self, session: int) -> None:
+        """Its pages are free, or kept where they are indexed; unknown sessions are ignored."""
+        table = self._tables.pop(session, None)
+        if table is None:
+            return
+        # From the end: what a chain begins with is of use to more and stays longer.
+        for page in reversed(table.pages):
+            self._references[page] -= 1
+            if self._references[page]:
+                continue
+            if page in self._key_of:
+                self._kept[page] = None
+            else:
+                self._free.append(page)
+
+    # ----------------------------------------------------------------------------------------------------- all of it
+
+    def drop_index(self) -> None:
+        """Some stage lost its cache: only the pages of living sessions are computed anew, and only they can be found
+        again."""
+        for page in self._kept:
+            self._forget(page)
+            self._free.append(page)
+        self._kept.clear()
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        page, _ = self._kept.popitem(last=False)
+        self._forget(page)
+        return page
+
+    def _forget(self, page: int) -> None:
+        del self._index[self._key_of.pop(page)]
+
+    def _table(self, session: int) -> _Table:
+        table = self._tables.get(session)
+        if table is None:
+            raise UnknownSession(f"expected a session with pages, got {session}.")
+        return table
+
+
+def _root(scope: str) -> Key:
+    return hashlib.sha256(b"scope\x00" + scope.encode()).digest()
+
+
+def _chained(parent: Key, tokens: Sequence[int]) -> Key:
+    return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()

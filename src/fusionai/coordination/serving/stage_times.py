@@ -1,0 +1,133 @@
+"""How long stages take for passes: what was measured, what follows for the next one. Decides no deadline.
+
+The work of a pass is counted in positions: one whose attention looks at `balance_tokens` others counts twice. Passes of
+many positions take time in proportion to their work; passes of few take what reading the weights takes, however many
+positions they have. So both kinds have an estimate of their own, by stage: a moving mean and a moving mean deviation,
+as TCP keeps for round trips (Jacobson and Karels, "Congestion avoidance and control", SIGCOMM 1988).
+
+Before anything was measured the plan's prediction of one token counts, for every position: no stage takes longer for
+many positions together than for each alone.
+
+Neighbours: `patience` makes deadlines of this, `piece_sizes` makes pieces; `coordination.serving.driver` tells what
+came back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import Final
+
+from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.wire.serving import Segment
+
+FEW: Final = 16
+"""Positions up to which a pass takes about as long as for one."""
+MEAN_GAIN: Final = 0.25
+DEVIATION_GAIN: Final = 0.25
+DEVIATIONS: Final = 4.0
+"""Above the mean where an estimate is to hold nearly always."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of a pass. `units`: positions, each by what it looks at."""
+
+    rows: int
+    units: float
+
+    @property
+    def is_few(self) -> bool:
+        return self.rows <= FEW
+
+    @property
+    def amount(self) -> float:
+        """What the time is in proportion to: of a pass of few positions what one of them is on average."""
+        return self.units / max(1, self.rows) if self.is_few else self.units
+
+
+@dataclass(slots=True)
+class Estimate:
+    """Seconds per amount of work."""
+
+    mean_s: float
+    deviation_s: float
+
+    def add(self, measured_s: float) -> None:
+        self.deviation_s += DEVIATION_GAIN * (abs(measured_s - self.mean_s) - self.deviation_s)
+        self.mean_s += MEAN_GAIN * (measured_s - self.mean_s)
+
+
+@dataclass(slots=True)
+class StageTimes:
+    """`balance_tokens`: positions that attention must look at for one position to cost what all else of it costs."""
+
+    balance_tokens: float = inf
+    _partition: str = ""
+    _holders: Mapping[int, str] = field(default_factory=dict[int, str])
+    _predicted_s: Mapping[int, float] = field(default_factory=dict[int, float])
+    _measured: dict[tuple[int, bool], Estimate] = field(default_factory=dict[tuple[int, bool], Estimate])
+
+    def begin(self, roles: ServingRoles) -> None:
+        """A round. What was measured of a stage on another machine, or of another cut, says nothing."""
+        anew = roles.partition != self._partition
+        kept = {stage for stage, one in roles.places.items() if not anew and self._holders.get(stage) == one}
+        self._measured = {key: known for key, known in self._measured.items() if key[0] in kept}
+        self._partition, self._holders, self._predicted_s = roles.partition, roles.places, roles.predicted_s
+
+    def work_of(self, segments: Iterable[Segment]) -> Work:
+        rows, units = 0, 0.0
+        for one in segments:
+            rows += one.length
+            units += self.units(one.start, one.start + one.length)
+        return Work(rows, units)
+
+    def units(self, start: int, end: int) -> float:
+        """Of positions `start` to `end` of one text."""
+        return (end - start) * (1.0 + (start + end) / 2 / self.balance_tokens)
+
+    def measured(self, stage: int, work: Work, seconds: float) -> None:
+        """The stage has computed a pass. Stages that this round does not know are ignored."""
+        if stage not in self._holders or not work.amount > 0 or not seconds >= 0:
+            return
+        rate_s = seconds / work.amount
+        known = self._measured.get((stage, work.is_few))
+        if known is None:
+            self._measured[stage, work.is_few] = Estimate(rate_s, rate_s / 2)
+        else:
+            known.add(rate_s)
+
+    def expected_s(self, stage: int, work: Work) -> float | None:
+        """The mean; None where nothing is known."""
+        known, amount = self._estimate(stage, work)
+        return None if known is None else known.mean_s * amount
+
+    def nearly_always_s(self, stage: int, work: Work) -> float | None:
+        """What a pass of this work hardly ever takes longer than; None where nothing is known."""
+        known, amount = self._estimate(stage, work)
+        return None if known is None else (known.mean_s + DEVIATIONS * known.deviation_s) * amount
+
+    def known_s(self, stage: int, work: Work) -> float:
+        """As `nearly_always_s`, of what was measured of passes like it; 0.0 where none was."""
+        known = self._measured.get((stage, work.is_few))
+        return 0.0 if known is None else (known.mean_s + DEVIATIONS * known.deviation_s) * work.amount
+
+    def tokens_per_s(self, stage: int) -> float | None:
+        """Of prompts without a context, as measured; None where none was."""
+        known = self._measured.get((stage, False))
+        return None if known is None or not known.mean_s > 0 else 1.0 / known.mean_s
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(sorted(self._holders))
+
+    def _estimate(self, stage: int, work: Work) -> tuple[Estimate | None, float]:
+        """With the amount that it is of. Where nothing like it was measured, each position is as if it came alone."""
+        known = self._measured.get((stage, work.is_few))
+        if known is not None:
+            return known, work.amount
+        single = self._measured.get((stage, True))
+        if single is not None:
+            return single, work.units
+        predicted_s = self._predicted_s.get(stage, 0.0)
+        return (Estimate(predicted_s, predicted_s / 2) if predicted_s > 0 else None), work.units

@@ -1,0 +1,97 @@
+"""Who of a serving job's members is in, what each was told to guard, whose weights are there. Decides nothing.
+
+Neighbours: `coordination.serving.driver` enlists, asks and dismisses by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.wire.base import Fence
+
+
+@dataclass(slots=True)
+class Muster:
+    members: set[str] = field(default_factory=set[str])
+    """Whoever was enlisted and not dismissed since."""
+    enlisted: set[str] = field(default_factory=set[str])
+    """Of them, those that answered in this round."""
+    _beside: dict[str, Fence] = field(default_factory=dict[str, Fence])
+    """Members brought in beside the round, with the fence they got."""
+    _told: dict[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
+    """Stages that a member was told, when it was last enlisted, to guard: it takes no others."""
+    _asked: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
+    """(stage, guard) that was to load, in this round."""
+    _warm: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
+    """(stage, guard) whose weights are there."""
+
+    def begin(self, roles: ServingRoles) -> None:
+        """A round: all its members are enlisted."""
+        self.void()
+        self.members |= roles.members
+        for peer in roles.members:
+            self._tell(peer, roles)
+
+    def void(self) -> None:
+        """The round is over. Weights stay where they are."""
+        self.enlisted.clear()
+        self._beside.clear()
+        self._told.clear()
+        self._asked.clear()
+
+    def bring(self, peer: str, fence: Fence, roles: ServingRoles) -> None:
+        """It is enlisted beside the round: what it was asked to load before, it may have dropped."""
+        self.members.add(peer)
+        self.enlisted.discard(peer)
+        self._beside[peer] = fence
+        self._asked = {one for one in self._asked if one[1] != peer}
+        self._tell(peer, roles)
+
+    def strike(self, peer: str) -> None:
+        self.members.discard(peer)
+        self.enlisted.discard(peer)
+        self._beside.pop(peer, None)
+        self._told.pop(peer, None)
+        self._asked = {one for one in self._asked if one[1] != peer}
+        self._warm = {one for one in self._warm if one[1] != peer}
+
+    def _tell(self, peer: str, roles: ServingRoles) -> None:
+        """It forgets what it neither runs nor guards."""
+        self._told[peer] = kept = frozenset(roles.guarded_by(peer))
+        self._warm = {(stage, one) for stage, one in self._warm if one != peer or stage in kept}
+
+    # ------------------------------------------------------------------------------------------------------ weights
+
+    def ask(self, stage: int, peer: str) -> None:
+        self._asked.add((stage, peer))
+
+    def loaded(self, stage: int, peer: str) -> None:
+        self._warm.add((stage, peer))
+
+    def took_over(self, places: Mapping[int, str]) -> None:
+        """These run their stages now; they are nobody's guards."""
+        self._warm -= set(places.items())
+
+    def cut_anew(self) -> None:
+        """Weights of stages of another cut are of no use."""
+        self._warm.clear()
+
+    # ------------------------------------------------------------------------------------------------------ looking
+
+    def fence_of(self, peer: str, fence: Fence) -> Fence:
+        """What its messages carry, in the round of `fence`."""
+        return self._beside.get(peer, fence)
+
+    def may_hold(self, stage: int, peer: str) -> bool:
+        """Whether it was told that it guards the stage."""
+        return stage in self._told.get(peer, ())
+
+    def was_asked(self, stage: int, peer: str) -> bool:
+        """To load the stage, since it was last enlisted."""
+        return (stage, peer) in self._asked
+
+    def is_warm(self, stage: int, peer: str) -> bool:
+        """Whether it could run the stage now."""
+        return (stage, peer) in self._warm

@@ -1,0 +1,1 @@
+"""The state machines of a training job: its driver and its stages."""

@@ -1,0 +1,995 @@
+"""State machine of a training job's driver: attaching, restoring, feeding, votes, commits, checkpoints.
+
+It decides which microbatch is fed when, when a step is official, how stages return to that step after a fault, when a
+checkpoint or an evaluation is due, when another plan is needed and when the job ends. It never touches a tensor, a
+file, a clock or a connection: `training` performs its commands; in tests a virtual world does.
+
+Any fault that touches a stage ends the *round*. The next round has a higher fence: all members report, lost state is
+restored, the step in progress is repeated. The machine implements these rules of the recovery protocol
+(docs/recovery.md): journal, then send the commit (2); commit only when every stage is prepared (3); resume carries the
+last record (5); all status, resume, all ready, only then new work (7); the line is the oldest of the newest snapshots
+kept (10); every guarded stage sends a snapshot after a recovery (11); nothing is fed beyond the line plus twice the
+snapshot interval (12); a lost guard is removed under the same plan (20); replayed steps use the journalled record and
+are checked against it (21); what a lying peer computed is taken back (26), and the line waits for checks (25).
+
+Neighbours: `driver_events` and `driver_commands` define its inputs and outputs, `restoring` decides which stage starts
+from which state, `coordination.training.stage` is the machine of a stage, `training.driver` performs the commands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, Literal
+
+from fusionai.coordination.round.verification import Found, Inspector
+from fusionai.coordination.training.commands import (
+    AnnounceReady,
+    AskPlan,
+    DecideScale,
+    Distrust,
+    DriverCommand,
+    EndJob,
+    Evaluate,
+    Feed,
+    JournalCommit,
+    NameBest,
+    PassSnapshot,
+    Rewind,
+    SendAttach,
+    SendCommit,
+    SendProbe,
+    SendResume,
+    StartCheck,
+    StepCommitted,
+    TellCheck,
+    TellFault,
+    TellRestored,
+    WarnTolerant,
+    WriteCheckpoint,
+)
+from fusionai.coordination.training.evaluations import Evaluation, Standing, standing
+from fusionai.coordination.training.events import (
+    CheckpointWritten,
+    CommandFailed,
+    CommitJournalled,
+    DriverEvent,
+    EvaluationDone,
+    LinkBroken,
+    LossArrived,
+    MemberEnlisted,
+    PeerLost,
+    PlanGranted,
+    ProbeAnswered,
+    ScaleDecided,
+    SnapshotStored,
+    StageChecked,
+    StageFailed,
+    StagePrepared,
+    StageReady,
+    StageReported,
+    StopAsked,
+)
+from fusionai.coordination.training.restoring import Restoration, StagePosition, decide
+from fusionai.coordination.training.roles import Roles
+from fusionai.wire.messages import CommitRecord, Fence
+
+
+class DriverPhase(Enum):
+    ATTACHING = "attaching"
+    LOADING = "loading"
+    """Stages that lost their state load one. The other stages wait."""
+    REPLAYING = "replaying"
+    """Restored stages run official steps again. Their neighbours stream what they retained."""
+    PROBING = "probing"
+    """A microbatch crosses every stage twice in evaluation mode, before any work counts."""
+    RUNNING = "running"
+    SAVING = "saving"
+    """A last checkpoint is written before the end."""
+    WAITING = "waiting"
+    """A stage has no peer to run it. The driver has asked for another plan."""
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobShape:
+    """Parameters of a job that never change. `canonical_order`: parameter keys in `model.parameters()` order."""
+
+    steps: int
+    microbatches: int
+    canonical_order: tuple[str, ...]
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    save_base: bool = False
+    """Write a checkpoint of the state that the run starts from, before anything is fed."""
+    evaluate_every: int = 0
+    keep_best: bool = False
+    """Save every state whose evaluation is the best so far."""
+    patience: int | None = None
+    """End the job after this many evaluations without an improvement of at least `minimum_improvement`."""
+    minimum_improvement: float = 0.0
+    takeover: Literal["exact", "any", "tolerant"] = "exact"
+    """When different bits end the job. `exact`: in any replay. `any`: only in the probe, where the same machines
+    compute both passes. `tolerant`: never, differences are only reported."""
+
+
+def norms_hash(norms: Mapping[str, float]) -> str:
+    """Return the SHA-256 over the (parameter, norm) pairs in key order, norms as exact hexadecimal floats."""
+    digest = hashlib.sha256()
+    for key in sorted(norms):
+        digest.update(f"{key}={norms[key].hex()}\n".encode())
+    return digest.hexdigest()
+
+
+@dataclass(slots=True)
+class DriverMachine:
+    """See the module. `start` returns the first commands; `handle` takes an event and returns commands."""
+
+    shape: JobShape
+    roles: Roles
+    incarnation: int
+    learning_rate: Callable[[int], float]
+    """Pure function from step to learning rate."""
+    official: int = 0
+    """Number of journalled commits."""
+    records: dict[int, CommitRecord] = field(default_factory=dict[int, CommitRecord])
+    """Commit record of every official step from the one before the newest checkpoint on."""
+    saved: int = -1
+    """Step of the newest complete checkpoint, -1 without any."""
+    older: list[int] = field(default_factory=list[int])
+    """Steps of all complete checkpoints. Except for the one in `saved`, some may have been deleted from the disk."""
+    inspector: Inspector | None = None
+    """Decides on spot checks; None: the job's work is not checked."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """All journalled evaluations, in order."""
+    phase: DriverPhase = DriverPhase.ATTACHING
+    step: int = 0
+    """Next step to be committed. It is less than `official` while all stages replay from a checkpoint."""
+    line: int = 0
+    attempt: int = -1
+    story: list[str] = field(default_factory=list[str])
+    _positions: dict[int, StagePosition] = field(default_factory=dict[int, StagePosition])
+    _snapshots: dict[str, frozenset[tuple[int, int]]] = field(default_factory=dict[str, frozenset[tuple[int, int]]])
+    """Member -> the (stage, step) of the snapshots it holds, as reported in this round."""
+    _guards: dict[int, str] = field(default_factory=dict[int, str])
+    """Stage -> its guard, for guards of the plan that are still connected."""
+    _acked: dict[int, int] = field(default_factory=dict[int, int])
+    """Guarded stage -> step of the newest snapshot that its guard holds."""
+    _lost: set[str] = field(default_factory=set[str])
+    """Members of the plan that were lost."""
+    _restoration: Restoration | None = None
+    _loaded: set[int] = field(default_factory=set[int])
+    _ready: set[int] = field(default_factory=set[int])
+    _replayed: dict[int, int] = field(default_factory=dict[int, int])
+    """Replaying stage -> its next step."""
+    _probed: bool = False
+    _fed: tuple[int, int] = (0, 0)
+    _losses: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
+    _norms: dict[int, dict[int, Mapping[str, float]]] = field(default_factory=dict[int, dict[int, Mapping[str, float]]])
+    _history: dict[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
+    """Gradient norms of official steps that may be replayed, to check the replay against."""
+    _deciding: bool = False
+    _journalling: CommitRecord | None = None
+    _saving: int | None = None
+    _asked: bool = False
+    """Whether stages must be asked to export their state before they are fed."""
+    _evaluating: int | None = None
+    _named: int = -1
+    """Step of the best state that was last announced."""
+    _pending: Roles | None = None
+    """New plan to adopt as soon as nothing is in progress."""
+    _link_faults: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
+    _stage_faults: Counter[int] = field(default_factory=Counter[int])
+    """Both counters cover the time since the last commit; for a guard's link, since its last snapshot."""
+    _stop: str | None = None
+    _sentence: Found | None = None
+    """Verdict against a peer that is expelled as soon as no commit is being journalled."""
+    _checkable: int = 0
+    """First step whose stretches can be checked. The retained data for earlier ones may have been lost with the last
+    round."""
+    _voided: bool = False
+    """Whether steps were taken back. What runs again on the way to the present step is then not compared with the first
+    run."""
+
+    # ------------------------------------------------------------------------------------------------ interface
+
+    @property
+    def fence(self) -> Fence:
+        return Fence(self.roles.version, self.incarnation, self.attempt)
+
+    @property
+    def guards(self) -> Mapping[int, str]:
+        """Stage -> its guard, for guards that are still connected."""
+        return self._guards
+
+    def start(self) -> list[DriverCommand]:
+        self.step = self.official
+        self.line = self._checkpoint
+        self._guards = dict(self.roles.guards)
+        self._evaluate_if_due()
+        return self._begin_round()
+
+    def handle(self, event: DriverEvent) -> list[DriverCommand]:
+        """Apply one event. An event without a row for the present phase is late or void and changes nothing."""
+        transition = TABLE.get((self.phase, type(event)))
+        self.story.append(f"{self.phase.value}: {_brief(event)}")
+        del self.story[:-STORY_LENGTH]
+        if transition is None:
+            return []
+        commands = transition.act(self, event)
+        assert self.phase in transition.targets, (self.phase, transition.targets, self.story)
+        return commands
+
+    # ---------------------------------------------------------------------------------------------------- rounds
+
+    def _begin_round(self) -> list[DriverCommand]:
+        """Begin a round. Discards the step in progress, except for a commit that is being journalled."""
+        self.phase = DriverPhase.ATTACHING
+        self.attempt += 1
+        self._positions.clear()
+        self._snapshots.clear()
+        self._restoration = None
+        self._loaded.clear()
+        self._ready.clear()
+        self._replayed.clear()
+        self._deciding = self._asked = False
+        self._saving = None
+        if self.inspector is not None:
+            self.inspector.drop()
+        kept = set[int]() if self._journalling is None else {self._journalling.step}
+        self._losses = {step: losses for step, losses in self._losses.items() if step in kept}
+        self._norms = {step: norms for step, norms in self._norms.items() if step in kept}
+        return [SendAttach(self.fence, self.roles, dict(self._guards))]
+
+    def on_enlisted(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, MemberEnlisted)
+        self._snapshots[event.peer] = event.snapshots
+        return self._restore_if_all_answered()
+
+    def on_reported(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, StageReported)
+        self._positions[event.stage] = StagePosition(event.applied, event.prepared, event.retained_from)
+        return self._restore_if_all_answered()
+
+    def _restore_if_all_answered(self) -> list[DriverCommand]:
+        """First barrier: no stage gets an instruction before all stages have reported and the journal has answered
+        (rule 7)."""
+        members = {*self.roles.places.values(), *self._guards.values()}
+        answered = self._positions.keys() >= self.roles.places.keys() and self._snapshots.keys() >= members
+        if not answered or self._journalling is not None:
+            return []
+        restoration = self._restoration = decide(
+            self.roles,
+            self._positions,
+            self._snapshots,
+            committed=self.step,
+            checkpoint=None if self.saved < 0 else self.saved,
+            records_from=min(self.records, default=self.step),
+        )
+        told = TellRestored(
+            committed=self.step,
+            base=restoration.base,
+            restored=tuple(restoration.sources),
+            rollback=restoration.rollback and restoration.base < self.step,
+        )
+        rewound: list[DriverCommand] = []
+        if restoration.rollback:
+            self._roll_back(restoration.base)
+            if self._voided:  # results of these steps are not compared with earlier ones
+                rewound = self._take_back(restoration.base)
+        self._voided = False
+        self._acked = {
+            stage: max(held)
+            for stage, guard in self._guards.items()
+            if (held := [step for at, step in self._snapshots[guard] if at == stage and step <= self.step])
+        }
+        self._move_line()
+        self.phase = DriverPhase.LOADING
+        return [told, *rewound, *self._load(restoration)]
+
+    def _roll_back(self, base: int) -> None:
+        """Restart all stages from the checkpoint. The line falls to it as well; afterwards only snapshots held by
+        guards raise the line (rule 10)."""
+        self.step, self.line = base, min(self.line, base)
+        self._history.clear()
+        if self._evaluating is not None and self._evaluating > base:
+            self._evaluating = None
+
+    def _load(self, restoration: Restoration) -> list[DriverCommand]:
+        if not restoration.sources:
+            return self._go_on()
+        self._replayed = dict.fromkeys(restoration.sources, restoration.base)
+        passed: list[DriverCommand] = [
+            PassSnapshot(stage, restoration.base, holder, self.roles.places[stage])
+            for stage, holder in restoration.holders.items()
+        ]
+        replaying = frozenset(restoration.sources)
+        return passed + [
+            SendResume(
+                stage,
+                committed=self.step,
+                source=source,
+                base=restoration.base,
+                records=tuple(self.records[step] for step in range(restoration.base, self.step)),
+                replaying=replaying,
+                snapshot=self._wants_snapshot(stage),
+            )
+            for stage, source in restoration.sources.items()
+        ]
+
+    def on_loaded(self, event: DriverEvent) -> list[DriverCommand]:
+        """Second barrier: all stages that lost their state have one again."""
+        assert isinstance(event, StageReady)
+        assert self._restoration is not None
+        base, restored = self._restoration.base, self._restoration.sources.keys()
+        if event.applied != base or event.stage not in restored:
+            return self._fail(f"stage {event.stage} is at step {event.applied} instead of {base}")
+        self._loaded.add(event.stage)
+        return self._go_on() if self._loaded >= restored else []
+
+    def _go_on(self) -> list[DriverCommand]:
+        """Let the other stages reach the official step and stream what they retained, while restored stages replay."""
+        assert self._restoration is not None
+        self.phase = DriverPhase.REPLAYING
+        base, replaying = self._restoration.base, frozenset(self._restoration.sources)
+        if base == self.step:
+            self._ready |= self._loaded
+        last = tuple(self.records[step] for step in (self.step - 1,) if step in self.records)
+        resumes: list[DriverCommand] = [
+            SendResume(
+                stage,
+                committed=self.step,
+                source="keep",
+                base=base,
+                records=last,
+                replaying=replaying,
+                snapshot=self._wants_snapshot(stage),
+                line=self.line,
+            )
+            for stage in self.roles.stages
+            if stage not in replaying
+        ]
+        self._fed = (base, 0)
+        return [*resumes, *self._feed_replay(), *self._run_if_all_ready()]
+
+    def _wants_snapshot(self, stage: int) -> bool:
+        return stage in self._guards and self._acked.get(stage, -1) < self.step
+
+    def on_ready(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, StageReady)
+        if event.applied != self.step:
+            return self._fail(f"stage {event.stage} is at step {event.applied} instead of {self.step}")
+        self._ready.add(event.stage)
+        return self._run_if_all_ready()
+
+    def _run_if_all_ready(self) -> list[DriverCommand]:
+        """Third barrier: new work begins only when all stages are at the official step (rule 7)."""
+        if not self._ready >= set(self.roles.stages):
+            return []
+        self._fed = (self.step, 0)
+        if self._probed:
+            return self._run()
+        self.phase = DriverPhase.PROBING
+        return [SendProbe(self.step)]
+
+    def on_probed(self, event: DriverEvent) -> list[DriverCommand]:
+        """Announce that the job is ready. Two passes over the same state must agree bit for bit, or no replay could."""
+        assert isinstance(event, ProbeAnswered)
+        warnings: list[DriverCommand] = []
+        first, second = event.losses
+        if first.hex() != second.hex():
+            detail = f"the same microbatch crossed the stages twice and gave {first!r} and {second!r}"
+            if self.shape.takeover != "tolerant":
+                return self._fail(f"the probe did not come back right: {detail}")
+            warnings.append(WarnTolerant(self.step, detail))
+        self._probed = True
+        return [*warnings, AnnounceReady(self.step), *self._run()]
+
+    def _run(self) -> list[DriverCommand]:
+        """Resume what the fault interrupted: a checkpoint, an evaluation or the end."""
+        self._checkable = self.step
+        commands = self._save_if_owed()
+        if self._evaluating is not None:
+            commands.append(Evaluate(self._evaluating))
+        if self.phase is DriverPhase.SAVING:
+            return [*commands, *self._end_if_settled()]
+        return [*commands, *self._feed(), *self._change_plan_if_quiet()]
+
+    def _save_if_owed(self) -> list[DriverCommand]:
+        """Between two steps, before the next one begins: save a checkpoint if one is due, then go on or end."""
+        last = self._is_last()
+        self.phase = DriverPhase.SAVING if last else DriverPhase.RUNNING
+        if self._saving is not None or not self._is_save_owed(last):
+            return self._name_best()
+        self._saving, self._asked = self.step, True
+        return [WriteCheckpoint(self.step, ask=True)]
+
+    # -------------------------------------------------------------------------------------------------- replaying
+
+    def _feed_replay(self) -> list[DriverCommand]:
+        """Feed inputs to the replaying stages, at most two steps ahead of the slowest of them."""
+        fed = frozenset(stage for stage in self._replayed if stage in self.roles.fed)
+        if not fed:
+            return []
+        commands: list[DriverCommand] = []
+        below = min(self.step, min(self._replayed[stage] for stage in fed) + REPLAY_AHEAD)
+        while self._fed[0] < below:
+            commands.append(Feed(*self._fed, only=fed))
+            self._fed = self._after(self._fed)
+        return commands
+
+    def on_replayed(self, event: DriverEvent) -> list[DriverCommand]:
+        """A stage has run an official step again. Its norms must equal those of the first run (rule 21)."""
+        assert isinstance(event, StagePrepared)
+        if self._replayed.get(event.stage) != event.step:
+            return []
+        self._replayed[event.stage] = event.step + 1
+        known = self._history.get(event.step)
+        differing = [key for key in sorted(event.norms) if known is not None and known.get(key) != event.norms[key]]
+        if not differing:
+            return self._feed_replay()
+        detail = f"stage {event.stage} replayed step {event.step} with another norm of {', '.join(differing[:3])}"
+        if self.shape.takeover == "exact":
+            return self._fail(f"replay is not exact: {detail}")
+        return [WarnTolerant(event.step, detail), *self._feed_replay()]
+
+    # ----------------------------------------------------------------------------------------------- normal steps
+
+    def on_loss(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, LossArrived)
+        if event.step < self.step:
+            return []
+        if event.microbatch >= self.shape.microbatches or (event.step, event.microbatch) >= self._fed:
+            return self._fail(f"a loss came for microbatch {event.microbatch} of step {event.step}, which was not fed")
+        self._losses.setdefault(event.step, {}).setdefault(event.microbatch, event.loss)
+        return [*self._feed(), *self._decide()]
+
+    def on_prepared(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, StagePrepared)
+        if event.step != self.step or event.stage not in self.roles.places:
+            return []
+        self._norms.setdefault(event.step, {}).setdefault(event.stage, event.norms)  # a vote can't be changed
+        return self._decide()
+
+    def _decide(self) -> list[DriverCommand]:
+        """If all losses and votes are in and no evaluation still needs the state, reduce the norms."""
+        voted = self._norms.get(self.step, {}).keys() == self.roles.places.keys()
+        computed = len(self._losses.get(self.step, {})) == self.shape.microbatches
+        held = self._deciding or self._evaluating is not None or self._saving is not None
+        if not (voted and computed) or held or self._journalling is not None:
+            return []  # one checkpoint at a time: a commit never overtakes the state still being collected
+        self._deciding = True
+        norms = self._all_norms()
+        unknown = norms.keys() - set(self.shape.canonical_order)
+        if unknown:
+            return self._fail(f"norms of parameters the model does not have: {', '.join(sorted(unknown)[:5])}")
+        return [DecideScale(self.step, tuple(norms[key] for key in self.shape.canonical_order if key in norms))]
+
+    def on_scale(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, ScaleDecided)
+        if not self._deciding or event.step != self.step:
+            return []  # requested before a fault
+        losses = self._step_losses()
+        record = CommitRecord(
+            step=event.step,
+            scale=event.scale,
+            learning_rate=self.learning_rate(event.step),
+            total_norm=event.total_norm,
+            norms_hash=norms_hash(self._all_norms()),
+            fence=self.fence,
+            loss=sum(losses) / len(losses),
+        )
+        self._deciding = False
+        if event.step < self.official:
+            return self._check_replay(record, self.records[event.step])
+        self._journalling = record
+        return [JournalCommit(record)]
+
+    def _check_replay(self, computed: CommitRecord, journalled: CommitRecord) -> list[DriverCommand]:
+        same = computed.norms_hash == journalled.norms_hash and computed.loss.hex() == journalled.loss.hex()
+        if same:
+            return self._commit(journalled, replayed=True)
+        detail = (
+            f"step {computed.step} came out with loss {computed.loss!r} and norm {computed.total_norm!r}, "
+            f"the journal has {journalled.loss!r} and {journalled.total_norm!r}"
+        )
+        if self.shape.takeover != "exact":
+            return [WarnTolerant(computed.step, detail), *self._commit(journalled, replayed=True)]
+        return self._fail(f"replay is not exact: {detail}")
+
+    def on_journalled(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, CommitJournalled)
+        self._journalling = None
+        self.official = event.record.step + 1
+        return [*self._commit(event.record, replayed=False), *self._expel_if_free()]
+
+    def on_journalled_in_a_round(self, event: DriverEvent) -> list[DriverCommand]:
+        """A fault happened between the vote and the end of journalling. The step is official; stages get it with their
+        resume."""
+        assert isinstance(event, CommitJournalled)
+        self._journalling = None
+        self.official = event.record.step + 1
+        told = self._make_official(event.record, replayed=False)
+        self._evaluate_if_due()
+        if self._sentence is not None:
+            return [told, *self._expel_if_free()]
+        attaching = self.phase is DriverPhase.ATTACHING
+        return [told, *(self._restore_if_all_answered() if attaching else [])]
+
+    def _make_official(self, record: CommitRecord, *, replayed: bool) -> StepCommitted:
+        told = StepCommitted(record, self._step_losses(), replayed)
+        self.records[record.step] = record
+        self._history[record.step] = self._all_norms()
+        self._losses.pop(record.step, None)
+        self._norms.pop(record.step, None)
+        self.step = record.step + 1
+        self._forgive(frozenset(self.roles.places.values()) | {self.roles.owner})
+        self._stage_faults.clear()
+        self._move_line()
+        return told
+
+    def _commit(self, record: CommitRecord, *, replayed: bool) -> list[DriverCommand]:
+        told = self._make_official(record, replayed=replayed)
+        last = self._is_last()
+        save = self._is_save_owed(last)
+        commands: list[DriverCommand] = [SendCommit(record, line=self.line, save=save), told]
+        if save:
+            self._saving = self.step
+            commands.append(WriteCheckpoint(self.step, ask=False))
+        if self._evaluate_if_due():
+            commands.append(Evaluate(self.step))
+        if last:
+            self.phase = DriverPhase.SAVING
+            return [*commands, *self._end_if_settled()]
+        return [*commands, *self._feed(), *self._change_plan_if_quiet()]
+
+    def on_snapshot(self, event: DriverEvent) -> list[DriverCommand]:
+        """A guard has a newer snapshot of its stage. Tensors from before the oldest of these snapshots can be
+        dropped."""
+        assert isinstance(event, SnapshotStored)
+        if self._guards.get(event.stage) != event.peer or event.step > self.step:
+            return []
+        self._acked[event.stage] = max(event.step, self._acked.get(event.stage, -1))
+        self._forgive(frozenset((event.peer, self.roles.places[event.stage])))
+        checks = self._check_what_is_over()
+        self._move_line()
+        return [*checks, *(self._feed() if self.phase is DriverPhase.RUNNING else [])]
+
+    def _move_line(self) -> None:
+        """Raise the line (rule 10) and drop records below the line and the newest checkpoint. A check needs retained
+        tensors just as a replay does (25)."""
+        newest = [self._acked.get(stage, self.line) for stage in self._guards]
+        hold = None if self.inspector is None else self.inspector.hold
+        until = min(newest, default=self.step)
+        self.line = max(self.line, until if hold is None else min(until, hold))
+        below = min(self.line, self._checkpoint)
+        self.records = {step: record for step, record in self.records.items() if step >= below - 1}
+        self._history = {step: norms for step, norms in self._history.items() if step >= self.line}
+
+    def on_checkpoint(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, CheckpointWritten)
+        if event.step > self.official:
+            return []  # belongs to a state that was taken back
+        self.older.append(event.step)
+        self.saved = max(self.saved, event.step)
+        if self._saving == event.step:
+            self._saving, self._asked = None, False
+        told = self._name_best()
+        match self.phase:
+            case DriverPhase.SAVING:
+                return [*told, *self._end_if_settled()]
+            case DriverPhase.RUNNING:
+                return [*told, *self._feed(), *self._decide(), *self._change_plan_if_quiet()]
+            case _:
+                return told
+
+    def on_evaluated(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, EvaluationDone)
+        if event.step != self._evaluating:
+            return []
+        self._evaluating = None
+        self.evaluations = (*self.evaluations, Evaluation(event.step, event.loss))
+        running = self.phase is DriverPhase.RUNNING
+        if running and not self._is_choosing:  # the next step has begun
+            return [*self._decide(), *self._change_plan_if_quiet()]
+        commands = self._save_if_owed() if running else self._name_best()
+        if self.phase is DriverPhase.SAVING:
+            return [*commands, *self._end_if_settled()]
+        return [*commands, *self._feed(), *self._change_plan_if_quiet()]
+
+    def _name_best(self) -> list[DriverCommand]:
+        """Announce the best state once its checkpoint is complete."""
+        best = self.standing.best
+        if not self.shape.keep_best or best is None or best.step != self.saved or best.step == self._named:
+            return []
+        self._named = best.step
+        return [NameBest(best)]
+
+    def _feed(self) -> list[DriverCommand]:
+        """Feed microbatches in order. Limits: the window beyond the known losses, one step ahead of the vote, the bound
+        on retained steps (rule 12). Feeds nothing new while another plan waits."""
+        if self._asked or (self._is_choosing and self._evaluating is not None):
+            return []
+        commands: list[DriverCommand] = []
+        known = self.step * self.shape.microbatches + sum(len(losses) for losses in self._losses.values())
+        last = self.step if self._stop is not None else min(self.step + 1, self.shape.steps - 1)
+        if self._guards:
+            last = min(last, self.line + 2 * self.roles.snapshot_every - 1)
+        if self._is_choosing:  # the evaluated state may have to be saved first
+            every = self.shape.evaluate_every
+            last = min(last, self.step - self.step % every + every - 1)
+        if self._pending is not None:
+            last = min(last, self._fed[0] if self._fed[1] else self._fed[0] - 1)
+        while self._fed[0] <= last:
+            step, microbatch = self._fed
+            if step * self.shape.microbatches + microbatch >= known + self.roles.feed_window:
+                break
+            commands.append(Feed(step, microbatch))
+            self._fed = self._after(self._fed)
+        return commands
+
+    def _after(self, fed: tuple[int, int]) -> tuple[int, int]:
+        step, microbatch = fed
+        return (step, microbatch + 1) if microbatch + 1 < self.shape.microbatches else (step + 1, 0)
+
+    # ------------------------------------------------------------------------------------------------- spot checks
+
+    def _check_what_is_over(self) -> list[DriverCommand]:
+        """Decide whether a finished stretch is checked. This happens only after all guards have the state at its end,
+        when no peer can change its results any more (25). One stretch at a time."""
+        calm = self.phase in (DriverPhase.RUNNING, DriverPhase.SAVING)
+        if self.inspector is None or self.inspector.open or not self._guards or not calm:
+            return []
+        below = min(self._acked.get(stage, -1) for stage in self._guards)
+        if below <= self.line or self.line < self._checkable:
+            return []
+        checks = self.inspector.due(self.roles.places, self._guards, self.line, below)
+        return [StartCheck(check) for check in checks]
+
+    def on_checked(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, StageChecked)
+        found = None if self.inspector is None else self.inspector.answered(event.check, event.opinion)
+        if found is None:
+            return []
+        if found.again is not None:
+            return [TellCheck(event.check, found.outcome, found.reason), StartCheck(found.again)]
+        told = TellCheck(event.check, found.outcome, found.reason)
+        if found.liar:
+            self._sentence = found
+            return [told, *self._expel_if_free()]
+        checks: list[DriverCommand] = []
+        if self.inspector is not None and not self.inspector.open:
+            self._move_line()
+            checks = self._check_what_is_over()
+        match self.phase:
+            case DriverPhase.SAVING:
+                return [told, *checks, *self._end_if_settled()]
+            case _:
+                return [told, *checks, *self._feed(), *self._change_plan_if_quiet()]
+
+    def _expel_if_free(self) -> list[DriverCommand]:
+        """Expel a lying peer for good. Its work since its last successful check, and everything computed from it, is
+        void: these steps are taken back and repeated (26)."""
+        found = self._sentence
+        if found is None or self._journalling is not None or self.phase is DriverPhase.ENDED:
+            return []
+        self._sentence = None
+        peer, stages = found.liar, self.roles.stages_of(found.liar)
+        guarded = peer in self._guards.values()
+        told: list[DriverCommand] = [
+            Distrust(peer, found.reason),
+            TellFault("liar", peer, stages, self.step, found.reason),
+        ]
+        self._guards = {stage: guard for stage, guard in self._guards.items() if guard != peer}
+        if not stages:
+            return [*told, *(self._without_guard(peer, found.reason) if guarded else [])]
+        self._lost.add(peer)
+        self._pending = None
+        self._voided = True
+        taken_back = self._take_back(min(found.trusted, self.step))
+        self.phase = DriverPhase.WAITING
+        return [*told, *taken_back, AskPlan(frozenset(self._lost), found.reason)]
+
+    def _take_back(self, step: int) -> list[DriverCommand]:
+        """Take back the steps from `step` on and all states that include them."""
+        self.official = self.step = step
+        self.records = {of: record for of, record in self.records.items() if of < step}
+        self._history = {of: norms for of, norms in self._history.items() if of < step}
+        self._losses.clear()
+        self._norms.clear()
+        self.older = [of for of in {*self.older, self.saved} if 0 <= of <= step]
+        self.saved = max(self.older, default=-1)
+        self.line = min(self.line, step)
+        self._acked = {stage: min(of, step) for stage, of in self._acked.items()}
+        self._evaluating = self._saving = None
+        self.evaluations = tuple(found for found in self.evaluations if found.step <= step)
+        self._named = -1
+        self._deciding = self._asked = False
+        if self.inspector is not None:
+            self.inspector.went_back(step)
+        return [Rewind(step)]
+
+    # ----------------------------------------------------------------------------------------------- faults, plans
+
+    def on_peer_lost(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, PeerLost)
+        return self._lose(event.peer, "peer", event.reason)
+
+    def _lose(self, peer: str, kind: Literal["peer", "stage", "link"], reason: str) -> list[DriverCommand]:
+        present = {*self.roles.places.values(), *self._guards.values()}
+        if peer in self._lost or peer not in present:
+            return []
+        self._lost.add(peer)
+        if self._pending is not None and peer in self._pending.members:
+            self._pending = None
+        stages = self.roles.stages_of(peer)
+        self._guards = {stage: guard for stage, guard in self._guards.items() if guard != peer}
+        if not stages:
+            return [TellFault("guard", peer, (), self.step, reason), *self._without_guard(peer, reason)]
+        if peer == self.roles.owner:
+            return self._fail(f"stage {stages[0]} of the job's own machine failed: {reason}")
+        told = TellFault(kind, peer, stages, self.step, reason)
+        if self._pending is not None and self._leaves_alone(self._pending):
+            return [told, *self._adopt(self._pending)]
+        self._pending = None
+        self.phase = DriverPhase.WAITING
+        return [told, AskPlan(frozenset(self._lost), reason)]
+
+    def _leaves_alone(self, roles: Roles) -> bool:
+        """Return whether every connected member keeps its stages, so that no state is dropped before it is in a
+        checkpoint."""
+        living = {stage: peer for stage, peer in self.roles.places.items() if peer not in self._lost}
+        return self.roles.partition == roles.partition and living.items() <= dict(roles.places).items()
+
+    def _without_guard(self, peer: str, reason: str) -> list[DriverCommand]:
+        """Handle a lost guard without a new round (rule 20), unless a stage needs its snapshot now."""
+        self._snapshots.pop(peer, None)
+        self._move_line()
+        match self.phase:
+            case DriverPhase.ATTACHING:
+                return self._restore_if_all_answered()
+            case DriverPhase.LOADING if self._restoration and peer in self._restoration.holders.values():
+                return self._begin_round()
+            case DriverPhase.RUNNING:
+                return self._feed()
+            case DriverPhase.WAITING:
+                return [AskPlan(frozenset(self._lost), reason)]
+            case _:
+                return []
+
+    def on_link_broken(self, event: DriverEvent) -> list[DriverCommand]:
+        """First break of a link: another round over the same plan. Second break before any commit: one of the two peers
+        is removed."""
+        assert isinstance(event, LinkBroken)
+        pair = frozenset((event.reporter, event.other))
+        present = {self.roles.owner, *self.roles.places.values(), *self._guards.values()}
+        if len(pair) < 2 or not pair <= present:
+            return []
+        self._link_faults[pair] += 1
+        if self._link_faults[pair] > 1:
+            return self._lose(self._blamed(pair), "link", event.reason)
+        stages = self.roles.stages_of(event.other)
+        return [TellFault("link", event.other, stages, self.step, event.reason), *self._begin_round()]
+
+    def _blamed(self, pair: Iterable[str]) -> str:
+        """Return which peer of a broken link to remove. Never the driver's own machine; otherwise in order: a peer that
+        runs no stage, a peer that has trouble with most others, a peer that can be replaced at once."""
+
+        def weight(peer: str) -> tuple[bool, int, bool, str]:
+            stages = self.roles.stages_of(peer)
+            troubles = sum(peer in other for other in self._link_faults)
+            return (not stages, troubles, all(stage in self._guards for stage in stages), peer)
+
+        return max((peer for peer in pair if peer != self.roles.owner), key=weight)
+
+    def _forgive(self, peers: frozenset[str]) -> None:
+        """Reset the fault counts of links among these peers, because the links have carried their traffic."""
+        self._link_faults = Counter({pair: times for pair, times in self._link_faults.items() if not pair <= peers})
+
+    def on_stage_failed(self, event: DriverEvent) -> list[DriverCommand]:
+        """First failure: another round. Second: another peer. Third: end the job, because the peer is not the cause."""
+        assert isinstance(event, StageFailed)
+        self._stage_faults[event.stage] += 1
+        times = self._stage_faults[event.stage]
+        peer = self.roles.places[event.stage]
+        if event.fatal or times > 2:
+            return self._fail(f"stage {event.stage} failed: {event.reason}")
+        if times > 1:
+            return self._lose(peer, "stage", event.reason)
+        return [TellFault("stage", peer, (event.stage,), self.step, event.reason), *self._begin_round()]
+
+    def on_plan(self, event: DriverEvent) -> list[DriverCommand]:
+        """Adopt the plan at once if a stage waits for a peer, otherwise when nothing is in progress. The plan may
+        contain a guard that was lost. Either it is back, or it is lost again at the cost of one round."""
+        assert isinstance(event, PlanGranted)
+        newest = self._pending or self.roles
+        if event.roles.version <= newest.version:
+            return []
+        if self.phase is DriverPhase.WAITING:
+            return self._adopt(event.roles)
+        self._pending = event.roles
+        return self._change_plan_if_quiet() if self.phase is DriverPhase.RUNNING else []
+
+    def _change_plan_if_quiet(self) -> list[DriverCommand]:
+        """Adopt a pending plan between steps, when nothing is fed, because no work is lost then. State that moves goes
+        through a checkpoint unless the new peer is its guard."""
+        busy = self._fed != (self.step, 0) or self._saving is not None or self._evaluating is not None
+        if self._pending is None or busy or self.phase is not DriverPhase.RUNNING:
+            return []
+        moves = self.roles.moves(self._pending) and not self._exchanges(self._pending)
+        if moves and self.saved < self.step:
+            self._saving, self._asked = self.step, True
+            return [WriteCheckpoint(self.step, ask=True)]
+        return self._adopt(self._pending)
+
+    def _exchanges(self, roles: Roles) -> bool:
+        """Return whether one stage changes places with its guard and nothing else moves. The guard starts from its
+        snapshot. The stage's former peer keeps its state until it has a snapshot in turn (rule 22)."""
+        moved = [stage for stage, peer in self.roles.places.items() if roles.places.get(stage) != peer]
+        if self.roles.partition != roles.partition or len(moved) != 1 or moved[0] not in self.sheltered:
+            return False
+        stage = moved[0]
+        before = (self.roles.places[stage], self._guards[stage])
+        return before == (roles.guards.get(stage), roles.places[stage])
+
+    @property
+    def sheltered(self) -> frozenset[int]:
+        """Return the stages whose guard could take over now. Its snapshot must be newer than the checkpoint, because a
+        single stage that starts from the checkpoint's step would force all others back."""
+        return frozenset(stage for stage in self._guards if self._acked.get(stage, -1) > self._checkpoint)
+
+    def _adopt(self, roles: Roles) -> list[DriverCommand]:
+        self._pending = None
+        self.roles = roles
+        self._lost.clear()
+        self._guards = dict(roles.guards)
+        return self._begin_round()
+
+    # -------------------------------------------------------------------------------------------------- the end
+
+    def on_stop(self, event: DriverEvent) -> list[DriverCommand]:
+        """Stop the job. Before any work, or with a stage missing, nothing is saved. A step in progress is finished
+        first."""
+        assert isinstance(event, StopAsked)
+        self._stop = self._stop if self._stop is not None else event.reason
+        if self.phase is DriverPhase.WAITING or not self._probed:
+            return self._end()
+        return []
+
+    def on_command_failed(self, event: DriverEvent) -> list[DriverCommand]:
+        assert isinstance(event, CommandFailed)
+        return self._fail(event.reason)
+
+    def _end_if_settled(self) -> list[DriverCommand]:
+        checking = self._sentence is not None or (self.inspector is not None and bool(self.inspector.open))
+        return [] if checking or self._evaluating is not None or self._saving is not None else self._end()
+
+    def _end(self) -> list[DriverCommand]:
+        self.phase = DriverPhase.ENDED
+        early = None if self.step >= self.shape.steps or self._stop is not None else self._enough
+        return [EndJob(self.step, stopped=self._stop, early=early)]
+
+    def _fail(self, reason: str) -> list[DriverCommand]:
+        self.phase = DriverPhase.ENDED
+        return [EndJob(self.step, failed=reason)]
+
+    # ---------------------------------------------------------------------------------------------------- details
+
+    @property
+    def _checkpoint(self) -> int:
+        """Return the step from which all stages can restart: the newest complete checkpoint, or the beginning."""
+        return max(self.saved, 0)
+
+    @property
+    def standing(self) -> Standing:
+        """Return the result of all evaluations so far."""
+        return standing(self.evaluations, self.shape.minimum_improvement)
+
+    @property
+    def _is_choosing(self) -> bool:
+        """Return whether evaluations decide which state is best or when to end."""
+        return self.shape.evaluate_every > 0 and (self.shape.keep_best or self.shape.patience is not None)
+
+    @property
+    def _enough(self) -> str | None:
+        """Return why the job may end, or None. Answers only when the present state is the one that was evaluated
+        last."""
+        replaying = bool(self.evaluations) and self.step < self.evaluations[-1].step
+        return None if replaying else self.standing.enough(self.shape.patience)
+
+    def _is_last(self) -> bool:
+        return self.step >= self.shape.steps or self._stop is not None or self._enough is not None
+
+    def _is_save_owed(self, last: bool) -> bool:
+        every = self.shape.checkpoint_every
+        at_base = self.shape.save_base and self.saved < 0
+        best = self.standing.best if self.shape.keep_best else None
+        at_best = best is not None and best.step == self.step
+        in_turn = every > 0 and self.step > 0 and self.step % every == 0
+        return self.saved < self.step and (last or at_base or at_best or in_turn)
+
+    def _evaluate_if_due(self) -> bool:
+        """Evaluate the state if it is due, once per state, even if steps are repeated."""
+        every = self.shape.evaluate_every
+        done = self.evaluations and self.evaluations[-1].step >= self.step
+        if every and self.step > 0 and self.step % every == 0 and self.step >= self.official and not done:
+            self._evaluating = self.step
+        return self._evaluating is not None
+
+    def _all_norms(self) -> dict[str, float]:
+        return {key: norm for norms in self._norms[self.step].values() for key, norm in norms.items()}
+
+    def _step_losses(self) -> tuple[float, ...]:
+        return tuple(self._losses[self.step][index] for index in range(self.shape.microbatches))
+
+
+STORY_LENGTH: Final = 24
+REPLAY_AHEAD: Final = 2
+"""Most steps that may be fed beyond what the slowest replaying stage has finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverTransition:
+    """One row of the table: the handler of an event in a phase, and the phases it may lead to."""
+
+    act: Callable[[DriverMachine, DriverEvent], list[DriverCommand]]
+    targets: frozenset[DriverPhase]
+
+
+_A, _L, _R, _P, _G, _S, _W, _E = (
+    DriverPhase.ATTACHING,
+    DriverPhase.LOADING,
+    DriverPhase.REPLAYING,
+    DriverPhase.PROBING,
+    DriverPhase.RUNNING,
+    DriverPhase.SAVING,
+    DriverPhase.WAITING,
+    DriverPhase.ENDED,
+)
+_UNDER_WAY: Final = (_L, _R, _P, _G, _S)
+_ROUND: Final = (_L, _R, _P, _G, _S, _E)
+"""Phases that may follow at once when a barrier is complete."""
+
+
+def _row(act: Callable[[DriverMachine, DriverEvent], list[DriverCommand]], *targets: DriverPhase) -> DriverTransition:
+    return DriverTransition(act, frozenset(targets))
+
+
+TABLE: Final[dict[tuple[DriverPhase, type[DriverEvent]], DriverTransition]] = {
+    (_A, MemberEnlisted): _row(DriverMachine.on_enlisted, _A, *_ROUND),
+    (_A, StageReported): _row(DriverMachine.on_reported, _A, *_ROUND),
+    (_A, CommitJournalled): _row(DriverMachine.on_journalled_in_a_round, _A, _W, *_ROUND),
+    (_W, CommitJournalled): _row(DriverMachine.on_journalled_in_a_round, _W),
+    (_L, StageReady): _row(DriverMachine.on_loaded, _A, *_ROUND),
+    (_R, StageReady): _row(DriverMachine.on_ready, _R, _P, _G, _S, _A, _E),
+    (_R, StagePrepared): _row(DriverMachine.on_replayed, _R, _E),
+    (_P, ProbeAnswered): _row(DriverMachine.on_probed, _G, _S, _A, _E),
+    (_G, LossArrived): _row(DriverMachine.on_loss, _G, _E),
+    (_G, StagePrepared): _row(DriverMachine.on_prepared, _G, _E),
+    (_G, ScaleDecided): _row(DriverMachine.on_scale, _G, _S, _A, _E),
+    (_G, CommitJournalled): _row(DriverMachine.on_journalled, _G, _S, _A, _W, _E),
+    (_G, StageChecked): _row(DriverMachine.on_checked, _G, _A, _W, _E),
+    (_S, StageChecked): _row(DriverMachine.on_checked, _S, _W, _E),
+    **{(phase, CheckpointWritten): _row(DriverMachine.on_checkpoint, phase) for phase in (_A, _L, _R, _P, _W)},
+    (_G, CheckpointWritten): _row(DriverMachine.on_checkpoint, _G, _A, _E),
+    (_S, CheckpointWritten): _row(DriverMachine.on_checkpoint, _S, _E),
+    (_G, EvaluationDone): _row(DriverMachine.on_evaluated, _G, _S, _A, _E),
+    (_S, EvaluationDone): _row(DriverMachine.on_evaluated, _S, _E),
+    **{(phase, SnapshotStored): _row(DriverMachine.on_snapshot, phase) for phase in _UNDER_WAY},
+    (_A, PeerLost): _row(DriverMachine.on_peer_lost, _A, _W, *_ROUND),
+    **{(phase, PeerLost): _row(DriverMachine.on_peer_lost, phase, _A, _W, _E) for phase in (*_UNDER_WAY, _W)},
+    (_A, LinkBroken): _row(DriverMachine.on_link_broken, _A, _W, *_ROUND),
+    **{(phase, LinkBroken): _row(DriverMachine.on_link_broken, phase, _A, _W, _E) for phase in _UNDER_WAY},
+    **{(phase, StageFailed): _row(DriverMachine.on_stage_failed, _A, _W, _E) for phase in (_A, *_UNDER_WAY)},
+    **{(phase, PlanGranted): _row(DriverMachine.on_plan, phase, _A) for phase in (_A, *_UNDER_WAY, _W)},
+    **{(phase, StopAsked): _row(DriverMachine.on_stop, phase, _E) for phase in (_A, *_UNDER_WAY, _W)},
+    **{(phase, CommandFailed): _row(DriverMachine.on_command_failed, _E) for phase in (_A, *_UNDER_WAY, _W)},
+}
+"""(phase, event) -> transition. Events without a row are late and are ignored."""
+
+
+def _brief(event: DriverEvent) -> str:
+    return repr(event) if not isinstance(event, StagePrepared) else f"StagePrepared({event.stage}, {event.step})"

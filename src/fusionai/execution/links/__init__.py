@@ -1,0 +1,1 @@
+"""Connections between the members of a job, and the queues in front of them."""

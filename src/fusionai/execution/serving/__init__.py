@@ -1,0 +1,1 @@
+"""One machine's part in a serving job: stages, retained rows, weights, verification."""

@@ -1,0 +1,537 @@
+"""One machine's part in one serving job: its stages, its links, its weights, its connection to the driver.
+
+The member checks every message's fence, validates what it is asked to run before loading it, and routes passes to
+stages. It outlives its driver's connection. All decisions about the job are the driver's. The peer's daemon uses it,
+and the engine's process uses it for the job owner's own stages.
+
+`execution.serving.stage` runs each stage, `execution.serving.weights` fetches weights, `execution.links.peer_links`
+moves tensors. `execution.training.member` is the counterpart for training."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from fusionai.coordination.round.liveness import PING_S
+from fusionai.execution.allocator import return_code_pages, return_freed_memory
+from fusionai.execution.host import Host
+from fusionai.execution.links.outbox import Outbox
+from fusionai.execution.links.peer_links import Links, dials
+from fusionai.execution.member import DrivenPart, LinkLostSink
+from fusionai.execution.serving.loading import identity_of, prepare_stage
+from fusionai.execution.serving.stage import ServingStage
+from fusionai.execution.serving.verifier import TextReferee
+from fusionai.execution.serving.weights import StageWeights
+from fusionai.execution.state import headers
+from fusionai.primitives.errors import (
+    ExecutionError,
+    FusionError,
+    GraphError,
+    TransportError,
+)
+from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.tensors import HostTensor
+from fusionai.storage.weight_pieces import spec_bytes
+from fusionai.transport.interface import Channel, Envelope
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence
+
+log = logging.getLogger(__name__)
+
+ResultSink = Callable[[wire.PassResult, Mapping[str, HostTensor]], None]
+Testimony = wire.ToldMarks | wire.ShownRows | wire.ReadText
+TestimonySink = Callable[[PeerId, Testimony, Mapping[str, HostTensor]], None]
+
+LOADING_S: Final = 0.5
+"""Seconds between two progress reports while weights load (chosen)."""
+WORKING_BEATS: Final = 4
+"""Number of ping intervals between two reports of what the stages compute (chosen)."""
+
+
+class ServingMember(DrivenPart):
+    """Takes part in one serving job.
+
+    `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_result`, `on_testimony` and
+    `on_link_lost` are set only in the driver's process, where results of passes, data for checks and reports of lost
+    links end; other members send theirs over the network.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        job: str,
+        owner: PeerId,
+        opened: Fence,
+        weights: StageWeights,
+        *,
+        on_result: ResultSink | None = None,
+        on_testimony: TestimonySink | None = None,
+        on_link_lost: LinkLostSink | None = None,
+    ) -> None:
+        super().__init__("serve", host, job, owner, opened, on_link_lost)
+        self.snapshots: tuple[wire.SnapshotAt, ...] = ()
+        """Always empty: only training keeps snapshots."""
+        self._weights = weights
+        self._on_result = on_result
+        self._on_testimony = on_testimony
+        self._stages: dict[int, ServingStage] = {}
+        self._referees: dict[int, TextReferee] = {}
+        """Number of the check -> its referee."""
+        self._loading = asyncio.Lock()
+        self._loads: dict[int, wire.Loading] = {}
+        """Progress of the stages that are being loaded, reported repeatedly while that takes."""
+        self._visitors: set[PeerId] = set()
+        """Linked peers without a stage, which are guards."""
+        self._guests: dict[Channel, PeerId] = {}
+        """Members that fetch weights here, by connection."""
+        self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(sorted(self._stages))
+
+    @property
+    def present(self) -> Fence:
+        """Fence of the present round."""
+        return self._placement.fence
+
+    # ------------------------------------------------------------------------------------------ reading channels
+
+    def _obey(self, envelope: Envelope, driver: Outbox) -> None:
+        """Handle one message of the driver without waiting; longer work goes on in tasks."""
+        match envelope.message:
+            case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
+                driver.post(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
+            case wire.Enlist() as enlist:
+                self.to_driver(self.enlist(enlist))
+            case wire.Load() as load:
+                self._start(self._load(load, envelope.tensors))
+            case wire.Rebuild() as order:
+                self._deliver(order, {})
+            case wire.TellMarks() | wire.ShowRows() | wire.ReadAgain() as order:
+                self._testify(order)
+            case other:
+                raise ExecutionError(
+                    f"the driver sent a {type(other).__name__} on its control connection, where it does not belong."
+                )
+
+    async def serve_state(self, channel: Channel) -> None:
+        """Fetch weights over the driver's state connection when needed."""
+        with self._served():
+            await self._weights.from_owner(channel)
+
+    async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
+        """Serve a state connection on which another member fetches weights."""
+        self._guests[channel] = peer
+        try:
+            with self._served():
+                await self._weights.to_other(peer, channel)
+        finally:
+            del self._guests[channel]
+
+    async def serve_link(self, peer: PeerId, channel: Channel) -> None:
+        """Serve a tensor connection dialled by a neighbour, or by a guard that may become one."""
+        if peer not in self._placement.peers:
+            self._visitors.add(peer)
+        with self._served():
+            await self._links.serve(peer, channel)
+
+    def _see_off(self) -> None:
+        """Part with peers that the round's placement no longer names. The driver's machine chose its visitors
+        itself."""
+        if self.owner != self._host.peer:
+            self._visitors = {peer for peer in self._visitors if self._roster.may_stay(peer)}
+        for channel in [channel for channel, peer in self._guests.items() if not self._roster.may_stay(peer)]:
+            channel.abort()
+
+    async def _from_link(self, peer: PeerId, envelope: Envelope) -> None:
+        message = envelope.message
+        match message:
+            case (
+                wire.Pass(producer=sender)
+                | wire.PassResult(stage=sender)
+                | wire.ToldMarks(stage=sender)
+                | wire.ShownRows(stage=sender)
+            ):
+                pass
+            case wire.ReadText():
+                sender = None  # from a guard; the driver knows which one it asked
+            case _:
+                raise ExecutionError(
+                    f"peer {short(peer)} sent a {type(message).__name__}; only the driver may send it."
+                )
+        if message.fence != self._placement.fence:
+            self.stale_dropped += 1  # from another placement, whose senders may differ
+            return
+        if sender is not None and self._placement.peer_of(sender) != peer:
+            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__} as stage {sender}, not its own.")
+        match message:
+            case wire.Pass():
+                self._deliver(message, envelope.tensors)
+            case wire.ShownRows():
+                self._read_on(peer, message, envelope.tensors)
+            case wire.PassResult():
+                if self._on_result is None:
+                    raise ExecutionError(f"a result of {self.job} arrived at a member without a driver.")
+                self._on_result(message, envelope.tensors)
+            case wire.ToldMarks() | wire.ReadText():
+                if self._on_testimony is None:
+                    raise ExecutionError(f"data for a check of {self.job} arrived at a member without a driver.")
+                self._on_testimony(peer, message, envelope.tensors)
+
+    def _deliver(self, message: wire.Pass | wire.Rebuild, tensors: Mapping[str, HostTensor]) -> None:
+        """Pass a message to the stage it addresses if the fence is exactly that of the round."""
+        number = message.consumer if isinstance(message, wire.Pass) else message.stage
+        stage = self._stages.get(number)
+        here = self._placement.places.get(number) == self._host.peer
+        if stage is None or not here or message.fence != self._placement.fence:
+            self.stale_dropped += 1
+            return
+        try:
+            if isinstance(message, wire.Rebuild):
+                stage.rebuild(message)
+            elif message.producer != number - 1:
+                raise ExecutionError(
+                    f"stage {message.producer} sent a pass to stage {number}, expected the next stage."
+                )
+            else:
+                stage.take(message, tensors)
+        except FusionError as error:
+            self.failed(number, message.fence, "bad_message", str(error))
+        except Exception as error:
+            log.exception("stage %d of %s could not take a %s", number, self.job, type(message).__name__)
+            self.failed(number, message.fence, "bad_message", f"{type(error).__name__}: {error}")
+
+    # --------------------------------------------------------------------------------------- enlisting and loading
+
+    def enlist(self, enlist: wire.Enlist) -> wire.Enlisted | wire.Refused:
+        """A round begins: adopt its fence and places; stages that are neither run nor guarded here are forgotten."""
+        if (refused := self._adopt(enlist)) is not None:
+            return refused
+        for referee in self._referees.values():
+            self._start(referee.end())
+        self._referees.clear()
+        if not self._enlisted:
+            self._enlisted = True
+            self._start(self._beat())
+        self._keep_only(self._own | self._placement.guards)
+        self._see_off()
+        # The others drop their ends too, which is not a loss to report.
+        linked = self._placement.peers if self._exchanges else {PeerId(one.peer) for one in self._linked()}
+        self._links.begin_round({*linked, self.owner} | self._visitors)
+        for neighbour in self._linked():
+            self._dial(neighbour)
+        return wire.Enlisted(fence=enlist.fence, fingerprint=self._host.fingerprint)
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether this machine takes part in passes; a guard does not."""
+        return bool(self._own) or self.owner == self._host.peer
+
+    def _linked(self) -> list[wire.Neighbour]:
+        """Return the peers this machine exchanges tensors with: those of the stages before and after its own, for the
+        driver all. A guard that runs nothing opens these links before it takes over."""
+        neighbours = self._placement.neighbours
+        if self.owner == self._host.peer:
+            return list(neighbours.values())
+        near = {stage + step for stage in self._own or self._placement.guards for step in (-1, 1)}
+        return [neighbours[stage] for stage in sorted(near & neighbours.keys())]
+
+    def _dial(self, neighbour: wire.Neighbour) -> None:
+        """Open the link to a neighbour if this side dials and the link does not exist. A guard always dials, because
+        the others know no stage of it. The owner's machine, which may be unreachable, is the exception: it dials the
+        guards."""
+        other = PeerId(neighbour.peer)
+        turn = dials(self._host.peer, other, self.owner) if self._exchanges else other != self.owner
+        if other != self._host.peer and turn:
+            self._links.dial(other, neighbour.addresses, self._placement.opening)
+
+    def dial_guard(self, peer: PeerId, addresses: Sequence[str], fence: Fence, ticket: bytes) -> None:
+        """Open the link to a guard from the driver's machine, for the tensors they exchange once the guard takes
+        over."""
+        self._visitors.add(peer)
+        self._links.dial(peer, addresses, wire.OpenJob(job=self.job, fence=fence, ticket=ticket, task=self.task))
+
+    async def _load(self, load: wire.Load, tensors: Mapping[str, HostTensor]) -> None:
+        """Load a stage and answer the driver. Later rounds may begin meanwhile; fetched weights stay useful for
+        them."""
+        try:
+            if self._is_present(load):
+                stage, fetched_bytes = self._at_hand(load), {}
+                if stage is None:
+                    async with self._loading:
+                        if load.standby and not self._is_present(load):
+                            return  # streams may wait for another stage to load; the driver asks for this one again
+                        try:
+                            stage, fetched_bytes = await self._made(load, tensors)
+                        finally:
+                            self._loads.pop(load.stage, None)
+                    if load.stage not in self._own | self._placement.guards:
+                        self._keep_only(self._own | self._placement.guards)
+                if self._is_present(load):
+                    await self._answer(load, stage, fetched_bytes)
+        except GraphError as error:
+            self.failed(load.stage, load.fence, "bad_graph", str(error))
+        except FusionError as error:
+            self.failed(load.stage, load.fence, "failed", str(error))
+        except MemoryError as error:
+            self.failed(load.stage, load.fence, "out_of_memory", str(error))
+        except Exception as error:  # whatever was received, the driver must not wait for this stage
+            log.exception("stage %d of %s could not be loaded", load.stage, self.job)
+            self.failed(load.stage, load.fence, "failed", f"{type(error).__name__}: {error}")
+
+    def _at_hand(self, load: wire.Load) -> ServingStage | None:
+        stage = self._stages.get(load.stage)
+        return stage if stage is not None and stage.identity == identity_of(load) else None
+
+    @property
+    def _own(self) -> frozenset[int]:
+        """Stages that the round places here."""
+        return frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
+
+    def _is_present(self, load: wire.Load) -> bool:
+        """Return whether this load belongs to the present round; refuse it otherwise."""
+        placement = self._placement
+        if load.job != self.job:
+            raise ExecutionError(f"this connection is for job {self.job}, the load is for {load.job}.")
+        if load.fence < self.fence:
+            self.stale_dropped += 1
+            self.failed(load.stage, load.fence, "stale_fence", f"{self.job} is at {self.fence}")
+            return False
+        if not self._enlisted or load.fence != placement.fence:
+            self.failed(load.stage, load.fence, "bad_message", f"this member was not enlisted under {load.fence}")
+            return False
+        here = load.stage in placement.guards if load.standby else placement.places.get(load.stage) == placement.me
+        if not here:
+            raise ExecutionError(f"the round does not place stage {load.stage} on this peer.")
+        return True
+
+    async def _made(
+        self, load: wire.Load, tensors: Mapping[str, HostTensor]
+    ) -> tuple[ServingStage, Mapping[PeerId, int]]:
+        """Return the loaded stage if this load describes the same one; otherwise load it in its place, with weights."""
+        if (present := self._at_hand(load)) is not None:
+            return present, {}
+        if self._stages.pop(load.stage, None) is not None:
+            return_freed_memory()
+        total_bytes = sum(spec_bytes(spec) for spec in load.weights)
+        self._loads[load.stage] = wire.Loading(
+            fence=load.fence, stage=load.stage, done_bytes=0, total_bytes=total_bytes
+        )
+        stage, program = await prepare_stage(
+            self._host, load, tensors, postman=self, memory_limit_bytes=self._unused_bytes()
+        )
+        # Compilation is done and no large tensor is allocated yet.
+        return_freed_memory()
+        return_code_pages()
+        told_s = float("-inf")
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            nonlocal told_s
+            now_s = self._host.clock.now_s()
+            far = wire.Loading(fence=load.fence, stage=load.stage, done_bytes=done_bytes, total_bytes=total_bytes)
+            self._loads[load.stage] = far
+            if now_s - told_s >= LOADING_S or done_bytes == total_bytes:
+                told_s = now_s
+                self.to_driver(far)
+
+        def refused(source: PeerId, key: str) -> None:
+            self.to_driver(wire.WeightRefused(fence=load.fence, stage=load.stage, source=source, key=key))
+
+        fetched_bytes = await self._weights.fetch(load, self._placement.opening, progress, refused)
+        with self._weights.holding(load.weights):
+            for spec in load.weights:
+                # One weight at a time, so that passes of other stages get their turns in between.
+                await self._host.compute.run(
+                    lambda spec=spec: program.import_weights([(spec.key, self._weights.read(spec))])
+                )
+        if missing := program.missing:
+            raise ExecutionError(f"stage {load.stage} lacks {len(missing)} weights, first {missing[0]}.")
+        self._stages[load.stage] = stage
+        return_freed_memory()
+        return stage, fetched_bytes
+
+    async def _answer(self, load: wire.Load, stage: ServingStage, fetched_bytes: Mapping[PeerId, int]) -> None:
+        cached: tuple[tuple[int, int], ...] = ()
+        if not load.standby:
+            stage.mark(load.marks, gives=self.owner != self._host.peer)
+            cached, linked = await asyncio.gather(stage.begin(fresh=load.fresh), self._are_linked(load.fence))
+            if not linked:
+                return
+        self.to_driver(
+            wire.Loaded(
+                fence=load.fence,
+                stage=load.stage,
+                standby=load.standby,
+                fingerprint=self._host.fingerprint,
+                resident_bytes=stage.resident_bytes,
+                fetched_bytes=tuple(sorted(fetched_bytes.items())),
+                cached=cached,
+            )
+        )
+
+    async def _are_linked(self, fence: Fence) -> bool:
+        """Return whether all peers that this machine exchanges tensors with are linked. Reports lost links itself."""
+        peers = {PeerId(neighbour.peer) for neighbour in self._linked()} | {self.owner}
+        return all(await asyncio.gather(*(self._is_linked(peer, fence) for peer in peers - {self._host.peer})))
+
+    async def _is_linked(self, peer: PeerId, fence: Fence) -> bool:
+        try:
+            await self._links.up(peer)
+        except TransportError as error:
+            if fence == self._placement.fence:
+                self._link_lost(peer, str(error))
+            return False
+        return True
+
+    async def _detach(self) -> None:
+        self._keep_only(frozenset())
+
+    def _keep_only(self, stages: frozenset[int]) -> None:
+        gone = [stage for stage in self._stages if stage not in stages]
+        for stage in gone:
+            del self._stages[stage]
+        if gone:
+            return_freed_memory()
+
+    def _unused_bytes(self) -> int | None:
+        if self._host.memory_limit_bytes is None:
+            return None
+        return self._host.memory_limit_bytes - sum(stage.reserved_bytes for stage in self._stages.values())
+
+    async def _beat(self) -> None:
+        for beat in itertools.count():
+            await asyncio.sleep(PING_S)
+            self._links.beat()
+            if beat % WORKING_BEATS == 0:
+                self._tell_work()
+
+    def _tell_work(self) -> None:
+        """Report progress, so that the driver can tell a stage that works or loads for long from one that is stuck."""
+        for far in self._loads.values():
+            self.to_driver(far)
+        now_s = time.monotonic()
+        for number, stage in self._stages.items():
+            if number in self._own and (told := stage.working(now_s)) is not None:
+                self.to_driver(wire.Working(fence=self._placement.fence, stage=number, number=told[0], busy_s=told[1]))
+
+    # ------------------------------------------------------------------------------------------------- spot checks
+
+    def _testify(self, order: wire.TellMarks | wire.ShowRows | wire.ReadAgain) -> None:
+        """Send what a check asks for. A failure here fails only the check."""
+        try:
+            stage = self._stages.get(order.stage)
+            if stage is None or order.fence != self._placement.fence:
+                raise ExecutionError(f"stage {order.stage} does not run here in this round.")
+            match order:
+                case wire.TellMarks(fence=fence, number=number):
+                    told = stage.told(order)
+                    answer = wire.ToldMarks(fence=fence, stage=order.stage, number=number, tensors=headers(told))
+                    self.testimony(self.owner, answer, told)
+                case wire.ShowRows(reply=reply, number=number):
+                    for start, rows in stage.shown(order):
+                        shown = wire.ShownRows(
+                            fence=reply, stage=order.stage, number=number, start=start, tensors=headers(rows)
+                        )
+                        self.testimony(PeerId(order.peer), shown, rows)
+                case wire.ReadAgain(fence=fence, number=number):
+                    self._referees[number] = stage.referee(order)
+                    self.to_driver(wire.Reading(fence=fence, stage=order.stage, number=number))
+        except TransportError as error:
+            # No refusal is sent: the driver learns of the lost link, and its check times out.
+            log.info("the data that a check of stage %d of %s needs can't be sent: %s", order.stage, self.job, error)
+        except FusionError as error:
+            self._not_checked(order, str(error))
+
+    def testimony(self, peer: PeerId, message: Testimony, tensors: Mapping[str, HostTensor]) -> None:
+        """Send to the driver, or to a referee. Raises `TransportError`."""
+        if peer != self._host.peer:
+            self._links.post(peer, message, tuple(tensors.values()))
+        elif self._on_testimony is not None:
+            asyncio.get_running_loop().call_soon(self._on_testimony, peer, message, tensors)
+
+    def _read_on(self, peer: PeerId, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]) -> None:
+        """Take rows of a text that is being rechecked, here or by the driver's own machine."""
+        if self._on_testimony is not None:
+            self._on_testimony(peer, rows, tensors)
+        elif (referee := self._referees.get(rows.number)) is not None:
+            self._start(self._compute_again(referee, rows, tensors))
+        else:
+            self.stale_dropped += 1
+
+    async def _compute_again(
+        self, referee: TextReferee, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]
+    ) -> None:
+        order = referee.order
+        try:
+            told = await referee.compute(rows, tensors)
+            if told is not None:
+                self._referees.pop(order.number, None)
+                answer = wire.ReadText(
+                    fence=order.reply,
+                    stage=order.stage,
+                    number=order.number,
+                    moved=told.moved,
+                    tensors=headers(told.marks),
+                )
+                self.testimony(self.owner, answer, told.marks)
+        except Exception as error:  # whatever arrived: the check ends without a result, everything else goes on
+            if not isinstance(error, FusionError):
+                log.exception("a text of %s could not be rechecked", self.job)
+            self._referees.pop(order.number, None)
+            await referee.end()
+            self._not_checked(order, str(error) or type(error).__name__)
+
+    def _not_checked(self, order: wire.TellMarks | wire.ShowRows | wire.ReadAgain, reason: str) -> None:
+        self.to_driver(
+            wire.CheckFailed(fence=order.fence, stage=order.stage, number=order.number, reason=reason[:4000])
+        )
+
+    # -------------------------------------------------------------------------------------------- what stages send
+
+    def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
+        peer = self._placement.peer_of(stage)
+        if peer != self._host.peer:
+            self._post(peer, message, tensors)
+        elif isinstance(message, wire.Pass):
+            named = {header.name: tensor for header, tensor in zip(message.tensors, tensors, strict=True)}
+            asyncio.get_running_loop().call_soon(self._deliver, message, named)
+
+    def result(self, message: wire.PassResult, tensors: Sequence[HostTensor]) -> None:
+        if self._on_result is None:
+            self._post(self.owner, message, tensors)
+        else:
+            named = {header.name: tensor for header, tensor in zip(message.tensors, tensors, strict=True)}
+            self._on_result(message, named)
+
+    def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
+        """Post a message to another member. A missing link is reported to the driver, not raised."""
+        try:
+            self._links.post(peer, message, tensors)
+        except TransportError as error:
+            self._link_lost(peer, str(error))
+
+    def _report(self, error: FusionError) -> None:
+        """Fail all stages here, because a bad message addressed none in particular."""
+        for stage in self.stages:
+            self.failed(stage, self._placement.fence, "bad_message", str(error))
+
+    # -------------------------------------------------------------------------------------------------- the ends
+
+    def _link_lost(self, peer: PeerId, reason: str) -> None:
+        """That of a guard, which has no part in passes, is nobody's loss."""
+        self._visitors.discard(peer)
+        if self._exchanges:
+            super()._link_lost(peer, reason)
+
+    async def close(self) -> None:
+        """End all work of this member. Does nothing if it is closed already."""
+        self._closed = True
+        await self._links.close()
+        await self._end_tasks()
+        self._weights.close()
+        self._keep_only(frozenset())

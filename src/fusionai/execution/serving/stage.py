@@ -1,0 +1,423 @@
+"""Runs one stage of a serving job: computes passes, sends rows on, and keeps what it sent for the next stage's
+recovery.
+
+It validates passes and limits how many may wait; passes are computed in order of arrival. The driver assigns pages to
+sessions and handles failures.
+
+`execution.serving.member` delivers messages and sends, `backends.serving` computes, `execution.serving.retained` keeps
+rows, `execution.serving.sketches` marks what passes through if it may be checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+
+from fusionai.backends.serving import ServingProgram
+from fusionai.execution.compute import ComputeThread, Outcome, Timed
+from fusionai.execution.serving.boundary import RowSpec, ServingBoundary
+from fusionai.execution.serving.packing import packed
+from fusionai.execution.serving.retained import Retained
+from fusionai.execution.serving.sketches import MarkBook
+from fusionai.execution.serving.verifier import TextReferee
+from fusionai.execution.state import headers
+from fusionai.ir.schema import Graph
+from fusionai.ir.serving import FROM_SEGMENTS, HIDDEN
+from fusionai.primitives.errors import ExecutionError, FusionError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence, Hop, Segment, ServeOptions
+
+log = logging.getLogger(__name__)
+
+ATTENTION: Final = "fusion.attention"
+"""Operator that keeps a cache of earlier positions."""
+MAX_WAITING: Final = 1024
+"""Passes that may wait at a stage (chosen)."""
+MAX_WAITING_BYTES: Final = 2**29
+"""Bytes of tensors that waiting passes may hold at a stage (chosen)."""
+
+
+class ServingPostman(Protocol):
+    """Sends a stage's messages; `execution.serving.member` implements it. No method raises for a lost link."""
+
+    def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None: ...
+
+    def to_driver(self, message: wire.Message) -> None:
+        """Send on the control connection."""
+        ...
+
+    def result(self, message: wire.PassResult, tensors: Sequence[HostTensor]) -> None:
+        """Send to the driver, on the tensor link."""
+        ...
+
+    def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None: ...
+
+    @property
+    def present(self) -> Fence:
+        """Fence of the present round."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Identifies a loaded stage: two loads of equal identity describe the same stage."""
+
+    graph_hash: str
+    boundary: bytes
+    options: ServeOptions
+    select: bool
+    last: bool
+    weights: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A checked pass. `rows`: the rows of the segments to compute outputs for, None for all. `computes`: the graph
+    outputs to compute."""
+
+    message: wire.Pass
+    tensors: Mapping[str, HostTensor]
+    segments: tuple[Segment, ...]
+    rows: Sequence[int] | None
+    computes: tuple[str, ...]
+    arrived_s: float
+    nbytes: int
+
+
+class ServingStage:
+    """One loaded stage. `identity` says what was loaded; `allocated` whether it has caches (a guard has none)."""
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        boundary: ServingBoundary,
+        graph: Graph,
+        program: ServingProgram,
+        compute: ComputeThread,
+        postman: ServingPostman,
+    ) -> None:
+        self.stage = boundary.stage
+        self.identity = identity
+        self.allocated = False
+        self._boundary = boundary
+        self._graph = graph
+        self._options = identity.options
+        self._program = program
+        self._compute = compute
+        self._postman = postman
+        self._caches = keeps_positions(graph, identity.options)
+        self._inputs = frozenset(graph.inputs) - FROM_SEGMENTS
+        self._placed = self._caches or not FROM_SEGMENTS.isdisjoint(graph.inputs)
+        """Whether the rows must be exactly the segments' positions."""
+        self._made = boundary.made(graph)
+        self._least = ((HIDDEN,) if HIDDEN in graph.outputs else tuple(graph.outputs))[:1]
+        """Cheapest output whose computation fills every KV cache."""
+        keeps = identity.options.retain and not identity.select and not identity.last
+        self._retained = Retained(boundary.sends, identity.options.page_tokens) if keeps else None
+        self._book: MarkBook | None = None
+        self._orders: deque[_Order] = deque()
+        """Passes that wait or are being computed, in order."""
+        self._computing: tuple[int, float] | None = None
+        """Number of the pass being computed, and its start time."""
+        self._computed_any = False
+        """Whether a pass ended since `working` was last called."""
+        self._waiting_bytes = 0
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._program.resident_bytes + (0 if self._retained is None else self._retained.held_bytes)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory including the rows retained once all pages are in use. A guard retains nothing: plans give it room for
+        the caches and retained rows of one stage, whichever it takes over, and for the weights of all."""
+        retained = retained_bytes(self._boundary, self.identity) if self.allocated else 0
+        return self._program.resident_bytes + retained
+
+    def working(self, now_s: float) -> tuple[int, float] | None:
+        """Return what `wire.Working` reports, (pass number or -1, seconds); None if there is nothing to report. `now_s`
+        is a time on this machine's monotonic clock."""
+        computed, self._computed_any = self._computed_any, False
+        computing = self._computing  # set in the compute thread
+        if computing is not None:
+            return computing[0], max(0.0, now_s - computing[1])
+        if self._orders:
+            return -1, max(0.0, now_s - self._orders[0].arrived_s)
+        return (-1, 0.0) if computed else None
+
+    async def begin(self, *, fresh: bool) -> tuple[tuple[int, int], ...]:
+        """Take part in passes from now on, and return (session, positions) of what is cached, after all work in
+        progress.
+
+        `fresh`: everything computed and kept so far is useless.
+        """
+        if fresh and self._retained is not None:
+            self._retained.clear()
+        if self._book is not None:
+            self._book.clear()  # texts that span two rounds are not checked
+
+        def ready() -> dict[int, int]:
+            # One piece of work: each piece would wait for its turn, and the driver waits for all of them.
+            if fresh:
+                self._program.forget_all()
+            self._program.allocate()
+            return dict(self._program.cached)
+
+        found, _ = await self._compute.run(ready)
+        self.allocated = True
+        return tuple(sorted(found.items()))
+
+    def mark(self, secret: bytes, *, gives: bool) -> None:
+        """Mark received rows (and sent ones, if `gives`) from now on, under keys derived from `secret`; with an empty
+        secret, mark nothing. Marks made under the same secret stay."""
+        if self._book is not None and self._book.secret == secret:
+            return
+        # All live texts, all that wait to be checked, and as many newer ones.
+        capacity = 3 * self._options.pages * self._options.page_tokens
+        sends = self._boundary.sends if gives else ()
+        self._book = MarkBook(secret, self._boundary.receives, sends, capacity) if secret else None
+
+    # ---------------------------------------------------------------------------------------------------- passes
+
+    def take(self, message: wire.Pass, tensors: Mapping[str, HostTensor]) -> None:
+        """Compute a pass when its turn comes. Raises `ExecutionError` for one that breaks the protocol."""
+        order = self._checked(message, tensors)
+        if len(self._orders) >= MAX_WAITING or self._waiting_bytes + order.nbytes > MAX_WAITING_BYTES:
+            raise ExecutionError(f"stage {self.stage} received more passes than it can hold.")
+        self._orders.append(order)
+        self._waiting_bytes += order.nbytes
+        self._compute.submit(lambda: self._run(order), lambda outcome: self._done(order, outcome))
+
+    def _run(self, order: _Order) -> dict[str, HostTensor] | None:
+        """Compute the pass, in the compute thread. Returns None for a pass of a round that is over."""
+        if order.message.fence != self._postman.present:
+            return None
+        self._computing = order.message.number, time.monotonic()
+        try:
+            return self._values(order)
+        finally:
+            self._computing = None
+
+    def _values(self, order: _Order) -> dict[str, HostTensor]:
+        inputs = {name: order.tensors[name] for name in self._inputs}
+        if order.message.forget:
+            self._program.forget(order.message.forget)
+        if not order.computes:
+            return {}
+        return self._program.run(order.segments, inputs, wanted=order.computes, rows=order.rows)
+
+    def _done(self, order: _Order, outcome: Outcome[dict[str, HostTensor] | None]) -> None:
+        self._orders.popleft()  # passes finish in order
+        self._waiting_bytes -= order.nbytes
+        self._computed_any = True
+        message = order.message
+        match outcome:
+            case FusionError():
+                reason = str(outcome)[:4000]
+                self._postman.to_driver(
+                    wire.PassFailed(fence=message.fence, stage=self.stage, number=message.number, reason=reason)
+                )
+            case Exception():
+                log.error("stage %d failed", self.stage, exc_info=outcome)
+                code: wire.RefusalCode = "out_of_memory" if isinstance(outcome, MemoryError) else "failed"
+                self._postman.failed(self.stage, message.fence, code, f"{type(outcome).__name__}: {outcome}")
+            case made, timed:
+                if made is not None and message.fence == self._postman.present:
+                    self._send_on(order, made, timed)
+
+    def _send_on(self, order: _Order, made: dict[str, HostTensor], timed: Timed) -> None:
+        message = order.message
+        hop = Hop(self.stage, max(0.0, timed.start_s - order.arrived_s), timed.busy_s)
+        hops = (*message.hops, hop)
+        sent: dict[str, HostTensor] = {}
+        ends = message.rebuild == self.stage
+        answers = self.identity.last or (self.identity.select and not message.wanted and message.rebuild < 0)
+        if self._retained is not None or not (ends or answers):
+            for spec in self._boundary.sends:
+                sent[spec.name] = made[spec.name] if spec.name in made else _picked(order, spec)
+        if ends:
+            for done in message.segments:
+                rebuilt = wire.Rebuilt(
+                    fence=message.fence,
+                    stage=self.stage,
+                    number=message.number,
+                    session=done.session,
+                    length=done.start + done.length,
+                )
+                self._postman.to_driver(rebuilt)
+        elif answers:
+            # After row selection, a pass without wanted rows has nothing left to compute.
+            result = {} if not message.wanted else {message.output: made[message.output]}
+            answer = wire.PassResult(
+                fence=message.fence, number=message.number, stage=self.stage, hops=hops, tensors=headers(result)
+            )
+            self._postman.result(answer, tuple(result.values()))
+        else:
+            following = msgspec.structs.replace(
+                message, producer=self.stage, consumer=self.stage + 1, hops=hops, tensors=headers(sent)
+            )
+            self._postman.to_stage(self.stage + 1, following, tuple(sent.values()))
+        if self._retained is not None or self._book is not None:
+            # In a later turn of the event loop, so that the messages leave first.
+            asyncio.get_running_loop().call_soon(self._keep, order, sent)
+
+    def _keep(self, order: _Order, sent: dict[str, HostTensor]) -> None:
+        message = order.message
+        if self._retained is not None:
+            try:
+                self._retained.forget(message.forget)
+                self._retained.keep(message.segments, sent)
+            except ExecutionError as error:
+                reason = f"what was sent on can't be kept: {error}"
+                self._postman.failed(self.stage, message.fence, "bad_message", reason)
+        if self._book is not None and message.rebuild < 0:
+            self._book.add(message.segments, message.wanted, order.tensors, sent)
+
+    def _checked(self, message: wire.Pass, tensors: Mapping[str, HostTensor]) -> _Order:
+        place = f"pass {message.number} at stage {self.stage}"
+        if not self.allocated:
+            raise ExecutionError(f"{place}: this member only guards the stage and computes no passes.")
+        total = sum(segment.length for segment in message.segments)
+        if not 0 < total <= self._options.pass_tokens:
+            raise ExecutionError(f"{place}: expected 1 to {self._options.pass_tokens} positions, got {total}.")
+        if len({segment.session for segment in message.segments}) != len(message.segments):
+            raise ExecutionError(f"{place}: it contains a session twice.")
+        wanted = message.wanted
+        if any(later <= row for row, later in itertools.pairwise(wanted)) or (wanted and wanted[-1] >= total):
+            raise ExecutionError(f"{place}: expected wanted rows in ascending order and below {total}.")
+        if message.rebuild >= 0 and (message.rebuild < self.stage or wanted):
+            raise ExecutionError(f"{place}: a rebuild must end at stage {self.stage} or later and want no rows.")
+        if {*tensors} != {spec.name for spec in self._boundary.receives}:
+            raise ExecutionError(f"{place}: got {sorted(tensors)[:5]}, not this stage's inputs.")
+        came = next(iter(tensors.values())).shape[1:2] if tensors else (total,)
+        rows_in = came[0] if came else 0
+        selected = rows_in != total
+        if selected and (rows_in != len(wanted) or self._placed):
+            raise ExecutionError(f"{place}: expected {total} rows, got {rows_in}.")
+        for spec in self._boundary.receives:
+            if (wrong := spec.check(tensors[spec.name], rows_in)) is not None:
+                raise ExecutionError(f"{place}: {wrong}.")
+        if self.identity.last and wanted and message.output not in self._boundary.outputs:
+            raise ExecutionError(f"{place}: this stage has no output {message.output!r}.")
+        rebuilding = message.rebuild >= 0
+        ends = self._retained is None and (message.rebuild == self.stage or not (wanted or rebuilding))
+        selects = (self.identity.select or self.identity.last) and not selected and not rebuilding
+        if ends and (self.identity.select or self.identity.last or rebuilding):
+            # Nothing is sent on from here, but the caches must still be filled.
+            computes, rows = self._least if self._caches else (), ()
+        else:
+            computes = (message.output,) if self.identity.last else self._made
+            rows = wanted if selects and len(wanted) != total else None
+        return _Order(
+            message=message,
+            tensors=tensors,
+            segments=() if selected else message.segments,
+            rows=rows,
+            computes=computes,
+            arrived_s=time.monotonic(),
+            nbytes=sum(tensor.nbytes for tensor in tensors.values()),
+        )
+
+    # --------------------------------------------------------------------------------------------------- rebuilding
+
+    def rebuild(self, order: wire.Rebuild) -> None:
+        """Resend what these segments sent before. Raises `ExecutionError` for an order that breaks the protocol. Rows
+        that are no longer here fail the order, not the stage."""
+        if self.identity.last or order.through <= self.stage:
+            raise ExecutionError(
+                f"stage {self.stage} can't rebuild caches through stage {order.through}, which is not a later stage."
+            )
+        try:
+            self._send_again(order)
+        except ExecutionError as error:
+            self._postman.to_driver(
+                wire.PassFailed(fence=order.fence, stage=self.stage, number=order.number, reason=str(error)[:4000])
+            )
+
+    def _send_again(self, order: wire.Rebuild) -> None:
+        if self._retained is None:
+            raise ExecutionError(f"stage {self.stage} retains nothing.")
+        for segment in order.segments:
+            self._retained.place(segment)
+        for segments in packed(order.segments, self._options.pass_tokens):
+            tensors = self._retained.rows(segments)
+            again = wire.Pass(
+                fence=order.fence,
+                number=order.number,
+                producer=self.stage,
+                consumer=self.stage + 1,
+                segments=segments,
+                rebuild=order.through,
+                tensors=headers(tensors),
+            )
+            self._postman.to_stage(self.stage + 1, again, tuple(tensors.values()))
+
+    # ------------------------------------------------------------------------------------------------- spot checks
+
+    def told(self, order: wire.TellMarks) -> dict[str, HostTensor]:
+        """Return the marks made at these positions. Raises `ExecutionError` if nothing is marked."""
+        if self._book is None:
+            raise ExecutionError(f"stage {self.stage} was not asked to make marks.")
+        if order.length > self._options.pages * self._options.page_tokens:
+            raise ExecutionError(f"marks of {order.length} positions were asked for; no text can be that long here.")
+        told = self._book.told(order.session, order.start, order.length)
+        return {
+            name: host_tensor("float32", marks.shape, marks.tobytes())
+            for name, marks in zip(("got", "gave"), told, strict=True)
+        }
+
+    def shown(self, order: wire.ShowRows) -> Iterator[tuple[int, dict[str, HostTensor]]]:
+        """Yield (first position, rows as sent) of a finished text, in parts of at most one pass. Raises
+        `ExecutionError` for rows that are not retained (any more)."""
+        if self._retained is None:
+            raise ExecutionError(f"stage {self.stage} retains nothing.")
+        for segments in packed([order.segment], self._options.pass_tokens):
+            # A pass of the text may still be in progress, so the session's own page table stays unchanged.
+            yield segments[0].start, self._retained.rows(segments, order.segment.pages)
+
+    def referee(self, order: wire.ReadAgain) -> TextReferee:
+        """Return a referee for the peer that runs this stage, if this member only guards it. Raises
+        `ExecutionError`."""
+        if self.allocated:
+            raise ExecutionError(f"stage {self.stage} runs here, so its caches are in use; only a guard can recheck.")
+        return TextReferee(
+            order,
+            boundary=self._boundary,
+            graph=self._graph,
+            program=self._program,
+            options=self._options,
+            compute=self._compute,
+        )
+
+
+def keeps_positions(graph: Graph, options: ServeOptions) -> bool:
+    """Return whether a stage with this graph depends on earlier positions of a text."""
+    return options.whole or any(node.op == ATTENTION for node in graph.nodes)
+
+
+def retained_bytes(boundary: ServingBoundary, identity: Identity) -> int:
+    """Return the largest number of bytes that a stage will retain."""
+    options = identity.options
+    if not options.retain or identity.select or identity.last:
+        return 0
+    return Retained.capacity_bytes(boundary.sends, options.pages, options.page_tokens)
+
+
+def _picked(order: _Order, spec: RowSpec) -> HostTensor:
+    """Return a value that is passed on, without the rows that no output needs."""
+    tensor = order.tensors[spec.name]
+    if order.rows is None:
+        return tensor
+    rows = np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape[1], spec.row_bytes)[list(order.rows)]
+    return HostTensor(spec.dtype, (1, len(order.rows), *spec.row), rows.reshape(-1).data)

@@ -1,0 +1,157 @@
+"""A stage's side of local updates: its parameter difference since the last agreement, and adopting the next agreement.
+
+Each stage keeps the parameters agreed on last (`anchor`). A difference is anchor - present + the packing error of the
+previous difference (error feedback, as in F. Seide et al., "1-bit stochastic gradient descent", 2014). The packing
+error of this difference is stored when the agreement is adopted. The combined differences act as a gradient, and every
+stage takes the outer step with it itself, so that momentum does not multiply the packing error. With two replicas, each
+receives the other's difference as it was packed, and nothing is packed twice. A stage that continues training meanwhile
+also keeps the parameters it reported (`told`), and adds its progress since then to the agreement. Everything is
+computed from stored state, so asking a stage twice gives the same bits.
+
+Parameters travel flattened, so that groups of a codec run across rows and only the last group needs padding.
+
+`execution.training.work` calls this module in the compute thread; `training.outer` is the other side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionai.backends.interface import StageProgram
+from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM, RESIDUAL, TOLD
+from fusionai.execution.accumulate import as_array, as_bytes
+from fusionai.execution.training.codecs import Carried, pack, unpack
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.wire.codecs import Exchanged, Told, packs
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterStep:
+    """SGD with Nesterov momentum, in torch's order of operations."""
+
+    learning_rate: float
+    momentum: float
+
+    def take(self, anchor: Floats, held: Floats, gradient: Floats) -> tuple[Floats, Floats]:
+        """Return (anchor, momentum) after the step. All arrays are float32 of one shape."""
+        rate, momentum = np.float32(self.learning_rate), np.float32(self.momentum)
+        held = np.add(held * momentum, gradient, dtype=np.float32)
+        return np.subtract(anchor, rate * (gradient + momentum * held), dtype=np.float32), held
+
+
+def keep_anchor(program: StageProgram, keys: Iterable[str]) -> None:
+    """Store the present parameters as the last agreement."""
+    for key in keys:
+        ((_, present),) = program.export_entries([f"model/{key}"])
+        program.import_state([(f"optimizer/{key}/{ANCHOR}", present)])
+
+
+def keep_told(program: StageProgram, keys: Iterable[str]) -> None:
+    """Store the present parameters as the ones the next difference is computed from, whatever they become meanwhile."""
+    for key in keys:
+        ((_, present),) = program.export_entries([f"model/{key}"])
+        program.import_state([(f"optimizer/{key}/{TOLD}", present)])
+
+
+def differences(
+    program: StageProgram, keys: Iterable[str], codec: Exchanged, *, overlapped: bool
+) -> Iterator[tuple[str, Carried]]:
+    """Yield each parameter's difference, packed, float32 and flat. `overlapped`: from the parameters stored by
+    `keep_told` instead of the present ones."""
+    for key in keys:
+        yield key, pack(key, _difference(program, key, overlapped=overlapped)[0], codec)
+
+
+def adopt(
+    program: StageProgram,
+    agreed: Mapping[str, Carried],
+    told: Told,
+    codec: Exchanged,
+    step: OuterStep,
+    *,
+    overlapped: bool,
+) -> None:
+    """Adopt an agreement: take the outer step and store parameters, anchor, momentum and packing error."""
+    for key in sorted({_parameter(name, told) for name in agreed}):
+        difference, anchor = _difference(program, key, overlapped=overlapped)
+        own = as_array(unpack(pack(key, difference, codec)))
+        if told == "all":
+            value, held = (as_array(unpack(agreed[f"{slot}/{key}"])) for slot in (ANCHOR, OUTER_MOMENTUM))
+        else:
+            gradient = as_array(unpack(agreed[key]))
+            if told == "other":
+                gradient = (own + gradient) * np.float32(0.5)
+            ((_, before),) = program.export_entries([f"optimizer/{key}/{OUTER_MOMENTUM}"])
+            value, held = step.take(as_array(anchor), as_array(before), gradient)
+        lost = as_array(difference) - own
+        new = host_tensor(anchor.dtype, anchor.shape, as_bytes(value, anchor.dtype))
+        program.import_state(
+            [
+                (f"model/{key}", _with_what_came_since(program, key, new) if overlapped else new),
+                (f"optimizer/{key}/{ANCHOR}", new),
+                (f"optimizer/{key}/{OUTER_MOMENTUM}", _float32(held, anchor.shape)),
+                (f"optimizer/{key}/{RESIDUAL}", _float32(lost, anchor.shape)),
+            ]
+        )
+
+
+def flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in which a parameter of this shape travels."""
+    return (prod(shape),)
+
+
+def carried_shapes(shapes: Mapping[str, tuple[int, ...]], told: Told) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the values that a stage with these parameters receives."""
+    if told == "all":
+        return {f"{slot}/{key}": shape for slot in (ANCHOR, OUTER_MOMENTUM) for key, shape in shapes.items()}
+    return {key: flat(shape) for key, shape in shapes.items()}
+
+
+def _parameter(name: str, told: Told) -> str:
+    return name.partition("/")[2] if told == "all" else name
+
+
+def _float32(values: Floats, shape: tuple[int, ...]) -> HostTensor:
+    return host_tensor("float32", shape, as_bytes(values, "float32"))
+
+
+def _with_what_came_since(program: StageProgram, key: str, agreed: HostTensor) -> HostTensor:
+    names = [f"model/{key}", f"optimizer/{key}/{TOLD}"]
+    present, told = (as_array(tensor) for _, tensor in program.export_entries(names))
+    return host_tensor(agreed.dtype, agreed.shape, as_bytes(as_array(agreed) + (present - told), agreed.dtype))
+
+
+def check_values(
+    values: Mapping[str, Carried], shapes: Mapping[str, tuple[int, ...]], codec: Exchanged, what: str
+) -> None:
+    """Check that these are float32 values of known parameters, packed as agreed. `shapes`: the shapes in which they
+    travel. Raises `ExecutionError`."""
+    for key, carried in values.items():
+        shape = shapes.get(key)
+        if shape is None:
+            raise ExecutionError(f"{what} names {key!r}, which is no parameter of this stage.")
+        was = carried if isinstance(carried, HostTensor) else carried.was
+        found = "none" if isinstance(carried, HostTensor) else carried.was.codec
+        expected = codec if packs(codec, "float32", shape) else "none"
+        if (was.dtype, was.shape, found) != ("float32", shape, expected):
+            raise ExecutionError(
+                f"expected {what} of {key} as float32 {list(shape)} packed as {expected}, "
+                f"got {was.dtype} {list(was.shape)} packed as {found}."
+            )
+
+
+def _difference(program: StageProgram, key: str, *, overlapped: bool) -> tuple[HostTensor, HostTensor]:
+    """Return (difference, flat; anchor)."""
+    where = f"optimizer/{key}/{TOLD}" if overlapped else f"model/{key}"
+    names = [f"optimizer/{key}/{ANCHOR}", where, f"optimizer/{key}/{RESIDUAL}"]
+    anchor, present, residual = (tensor for _, tensor in program.export_entries(names))
+    value = (as_array(anchor) - as_array(present)) + as_array(residual)
+    return _float32(value.astype(np.float32, copy=False), flat(anchor.shape)), anchor

@@ -1,0 +1,1 @@
+"""Fetching weights from other members of a job, and serving them."""

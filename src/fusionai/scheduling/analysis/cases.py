@@ -1,0 +1,283 @@
+"""Defines the comparison table: the models, networks and levers, and for each cell whether the fleet is comparable.
+
+`analysis` computes each cell. The reports of `fusion analyze` and `docs/analysis.md` are written from the result of
+`compare`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from fusionai.scheduling.analysis.fleets import (
+    INT4_BYTES,
+    Assumptions,
+    Fleet,
+    Levers,
+    Misfit,
+    Network,
+    Outcome,
+    Shape,
+    forward,
+    forward_in_one_box,
+    generate,
+    generate_in_one_box,
+    train,
+    train_in_one_box,
+)
+from fusionai.scheduling.analysis.measured import LOCAL_PART, LOCAL_STEPS, boundary_part
+
+Task = Literal["train", "decode", "forward"]
+Verdict = Literal["holds", "within 2x", "fails", "does not fit"]
+
+HOLDS: Final = 0.9
+"""Least ratio of the fleet's speed to the reference's at which the fleet counts as comparable, chosen."""
+WITHIN: Final = 0.5
+
+BERT: Final = Shape(
+    name="BERT-Large",
+    parameters=335e6,
+    layers=24,
+    width=1024,
+    cache_token_bytes=0,
+    vocabulary=30_522,
+    sequence_tokens=512,
+    batch_tokens=2**19,
+    causal=False,
+)
+GPT3_24: Final = Shape(
+    name="GPT-3 type, 24 layers",
+    parameters=1.316e9,
+    layers=24,
+    width=2048,
+    cache_token_bytes=2 * 24 * 2048 * 2,
+    vocabulary=50_257,
+    sequence_tokens=2048,
+    batch_tokens=2**20,
+)
+LLAMA_8B: Final = Shape(
+    name="Llama-3-8B",
+    parameters=8.03e9,
+    layers=32,
+    width=4096,
+    cache_token_bytes=2 * 32 * 1024 * 2,
+    vocabulary=128_256,
+    sequence_tokens=4096,
+    batch_tokens=2**21,
+)
+LLAMA_70B: Final = Shape(
+    name="Llama-3-70B",
+    parameters=70.6e9,
+    layers=80,
+    width=8192,
+    cache_token_bytes=2 * 80 * 1024 * 2,
+    vocabulary=128_256,
+    sequence_tokens=4096,
+    batch_tokens=2**21,
+)
+LLAMA_70B_ADAPTERS: Final = Shape(
+    name="Llama-3-70B, adapters",
+    parameters=70.6e9,
+    layers=80,
+    width=8192,
+    cache_token_bytes=2 * 80 * 1024 * 2,
+    vocabulary=128_256,
+    sequence_tokens=4096,
+    batch_tokens=2**21,
+    trainable=0.003,
+)
+TRAINED: Final = (BERT, GPT3_24, LLAMA_8B, LLAMA_70B, LLAMA_70B_ADAPTERS)
+DECODED: Final = (GPT3_24, LLAMA_8B, LLAMA_70B)
+FORWARDED: Final = (BERT, GPT3_24, LLAMA_8B, LLAMA_70B)
+
+MBIT: Final = 125_000.0
+BANDWIDTHS_MBIT: Final = (10, 30, 100, 300, 1_000, 3_000, 10_000)
+LATENCIES_MS: Final = (1, 20, 50, 100)
+
+TEXTBOOK: Final = "as it stands"
+BEST: Final = "overlap, 2-bit, local updates"
+LITERATURE: Final = "overlap, 64x of the literature, local updates"
+_INT8, _UNEVEN = boundary_part("int8"), boundary_part("uneven")
+TRAINING_LEVERS: Final[dict[str, Levers]] = {
+    TEXTBOOK: Levers(),
+    "overlap": Levers(overlap=True),
+    "overlap, 8-bit": Levers(overlap=True, boundary_part=_INT8),
+    "one pipeline, overlap, 8-bit": Levers(overlap=True, boundary_part=_INT8, replicas=False),
+    "overlap, 8-bit, local updates": Levers(
+        overlap=True, boundary_part=_INT8, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART
+    ),
+    BEST: Levers(overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART),
+    "overlap, 2-bit, local updates, no recomputation": Levers(
+        overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART, recompute=False
+    ),
+    LITERATURE: Levers(overlap=True, boundary_part=1 / 64, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART),
+}
+"""Levers of the training cells by name. `local updates`: replicas exchange in 2 bits, once in 50 steps and more often
+early on. "no recomputation" shows what recomputation costs; memory may not allow training without it.
+`analysis_measured` has the effect of each lever on the loss, except of 64x compression: that figure is from the
+literature, for models designed for it, and this software has no such codec."""
+HALF: Final = "fp16"
+INT4: Final = "4-bit weights"
+INT4_INT8: Final = "4-bit weights, 8-bit boundary"
+DECODING_LEVERS: Final[dict[str, Levers]] = {
+    HALF: Levers(),
+    "8-bit boundary": Levers(boundary_part=_INT8),
+    INT4: Levers(weight_bytes=INT4_BYTES),
+    INT4_INT8: Levers(weight_bytes=INT4_BYTES, boundary_part=_INT8),
+}
+BOTH_INT4: Final = "4-bit weights on both sides"
+FORWARD_LEVERS: Final[dict[str, Levers]] = {
+    HALF: Levers(),
+    "8-bit boundary": Levers(boundary_part=_INT8),
+    "4-bit boundary": Levers(boundary_part=boundary_part("int4")),
+    INT4: Levers(weight_bytes=INT4_BYTES),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One model, one task, one network, one set of levers."""
+
+    task: Task
+    model: str
+    levers: str
+    bandwidth_mbit: int
+    latency_ms: int
+    ours: Outcome | Misfit
+    theirs: Outcome | Misfit
+
+    @property
+    def ratio(self) -> float | None:
+        """Our tokens per second divided by theirs; None unless the model fits both fleets."""
+        if isinstance(self.ours, Misfit) or isinstance(self.theirs, Misfit):
+            return None
+        return self.ours.tokens_per_s / self.theirs.tokens_per_s
+
+    @property
+    def verdict(self) -> Verdict:
+        return verdict(self.ratio)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """One data sheet figure of both fleets; `better` says whether more or less of it is better."""
+
+    what: str
+    unit: str
+    ours: float
+    theirs: float
+    better: Literal["more", "less"]
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """`fleet` over each of the networks, compared with `reference` in one box."""
+
+    fleet: Fleet
+    reference: Fleet
+    assumptions: Assumptions
+    cells: tuple[Cell, ...]
+    peaks: tuple[Peak, ...]
+
+    def cell(self, task: Task, model: str, levers: str, bandwidth_mbit: int, latency_ms: int) -> Cell:
+        wanted = (task, model, levers, bandwidth_mbit, latency_ms)
+        for cell in self.cells:
+            if (cell.task, cell.model, cell.levers, cell.bandwidth_mbit, cell.latency_ms) == wanted:
+                return cell
+        raise KeyError(wanted)
+
+    def joules_per_million_tokens(self, side: Literal["ours", "theirs"], outcome: Outcome) -> float:
+        """Energy with all machines at full power."""
+        fleet = self.fleet if side == "ours" else self.reference
+        return fleet.power_w * 1e6 / outcome.tokens_per_s
+
+    def usd_per_million_tokens(self, side: Literal["ours", "theirs"], outcome: Outcome) -> float | None:
+        """Electricity plus the machines' price spread over `years` of full use; None if the fleet has no price."""
+        fleet, known = (self.fleet if side == "ours" else self.reference), self.assumptions
+        if fleet.price_usd is None:
+            return None
+        electricity = self.joules_per_million_tokens(side, outcome) / 3.6e6 * known.electricity_usd_per_kwh
+        return electricity + fleet.price_usd / (known.years * 365 * 86_400) * 1e6 / outcome.tokens_per_s
+
+
+def compare(fleet: Fleet, reference: Fleet, known: Assumptions) -> Comparison:
+    """Compute every cell. Pure: the same catalogue entries and assumptions give the same table."""
+    cells = (
+        *_training(fleet, reference, known),
+        *_decoding(fleet, reference, known),
+        *_forward(fleet, reference, known),
+    )
+    return Comparison(
+        fleet=fleet, reference=reference, assumptions=known, cells=cells, peaks=tuple(_peaks(fleet, reference))
+    )
+
+
+def verdict(ratio: float | None) -> Verdict:
+    if ratio is None:
+        return "does not fit"
+    if ratio >= HOLDS:
+        return "holds"
+    return "within 2x" if ratio >= WITHIN else "fails"
+
+
+def _networks() -> Iterator[tuple[int, int, Network]]:
+    for mbit in BANDWIDTHS_MBIT:
+        for ms in LATENCIES_MS:
+            yield mbit, ms, Network(bandwidth_bytes_per_s=mbit * MBIT, latency_s=ms / 1e3)
+
+
+def _training(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Cell]:
+    for shape in TRAINED:
+        theirs = train_in_one_box(shape, reference, known)
+        for name, levers in TRAINING_LEVERS.items():
+            for mbit, ms, network in _networks():
+                ours = train(shape, fleet, network, levers, known)
+                yield _cell("train", shape, name, mbit, ms, ours, theirs)
+
+
+def _decoding(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Cell]:
+    for shape in DECODED:
+        half = generate_in_one_box(shape, reference, Levers(), known)
+        fair = generate_in_one_box(shape, reference, Levers(weight_bytes=INT4_BYTES), known)
+        for name, levers in DECODING_LEVERS.items():
+            for mbit, ms, network in _networks():
+                ours = generate(shape, fleet, network, levers, known)
+                yield _cell("decode", shape, name, mbit, ms, ours, half)
+                if name == INT4:
+                    yield _cell("decode", shape, BOTH_INT4, mbit, ms, ours, fair)
+
+
+def _forward(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Cell]:
+    for shape in FORWARDED:
+        theirs = forward_in_one_box(shape, reference, Levers(), known)
+        for name, levers in FORWARD_LEVERS.items():
+            for mbit, ms, network in _networks():
+                yield _cell("forward", shape, name, mbit, ms, forward(shape, fleet, network, levers, known), theirs)
+
+
+def _cell(
+    task: Task, shape: Shape, levers: str, mbit: int, ms: int, ours: Outcome | Misfit, theirs: Outcome | Misfit
+) -> Cell:
+    return Cell(
+        task=task, model=shape.name, levers=levers, bandwidth_mbit=mbit, latency_ms=ms, ours=ours, theirs=theirs
+    )
+
+
+def _peaks(fleet: Fleet, reference: Fleet) -> Iterator[Peak]:
+    sides = (fleet, reference)
+    speed, memory = ([side.count * side.flops_per_s for side in sides], [s.count * s.memory_bytes for s in sides])
+    bandwidth = [side.count * side.device.memory_bandwidth_bytes_per_s.value for side in sides]
+    yield Peak(what="dense fp16", unit="TFLOP/s", ours=speed[0] / 1e12, theirs=speed[1] / 1e12, better="more")
+    yield Peak(what="memory", unit="GB", ours=memory[0] / 1e9, theirs=memory[1] / 1e9, better="more")
+    yield Peak(
+        what="memory bandwidth", unit="TB/s", ours=bandwidth[0] / 1e12, theirs=bandwidth[1] / 1e12, better="more"
+    )
+    yield Peak(what="power", unit="kW", ours=fleet.power_w / 1e3, theirs=reference.power_w / 1e3, better="less")
+    if fleet.price_usd is not None and reference.price_usd is not None:
+        prices = (fleet.price_usd / 1e3, reference.price_usd / 1e3)
+        yield Peak(what="price", unit="thousand USD", ours=prices[0], theirs=prices[1], better="less")

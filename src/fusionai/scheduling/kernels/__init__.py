@@ -1,0 +1,1 @@
+"""Numeric loops of the planner, compiled with numba where it is installed."""

@@ -1,0 +1,117 @@
+"""Converts a problem's costs so that one speed per machine describes measured training or serving performance.
+
+In training, an operator takes a fixed time per call, its operations at the speed of a training block, and the bytes it
+reads and writes (`primitives.pace`). In a small model the call time dominates; in a narrow one memory traffic is a
+large part.
+
+In serving, a machine gets the compute speed and the memory bandwidth measured for the requested weight format, if they
+were measured. Attention has its own speed (`StageCosts.attention_s`).
+
+The planner models a block's time as operations divided by speed. Therefore calls and bytes are converted to the number
+of operations that a typical (median) machine of the pool computes in the same time. Every machine then gets the speed
+at which the whole model takes as long as the machine's own measurements predict. The conversion is exact if all blocks
+have the same calls and bytes per operation, or if all machines compute the same number of operations in the time of a
+call and of a byte. Models consist mostly of similar layers, so the error is small.
+
+The functions are pure, and converting twice has no further effect. `replicated`, `planner` and `StageCosts` convert
+first. `backends.pace` measures the speeds, and `ir.cost` counts operations, calls and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median_low
+
+import msgspec
+
+from fusionai.primitives.pace import Pace, ServingPace
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem
+
+
+def paced(problem: Problem) -> Problem:
+    """Return `problem` with converted costs and speeds.
+
+    Returns `problem` itself if no machine has a measured pace, and an equal problem if it was converted before.
+    """
+    if problem.task == "serve":
+        return _served(problem)
+    machines = (*problem.peers, *(() if problem.owner is None else (problem.owner,)))
+    paces = [machine.pace for machine in machines if machine.pace is not None and machine.flops_per_s > 0]
+    flops = sum(block.forward_flops + block.backward_flops for block in problem.blocks)
+    calls = sum(block.calls for block in problem.blocks)
+    moved_bytes = sum(block.moved_bytes for block in problem.blocks)
+    if not paces or not flops > 0:
+        return problem
+    call_flops = median_low([pace.call_s * pace.flops_per_s for pace in paces])
+    byte_flops = median_low([pace.byte_s * pace.flops_per_s for pace in paces])
+
+    def at_pace(peer: PeerProfile) -> PeerProfile:
+        if not peer.flops_per_s > 0:
+            return peer
+        # An unmeasured machine is assumed to be typical at its own speed.
+        pace = peer.pace or Pace(
+            flops_per_s=peer.flops_per_s, call_s=call_flops / peer.flops_per_s, byte_s=byte_flops / peer.flops_per_s
+        )
+        counted_flops = flops + calls * call_flops + moved_bytes * byte_flops
+        whole_s = pace.seconds(flops, calls, moved_bytes)
+        return msgspec.structs.replace(peer, flops_per_s=counted_flops / whole_s, pace=None)
+
+    def counted(block: BlockCost) -> BlockCost:
+        return _with_flops(block, block.calls * call_flops + block.moved_bytes * byte_flops)
+
+    return msgspec.structs.replace(
+        problem,
+        blocks=tuple(counted(block) for block in problem.blocks),
+        peers=tuple(at_pace(peer) for peer in problem.peers),
+        owner=None if problem.owner is None else at_pace(problem.owner),
+    )
+
+
+def _with_flops(block: BlockCost, added: float) -> BlockCost:
+    """Replace the block's calls and bytes by `added` operations, two thirds of them in backward if it has a backward
+    pass."""
+    share = 1 / 3 if block.backward_flops > 0 else 1.0
+    return msgspec.structs.replace(
+        block,
+        calls=0,
+        moved_bytes=0.0,
+        forward_flops=block.forward_flops + share * added,
+        backward_flops=block.backward_flops + (1 - share) * added if block.backward_flops > 0 else 0.0,
+    )
+
+
+def _served(problem: Problem) -> Problem:
+    needs = problem.serving
+    machines = (*problem.peers, *(() if problem.owner is None else (problem.owner,)))
+    if needs is None or not any(machine.serving for machine in machines):
+        return problem
+
+    def at_pace(peer: PeerProfile) -> PeerProfile:
+        pace = next((one for one in peer.serving if one.form == needs.weights), None)
+        if pace is None or not (peer.flops_per_s > 0 and pace.flops_per_s > 0):
+            return msgspec.structs.replace(peer, serving=())
+        return msgspec.structs.replace(
+            peer, flops_per_s=pace.flops_per_s, memory_bandwidth_bytes_per_s=pace.bytes_per_s, serving=()
+        )
+
+    return msgspec.structs.replace(
+        problem,
+        peers=tuple(at_pace(peer) for peer in problem.peers),
+        owner=None if problem.owner is None else at_pace(problem.owner),
+    )
+
+
+def typical_serving(profiles: Sequence[PeerProfile]) -> tuple[ServingPace, ...]:
+    """Return the median measured serving speeds for each weight format that all profiles have."""
+    measured = [{one.form: one for one in profile.serving} for profile in profiles]
+    if not measured:
+        return ()
+    return tuple(
+        msgspec.structs.replace(
+            one,
+            flops_per_s=median_low(known[form].flops_per_s for known in measured),
+            bytes_per_s=median_low(known[form].bytes_per_s for known in measured),
+        )
+        for form, one in measured[0].items()
+        if all(form in known for known in measured)
+    )

@@ -1,0 +1,215 @@
+"""Prices ranges of blocks: FLOPs, memory and boundary bytes of the model as a chain of blocks, by prefix sums.
+
+Cut `c` lies before the block at position `c`: cut 0 is the feed's side, cut `length` the loss's side. Ranges are
+half-open positions into the chain. `pipeline` adds peers and links; `levers` defines how memory may be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.problem.levers import UPDATE_BYTES, Levers, levers_of_problem
+from fusionai.scheduling.problem.types import BlockCost, Plan, Problem
+from fusionai.wire.codecs import FOR_PLANS, Codec, bytes_on_link, gently, packing
+
+Floats = npt.NDArray[np.float64]
+
+
+class Chain:
+    """Costs of `blocks`, in order, for `problem.task` at its batch sizes.
+
+    `codecs`: block -> codec of the boundary after it; a block without an entry uses `problem.compression`, and
+    `adaptive` counts as the smallest codec of a plan. `levers`: how stages save memory; None takes the problem's. A
+    method's `levers` argument replaces them for one call."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        blocks: tuple[BlockCost, ...],
+        codecs: Mapping[int, Codec] | None = None,
+        levers: Levers | None = None,
+    ) -> None:
+        training = problem.task == "train"
+        slots = 1.0 + problem.optimizer_bytes_per_trainable_byte
+        self.blocks = blocks
+        self.length = len(blocks)
+        self.levers = levers_of_problem(problem) if levers is None else levers
+        self._flops = _sums([b.forward_flops + (b.backward_flops if training else 0.0) for b in blocks])
+        held = slots + problem.reduction_bytes_per_trainable_byte
+        self._state = _sums([b.parameter_bytes + (held * b.trainable_bytes if training else 0.0) for b in blocks])
+        self._trained = _sums([float(b.trainable_bytes) if training else 0.0 for b in blocks])
+        self._saved = _sums([b.parameter_bytes + (slots - 1.0) * b.trainable_bytes for b in blocks])
+        self._moving = _sums([slots * b.trainable_bytes for b in blocks])
+        self._again = _sums([b.forward_flops if training else 0.0 for b in blocks])
+        self._activations = [float(b.activation_bytes) if training else 0.0 for b in blocks]
+        self._kept = _sums(self._activations)
+        self._slots = _sums([(slots - 1.0) * b.trainable_bytes if training else 0.0 for b in blocks])
+        self._updates = [min(6.0 * b.trainable_bytes, float(UPDATE_BYTES)) for b in blocks]
+        # The first block's inputs are the model's, such as token ids: too small to count.
+        self._entering = _sums([0.0, *(float(b.output_bytes) if training else 0.0 for b in blocks[:-1])])
+        self._weights = [float(b.parameter_bytes) for b in blocks]
+        self._all_weights = _sums(self._weights)
+        self._workspace = [float(b.workspace_bytes) for b in blocks]
+        self._usual: Codec = FOR_PLANS[-1] if problem.compression == "adaptive" else problem.compression
+        self._logits = logits_block(problem)
+        self._training = training
+        self._pack(codecs or {})
+
+    def with_codecs(self, codecs: Mapping[int, Codec]) -> Chain:
+        """A copy in which the boundary after each block of `codecs` is packed with its codec."""
+        other = copy(self)
+        other._pack(codecs)
+        return other
+
+    def _pack(self, codecs: Mapping[int, Codec]) -> None:
+        # No stage sends over cut 0; the token ids that the feed sends are too small to count.
+        self.forward_bytes, self.gradient_bytes = [0.0], [0.0]
+        for block in self.blocks:
+            usual = gently(self._usual) if block.block == self._logits else self._usual
+            codec = codecs.get(block.block, usual) if self._training else "none"
+            self.forward_bytes.append(bytes_on_link(packing(codec, forward=True), float(block.output_bytes)))
+            back = bytes_on_link(packing(codec, forward=False), float(block.gradient_bytes))
+            self.gradient_bytes.append(back if self._training else 0.0)
+
+    def flops(self, start: int, end: int, levers: Levers | None = None) -> float:
+        flops = self._flops[end] - self._flops[start]
+        return flops + self._again[end] - self._again[start] if (levers or self.levers).recompute else flops
+
+    def state_bytes(self, start: int, end: int) -> float:
+        """Parameters and optimizer slots: the content of a snapshot or a checkpoint of the range."""
+        return self._saved[end] - self._saved[start]
+
+    def moving_bytes(self, start: int, end: int) -> float:
+        """The part of `state_bytes` that steps change, which is all that a later snapshot has to carry."""
+        return self._moving[end] - self._moving[start]
+
+    def resident_bytes(self, start: int, end: int, levers: Levers | None = None) -> float:
+        """Memory of the range with no microbatch in flight: parameters, their gradients and optimizer slots, gradients
+        of other replicas, the largest workspace and, with `recompute`, the largest activations of one block. With
+        `offload` only the chunk of an update stays of the slots, with `offload_weights` one block of the weights."""
+        levers = levers or self.levers
+        held = self._state[end] - self._state[start] + max(self._workspace[start:end])
+        if levers.recompute:
+            held += max(self._activations[start:end])
+        if levers.offload_weights:
+            held += max(self._weights[start:end]) - self.weight_bytes(start, end)
+        if levers.offload:
+            held -= self.slot_bytes(start, end)
+        return held + max(self._updates[start:end]) if levers.offload or levers.offload_weights else held
+
+    def weight_bytes(self, start: int, end: int) -> float:
+        """Bytes of the parameters, trained or not."""
+        return self._all_weights[end] - self._all_weights[start]
+
+    def trained_bytes(self, start: int, end: int) -> float:
+        """Bytes of the trained parameters, which is also the size of their gradients; 0 for no blocks."""
+        return self._trained[end] - self._trained[start] if start < end else 0.0
+
+    def slot_bytes(self, start: int, end: int) -> float:
+        """Bytes of the optimizer slots."""
+        return self._slots[end] - self._slots[start]
+
+    def in_flight_bytes(self, start: int, end: int, levers: Levers | None = None) -> float:
+        """Memory of one microbatch in flight: activations kept for backward (with `recompute`, the blocks' inputs
+        only), and the boundary tensors of both cuts in both directions."""
+        boundary = self.forward_bytes[start] + self.gradient_bytes[start]
+        boundary += self.forward_bytes[end] + self.gradient_bytes[end]
+        kept = self._entering if (levers or self.levers).recompute else self._kept
+        return kept[end] - kept[start] + boundary
+
+    def flops_table(self, levers: Levers) -> Floats:
+        """`flops` of every range as [L, L + 1], [start, end]. Like all tables here it is 0 for empty ranges."""
+        flops = _differences(self._flops)
+        if levers.recompute:
+            sums = np.array(self._again)
+            flops = flops + sums[None, :] - sums[:-1, None]
+        return _upper(flops)
+
+    def weights_table(self) -> Floats:
+        return _upper(_differences(self._all_weights))
+
+    def slots_table(self) -> Floats:
+        return _upper(_differences(self._slots))
+
+    def trained_table(self) -> Floats:
+        return _upper(_differences(self._trained))
+
+    def resident_table(self, levers: Levers) -> Floats:
+        """`resident_bytes` of every range, added in the same order so that the bits are equal."""
+        held = _differences(self._state) + _longest(self._workspace)
+        if levers.recompute:
+            held = held + _longest(self._activations)
+        if levers.offload_weights:
+            held = held + (_longest(self._weights) - _differences(self._all_weights))
+        if levers.offload:
+            held = held - _differences(self._slots)
+        if levers.offload or levers.offload_weights:
+            held = held + _longest(self._updates)
+        return _upper(held)
+
+    def flight_table(self, levers: Levers) -> Floats:
+        """`in_flight_bytes` of every range."""
+        sides = np.array(self.forward_bytes) + np.array(self.gradient_bytes)
+        kept = _differences(self._entering if levers.recompute else self._kept)
+        return _upper(kept + (sides[:-1, None] + sides[None, :]))
+
+    def numbers(self, start: int, end: int) -> tuple[int, int]:
+        """Half-open range of block numbers for a range of positions."""
+        return self.blocks[start].block, self.blocks[end - 1].block + 1
+
+
+def codecs_of(plan: Plan, replica: int = 0) -> dict[int, Codec]:
+    """Last block of a stage of `replica` -> codec of the boundary after it."""
+    return {
+        stage.blocks[1] - 1: codec
+        for stage, codec in zip(plan.stages, plan.codecs, strict=False)
+        if stage.replica == replica
+    }
+
+
+def logits_block(problem: Problem) -> int | None:
+    """The block after which logits go to the job owner, who has the loss. None if no logits are sent: they stay in the
+    pool, or the owner computes them."""
+    place = next((role.place for role in problem.roles if role.role == "loss"), "owner")
+    sent = place == "owner" and problem.kept_last < 2
+    return problem.blocks[-2].block if sent and len(problem.blocks) > 1 else None
+
+
+def check_blocks(blocks: tuple[BlockCost, ...]) -> None:
+    """Raise `PlanError` unless the block numbers are consecutive, so that a range of numbers identifies the blocks of a
+    stage."""
+    if not blocks:
+        raise PlanError("expected at least one block to place, got none.", hint="Capture a model first.")
+    for before, after in pairwise(blocks):
+        if after.block != before.block + 1:
+            raise PlanError(f"expected consecutive block numbers, got block {after.block} after block {before.block}.")
+
+
+def _sums(values: list[float]) -> list[float]:
+    return [0.0, *accumulate(values)]
+
+
+def _differences(sums: list[float]) -> Floats:
+    """[L, L + 1]: the sum over each range."""
+    values = np.array(sums)
+    return values[None, :] - values[:-1, None]
+
+
+def _longest(values: list[float]) -> Floats:
+    """[L, L + 1]: the largest value of each range, 0 for an empty one."""
+    length = len(values)
+    found = np.zeros((length, length + 1))
+    for start in range(length):
+        found[start, start + 1 :] = np.maximum.accumulate(values[start:])
+    return found
+
+
+def _upper(table: Floats) -> Floats:
+    """The table with 0 for empty ranges."""
+    return np.triu(table, 1)

@@ -1,0 +1,150 @@
+"""Defines the levers by which a training stage saves memory at the price of time, and which of them a problem allows.
+
+No lever changes a bit of any result, so the planner may choose. `chain` prices ranges of blocks with levers,
+`small_memory` chooses stage by stage, `wire.messages.StageOptions` carries the choice to the stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+from fusionai.scheduling.problem.types import Lever, PeerProfile, Problem, StagePlacement
+from fusionai.wire.messages import Saving
+
+
+@dataclass(frozen=True, slots=True)
+class Levers:
+    """One combination of levers.
+
+    `recompute`: only the inputs of a block are kept; backward computes the other activations again, which costs one
+    more forward pass. `offload`: optimizer state lies in a file, which every update reads and writes.
+    `offload_weights`: weights lie in a file too (with an accelerator: in the host's memory), and every microbatch reads
+    them block by block, forward and backward; only with `recompute`."""
+
+    recompute: bool = False
+    offload: bool = False
+    offload_weights: bool = False
+
+    @property
+    def names(self) -> tuple[Saving, ...]:
+        """Names of the levers that are on."""
+        done: dict[Saving, bool] = {
+            "recompute": self.recompute,
+            "offload": self.offload,
+            "offload_weights": self.offload_weights,
+        }
+        return tuple(name for name, does in done.items() if does)
+
+    def words(self) -> str:
+        """Words to add to a sentence about memory, such as `, its activations made again in backward`; may be empty."""
+        done = [_WORDS[name] for name in self.names]
+        if len(done) < 2:
+            return "".join(f", its {one}" for one in done)
+        return f", its {', '.join(done[:-1])} and {done[-1]}"
+
+
+_WORDS: Final[dict[Saving, str]] = {
+    "recompute": "activations made again in backward",
+    "offload": "optimizer state in a file",
+    "offload_weights": "weights away between uses",
+}
+_CANT: Final[dict[Saving, str]] = {
+    "recompute": "make activations again",
+    "offload": "put optimizer state into a file",
+    "offload_weights": "have weights lie elsewhere between uses",
+}
+NO_LEVERS: Final = Levers()
+DISK_BYTES_PER_S: Final = 500e6
+"""Speed of reading and writing optimizer state if the peer's was not measured: that of a SATA SSD."""
+COPY_BYTES_PER_S: Final = 6e9
+"""Assumed speed of an accelerator's copies from and to the host's memory, which is not measured: less than half of 16
+lanes of PCIe 3.0."""
+SPARING: Final = 1.2
+"""Slowdown of a CPU that returns freed tensors to the system at once (`execution.allocator`), as in a stage with
+levers. Measured with 33 million parameters and 4 x 512 tokens a microbatch: 1.20 to 1.28."""
+UPDATE_BYTES: Final = 3 * 2**20
+"""Memory for the chunk that is being updated if optimizer state lies in a file."""
+_CHOICES: Final = {"never": (False,), "always": (True,), "auto": (False, True)}
+
+
+def flops_per_s(peer: PeerProfile, levers: Levers) -> float:
+    """Speed of `peer` with `levers`."""
+    spared = levers != NO_LEVERS and peer.device == "cpu"
+    return peer.effective_flops_per_s / SPARING if spared else peer.effective_flops_per_s
+
+
+def offload_s(peer: PeerProfile | None, slot_bytes: float) -> float:
+    """Seconds per update to read and write optimizer state in a file of `peer`."""
+    return 2 * slot_bytes / file_bytes_per_s(peer)
+
+
+def file_bytes_per_s(peer: PeerProfile | None) -> float:
+    """Speed at which a file of `peer` is read or written."""
+    measured = 0.0 if peer is None else peer.scratch_bytes_per_s
+    return measured if measured > 0 else DISK_BYTES_PER_S
+
+
+def weights_s(peer: PeerProfile | None, weight_bytes: float) -> float:
+    """Seconds per microbatch to read offloaded weights, once in forward and once in backward."""
+    return 2 * weight_bytes / weights_bytes_per_s(peer)
+
+
+def weights_update_s(peer: PeerProfile | None, trained_bytes: float) -> float:
+    """Seconds per update to read and write the trained weights if they are offloaded."""
+    return 2 * trained_bytes / weights_bytes_per_s(peer)
+
+
+def weights_bytes_per_s(peer: PeerProfile | None) -> float:
+    """Speed at which offloaded weights are read."""
+    if peer is not None and peer.device != "cpu":
+        return COPY_BYTES_PER_S
+    return peer.scratch_bytes_per_s if peer is not None and peer.scratch_bytes_per_s > 0 else DISK_BYTES_PER_S
+
+
+def inability(levers: Levers, peer: PeerProfile) -> str | None:
+    """The reason why the backend of `peer` can't apply `levers`; None if it can."""
+    if levers == NO_LEVERS:
+        return None
+    missing = [_CANT[name] for name in levers.names if name not in peer.savings]
+    return f"its backend {peer.backend!r} can't {' or '.join(missing)}" if missing else None
+
+
+def levers_of_problem(problem: Problem) -> Levers:
+    """Levers that the problem prescribes for all stages; a lever that is left to the plan counts as off."""
+    if problem.task != "train":
+        return NO_LEVERS
+    return Levers(
+        recompute=problem.recompute == "always",
+        offload=problem.offload == "always",
+        offload_weights=problem.offload_weights == "always",
+    )
+
+
+def choices_of_problem(problem: Problem) -> tuple[Levers, ...]:
+    """Combinations of levers that a stage may use, the cheapest first. `offload_weights` requires `recompute`."""
+    if problem.task != "train":
+        return (NO_LEVERS,)
+    return _choices(problem.recompute, problem.offload, problem.offload_weights)
+
+
+@cache
+def _choices(recompute: Lever, offload: Lever, offload_weights: Lever) -> tuple[Levers, ...]:
+    return tuple(
+        Levers(recompute=again, offload=away, offload_weights=weights)
+        for weights in _CHOICES[offload_weights]
+        for away in _CHOICES[offload]
+        for again in _CHOICES[recompute]
+        if again or not weights
+    )
+
+
+def unable_to_save(stage: StagePlacement, peer: PeerProfile) -> str | None:
+    """The reason why `peer` can't take over the stage with the levers of its plan; None if it can."""
+    unable = inability(levers_of_stage(stage), peer)
+    return None if unable is None else f"{unable}, as the stage does."
+
+
+def levers_of_stage(stage: StagePlacement) -> Levers:
+    return Levers(recompute=stage.recompute, offload=stage.offload, offload_weights=stage.offload_weights)

@@ -1,0 +1,223 @@
+"""Costs of a placed stage on a given peer: state, boundary, compute, links.
+
+Stages are given as in a plan (ranges of block numbers); costs are those of the problem the plan was made for. A peer
+that is not in the problem (it left before the job's owner came back) has no profile. Its links are assumed to be no
+bottleneck, and its speed is what the plan predicted.
+
+`chain` has the sums; `guards`, `snapshots`, `takeover`, `prediction` and `straggling` use these costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from math import inf
+
+import msgspec
+
+from fusionai.scheduling.problem.calibration import paced
+from fusionai.scheduling.problem.chain import Chain, codecs_of
+from fusionai.scheduling.problem.levers import (
+    NO_LEVERS,
+    Levers,
+    flops_per_s,
+    levers_of_stage,
+    offload_s,
+    weights_s,
+    weights_update_s,
+)
+from fusionai.scheduling.problem.links import Hop, hop
+from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement
+from fusionai.scheduling.serving.pipeline import block_s
+
+
+class StageCosts:
+    """The costs of `problem` by stage. `plan`: the plan whose codecs apply, if the job leaves the choice to its
+    plans."""
+
+    def __init__(self, problem: Problem, plan: Plan | None = None) -> None:
+        self.problem = problem = paced(problem)
+        everyone = [*([] if problem.owner is None else [problem.owner]), *problem.peers]
+        self.profiles = {profile.peer: profile for profile in everyone}
+        self._chain = Chain(problem, problem.blocks, None if plan is None else codecs_of(plan))
+        """Chain of everything that is equal in all replicas, with the first replica's codecs."""
+        others = range(0) if plan is None or not plan.codecs else range(1, plan.replicas)
+        self._packed = {replica: self._chain.with_codecs(codecs_of(plan, replica)) for replica in others if plan}
+        self._first = problem.blocks[0].block
+        self._microbatches = -(-problem.microbatches // (1 if plan is None else plan.replicas))
+
+    def state_bytes(self, stage: StagePlacement) -> int:
+        """Return the bytes of parameters and optimizer slots; 0 for a stage that any peer can start without a
+        snapshot."""
+        return round(self._chain.state_bytes(*self._positions(stage)))
+
+    def snapshot_bytes(self, stage: StagePlacement) -> int:
+        """Return the bytes of one snapshot after the first; a guard receives frozen parameters only once."""
+        return round(self._chain.moving_bytes(*self._positions(stage)))
+
+    def forward_bytes(self, stage: StagePlacement) -> float:
+        """Return the bytes sent downstream per microbatch."""
+        _, end = self._positions(stage)
+        return 0.0 if end == self._chain.length else self._chain_of(stage).forward_bytes[end]
+
+    def gradient_bytes(self, stage: StagePlacement) -> float:
+        """Return the bytes sent upstream per microbatch."""
+        start, _ = self._positions(stage)
+        return self._chain_of(stage).gradient_bytes[start]
+
+    def sent_bytes(self, stage: StagePlacement) -> float:
+        """Return the bytes sent in both directions per microbatch, which are retained for a neighbour's replay."""
+        return self.forward_bytes(stage) + self.gradient_bytes(stage)
+
+    def shared_bytes(self, one: StagePlacement, other: StagePlacement) -> float:
+        """Return the gradient bytes of the parameters that both stages train."""
+        (start, end), (others_start, others_end) = self._positions(one), self._positions(other)
+        return self._chain.trained_bytes(max(start, others_start), min(end, others_end))
+
+    def compute_s(self, stage: StagePlacement, peer: str) -> float:
+        """Return the seconds of forward and backward of one microbatch on `peer`; in serving, of a pass of one
+        position."""
+        if self.problem.task == "serve":
+            return self.decode_s(stage, peer, 1)
+        profile = self.profiles.get(peer)
+        if profile is None or not profile.effective_flops_per_s > 0:
+            return stage.compute_s
+        start, end = self._positions(stage)
+        levers = levers_of_stage(stage)
+        return self._chain.flops(start, end, levers) / flops_per_s(profile, levers) + self.weights_s(stage, peer)
+
+    def weights_s(self, stage: StagePlacement, peer: str) -> float:
+        """Return the part of `compute_s` for reading weights from a file or host memory."""
+        if not stage.offload_weights:
+            return 0.0
+        return weights_s(self.profiles.get(peer), self._chain.weight_bytes(*self._positions(stage)))
+
+    def update_s(self, stage: StagePlacement) -> float:
+        """Return the seconds per step that files add to the stage's update."""
+        if not stage.offload_weights:
+            return stage.offload_s
+        trained_bytes = self._chain.trained_bytes(*self._positions(stage))
+        return stage.offload_s + weights_update_s(self.profiles.get(stage.peer), trained_bytes)
+
+    def held_bytes(self, stage: StagePlacement, levers: Levers) -> int:
+        """Return the memory of the stage with `levers`, its microbatches in flight included."""
+        start, end = self._positions(stage)
+        flight_bytes = self._chain_of(stage).in_flight_bytes(start, end, levers)
+        return round(self._chain.resident_bytes(start, end, levers) + stage.in_flight * flight_bytes)
+
+    def with_levers(self, stage: StagePlacement, levers: Levers) -> StagePlacement:
+        """Return the stage with `levers`: its compute and memory, and what each lever saves and costs."""
+        start, end = self._positions(stage)
+        held_bytes = self.held_bytes(stage, levers)
+        kept = msgspec.structs.replace(
+            stage,
+            recompute=levers.recompute,
+            offload=levers.offload,
+            offload_weights=levers.offload_weights,
+            offload_s=offload_s(self.profiles.get(stage.peer), self._chain.slot_bytes(start, end))
+            if levers.offload
+            else 0.0,
+        )
+        saved = {
+            name: max(0, self.held_bytes(stage, dataclasses.replace(levers, **{name: False})) - held_bytes)
+            for name in levers.names
+        }
+        reading_s = self._microbatches * self.weights_s(kept, stage.peer)
+        return msgspec.structs.replace(
+            kept,
+            compute_s=self.compute_s(kept, stage.peer),
+            memory_bytes=held_bytes,
+            in_flight_bytes=round(self._chain_of(stage).in_flight_bytes(start, end, levers)),
+            recompute_s=self.recompute_s(kept, stage.peer),
+            recompute_saves_bytes=saved.get("recompute", 0),
+            offload_saves_bytes=saved.get("offload", 0),
+            offload_weights_s=reading_s + self.update_s(kept) - kept.offload_s,
+            offload_weights_saves_bytes=saved.get("offload_weights", 0),
+        )
+
+    def decode_s(self, stage: StagePlacement, peer: str, rows: int) -> float:
+        """Return the seconds of a serving pass of `rows` positions on `peer`."""
+        profile = self.profiles.get(peer)
+        if profile is None or not profile.effective_flops_per_s > 0:
+            return stage.compute_s
+        start, end = self._positions(stage)
+        return sum(block_s(block, profile, rows) for block in self._chain.blocks[start:end])
+
+    def attention_s(self, stage: StagePlacement, before: int, rows: int) -> float:
+        """Return the seconds of attention of a prompt's `rows` positions to the `before` positions ahead and to each
+        other."""
+        profile = self.profiles.get(stage.peer)
+        if profile is None or not profile.effective_flops_per_s > 0:
+            return 0.0
+        start, end = self._positions(stage)
+        attended_flops = sum(block.attended_flops for block in self._chain.blocks[start:end])
+        speed = profile.attention_flops_per_s * profile.share or profile.effective_flops_per_s
+        return attended_flops * rows * (before + (rows - 1) / 2) / speed
+
+    def recompute_s(self, stage: StagePlacement, peer: str) -> float:
+        """Return the part of `compute_s` for recomputing activations, as a difference to the time without levers."""
+        profile = self.profiles.get(peer)
+        if not stage.recompute:
+            return 0.0
+        if profile is None or not profile.effective_flops_per_s > 0:
+            return stage.recompute_s
+        kept_s = self._chain.flops(*self._positions(stage), NO_LEVERS) / profile.effective_flops_per_s
+        return self.compute_s(stage, peer) - self.weights_s(stage, peer) - kept_s
+
+    def operators(self, stage: StagePlacement) -> list[str]:
+        start, end = self._positions(stage)
+        return sorted({op for block in self._chain.blocks[start:end] for op in block.ops})
+
+    def fingerprint(self, stage: StagePlacement) -> str:
+        """Return the fingerprint of the numerics that computed the stage; empty if unknown."""
+        if stage.fingerprint:
+            return stage.fingerprint
+        profile = self.profiles.get(stage.peer)
+        return "" if profile is None else profile.fingerprint
+
+    def exact(self, stage: StagePlacement, peer: PeerProfile) -> bool:
+        """Return whether `peer` computes the stage bit for bit like its current peer; False if a fingerprint is
+        unknown."""
+        return peer.fingerprint != "" and peer.fingerprint == self.fingerprint(stage)
+
+    def hop(self, sender: str, receiver: str) -> Hop:
+        """Return the hop in one direction between two peers."""
+        ends = self.profiles.get(sender), self.profiles.get(receiver)
+        match ends:
+            case PeerProfile() as one, PeerProfile() as other:
+                return hop(one, other, self.problem.links)
+            case _:
+                known = [end for end in ends if end is not None]
+                bandwidth = min((_slower(end) for end in known), default=inf)
+                return Hop(bandwidth_bytes_per_s=bandwidth, latency_s=0.0, shared=False)
+
+    def memory_bytes(self, stage: StagePlacement) -> int:
+        """Return the memory that the stage's peer lends."""
+        profile = self.profiles.get(stage.peer)
+        return stage.memory_limit_bytes if profile is None else profile.memory_bytes
+
+    def snapshot_s(self, stage: StagePlacement, guard: str) -> float:
+        """Return the transfer seconds of one snapshot to `guard` over an otherwise unused link."""
+        link = self.hop(stage.peer, guard)
+        return self.snapshot_bytes(stage) / link.bandwidth_bytes_per_s + link.latency_s
+
+    def guardable(self, plan: Plan, stage: StagePlacement) -> bool:
+        """Return whether a guard is useful for the stage: it has state and runs outside the job owner's process.
+
+        State in the owner's process is lost together with the process that writes checkpoints.
+        """
+        return stage.peer != plan.feed and self.state_bytes(stage) > 0
+
+    def name(self, peer: str) -> str:
+        """Return the peer's display name, or its id."""
+        profile = self.profiles.get(peer)
+        return peer if profile is None or not profile.name else profile.name
+
+    def _chain_of(self, stage: StagePlacement) -> Chain:
+        return self._packed.get(stage.replica, self._chain)
+
+    def _positions(self, stage: StagePlacement) -> tuple[int, int]:
+        return stage.blocks[0] - self._first, stage.blocks[1] - self._first
+
+
+def _slower(profile: PeerProfile) -> float:
+    return min(profile.uplink.bandwidth_bytes_per_s, profile.downlink.bandwidth_bytes_per_s)

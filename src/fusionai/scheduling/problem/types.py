@@ -1,0 +1,383 @@
+"""The planner's types: the problem as input, the immutable plan with its certificate as output.
+
+`scheduling.planner` solves problems, `ir.cost` fills `BlockCost`, and backends and transport measure profiles. `broker`
+versions plans; `execution` and `training` execute them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fusionai.primitives.pace import Pace, ServingPace
+from fusionai.wire.codecs import Codec, Compression
+from fusionai.wire.messages import Saving
+
+Lever = Literal["auto", "never", "always"]
+"""Where stages may use a technique to save memory: where the planner finds it needed, nowhere, or everywhere."""
+
+
+class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all types here: immutable, keyword-only, unknown fields rejected."""
+
+
+class Link(_Data, frozen=True, kw_only=True):
+    """Bandwidth and latency of one direction between two machines, or of an access link."""
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+
+class PeerProfile(_Data, frozen=True, kw_only=True):
+    """A peer's measured performance and the limits its provider sets."""
+
+    peer: str
+    name: str = ""
+    backend: str = "torch"
+    backend_version: str = ""
+    device: str = "cpu"
+    device_name: str = ""
+    flops_per_s: float
+    """Measured float32 speed with `threads` threads, before `share`."""
+    memory_bandwidth_bytes_per_s: float = 0.0
+    pace: Pace | None = None
+    """Measured training speed; None if not measured."""
+    serving: Annotated[tuple[ServingPace, ...], Meta(max_length=8)] = ()
+    """Measured serving speed by weight format. If the requested format is missing, `flops_per_s` and
+    `memory_bandwidth_bytes_per_s` are used."""
+    attention_flops_per_s: float = 0.0
+    """Serving: measured speed of attention to earlier positions (`BlockCost.attended_flops`). 0: not measured, so
+    `flops_per_s` is used."""
+    scratch_bytes_per_s: float = 0.0
+    """Speed of reading and writing a file for optimizer state; 0 if not measured."""
+    memory_bytes: int
+    """Memory that the provider lends (`--max-memory`), at most the machine's available memory."""
+    threads: int = 1
+    share: float = 1.0
+    """Fraction of the time that the provider lends, in (0, 1]."""
+    fingerprint: str = ""
+    uplink: Link = Link(bandwidth_bytes_per_s=1e9, latency_s=0.0)
+    downlink: Link = Link(bandwidth_bytes_per_s=1e9, latency_s=0.0)
+    unsupported_ops: tuple[str, ...] = ()
+    tasks: tuple[Literal["train", "serve"], ...] = ("train", "serve")
+    """Tasks that its backend supports."""
+    weight_formats: tuple[str, ...] = ()
+    """Weight formats that its backend supports in serving; empty if it supports all."""
+    savings: tuple[Saving, ...] = ("recompute", "offload", "offload_weights")
+    """Techniques to save memory that its backend supports in training."""
+    roles: tuple[Literal["stage", "owner"], ...] = ("stage",)
+    power_w: float | None = None
+    endorsements: Annotated[tuple[Annotated[bytes, Meta(max_length=512)], ...], Meta(max_length=16)] = ()
+    """Signed statements by which other keys vouch for this peer's key (`transport.endorsements`); the peer can't forge
+    them."""
+
+    @property
+    def effective_flops_per_s(self) -> float:
+        return self.flops_per_s * self.share
+
+
+class BlockCost(_Data, frozen=True, kw_only=True):
+    """Costs of one block of the graph (or of a role's nodes) for one microbatch, at the job's batch and sequence
+    sizes."""
+
+    block: int
+    forward_flops: float
+    backward_flops: float
+    parameter_bytes: int
+    """Storage of the parameters held by this block (a tied parameter counts in each block that holds it)."""
+    trainable_bytes: int
+    activation_bytes: int
+    """Activations kept from forward to backward, per microbatch."""
+    workspace_bytes: int = 0
+    output_bytes: int
+    """Activations sent forward over a cut after this block."""
+    gradient_bytes: int
+    """Gradients sent back over that cut."""
+    ops: tuple[str, ...] = ()
+    calls: int = 0
+    """Training: operator calls per microbatch."""
+    moved_bytes: float = 0.0
+    """Training: bytes that operators read and write per microbatch, forward and backward."""
+    looked_up_bytes: int = 0
+    """Serving: part of `parameter_bytes` in tables of which a pass reads only some rows."""
+    cache_token_bytes: int = 0
+    """Serving: keys and values of one token, in layers with full attention."""
+    cache_session_bytes: int = 0
+    """Serving: ring buffers for one session, in layers with windowed attention."""
+    attended_flops: float = 0.0
+    """Serving: operations of one position for each earlier position, in layers with full attention. They make long
+    prompts slow; the predicted time per token leaves them out."""
+
+
+class ServingNeeds(_Data, frozen=True, kw_only=True):
+    """Requirements of a serving job on its stages.
+
+    If a problem has them, its block costs are those of one position of a pass (`ir.serving_cost`), with weights in the
+    format in which they are kept.
+    """
+
+    weights: Literal["fp32", "bf16", "fp16", "int8", "int4"] = "fp32"
+    cache: Literal["fp32", "bf16", "fp16"] = "fp32"
+    page_tokens: int = 16
+    context_tokens: int
+    """Largest number of tokens of prompt plus answer."""
+    sessions: int
+    """Largest number of sessions at a time."""
+    cache_tokens: int = 0
+    """Wanted size of the cache in positions. If memory is short the cache is smaller, but holds at least one whole
+    context."""
+    pass_tokens: int = 512
+    retain: bool = True
+    """Whether stages keep what they sent, so that the next stage's cache can be rebuilt."""
+    whole: bool = False
+    """Whether every token recomputes the whole text, on average half a context."""
+    result_bytes: int = 0
+    """Size of one row of logits, sent to the job owner if the head is elsewhere."""
+
+
+class RolePlacement(_Data, frozen=True, kw_only=True):
+    """Where the role `feed` or `loss` is placed; by default with the job owner."""
+
+    role: Literal["feed", "loss"]
+    place: Literal["owner", "pool"] = "owner"
+
+
+class SharedWeight(_Data, frozen=True, kw_only=True):
+    """A trainable parameter that several blocks read.
+
+    If its blocks are on several machines, its gradient is added in another order than in one process. `blocks`: one
+    number per use, the last use first.
+    """
+
+    key: str
+    nbytes: int
+    blocks: tuple[int, ...]
+    interleaves: bool = False
+    """Whether its order of uses returns to earlier blocks. Then even stages on one machine add its gradient in another
+    order."""
+
+
+class Problem(_Data, frozen=True, kw_only=True):
+    """The planning problem.
+
+    `blocks` are in order; those that stay with the owner (`scheduling.problem.embedding_and_head`) are not offered to
+    the pool's peers."""
+
+    task: Literal["train", "serve"] = "train"
+    graph_hash: str
+    blocks: tuple[BlockCost, ...]
+    peers: tuple[PeerProfile, ...]
+    owner: PeerProfile | None = None
+    roles: tuple[RolePlacement, ...] = (RolePlacement(role="feed"), RolePlacement(role="loss"))
+    kept_first: int = 0
+    """Number of first blocks that stay with the job owner if `feed` is there; in serving at least one."""
+    kept_last: int = 0
+    """Number of last blocks that stay with the job owner if `loss` is there; at least one."""
+    stages: int | None = None
+    """Exact number of pool stages; None lets the planner choose."""
+    microbatches: int
+    microbatch_tokens: int
+    optimizer_bytes_per_trainable_byte: float = 2.0
+    """AdamW in float32 keeps two float32 slots per parameter."""
+    links: dict[str, Link] = {}
+    """Exceptions to the access-link model: `"<from>><to>"` -> link."""
+    replicas: int | Literal["auto"] = 1
+    """Training: number of chains of stages. Each gets a share of every step's microbatches; their gradients are summed
+    at the end of the step."""
+    reduction_bytes_per_trainable_byte: float = 0.0
+    """Memory for other replicas' gradients while they are summed."""
+    excluded: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    pinned: dict[int, str] = {}
+    """Block number -> peer whose stage must hold the block."""
+    incumbent: Plan | None = None
+    spares_wanted: int | None = None
+    takeover: Literal["exact", "tolerant"] = "exact"
+    """Whether only a machine with bit-identical results (`exact`) may guard or take over a stage, or any machine
+    (`tolerant`)."""
+    compression: Compression = "none"
+    """Training: how activations and gradients between stages are packed. `BlockCost` has their float32 sizes."""
+    recompute: Lever = "never"
+    """Training: whether stages recompute activations in backward instead of keeping them; `auto`: only stages that
+    must."""
+    offload: Lever = "never"
+    """Training: whether optimizer state is kept in a file on the peer between updates."""
+    offload_weights: Lever = "never"
+    """Training: whether weights are kept in a file on the peer (with an accelerator: in host memory) until a block
+    needs them."""
+    shared_weights: tuple[SharedWeight, ...] = ()
+    """Training: parameters whose gradients differ in the last bits between cuts (`scheduling.training.cut_bits`)."""
+    serving: ServingNeeds | None = None
+    """Required for task `serve`, in which `feed` is the first block (the embedding) and `loss` the last (the head)."""
+
+
+class StagePlacement(_Data, frozen=True, kw_only=True):
+    """One stage on one peer. Block ranges are half-open and contiguous."""
+
+    stage: int
+    peer: str
+    blocks: tuple[int, int]
+    roles: tuple[Literal["feed", "loss", "stage"], ...] = ("stage",)
+    replica: int = 0
+    """Replica that the stage belongs to. A replica's stages are consecutive; microbatch m crosses replica m mod
+    replicas."""
+    in_flight: int = 1
+    compute_s: float = 0.0
+    """Predicted seconds of forward and backward of one microbatch."""
+    send_s: float = 0.0
+    """Predicted transfer seconds of one microbatch's activation and gradient over the link to the next stage."""
+    memory_bytes: int = 0
+    memory_limit_bytes: int = 0
+    in_flight_bytes: int = 0
+    """Part of `memory_bytes` that one microbatch in flight takes."""
+    recompute: bool = False
+    """Training: the stage keeps only its blocks' inputs and runs the blocks again in backward; `compute_s` includes
+    that."""
+    recompute_s: float = 0.0
+    """Part of `compute_s` for running blocks again."""
+    recompute_saves_bytes: int = 0
+    """Additional memory the stage would need if activations were kept."""
+    offload: bool = False
+    """Training: optimizer state is in a file on the peer, which every update reads and writes."""
+    offload_s: float = 0.0
+    """Seconds per step for reading and writing that file."""
+    offload_saves_bytes: int = 0
+    """Additional memory the stage would need without it."""
+    offload_weights: bool = False
+    """Training: weights are in a file on the peer (with an accelerator: in host memory) and are read block by block;
+    `compute_s` includes that."""
+    offload_weights_s: float = 0.0
+    """Seconds per step for reading weights for each microbatch, and for the update."""
+    offload_weights_saves_bytes: int = 0
+    """Additional memory the stage would need without it."""
+    fingerprint: str = ""
+    """Fingerprint of the peer's numerics when it got the stage; empty if unknown, which equals no other."""
+    weight_bytes: int = 0
+    """Serving: part of `memory_bytes` for weights, in the format in which they are kept."""
+    cache_bytes: int = 0
+    """Serving: part of `memory_bytes` for keys, values and the retained boundary."""
+
+
+class Excluded(_Data, frozen=True, kw_only=True):
+    peer: str
+    reason: str
+
+
+class Certificate(_Data, frozen=True, kw_only=True):
+    """How close the plan is to the best possible: `optimality_gap` = bound / predicted - 1 of tokens per second, 0.0 if
+    proven optimal."""
+
+    method: str
+    exact: bool
+    bound_tokens_per_s: float
+    optimality_gap: float
+    explored: int = 0
+
+
+class Guard(_Data, frozen=True, kw_only=True):
+    """A spare that keeps snapshots of a stage and takes it over when its peer is lost. One spare may guard several
+    stages."""
+
+    stage: int
+    peer: str
+    exact: bool = True
+    """Whether the two peers' fingerprints are equal, so that results are bit-identical."""
+
+
+class TolerantTakeover(_Data, frozen=True, kw_only=True):
+    """A plan change after which results may differ from those of the plan before.
+
+    The cause is machines with other numerics, or a cut that adds gradients in another order.
+    """
+
+    step: int
+    """Number of steps committed before the change; the next step is the first that may differ."""
+    stages: tuple[int, ...]
+    """Stages of the new plan that run on machines with other numerics."""
+    peers: tuple[str, ...]
+    """Peers of these stages."""
+    recut: bool = False
+    """Whether the stages were cut anew."""
+    tolerance: float = 0.0
+    """Largest relative difference of losses (`backends.tolerance`)."""
+
+
+PROMPT_TOKENS: Final = 2048
+"""Length of the prompt for which a plan predicts the prompt speed, at most a session's context."""
+
+
+class ServingSizes(_Data, frozen=True, kw_only=True):
+    """Sizes that all stages of a serving plan share, and the predicted speed of all sessions together."""
+
+    weights: Literal["fp32", "bf16", "fp16", "int8", "int4"]
+    cache: Literal["fp32", "bf16", "fp16"]
+    page_tokens: int
+    pages: int
+    sessions: int
+    context_tokens: int
+    pass_tokens: int
+    passes_in_flight: int
+    """Number of passes that keeps the pipeline busy when all sessions generate."""
+    tokens_per_s_together: float
+    """Predicted tokens per second of all sessions together."""
+    prompt_tokens_per_s: float = 0.0
+    """Predicted speed of a prompt of `PROMPT_TOKENS` until its first token, without other requests; 0 if not
+    predicted."""
+
+
+class Plan(_Data, frozen=True, kw_only=True):
+    """Partition, placement and schedule of a job; immutable. `version` is 0 until the broker assigns one.
+
+    `stages` are in pipeline order and include those of the job owner: the last (the loss, by default) and, if the
+    model's beginning stays there, the first. Several replicas follow one after the other, with consecutive stage
+    numbers.
+    """
+
+    version: int = 0
+    task: Literal["train", "serve"] = "train"
+    graph_hash: str
+    stages: tuple[StagePlacement, ...]
+    feed: str
+    """Peer id of the data feed; in serving, of the machine that sends tokens and receives the results."""
+    spares: tuple[str, ...] = ()
+    """Standby peers when the plan was made. Those in `guards` are reserved for the job, the others are free."""
+    guards: tuple[Guard, ...] = ()
+    """Guards, at most one per stage."""
+    snapshot_every: int = 0
+    """Steps between two snapshots of a guarded stage; 0 if no stage is guarded."""
+    microbatches: int
+    step_time_s: float
+    tokens_per_s: float
+    single_peer_tokens_per_s: float | None = None
+    bottleneck: str = ""
+    reduction_s: float = 0.0
+    """Seconds of a step for summing the replicas' gradients."""
+    commit_s: float = 0.0
+    """Seconds of a step for reporting its completion to the job owner and for the owner's confirmation."""
+    codecs: tuple[Codec, ...] = ()
+    """Training: codec of the boundary after each stage but the last; empty if nothing is packed. Nothing crosses after
+    the last stage of a replica, whose entry is `none`."""
+    excluded: tuple[Excluded, ...] = ()
+    warnings: tuple[str, ...] = ()
+    certificate: Certificate
+    serving: ServingSizes | None = None
+    """Serving: set for serving plans, in which a step is one token of one session and `tokens_per_s` is one session's
+    speed."""
+    tolerant_takeovers: tuple[TolerantTakeover, ...] = ()
+    """Training: plan changes of this job that may have changed bits, oldest first; if there are very many, the first
+    and the newest. Empty: results are bit-identical to the job's first plan."""
+
+    @property
+    def replicas(self) -> int:
+        """Number of chains of stages, each with a share of every step's microbatches; 1 in serving."""
+        return 1 + max((stage.replica for stage in self.stages), default=0)
+
+    def microbatches_of(self, stage: StagePlacement) -> int:
+        """Return the number of a step's microbatches that cross this stage, in training."""
+        return len(range(stage.replica, self.microbatches, self.replicas))
+
+    def is_next(self, one: StagePlacement, other: StagePlacement) -> bool:
+        """Return whether the two stages are neighbours in one chain, in either order."""
+        return one.replica == other.replica and abs(one.stage - other.stage) == 1

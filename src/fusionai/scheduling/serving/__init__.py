@@ -1,0 +1,1 @@
+"""Plans of serving jobs: search, bound and prediction, one pipeline or several."""

@@ -1,0 +1,360 @@
+"""Compares several serving pipelines (lines) to the single line of a plan, in pools larger than the model needs, and
+decides whether to report them.
+
+Lines share no machine except the job owner's. Each serves its own sessions: as many as its memory holds and as get a
+token within `SLOWER` times the seconds that the plan predicts for a single session (`line_load`). The objective is the
+tokens a second of all lines under that limit. The plan's line is the first. Further lines copy a known line on similar
+machines, the least capable ones that suffice. If there are none left, the fastest line of the remaining machines
+becomes a new pattern.
+
+`lines_bound` has the upper bound, `serving` plans lines, `cli.lines_view` shows them; `many_holders` is the counterpart
+for training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, ServingNeeds, StagePlacement
+from fusionai.scheduling.serving.load import Load, LoadedLine, stage_room
+from fusionai.scheduling.serving.parallel_bound import bound_tokens_per_s
+from fusionai.scheduling.serving.pipeline import block_s
+from fusionai.scheduling.serving.planning import serving_plan
+
+METHOD: Final = "lines like the fastest, one after the other; bound by work and rounds"
+WORTH_A_WORD: Final = 1.05
+"""Least ratio of throughputs, all lines to one line, for the lines to be reported; chosen."""
+SLOWER: Final = 2.0
+"""Most seconds per token of a session on a filled line, relative to the plan's prediction for a single session."""
+PATTERNS: Final = 10
+"""Most lines that are searched for; all others copy one of them."""
+BUDGET: Final = 5_000
+"""Budget of each search for a line."""
+ROOMS: Final = (1, 4)
+"""Multiples of the wanted cache for which searched lines have room: longer lines are slower and hold more sessions.
+Both are tried and the better one counts."""
+LIKE: Final = 1.15
+"""Largest ratio of a stage's seconds to those on the machine that it replaces in a pattern. Its room for sessions may
+be smaller by the same factor."""
+NEAR_S: Final = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedLine:
+    """One line, filled with sessions."""
+
+    stages: tuple[StagePlacement, ...]
+    sessions: int
+    passes: int
+    tokens_per_s: float
+    """Speed of all its sessions together."""
+    session_tokens_per_s: float
+    """Speed of each session."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManyLines:
+    """Lines that no job can run yet, compared with the single line that a job would run."""
+
+    lines: tuple[ServedLine, ...]
+    """The lines; the plan's line comes first."""
+    idle: tuple[str, ...]
+    """Usable peers that are in no line."""
+    sessions: int
+    tokens_per_s: float
+    slowest_session_tokens_per_s: float
+    least_tokens_per_s: float
+    """Required speed of each session."""
+    chain_sessions: int
+    chain_tokens_per_s: float
+    """Speed of the plan's line, filled in the same way."""
+    over_one_chain: float
+    asked_lines: int
+    """Number of lines that serve the problem's number of sessions fastest."""
+    asked_tokens_per_s: float
+    owner_bound: bool
+    """True if the job owner's machine or access link, which all lines share, limits the speed."""
+    bound_tokens_per_s: float
+    optimality_gap: float
+
+
+def many_lines(
+    problem: Problem, chain_plan: Plan, most_sessions: int, least_tokens_per_s: float | None = None
+) -> ManyLines | None:
+    """Return the comparison for a serving job, with at most `most_sessions` sessions per line.
+
+    `least_tokens_per_s`: required speed of each session; None takes half of the plan's prediction for a single session.
+    Returns None for training, if one line is as good, if the plan's line can't reach that speed, or if the problem sets
+    stages, spares, required or pinned peers, which only a single line can have."""
+    needs = problem.serving
+    wishes = problem.stages is not None or problem.spares_wanted or problem.required or problem.pinned
+    if problem.task != "serve" or needs is None or wishes:
+        return None
+    costs = StageCosts(problem)
+    most_s = SLOWER * chain_plan.step_time_s if least_tokens_per_s is None else 1 / least_tokens_per_s
+    best: tuple[_Filled, _Free] | None = None
+    for room in ROOMS:
+        filled = _Filled(problem, needs, costs, most_sessions, most_s)
+        pool = _Free(problem, chain_plan, costs, needs)
+        if not filled.add(chain_plan.stages):
+            return None
+        _fill(problem, filled, pool, chain_plan.stages, room)
+        if best is None or filled.tokens_per_s > best[0].tokens_per_s:
+            best = filled, pool
+    assert best is not None, "there is at least one way to look for lines"
+    return _compared(problem, chain_plan, *best, most_sessions, most_s)
+
+
+def _fill(problem: Problem, filled: _Filled, pool: _Free, pattern: Sequence[StagePlacement], room: int) -> None:
+    """Add lines like `pattern`, then like the fastest line of the remaining peers. `room`: multiple of the wanted cache
+    that searched lines must hold."""
+    if room > 1:
+        wanted = _fastest(problem, pool.left(), room)
+        if wanted is None or not filled.add(wanted):
+            return
+        pool.take(wanted)
+        pattern = wanted
+    for _ in range(PATTERNS):
+        load = filled.last
+        while not filled.full and (stages := pool.like(pattern, load)) is not None:
+            if not filled.add(stages):
+                break
+            pool.take(stages)
+        found = None if filled.full else _fastest(problem, pool.left(), room)
+        if found is None or not filled.add(found):
+            break
+        pool.take(found)
+        pattern = found
+
+
+class _Filled:
+    """The lines so far, and how much of the job owner's machine they use."""
+
+    def __init__(
+        self, problem: Problem, needs: ServingNeeds, costs: StageCosts, most_sessions: int, most_s: float
+    ) -> None:
+        self._needs, self._costs = needs, costs
+        self._most_sessions, self._most_s = most_sessions, most_s
+        self._owner = problem.owner
+        self.placed: list[tuple[Sequence[StagePlacement], LoadedLine, Load]] = []
+        self._owner_bytes = 0
+        self.owner_busy = 0.0
+        """Fraction of the owner's machine or access link in use; above 1, all lines are slowed by this factor."""
+
+    @property
+    def last(self) -> Load:
+        return self.placed[-1][2]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(load.tokens_per_s for _, _, load in self.placed) / max(1.0, self.owner_busy)
+
+    @property
+    def full(self) -> bool:
+        return self.owner_busy >= 1
+
+    def add(self, stages: Sequence[StagePlacement]) -> bool:
+        """Add a line of `stages`. Returns False if it can't serve a single session within the limit."""
+        line = LoadedLine(stages, self._costs, self._needs)
+        load = line.filled(self._room(line), self._most_s)
+        if load is None:
+            return False
+        self.placed.append((stages, line, load))
+        self._owner_bytes = max(self._owner_bytes, line.owner_room.fixed) + load.sessions * line.owner_room.each
+        self.owner_busy += max(load.owner_busy, self._link_busy(stages, load.tokens_per_s))
+        return True
+
+    def _room(self, line: LoadedLine) -> int:
+        """Sessions that the owner's memory leaves room for."""
+        owner, room = self._owner, line.owner_room
+        if owner is None or not room.each:
+            return self._most_sessions
+        taken = max(self._owner_bytes, room.fixed)
+        return min(self._most_sessions, (owner.memory_bytes - taken) // room.each)
+
+    def _link_busy(self, stages: Sequence[StagePlacement], tokens_per_s: float) -> float:
+        owner = self._owner
+        if owner is None:
+            return 0.0
+        mine = [stage.peer == owner.peer for stage in stages]
+        up = self._costs.forward_bytes(stages[0]) if mine[0] else 0.0
+        down = (
+            self._costs.forward_bytes(stages[-2]) if mine[-1] and len(stages) > 1 else float(self._needs.result_bytes)
+        )
+        return tokens_per_s * max(up / owner.uplink.bandwidth_bytes_per_s, down / owner.downlink.bandwidth_bytes_per_s)
+
+
+class _Free:
+    """Machines that are in no line, as arrays."""
+
+    def __init__(self, problem: Problem, chain_plan: Plan, costs: StageCosts, needs: ServingNeeds) -> None:
+        self._own = "" if problem.owner is None else problem.owner.peer
+        standing_by = set(chain_plan.spares) - {self._own}
+        peers = [peer for peer in problem.peers if peer.peer in standing_by]
+        peers.sort(key=lambda peer: peer.peer)
+        self._peers = peers
+        self._costs, self._needs = costs, needs
+        self._blocks = costs.problem.blocks
+        self._here = np.ones(len(peers), dtype=np.bool_)
+        self._place = {peer.peer: place for place, peer in enumerate(peers)}
+        self._speed = np.array([peer.effective_flops_per_s for peer in peers])
+        reading = np.array([peer.memory_bandwidth_bytes_per_s * peer.share for peer in peers])
+        self._reading = np.where(reading > 0, reading, np.inf)
+        self._memory = np.array([float(peer.memory_bytes) for peer in peers])
+        self._up = np.array([peer.uplink.bandwidth_bytes_per_s for peer in peers])
+        self._down = np.array([peer.downlink.bandwidth_bytes_per_s for peer in peers])
+        self._latency_s = np.array([peer.uplink.latency_s + peer.downlink.latency_s for peer in peers])
+        # The least capable machine that suffices goes first; better ones may be needed elsewhere.
+        self._least_first = np.lexsort((self._speed, self._memory))
+
+    def left(self) -> list[PeerProfile]:
+        return [peer for peer, here in zip(self._peers, self._here, strict=True) if here]
+
+    def take(self, stages: Sequence[StagePlacement]) -> None:
+        for stage in stages:
+            if stage.peer in self._place:
+                self._here[self._place[stage.peer]] = False
+
+    def like(self, pattern: Sequence[StagePlacement], load: Load) -> list[StagePlacement] | None:
+        """The stages of `pattern` on free machines like its own; None if there is none for one of the stages."""
+        here = self._here.copy()
+        stages: list[StagePlacement] = []
+        for stage in pattern:
+            if stage.peer == self._own:
+                # All lines share the owner's ends, but each line needs its own stages of the pool.
+                if "stage" in stage.roles:
+                    return None
+                stages.append(stage)
+                continue
+            suits = here & self._suits(stage, load)
+            chosen = next((int(place) for place in self._least_first if suits[place]), None)
+            if chosen is None:
+                return None
+            here[chosen] = False
+            stages.append(self._moved(stage, self._peers[chosen]))
+        return stages
+
+    def _suits(self, stage: StagePlacement, load: Load) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        first = self._blocks[0].block
+        start, end = stage.blocks[0] - first, stage.blocks[1] - first
+        blocks = self._blocks[start:end]
+        rows = max(1, load.sessions // load.passes)
+        like = self._costs.profiles[stage.peer]
+        seconds = np.zeros(len(self._peers))
+        for block in blocks:
+            read_s = (block.parameter_bytes - block.looked_up_bytes) / self._reading
+            seconds += np.maximum(rows * block.forward_flops / self._speed, read_s)
+        mine_s = sum(block_s(block, like, rows) for block in blocks)
+        room = stage_room(blocks, self._blocks[end:], self._needs)
+        sessions = max(1.0, load.sessions / LIKE)
+        suits = (seconds <= LIKE * mine_s) & (self._memory >= room.fixed + sessions * room.each)
+        sent = rows * self._costs.forward_bytes(stage)
+        came = rows * float(self._blocks[start - 1].output_bytes) if start else 0.0
+        hop_s = sent / self._up + came / self._down + self._latency_s
+        like_s = sent / like.uplink.bandwidth_bytes_per_s + came / like.downlink.bandwidth_bytes_per_s
+        like_s += like.uplink.latency_s + like.downlink.latency_s
+        return suits & (hop_s <= LIKE * like_s + NEAR_S)
+
+    def _moved(self, stage: StagePlacement, peer: PeerProfile) -> StagePlacement:
+        return msgspec.structs.replace(
+            stage,
+            peer=peer.peer,
+            compute_s=self._costs.decode_s(stage, peer.peer, 1),
+            send_s=stage.send_s
+            * self._costs.profiles[stage.peer].uplink.bandwidth_bytes_per_s
+            / peer.uplink.bandwidth_bytes_per_s,
+            memory_limit_bytes=peer.memory_bytes,
+            fingerprint=peer.fingerprint,
+        )
+
+
+def _fastest(problem: Problem, left: Sequence[PeerProfile], room: int) -> tuple[StagePlacement, ...] | None:
+    """The line of the remaining peers that a token crosses soonest, with `room` times the wanted cache; None if there
+    is none."""
+    needs = problem.serving
+    assert needs is not None, "a serving problem says what it needs"
+    needs = msgspec.structs.replace(needs, cache_tokens=room * max(needs.cache_tokens, needs.context_tokens))
+    own = [] if problem.owner is None else [problem.owner.peer]
+    names = {*own, *(peer.peer for peer in left)}
+    links = {key: link for key, link in problem.links.items() if names >= set(key.split(">"))}
+    posed = msgspec.structs.replace(problem, peers=tuple(left), links=links, excluded=(), incumbent=None, serving=needs)
+    try:
+        return serving_plan(posed, BUDGET).stages if left else None
+    except PlanError:
+        return None
+
+
+def _compared(
+    problem: Problem, chain_plan: Plan, filled: _Filled, pool: _Free, most_sessions: int, most_s: float
+) -> ManyLines | None:
+    slowed = max(1.0, filled.owner_busy)
+    lines = tuple(_served(problem, stages, load, slowed) for stages, _, load in filled.placed)
+    chain_load = filled.placed[0][2]
+    chain_speed = lines[0].tokens_per_s if len(lines) == 1 else chain_load.tokens_per_s
+    together = sum(line.tokens_per_s for line in lines)
+    if together < WORTH_A_WORD * chain_speed:
+        return None
+    asked = list(_asked(filled, problem))
+    asked_lines, asked_speed = max(asked, key=lambda entry: entry[1])
+    bound = max(bound_tokens_per_s(problem, chain_plan, most_sessions, most_s), together)
+    return ManyLines(
+        least_tokens_per_s=1 / most_s,
+        lines=lines,
+        idle=tuple(peer.peer for peer in pool.left()),
+        sessions=sum(line.sessions for line in lines),
+        tokens_per_s=together,
+        slowest_session_tokens_per_s=min(line.session_tokens_per_s for line in lines),
+        chain_sessions=chain_load.sessions,
+        chain_tokens_per_s=chain_speed,
+        over_one_chain=together / chain_speed,
+        asked_lines=asked_lines,
+        asked_tokens_per_s=asked_speed,
+        owner_bound=slowed > 1,
+        bound_tokens_per_s=bound,
+        optimality_gap=bound / together - 1,
+    )
+
+
+def _asked(filled: _Filled, problem: Problem) -> Iterator[tuple[int, float]]:
+    """(lines, tokens per second) if the problem's sessions are spread evenly over the first lines."""
+    needs = problem.serving
+    assert needs is not None, "a serving problem says what it needs"
+    for count in range(1, min(len(filled.placed), needs.sessions) + 1):
+        speed = 0.0
+        for number, (_, line, _) in enumerate(filled.placed[:count]):
+            share = needs.sessions // count + (number < needs.sessions % count)
+            load = line.filled(share)
+            speed += 0.0 if load is None else load.tokens_per_s
+        yield count, speed
+
+
+def _served(problem: Problem, stages: Sequence[StagePlacement], load: Load, slowed: float) -> ServedLine:
+    """The line with the memory of its own sessions instead of the plan's."""
+    needs = problem.serving
+    assert needs is not None, "a serving problem says what it needs"
+    first = problem.blocks[0].block
+    placed: list[StagePlacement] = []
+    for number, stage in enumerate(stages):
+        start, end = stage.blocks[0] - first, stage.blocks[1] - first
+        room = stage_room(problem.blocks[start:end], problem.blocks[end:], needs)
+        size = room.fixed + load.sessions * room.each
+        weights = sum(block.parameter_bytes for block in problem.blocks[start:end])
+        placed.append(
+            msgspec.structs.replace(
+                stage, stage=number, memory_bytes=size, weight_bytes=weights, cache_bytes=load.sessions * room.each
+            )
+        )
+    return ServedLine(
+        stages=tuple(placed),
+        sessions=load.sessions,
+        passes=load.passes,
+        tokens_per_s=load.tokens_per_s / slowed,
+        session_tokens_per_s=1 / load.round_s / slowed,
+    )

@@ -1,0 +1,499 @@
+"""Plans generation: which peer holds which blocks so that a token takes the least time, and the number of cache pages.
+
+The fastest line of stages that fits into memory is found by exact search (`serving_search`). Memory must hold the
+requested cache. If it can't, half of that cache is tried, then a quarter and so on down to one whole context. Most of
+the memory that is then left becomes further pages, up to every session's whole context. One more page is reserved for
+the probe. The first block (embedding) and the last (final norm, head) belong to the job owner if the roles `feed` and
+`loss` are placed there, which is the default. Tokens and logits then never leave that process.
+
+For several sessions, cuts are then evened out at a small cost for a single session (`serving_evening`).
+
+`planner` calls this module for task `serve`. `serving_line` has the formulas, `serving_prediction` predicts the placed
+stages, and `guards` gives every stage a spare that holds its weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Final
+
+import msgspec
+
+from fusionai.primitives.errors import PlanError
+from fusionai.primitives.units import format_bytes, format_speed
+from fusionai.scheduling.placement import pool_name
+from fusionai.scheduling.problem.calibration import paced
+from fusionai.scheduling.problem.eligibility import check_names, eligible
+from fusionai.scheduling.problem.embedding_and_head import ends_of, middle, place_of
+from fusionai.scheduling.problem.links import check_access, check_links, hop
+from fusionai.scheduling.problem.pins import check_pins, must_use
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import (
+    PROMPT_TOKENS,
+    Certificate,
+    PeerProfile,
+    Plan,
+    Problem,
+    ServingNeeds,
+    ServingSizes,
+    StagePlacement,
+)
+from fusionai.scheduling.serving.balancing import evened
+from fusionai.scheduling.serving.pipeline import (
+    ServingLine,
+    block_s,
+    retained_bytes,
+    ring_bytes,
+    stage_bytes,
+    token_bytes,
+)
+from fusionai.scheduling.serving.prediction import first_token_s, predict_serving, together
+from fusionai.scheduling.serving.search import FoundLine, Line, LineLimits, fastest_line
+from fusionai.scheduling.serving.shortlist import shortlist
+from fusionai.scheduling.standby.guards import with_guards
+from fusionai.scheduling.training.one_machine import against_one
+
+SEARCH_BUDGET: Final = 100_000
+"""Search budget, in extensions, if all usable peers are searched; chosen."""
+LISTED_BUDGET: Final = 20_000
+"""Search budget in a large pool, of which only a shortlist is searched: there, more search gains less than more peers
+would."""
+MOST_ROOM: Final = 4
+"""Factor on the shortlist's length if the peers of the usual one can't hold the model."""
+MOST_PAGES: Final = 1_048_576
+"""Upper limit on cache pages."""
+ROUNDING: Final = 1e-9
+"""Relative difference of two times that counts as rounding."""
+FILLED: Final = 0.75
+"""Fraction of the memory beyond the wanted cache that becomes pages. The rest lets a spare hold the weights of more
+stages than it will run."""
+
+
+def serving_plan(problem: Problem, budget: int | None = None, *, compared: bool = True) -> Plan:
+    """Return the plan with the least predicted seconds per token.
+
+    Raises `PlanError` that names the tightest constraint. If `budget` is given, the search ends there, whatever it has
+    proven. `compared`: add a comparison with one machine alone.
+    """
+    problem = paced(problem)
+    needs = _checked(problem)
+    pool_blocks = middle(problem)
+    check_pins(problem, pool_blocks)
+    smallest = min(
+        stage_bytes([block], needs, retained_bytes(problem.blocks, end, needs), _least_tokens(needs))
+        for end, block in enumerate(pool_blocks, ends_of(problem).first + 1)
+    )
+    usable, refused = eligible(problem, pool_blocks, smallest)
+    if not usable:
+        reasons = "; ".join(f"{pool_name(problem, e.peer)}: {e.reason.rstrip('.')}" for e in refused)
+        raise PlanError(
+            f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
+            hint="Let more peers join, or mend what stands in the way.",
+        )
+    line, found, cache_tokens = _found_in_pool(problem, needs, usable, budget)
+    assert found.best is not None, "a line was found"
+    best = found.best
+    if needs.sessions > 1:
+        single = _single(line, _limits(problem, line, cache_tokens), needs)
+        most_s = inf if single is None else max(single[0], found.seconds)
+        best = best._replace(cuts=evened(line, best, found.seconds, cache_tokens, most_s=most_s))
+    pages = _pages(line, best, needs, cache_tokens)
+    stages = _stages(line, best, needs, pages * needs.page_tokens)
+    costs = StageCosts(problem)
+    prediction = predict_serving(stages, costs)
+    passes, together_per_s = together(stages, costs, needs)
+    prompt_tokens = min(PROMPT_TOKENS, needs.context_tokens)
+    warnings = _warnings(problem, line, needs, found, cache_tokens, pages)
+    alone = _alone(problem, usable, needs)
+    used = {stage.peer for stage in stages if "stage" in stage.roles}
+    bound = max(1 / found.bound_s, 1 / prediction.step_s)
+    gap = bound * prediction.step_s - 1
+    exact = found.proven and gap < ROUNDING
+    plan = Plan(
+        task="serve",
+        graph_hash=problem.graph_hash,
+        stages=tuple(msgspec.structs.replace(stage, in_flight=passes) for stage in stages),
+        feed=stages[0].peer if problem.owner is None else problem.owner.peer,
+        spares=tuple(sorted(peer.peer for peer in usable if peer.peer not in used)),
+        microbatches=1,
+        step_time_s=prediction.step_s,
+        tokens_per_s=1 / prediction.step_s,
+        single_peer_tokens_per_s=None if alone is None else 1 / alone[1],
+        bottleneck=prediction.bottleneck,
+        excluded=tuple(refused),
+        warnings=tuple(warnings),
+        certificate=Certificate(
+            method="best-first search over peers, order and cuts"
+            + ("" if found.proven else ", cut off")
+            + ("" if best.cuts == found.best.cuts else "; stages evened out"),
+            exact=exact,
+            bound_tokens_per_s=bound,
+            optimality_gap=0.0 if exact else gap,
+            explored=found.explored,
+        ),
+        serving=ServingSizes(
+            weights=needs.weights,
+            cache=needs.cache,
+            page_tokens=needs.page_tokens,
+            pages=pages,
+            sessions=needs.sessions,
+            context_tokens=needs.context_tokens,
+            pass_tokens=needs.pass_tokens,
+            passes_in_flight=passes,
+            tokens_per_s_together=together_per_s,
+            prompt_tokens_per_s=prompt_tokens / first_token_s(stages, costs, prompt_tokens, needs.pass_tokens),
+        ),
+    )
+    if alone is not None and compared:
+        sentence = against_one(problem, plan, alone[0], 1 / alone[1], lambda open_: serving_plan(open_, compared=False))
+        if sentence is not None:
+            plan = msgspec.structs.replace(plan, warnings=(sentence, *plan.warnings))
+    return with_guards(plan, problem)
+
+
+def _found_in_pool(
+    problem: Problem,
+    needs: ServingNeeds,
+    usable: list[PeerProfile],
+    budget: int | None,
+    *,
+    room: int = 1,
+) -> tuple[ServingLine, FoundLine, int]:
+    """Return the costs, the line that was found and the cache tokens it has room for.
+
+    In large pools only a shortlist is searched, but the bound covers all usable peers.
+    """
+    listed = shortlist(problem, needs, usable, middle(problem), room=room)
+    line = ServingLine(problem, needs, _with_fastest(problem, needs, usable, listed.peers))
+    _check_owner(line, needs)
+    if line.count == len(usable):
+        return line, *_found(problem, line, needs, budget, SEARCH_BUDGET)
+    try:
+        found, cache_tokens = _found(problem, line, needs, budget, LISTED_BUDGET)
+    except PlanError:
+        if room == MOST_ROOM:
+            raise
+        # If memory is short, peers outside the shortlist may hold what the listed ones can't.
+        return _found_in_pool(problem, needs, usable, budget, room=MOST_ROOM)
+    return line, replace(found, bound_s=min(found.bound_s, listed.bound_s + line.ends_s)), cache_tokens
+
+
+def _with_fastest(
+    problem: Problem, needs: ServingNeeds, usable: list[PeerProfile], listed: list[PeerProfile]
+) -> list[PeerProfile]:
+    """Return `listed` plus the machine that passes a token fastest among those that hold all pool blocks and one
+    context."""
+    if len(listed) == len(usable):
+        return listed
+    blocks = middle(problem)
+    needed = stage_bytes(blocks, needs, blocks[-1].output_bytes if needs.retain else 0, _least_tokens(needs))
+
+    def token_s(peer: PeerProfile) -> float:
+        latency_s = peer.uplink.latency_s + peer.downlink.latency_s
+        return sum(block_s(block, peer) for block in blocks) + latency_s
+
+    roomy = [peer for peer in usable if peer.memory_bytes >= needed]
+    fastest = min(roomy, key=lambda peer: (token_s(peer), peer.peer), default=None)
+    return listed if fastest is None or fastest in listed else [*listed, fastest]
+
+
+def _found(
+    problem: Problem, line: ServingLine, needs: ServingNeeds, budget: int | None, usual: int
+) -> tuple[FoundLine, int]:
+    """Return the fastest line with room for as much of the wanted cache as possible, and that number of cache
+    tokens."""
+    least_tokens = _least_tokens(needs)
+    wanted_pages = -(-needs.cache_tokens // needs.page_tokens) + 1
+    cache_tokens = max(wanted_pages * needs.page_tokens, least_tokens)
+    while line.owner is not None and line.owner_bytes(cache_tokens) > line.owner.memory_bytes:
+        cache_tokens = _halved(cache_tokens, needs)  # `_check_owner` made sure that the least fits
+    limits = _limits(problem, line, cache_tokens)
+    while True:
+        found = fastest_line(line, limits, budget=usual if budget is None else budget, settle=budget is None)
+        if found.best is not None:
+            single = _single(line, limits, needs)
+            if single is None or single[0] >= found.seconds * (1 - ROUNDING):
+                return found, limits.cache_tokens
+            # One machine alone with a smaller cache is faster: then allow all lines that smaller cache.
+            limits = _limits(problem, line, single[1])
+            again = fastest_line(line, limits, budget=usual if budget is None else budget, settle=budget is None)
+            assert again.best is not None, "one machine holds it"
+            return again, limits.cache_tokens
+        if limits.cache_tokens <= least_tokens:
+            raise _infeasible(line, limits)
+        limits = _limits(problem, line, _halved(limits.cache_tokens, needs))
+
+
+def _least_tokens(needs: ServingNeeds) -> int:
+    """Return the tokens of the smallest cache: one whole context in pages, plus the probe's page."""
+    return (_context_pages(needs) + 1) * needs.page_tokens
+
+
+def _halved(cache_tokens: int, needs: ServingNeeds) -> int:
+    """Return the tokens of half the pages, at least `_least_tokens`."""
+    return max(cache_tokens // needs.page_tokens // 2 * needs.page_tokens, _least_tokens(needs))
+
+
+def _single(line: ServingLine, limits: LineLimits, needs: ServingNeeds) -> tuple[float, int] | None:
+    """Return seconds per token and cache tokens of the fastest line with one pool stage that holds a whole context.
+
+    The cache has at most the wanted tokens. Returns None if there is no such line.
+    """
+    if limits.fewest > 1 or limits.required.bit_count() > 1:
+        return None
+    best: tuple[float, int] | None = None
+    least_tokens = _least_tokens(needs)
+    for peer in range(line.count):
+        if limits.required & ~(1 << peer) or not line.allowed(peer, 0, line.length):
+            continue
+        tokens = limits.cache_tokens
+        while tokens > least_tokens and line.bytes(0, line.length, tokens) > line.lent_bytes(peer, tokens):
+            tokens = _halved(tokens, needs)
+        if line.bytes(0, line.length, tokens) > line.lent_bytes(peer, tokens):
+            continue
+        seconds = single_s(line, peer)
+        if best is None or (seconds, -tokens) < (best[0], -best[1]):
+            best = (seconds, tokens)
+    return best
+
+
+def single_s(line: ServingLine, peer: int) -> float:
+    """Return the seconds per token of the line with one pool stage, on `peer`."""
+    return line.enter_s(peer) + line.compute_s(peer, 0, line.length) + line.leave_s(peer) + line.ends_s
+
+
+def _limits(problem: Problem, line: ServingLine, cache_tokens: int) -> LineLimits:
+    index = {peer.peer: i for i, peer in enumerate(line.peers)}
+    required = sum(1 << index[name] for name in must_use(problem))
+    reserved = problem.spares_wanted or 0
+    most = min(line.count - reserved, line.length)
+    wanted = problem.stages or max(1, required.bit_count())
+    if wanted > line.length:
+        raise PlanError(
+            f"{wanted} stages need {wanted} blocks, the model has {line.length} to place.",
+            hint=f"Ask for at most {line.length} stages.",
+        )
+    if most < wanted:
+        spare = f" with {reserved} kept as spares" if reserved else ""
+        raise PlanError(
+            f"{wanted} stages need {wanted} peers{spare}, but {line.count} of {len(problem.peers)} peers can be used.",
+            hint="Ask for fewer stages or spares, or let more peers join.",
+        )
+    if problem.stages is not None and required.bit_count() > problem.stages:
+        raise PlanError(
+            f"{required.bit_count()} peers are required, but only {problem.stages} stages were asked for.",
+            hint="Require fewer peers or ask for more stages.",
+        )
+    return LineLimits(fewest=wanted, most=problem.stages or most, cache_tokens=cache_tokens, required=required)
+
+
+def _pages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: int) -> int:
+    """Return the number of pages: those the line was found with, and a part of the remaining room.
+
+    The room is that of every machine, the job owner's included. The pages never exceed all sessions' whole contexts.
+    """
+    pages = min(needs.sessions * _context_pages(needs) + 1, MOST_PAGES)
+    rooms = [(line.lent_bytes(peer, 0) - line.bytes(a, b, 0), line.token_bytes(a, b)) for peer, a, b in _placed(best)]
+    if line.owner is not None:
+        free_bytes = line.owner.memory_bytes - line.owner_bytes(0)
+        each = line.owner_bytes(1) - line.owner_bytes(0)
+        rooms.append((free_bytes, each))
+        for index, (peer, a, b) in enumerate(_placed(best)):
+            if line.peers[peer].peer == line.owner.peer:
+                rooms[index] = (free_bytes - line.bytes(a, b, 0), each + line.token_bytes(a, b))
+    most = min([pages, *(room // (each * needs.page_tokens) for room, each in rooms if each)])
+    sure = min(cache_tokens // needs.page_tokens, most)
+    return sure + int((most - sure) * FILLED)
+
+
+def _context_pages(needs: ServingNeeds) -> int:
+    return -(-needs.context_tokens // needs.page_tokens)
+
+
+def _placed(best: Line) -> list[tuple[int, int, int]]:
+    return [(peer, best.cuts[k], best.cuts[k + 1]) for k, peer in enumerate(best.order)]
+
+
+def _stages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: int) -> list[StagePlacement]:
+    stages: list[StagePlacement] = []
+    owner = line.owner
+    if line.first and owner is not None:
+        stages.append(_stage(line, needs, 0, owner, (0, line.first), ("feed",), cache_tokens))
+    for k, (peer, start, end) in enumerate(_placed(best)):
+        whole = end == line.length and line.first + line.length == len(line.blocks)
+        stages.append(
+            _stage(
+                line,
+                needs,
+                len(stages),
+                line.peers[peer],
+                (line.first + start, line.first + end),
+                (*(("feed",) if k == 0 and not line.first else ()), "stage", *(("loss",) if whole else ())),
+                cache_tokens,
+            )
+        )
+    end = line.first + line.length
+    if end < len(line.blocks) and owner is not None:
+        stages.append(_stage(line, needs, len(stages), owner, (end, len(line.blocks)), ("loss",), cache_tokens))
+    return stages
+
+
+def _stage(
+    line: ServingLine,
+    needs: ServingNeeds,
+    number: int,
+    profile: PeerProfile,
+    positions: tuple[int, int],
+    roles: tuple[str, ...],
+    cache_tokens: int,
+) -> StagePlacement:
+    blocks = line.blocks[positions[0] : positions[1]]
+    sent = retained_bytes(line.blocks, positions[1], needs)
+    last = positions[1] == len(line.blocks)
+    return msgspec.structs.replace(
+        StagePlacement(stage=number, peer=profile.peer, blocks=(blocks[0].block, blocks[-1].block + 1)),
+        roles=roles,
+        compute_s=sum(block_s(block, profile) for block in blocks),
+        send_s=(needs.result_bytes if last else blocks[-1].output_bytes) / profile.uplink.bandwidth_bytes_per_s,
+        memory_bytes=stage_bytes(blocks, needs, sent, cache_tokens),
+        memory_limit_bytes=profile.memory_bytes,
+        weight_bytes=sum(block.parameter_bytes for block in blocks),
+        cache_bytes=cache_tokens * token_bytes(blocks, sent) + ring_bytes(blocks, needs),
+        fingerprint=profile.fingerprint,
+    )
+
+
+def _alone(problem: Problem, usable: list[PeerProfile], needs: ServingNeeds) -> tuple[str, float] | None:
+    """Return the fastest single machine that holds the whole model and one context, and its seconds per token.
+
+    For a machine of the pool the time includes the way from the job owner and back.
+    """
+    owner = problem.owner
+    machines = [*usable, *([] if owner is None else [owner])]
+    operators = {op for block in problem.blocks for op in block.ops}
+    needed = stage_bytes(problem.blocks, needs, 0, _least_tokens(needs))
+
+    def token_s(machine: PeerProfile) -> float:
+        seconds = sum(block_s(block, machine) for block in problem.blocks)
+        if owner is None:
+            return seconds
+        into, back = hop(owner, machine, problem.links), hop(machine, owner, problem.links)
+        return seconds + into.latency_s + needs.result_bytes / back.bandwidth_bytes_per_s + back.latency_s
+
+    fitting = [
+        (token_s(machine), machine.peer)
+        for machine in machines
+        if machine.memory_bytes >= needed
+        and machine.effective_flops_per_s > 0
+        and not operators & set(machine.unsupported_ops)
+    ]
+    if not fitting:
+        return None
+    seconds, peer = min(fitting)
+    return peer, max(seconds, 1e-12)
+
+
+def _warnings(
+    problem: Problem, line: ServingLine, needs: ServingNeeds, found: FoundLine, cache_tokens: int, pages: int
+) -> list[str]:
+    warnings: list[str] = []
+    held = (pages - 1) * needs.page_tokens
+    if held < needs.cache_tokens:
+        warnings.append(
+            f"Memory is short: the cache holds {held} tokens of the {needs.cache_tokens} wanted, "
+            f"{held // needs.context_tokens} whole contexts of {needs.context_tokens} at a time."
+        )
+    if problem.stages is not None and problem.stages > 1:
+        free = msgspec.structs.replace(problem, stages=None)
+        wider = _limits(free, line, cache_tokens)
+        fewest = min(wider.fewest, problem.stages - 1)
+        fewer = fastest_line(line, replace(wider, fewest=fewest, most=problem.stages - 1), budget=SEARCH_BUDGET)
+        if fewer.best is not None and fewer.seconds < found.seconds:
+            count = len(fewer.best.order)
+            warnings.append(
+                f"{count} {'stage' if count == 1 else 'stages'} would be faster than the {problem.stages} asked for: "
+                f"{format_speed(1 / fewer.seconds)} tokens/s instead of {format_speed(1 / found.seconds)}."
+            )
+    return warnings
+
+
+def _infeasible(line: ServingLine, limits: LineLimits) -> PlanError:
+    """Return the error for a problem without a line; memory is the only constraint that was not checked before."""
+    largest = max(peer.memory_bytes for peer in line.peers)
+    needed, block = max((line.bytes(b, b + 1, limits.cache_tokens), b) for b in range(line.length))
+    hint = "Use another weight format or a shorter context, let providers lend more memory, or let more peers join."
+    context = f"with a cache of {limits.cache_tokens} tokens"
+    if needed > largest:
+        return PlanError(
+            f"block {line.numbers(block, block + 1)[0]} alone needs {format_bytes(needed)} {context}, the largest peer "
+            f"lends {format_bytes(largest)}: {format_bytes(needed - largest)} are missing.",
+            hint=hint,
+        )
+    whole = line.bytes(0, line.length, limits.cache_tokens)
+    lent = sum(sorted((peer.memory_bytes for peer in line.peers), reverse=True)[: limits.most])
+    peers = "1 peer" if limits.most == 1 else f"{limits.most} peers"
+    if whole > lent:
+        return PlanError(
+            f"the model needs {format_bytes(whole)} {context}, the largest {peers} that may hold it lend "
+            f"{format_bytes(lent)}: {format_bytes(whole - lent)} are missing.",
+            hint=hint,
+        )
+    return PlanError(
+        f"no cut was found that fits {peers} into the {format_bytes(lent)} they lend {context}; the largest block "
+        f"takes {format_bytes(needed)}.",
+        hint=hint,
+    )
+
+
+def _checked(problem: Problem) -> ServingNeeds:
+    needs = problem.serving
+    if needs is None:
+        raise PlanError("expected a serving problem to say what it needs (`serving`), got nothing.")
+    counts = {
+        "context_tokens": needs.context_tokens,
+        "sessions": needs.sessions,
+        "page_tokens": needs.page_tokens,
+        "pass_tokens": needs.pass_tokens,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise PlanError(f"expected {name} of at least 1, got {count}.")
+    if problem.stages is not None and problem.stages < 1:
+        raise PlanError(f"expected at least 1 stage, got {problem.stages}.")
+    if problem.spares_wanted is not None and problem.spares_wanted < 0:
+        raise PlanError(f"expected at least 0 spares, got {problem.spares_wanted}.")
+    if len(problem.blocks) < 3:
+        raise PlanError(f"expected an embedding, layers and a head to serve, got {len(problem.blocks)} blocks.")
+    check_names(problem)
+    everyone = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
+    check_links(problem.links, (peer.peer for peer in everyone))
+    for peer in everyone:
+        check_access(peer)
+    for role in ("feed", "loss"):
+        if place_of(problem, role) == "owner" and problem.owner is None:
+            raise PlanError(
+                "an end of the model is placed with the job owner, but the problem has no owner's profile.",
+                hint="Give the owner's profile, or place the ends with the pool.",
+            )
+    middle(problem)
+    return needs
+
+
+def _check_owner(line: ServingLine, needs: ServingNeeds) -> None:
+    owner = line.owner
+    mine = line.owner_blocks()
+    if owner is None or not mine:
+        return
+    missing = sorted({op for block in mine for op in block.ops} & set(owner.unsupported_ops))
+    if missing:
+        raise PlanError(f"the job owner's backend {owner.backend!r} can't run {', '.join(missing)} of its ends.")
+    if not owner.effective_flops_per_s > 0:
+        raise PlanError(f"the job owner's measured speed is {owner.effective_flops_per_s} FLOP/s.")
+    needed = line.owner_bytes(_least_tokens(needs))
+    if needed > owner.memory_bytes:
+        raise PlanError(
+            f"the model's ends need {format_bytes(needed)} with the job owner, who has "
+            f"{format_bytes(owner.memory_bytes)}: {format_bytes(needed - owner.memory_bytes)} are missing.",
+            hint="Use another weight format, or place the ends with the pool (`--privacy encrypted --ends pool`).",
+        )

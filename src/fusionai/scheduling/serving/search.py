@@ -1,0 +1,312 @@
+"""Searches the line of stages that a token crosses in the least time: peers, their order and the cuts, with proof.
+
+Best-first search (A*) over (set of peers used, last peer, blocks placed). Costs add up and each stage's memory is
+independent of the others, so only the fastest way to a state matters. The remaining blocks are bounded from below by
+assigning them to the peers that compute them fastest, hop included, each as many as its memory can hold. However the
+search ends, the least bound of the unexplored states proves how good the best known line is. The worst case is
+exponential in the number of peers. Therefore the search has a budget of tried extensions, an argument and never a
+clock, so that results are reproducible.
+
+`serving_line` has the costs, `serving` the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from fusionai.scheduling.kernels.compiled import available, compiled
+from fusionai.scheduling.kernels.serving_pipeline import LineTables, Steps, cross
+from fusionai.scheduling.serving.pipeline import ServingLine
+
+SETTLED_PEERS: Final = 16
+"""Number of peers up to which compiled loops, which search exhaustively, settle what the best-first search leaves
+open."""
+SETTLED_STEPS: Final = 2_000_000
+"""Upper limit on lines that the compiled loops keep."""
+BEAM: Final = 12
+"""Lines kept per number of stages during the search for a first good line."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineLimits:
+    """Limits on lines: `fewest` to `most` stages, all peers of the mask `required`, room for `cache_tokens`."""
+
+    fewest: int
+    most: int
+    cache_tokens: int
+    required: int = 0
+
+
+class Line(NamedTuple):
+    """The stages of a line so far: `order[k]` holds positions [`cuts[k]`, `cuts[k + 1]`).
+
+    `seconds` excludes the way back to the job owner.
+    """
+
+    seconds: float
+    mask: int
+    order: tuple[int, ...]
+    cuts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLine:
+    """Result of a search.
+
+    `seconds`: time of `best`, the way back and the owner's part included. `bound_s`: no line takes less.
+    """
+
+    best: Line | None
+    seconds: float
+    bound_s: float
+    explored: int
+
+    @property
+    def proven(self) -> bool:
+        return self.bound_s >= self.seconds
+
+
+def fastest_line(line: ServingLine, limits: LineLimits, *, budget: int, settle: bool = True) -> FoundLine:
+    """Return the fastest line found with at most `budget` extensions.
+
+    `settle`: with few peers, compiled loops settle what the budget leaves open. `best` is None if no line within the
+    limits was found; an infinite bound then proves that there is none.
+    """
+    return _Search(line, limits, budget, settle).run()
+
+
+class _Search:
+    def __init__(self, line: ServingLine, limits: LineLimits, budget: int, settle: bool) -> None:
+        self.line = line
+        self.settle = settle
+        self.limits = limits
+        self.budget = budget
+        self.explored = 0
+        self.best: Line | None = None
+        self.best_s = inf
+        needed = [
+            [line.bytes(a, b, limits.cache_tokens) if a < b else 0 for b in range(line.length + 1)]
+            for a in range(line.length)
+        ]
+        self._fits = [
+            [
+                [a < b and needed[a][b] <= lent and line.allowed(peer, a, b) for b in range(line.length + 1)]
+                for a in range(line.length)
+            ]
+            for peer, lent in ((peer, line.lent_bytes(peer, limits.cache_tokens)) for peer in range(line.count))
+        ]
+        # The retained boundary may shrink with a further block: a shorter stage does not always fit where a longer one
+        # does.
+        self._reach = [
+            [max((b for b in range(line.length + 1) if ends[b]), default=a) for a, ends in enumerate(starts)]
+            for starts in self._fits
+        ]
+        self._rest_s = self._rests()
+        self._twins = [
+            sum(1 << earlier for earlier in range(peer) if line.alike(earlier, peer) and self._same_wish(earlier, peer))
+            for peer in range(line.count)
+        ]
+
+    def run(self) -> FoundLine:
+        self._glance()
+        bound_s = self._prove()
+        if bound_s < self.best_s and self.settle and self.line.count <= SETTLED_PEERS and available():
+            settled = self._settle()
+            bound_s = self.best_s if settled else bound_s
+        total_s = self.best_s + self.line.ends_s
+        return FoundLine(self.best, total_s, min(bound_s + self.line.ends_s, total_s), self.explored)
+
+    def _prove(self) -> float:
+        """Return a lower bound on the seconds of any line: `best_s` itself if nothing is left to explore."""
+        frontier: list[tuple[float, int, Line]] = []
+        known: dict[tuple[int, int, int], float] = {}
+        number = 0
+        for begun in self._extensions(Line(0.0, 0, (), (0,))):
+            number += 1
+            heappush(frontier, (begun.seconds + self._rest_s[begun.cuts[-1]], number, begun))
+        while frontier:
+            bound_s, _, line = heappop(frontier)
+            if bound_s >= self.best_s:
+                return self.best_s
+            if self.explored > self.budget:
+                return bound_s
+            state = (line.mask, line.order[-1], line.cuts[-1])
+            if known.get(state, inf) <= line.seconds:
+                continue
+            known[state] = line.seconds
+            if line.cuts[-1] == self.line.length:
+                self._offer(line)
+                continue
+            for longer in self._extensions(line):
+                number += 1
+                bound = longer.seconds + self._rest_s[longer.cuts[-1]]
+                if bound < self.best_s:
+                    heappush(frontier, (bound, number, longer))
+        return self.best_s
+
+    def _settle(self) -> bool:
+        """Repeat the whole search in compiled loops, below the best known line; return whether it was completed."""
+        line, limits = self.line, self.limits
+        size = SETTLED_STEPS + 2
+        steps = Steps(
+            mask=np.zeros(size, dtype=np.int64),
+            last=np.zeros(size, dtype=np.int64),
+            end=np.zeros(size, dtype=np.int64),
+            seconds=np.zeros(size, dtype=np.float64),
+            before=np.zeros(size, dtype=np.int64),
+            first=np.zeros(2 * size + 1, dtype=np.int64),
+        )
+        step, peer, complete, explored = compiled(cross)(
+            self._tables(), steps, limits.fewest, limits.most, limits.required, self.best_s, SETTLED_STEPS
+        )
+        self.explored += int(explored)
+        if peer >= 0:
+            order, ends = [int(peer)], [line.length]
+            while step:
+                order.insert(0, int(steps.last[step]))
+                ends.insert(0, int(steps.end[step]))
+                step = int(steps.before[step])
+            found = Line(0.0, 0, (), (0,))
+            for peer, end in zip(order, ends, strict=True):
+                start = found.cuts[-1]
+                into_s = line.hop_s(found.order[-1], peer, start) if found.order else line.enter_s(peer)
+                found = self._longer(found, found.mask | 1 << peer, peer, end, into_s)
+            self._offer(found)
+        return bool(complete)
+
+    def _tables(self) -> LineTables:
+        line = self.line
+        peers, length = range(line.count), line.length
+        into = [self._cheapest_into(peer) for peer in peers]
+        each_s = np.full((length + 1, line.count), inf)
+        most = np.zeros((length + 1, line.count), dtype=np.int64)
+        for peer in peers:
+            least_s, furthest = inf, 0
+            for start in range(length - 1, -1, -1):
+                least_s = min(least_s, line.compute_s(peer, start, start + 1))
+                furthest = max(furthest, self._reach[peer][start] - start)
+                most[start, peer] = furthest
+                each_s[start, peer] = least_s + into[peer] / furthest if furthest else inf
+        return LineTables(
+            seconds=np.array([[line.compute_s(peer, 0, end) for end in range(length + 1)] for peer in peers]),
+            fits=np.array(self._fits, dtype=np.bool_),
+            enter_s=np.array([line.enter_s(peer) for peer in peers]),
+            leave_s=np.array([line.leave_s(peer) for peer in peers]),
+            hop_s=np.array(
+                [
+                    [[line.hop_s(i, j, cut) if i != j else inf for cut in range(length + 1)] for j in peers]
+                    for i in peers
+                ]
+            ),
+            twins=np.array(self._twins, dtype=np.int64),
+            ranked=np.argsort(each_s, axis=1, kind="stable").astype(np.int64),
+            each_s=np.where(most > 0, each_s, 0.0),
+            most=most,
+            back_s=min((line.leave_s(peer) for peer in peers), default=inf),
+        )
+
+    def _glance(self) -> None:
+        """Find a good line quickly: keep the most promising beginnings per number of stages, and try few stage
+        lengths."""
+        level = [Line(0.0, 0, (), (0,))]
+        for _ in range(self.limits.most):
+            grown: dict[tuple[int, int, int], Line] = {}
+            for line in level:
+                for longer in self._extensions(line, few=True):
+                    if longer.cuts[-1] == self.line.length:
+                        self._offer(longer)
+                        continue
+                    state = (longer.mask, longer.order[-1], longer.cuts[-1])
+                    if state not in grown or longer.seconds < grown[state].seconds:
+                        grown[state] = longer
+            ranked = sorted(grown.values(), key=lambda one: (one.seconds + self._rest_s[one.cuts[-1]], one.order))
+            # Also keep beginnings with many blocks placed: if memory is short, the fastest beginnings can't be
+            # completed.
+            far = sorted(grown.values(), key=lambda one: (-one.cuts[-1], one.seconds, one.order))
+            level = list(dict.fromkeys([*ranked[:BEAM], *far[:BEAM]]))
+
+    def _extensions(self, line: Line, *, few: bool = False) -> Iterator[Line]:
+        depth = len(line.order) + 1
+        start = line.cuts[-1]
+        whole = self.line.length
+        for peer in range(self.line.count):
+            bit = 1 << peer
+            if line.mask & bit or self._twins[peer] & ~line.mask:
+                continue
+            mask = line.mask | bit
+            missing = (self.limits.required & ~mask).bit_count()
+            if missing > self.limits.most - depth:
+                continue
+            furthest = self._reach[peer][start]
+            into_s = self.line.hop_s(line.order[-1], peer, start) if line.order else self.line.enter_s(peer)
+            # Each stage that is still required needs a block.
+            still = max(missing, self.limits.fewest - depth, 0)
+            if furthest == whole and not still and depth >= self.limits.fewest:
+                yield self._longer(line, mask, peer, whole, into_s)
+            if depth == self.limits.most:
+                continue
+            longest = min(furthest, whole - max(still, 1))
+            shortest = start + 1
+            if few:
+                even = start + max(1, -(-(whole - start) // (self.limits.most - depth + 1)))
+                ends = sorted({longest, (start + longest) // 2, min(even, longest)}, reverse=True)
+            else:
+                ends = list(range(longest, shortest - 1, -1))
+            for end in ends:
+                if end >= shortest and self._fits[peer][start][end]:
+                    yield self._longer(line, mask, peer, end, into_s)
+
+    def _longer(self, line: Line, mask: int, peer: int, end: int, into_s: float) -> Line:
+        self.explored += 1
+        seconds = line.seconds + into_s + self.line.compute_s(peer, line.cuts[-1], end)
+        return Line(seconds, mask, (*line.order, peer), (*line.cuts, end))
+
+    def _offer(self, line: Line) -> None:
+        seconds = line.seconds + self.line.leave_s(line.order[-1])
+        if seconds < self.best_s:
+            self.best, self.best_s = line, seconds
+
+    def _same_wish(self, one: int, other: int) -> bool:
+        return (self.limits.required >> one & 1) == (self.limits.required >> other & 1)
+
+    def _rests(self) -> list[float]:
+        """Return for each position the least seconds of everything behind it, the way back included; inf if it fits
+        nowhere."""
+        line = self.line
+        back_s = min((line.leave_s(peer) for peer in range(line.count)), default=inf)
+        rests = [back_s]
+        into = [self._cheapest_into(peer) for peer in range(line.count)]
+        for start in range(line.length - 1, -1, -1):
+            offers: list[tuple[float, int]] = []
+            for peer in range(line.count):
+                most = max((self._reach[peer][s] - s for s in range(start, line.length)), default=0)
+                if most > 0:
+                    least_s = min(line.compute_s(peer, b, b + 1) for b in range(start, line.length))
+                    offers.append((least_s + into[peer] / most, most))
+            poured_s, left = 0.0, line.length - start
+            for seconds, most in sorted(offers):
+                poured_s += seconds * min(most, left)
+                left -= min(most, left)
+            each_s = sum(
+                min((line.compute_s(peer, b, b + 1) for peer in range(line.count)), default=inf)
+                for b in range(start, line.length)
+            )
+            # Slightly lower, so that rounding can't lift the bound above what is attained.
+            rests.append(inf if left else max(poured_s, each_s) * (1 - 1e-12) + back_s)
+        rests.reverse()
+        return rests
+
+    def _cheapest_into(self, peer: int) -> float:
+        inner = [
+            self.line.hop_s(other, peer, cut)
+            for other in range(self.line.count)
+            for cut in range(1, self.line.length)
+            if other != peer
+        ]
+        return min(inner, default=0.0)

@@ -1,0 +1,1 @@
+"""What a plan holds ready and how it changes: standbys, takeover, promotion, stragglers."""

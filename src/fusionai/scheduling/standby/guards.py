@@ -1,0 +1,214 @@
+"""Assigns warm standbys (guards) to stages and, through `snapshots`, the interval K at which they get snapshots.
+
+A guard keeps the newest snapshots of its stage and takes the stage over when its peer is lost. All stages with state
+get a guard, unless they run in the job owner's own process. First each spare takes one stage, and costly stages get
+fast spares. The stages that are left go to spares with room. Neighbouring stages get different guards if possible,
+because two neighbours lost together need two stand-ins. Exact guards (equal fingerprints) come before inexact ones,
+which only `takeover = "tolerant"` allows. An existing guard stays, since it holds snapshots; only an exact guard
+replaces an inexact one.
+
+Memory of a spare: three snapshots of each stage it guards while one arrives, and two of each beside any one of the
+stages running there. In serving a guard holds the weights instead, and has room for one stage's caches. The result does
+not depend on the order in which spares are listed.
+
+`planner` and `takeover` call `with_guards`; `snapshots` decides K; `stage_costs` has the prices.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from fusionai.primitives.units import format_bytes, format_seconds
+from fusionai.scheduling.problem.eligibility import refusal
+from fusionai.scheduling.problem.levers import unable_to_save
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import Excluded, Guard, PeerProfile, Plan, Problem, StagePlacement
+from fusionai.scheduling.standby.matching import matched
+from fusionai.scheduling.standby.snapshots import MOST_STEPS, SnapshotInterval, room_to_retain, snapshot_interval
+
+KEPT: Final = 2
+"""Whole snapshots a guard keeps of a stage."""
+ARRIVING: Final = KEPT + 1
+"""Snapshots of a stage that a guard holds while the next one arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unguarded:
+    """A stage with state that has no guard, with the reason for every spare. Without spares `reasons` is empty."""
+
+    stage: int
+    reasons: tuple[Excluded, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Guarding:
+    """`plan` with its guards and K, the reasons for K, and the stages that are left without a guard."""
+
+    plan: Plan
+    interval: SnapshotInterval
+    unguarded: tuple[Unguarded, ...]
+
+
+def with_guards(plan: Plan, problem: Problem) -> Plan:
+    """`plan` with new `guards` and `snapshot_every`; nothing else changes. Candidates are `plan.spares`; a spare
+    without a profile in `problem.peers` is ignored."""
+    return guarding(plan, problem).plan
+
+
+def guarding(plan: Plan, problem: Problem) -> Guarding:
+    """Like `with_guards`, with the reasons."""
+    costs = StageCosts(problem, plan)
+    stages = [stage for stage in plan.stages if costs.guardable(plan, stage)]
+    short = room_to_retain(plan, costs) if plan.task == "train" else None
+    if short is not None:
+        bare = msgspec.structs.replace(plan, guards=(), snapshot_every=0)
+        reason = f"the memory of {short} has no room to retain what a replay needs."
+        reasons = (Excluded(peer=short, reason=reason),)
+        unguarded = tuple(Unguarded(stage.stage, reasons) for stage in stages)
+        return Guarding(bare, snapshot_interval(bare, problem), unguarded)
+    placed = {stage.peer for stage in plan.stages} | {plan.feed}
+    spares = [costs.profiles[peer] for peer in sorted(set(plan.spares) - placed) if peer in costs.profiles]
+    watch = _Watch(plan, costs, stages, spares)
+    guards = watch.assigned()
+    guarded = msgspec.structs.replace(plan, guards=guards)
+    interval = snapshot_interval(guarded, problem)
+    guarded = msgspec.structs.replace(guarded, snapshot_every=interval.every)
+    unguarded = tuple(
+        Unguarded(stage.stage, tuple(watch.refusals(stage)))
+        for stage in stages
+        if stage.stage not in {guard.stage for guard in guards}
+    )
+    return Guarding(guarded, interval, unguarded)
+
+
+def may_guard(plan: Plan, problem: Problem, stage: StagePlacement, peer: str) -> bool:
+    """Return whether `peer`, if it guarded only `stage`, has the numerics, the memory and the link for it."""
+    costs = StageCosts(problem, plan)
+    watch = _Watch(plan, costs, [stage], [costs.profiles[peer]])
+    return watch.refusal(stage, peer, exact=problem.takeover == "exact") is None
+
+
+def without_guards(plan: Plan, lost: Iterable[str]) -> Plan:
+    """`plan` without the guards and spares among `lost`. The version stays: the broker need not grant a plan that only
+    has fewer machines."""
+    gone = frozenset(lost)
+    guards = tuple(guard for guard in plan.guards if guard.peer not in gone)
+    return msgspec.structs.replace(
+        plan,
+        guards=guards,
+        spares=tuple(peer for peer in plan.spares if peer not in gone),
+        snapshot_every=plan.snapshot_every if guards else 0,
+    )
+
+
+class _Watch:
+    """State of an assignment: the stages, the spares, and the guards chosen so far."""
+
+    def __init__(self, plan: Plan, costs: StageCosts, stages: list[StagePlacement], spares: list[PeerProfile]) -> None:
+        self.plan = plan
+        self.costs = costs
+        # Costly stages choose first, so that they get the fast spares.
+        self.stages = sorted(stages, key=lambda s: (-s.compute_s, -costs.state_bytes(s), s.stage))
+        self.spares = {spare.peer: spare for spare in spares}
+        self.guard_of: dict[int, Guard] = {}
+        self.guarded_by: defaultdict[str, list[StagePlacement]] = defaultdict(list)
+        self._operators = {stage.stage: costs.operators(stage) for stage in stages}
+
+    def assigned(self) -> tuple[Guard, ...]:
+        """Assign all guards; returns them in order of stages."""
+        known = {stage.stage: stage for stage in self.stages}
+        kept = [guard for guard in self.plan.guards if guard.stage in known and guard.peer in self.spares]
+        for guard in kept:
+            if guard.exact:
+                self._give(known[guard.stage], guard.peer, exact=True)
+        self._spread(exact=True)
+        for guard in kept:
+            if guard.stage not in self.guard_of:
+                self._give(known[guard.stage], guard.peer, exact=False)
+        if self.costs.problem.takeover == "tolerant":
+            self._spread(exact=False)
+        return tuple(sorted(self.guard_of.values(), key=lambda guard: guard.stage))
+
+    def refusals(self, stage: StagePlacement) -> list[Excluded]:
+        return [
+            Excluded(peer=peer, reason=reason)
+            for peer in self.spares
+            if (reason := self.refusal(stage, peer, exact=self.costs.problem.takeover == "exact"))
+        ]
+
+    def _spread(self, *, exact: bool) -> None:
+        """Give as many idle spares as possible one stage each, then the remaining stages to spares with room."""
+
+        def suits(stage: StagePlacement, peer: str) -> bool:
+            return self.refusal(stage, peer, exact=exact) is None
+
+        missing = [stage for stage in self.stages if stage.stage not in self.guard_of]
+        idle = [peer for peer in self.spares if not self.guarded_by[peer]]
+        choices = [self._ranked(stage, idle, suits) for stage in missing]
+        for index, peer in matched(choices).items():
+            self._give(missing[index], peer, exact=exact)
+        for stage in missing:
+            if stage.stage not in self.guard_of:
+                for peer in self._ranked(stage, list(self.spares), suits)[:1]:
+                    self._give(stage, peer, exact=exact)
+
+    def _ranked(
+        self, stage: StagePlacement, peers: list[str], suits: Callable[[StagePlacement, str], bool]
+    ) -> list[str]:
+        """The peers that may guard `stage`, best first."""
+
+        def key(peer: str) -> tuple[bool, bool, int, float, float, str]:
+            guarded = self.guarded_by[peer]
+            return (
+                any(self.plan.is_next(stage, other) for other in guarded),
+                not self.costs.exact(stage, self.spares[peer]),
+                len(guarded),
+                self.costs.compute_s(stage, peer),
+                self._needed_bytes([*guarded, stage]) / self.spares[peer].memory_bytes,
+                peer,
+            )
+
+        return sorted((peer for peer in peers if suits(stage, peer)), key=key)
+
+    def _give(self, stage: StagePlacement, peer: str, *, exact: bool) -> None:
+        exact = exact or self.costs.exact(stage, self.spares[peer])
+        self.guard_of[stage.stage] = Guard(stage=stage.stage, peer=peer, exact=exact)
+        self.guarded_by[peer].append(stage)
+
+    def refusal(self, stage: StagePlacement, peer: str, *, exact: bool) -> str | None:
+        """The reason why `peer` can't guard `stage` besides the stages it guards already; None if it can."""
+        spare, costs = self.spares[peer], self.costs
+        reason = refusal(costs.problem, spare, self._operators[stage.stage]) or unable_to_save(stage, spare)
+        if reason is not None:
+            return reason
+        if exact and not costs.exact(stage, spare):
+            return "it computes other bits (its fingerprint differs)."
+        guarded = [*self.guarded_by[peer], stage]
+        needed = self._needed_bytes(guarded)
+        if needed > spare.memory_bytes:
+            beside = "" if len(guarded) == 1 else f" beside what it keeps of {len(guarded) - 1} other stages"
+            return (
+                f"it lends {format_bytes(spare.memory_bytes)}; guarding the stage{beside} takes {format_bytes(needed)}."
+            )
+        if self.plan.task == "serve":  # Weights are sent only once, while the stages work.
+            return None
+        arriving_s = sum(costs.snapshot_s(other, peer) for other in guarded)
+        if arriving_s > MOST_STEPS * self.plan.step_time_s:
+            return (
+                f"its link is too slow: a snapshot takes {format_seconds(arriving_s)}, "
+                f"{MOST_STEPS} steps {format_seconds(MOST_STEPS * self.plan.step_time_s)}."
+            )
+        return None
+
+    def _needed_bytes(self, guarded: list[StagePlacement]) -> float:
+        state = sum(self.costs.state_bytes(stage) for stage in guarded)
+        running = max(stage.memory_bytes for stage in guarded)
+        if self.plan.task == "serve":
+            # The weights of all guarded stages, and the caches of the one stage that is taken over.
+            return state + max(stage.memory_bytes - self.costs.state_bytes(stage) for stage in guarded)
+        return max(ARRIVING * state, running + KEPT * state)

@@ -1,0 +1,319 @@
+"""Makes the plan after peers were lost, and plans with better guards when machines join.
+
+Cuts stay, and stages whose peers still run stay unchanged, so running work is not disturbed. A lost stage goes to its
+guard, which has its snapshot. Otherwise it goes to an idle machine it fits on, which receives the snapshot or the
+checkpoint. Otherwise, if memory permits, it goes to a machine that has already taken a lost stage. In exact mode only
+machines with equal fingerprints may take over. If no machine can take a stage, `Waiting` says which machine is missing
+and why the available ones can't.
+
+`guards` assigns guards to the result, `prediction` predicts its speed; `training` calls this module when a peer is
+lost.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from fusionai.primitives.errors import PlanError
+from fusionai.primitives.units import format_bytes
+from fusionai.scheduling.problem.eligibility import refusal
+from fusionai.scheduling.problem.levers import unable_to_save
+from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.types import Certificate, Excluded, Guard, PeerProfile, Plan, Problem, StagePlacement
+from fusionai.scheduling.serving.prediction import predict_serving
+from fusionai.scheduling.standby.guards import may_guard, with_guards
+from fusionai.scheduling.standby.matching import matched
+from fusionai.scheduling.training.prediction import predict
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaced:
+    """A lost stage that no machine can take.
+
+    `fingerprint`: required fingerprint; empty if any will do. `refusals`: the reason for each available machine.
+    """
+
+    stage: int
+    memory_bytes: int
+    """Memory that a machine must lend for the stage."""
+    fingerprint: str
+    lost_peer: str
+    refusals: tuple[Excluded, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Result without a plan: the stages that wait for machines to join."""
+
+    stages: tuple[Unplaced, ...]
+
+    @property
+    def sentence(self) -> str:
+        """The wait in words, e.g. `waiting for a peer that lends 1.2 GB and computes the same bits as ada did (stage
+        1)`."""
+        wanted = [_wish(stage) for stage in self.stages]
+        if len(wanted) == 1:
+            return f"waiting for a peer that {wanted[0]}"
+        return f"waiting for {len(wanted)} peers: " + "; ".join(f"one that {wish}" for wish in wanted)
+
+
+def replaced(
+    plan: Plan, problem: Problem, lost: frozenset[str], candidates: Sequence[PeerProfile] = ()
+) -> Plan | Waiting:
+    """Return `plan` (version 0) without the peers in `lost`, or `Waiting` if a stage finds no machine.
+
+    The peers in `lost` no longer have their state. `candidates`: machines that may be used now; one of `lost` among
+    them has come back without state. Guards that are not lost are available in any case. Guards are assigned anew from
+    the remaining machines, those with snapshots of running stages first. Raises `PlanError` if the job owner's own
+    process is among `lost`.
+    """
+    if plan.feed in lost:
+        raise PlanError(f"the job owner's own process {plan.feed!r} can't be replaced; it is restarted instead.")
+    known = told(problem, candidates)
+    costs = StageCosts(known, plan)
+    gone = [stage for stage in plan.stages if stage.peer in lost]
+    living = {stage.peer for stage in plan.stages} - lost
+    offered = {candidate.peer for candidate in candidates}
+    guards = {guard.peer for guard in plan.guards} - lost
+    idle = {
+        peer: costs.profiles[peer]
+        for peer in sorted((offered | guards) - living - {plan.feed})
+        if peer in costs.profiles
+    }
+    placing = _Placing(plan, costs, idle, frozenset(guards))
+    placing.place(gone)
+    unplaced = tuple(placing.unplaced(stage) for stage in gone if stage.stage not in placing.taken)
+    if unplaced:
+        return Waiting(unplaced)
+    stages = tuple(placing.taken.get(stage.stage, stage) for stage in plan.stages)
+    bare = _predicted(plan, costs, stages, tuple(peer for peer in idle if peer not in {s.peer for s in stages}))
+    survivors = tuple(
+        guard for guard in plan.guards if guard.peer in bare.spares and guard.stage not in {s.stage for s in gone}
+    )
+    return with_guards(msgspec.structs.replace(bare, guards=survivors), known)
+
+
+def reinforced(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Plan | None:
+    """Return `plan` (version 0) with guards for stages that have none or an inexact one; None if nothing improves.
+
+    New guards come from `candidates` and the present guards. A guard is never exchanged for an equally good one.
+    """
+    known = told(problem, candidates)
+    placed = {stage.peer for stage in plan.stages} | {plan.feed}
+    there = {candidate.peer for candidate in candidates} | {guard.peer for guard in plan.guards}
+    wider = msgspec.structs.replace(plan, version=0, spares=tuple(sorted(there - placed)))
+    better = with_guards(wider, known)
+    before, after = (sum(2 if guard.exact else 1 for guard in one.guards) for one in (plan, better))
+    return better if after > before else None
+
+
+def handed_over(
+    plan: Plan, problem: Problem, leaving: frozenset[str], candidates: Sequence[PeerProfile]
+) -> Plan | None:
+    """Return `plan` (version 0) with the stages of the `leaving` peers on other machines; None if no machine can take
+    over.
+
+    The leaving peers become guards of their stages, so their state is available until the next peer has it. A leaving
+    peer that only guards is dropped at once.
+    """
+    found = replaced(plan, problem, leaving, candidates)
+    if isinstance(found, Waiting):
+        return None
+    moved = {stage.stage: stage.peer for stage in plan.stages if stage.peer in leaving}
+    kept = [guard for guard in found.guards if guard.stage not in moved]
+    guards = [*kept, *(Guard(stage=stage, peer=peer, exact=True) for stage, peer in moved.items())]
+    return msgspec.structs.replace(
+        found,
+        guards=tuple(sorted(guards, key=lambda guard: guard.stage)),
+        snapshot_every=found.snapshot_every or ((plan.snapshot_every or 1) if moved else 0),
+    )
+
+
+def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequence[PeerProfile]) -> Plan | None:
+    """Return `plan` (version 0) with one stage moved to `to`, which runs none.
+
+    The former peer guards the stage if it runs nothing else and has the memory; the other guards stay if they can.
+    Returns None if `to` can't run the stage, or if a guarded stage would lose its guard.
+    """
+    known = told(problem, candidates)
+    costs = StageCosts(known, plan)
+    former = next(placed for placed in plan.stages if placed.stage == stage)
+    placing = _Placing(plan, costs, {to: costs.profiles[to]}, frozenset((to,)))
+    placing.place([former])
+    if stage not in placing.taken:
+        return None
+    stages = tuple(placing.taken.get(placed.stage, placed) for placed in plan.stages)
+    working = {placed.peer for placed in stages}
+    spares = {former.peer, *(guard.peer for guard in plan.guards), *plan.spares} - working - {plan.feed}
+    bare = _predicted(plan, costs, stages, tuple(sorted(spares)))
+    kept = [guard for guard in plan.guards if guard.peer in spares and guard.stage != stage]
+    if former.peer in spares and may_guard(bare, known, placing.taken[stage], former.peer):
+        kept.append(Guard(stage=stage, peer=former.peer, exact=costs.exact(former, costs.profiles[former.peer])))
+    found = with_guards(msgspec.structs.replace(bare, guards=tuple(kept)), known)
+    return found if {guard.stage for guard in plan.guards} <= {guard.stage for guard in found.guards} else None
+
+
+def guarded_by(plan: Plan, problem: Problem, stage: int, peer: str, candidates: Sequence[PeerProfile]) -> Plan | None:
+    """Return `plan` (version 0) with `peer`, which runs no stage, as the guard of `stage`.
+
+    Returns None if `peer` has no room for that, or if another stage would lose its guard.
+    """
+    known = told(problem, candidates)
+    costs = StageCosts(known, plan)
+    placed = next(one for one in plan.stages if one.stage == stage)
+    if not may_guard(plan, known, placed, peer):
+        return None
+    exact = costs.exact(placed, costs.profiles[peer])
+    wanted = Guard(stage=stage, peer=peer, exact=exact)
+    there = {peer, *(guard.peer for guard in plan.guards), *plan.spares} - {one.peer for one in plan.stages}
+    kept = tuple(guard for guard in plan.guards if guard.stage != stage and guard.peer != peer)
+    wider = msgspec.structs.replace(
+        plan, version=0, spares=tuple(sorted(there - {plan.feed})), guards=(wanted, *kept), snapshot_every=0
+    )
+    found = with_guards(wider, known)
+    stays = {guard.stage for guard in plan.guards} <= {guard.stage for guard in found.guards}
+    return found if stays and wanted in found.guards else None
+
+
+class _Placing:
+    """Assigns lost stages to idle machines."""
+
+    def __init__(self, plan: Plan, costs: StageCosts, idle: dict[str, PeerProfile], guards: frozenset[str]) -> None:
+        self.plan = plan
+        self.costs = costs
+        self.idle = idle
+        self.guard_of = {guard.stage: guard.peer for guard in plan.guards if guard.peer in guards}
+        self.taken: dict[int, StagePlacement] = {}
+        self.load: defaultdict[str, int] = defaultdict(int)
+
+    def place(self, lost: list[StagePlacement]) -> None:
+        order = sorted(lost, key=lambda s: (-s.memory_bytes, s.stage))
+
+        def guard_only(stage: StagePlacement) -> list[str]:
+            guard = self.guard_of.get(stage.stage)
+            if guard is None or guard not in self.idle or self._refusal(stage, guard) is not None:
+                return []
+            return [guard] if self.costs.exact(stage, self.idle[guard]) else []
+
+        # First assign as many stages as possible to their guards, then the others, one stage per machine.
+        first = matched([guard_only(stage) for stage in order])
+        for index, peer in matched([self._ranked(stage) for stage in order], first).items():
+            self._give(order[index], peer)
+        for stage in order:
+            if stage.stage not in self.taken:
+                for peer in self._ranked(stage)[:1]:
+                    self._give(stage, peer)
+
+    def unplaced(self, stage: StagePlacement) -> Unplaced:
+        refusals = [
+            Excluded(peer=peer, reason=reason)
+            for peer in self.idle
+            if (reason := self._refusal(stage, peer)) is not None
+        ]
+        return Unplaced(
+            stage=stage.stage,
+            memory_bytes=self._least_bytes(stage),
+            fingerprint=self.costs.fingerprint(stage) if self.costs.problem.takeover == "exact" else "",
+            lost_peer=self.costs.name(stage.peer),
+            refusals=tuple(refusals),
+        )
+
+    def _ranked(self, stage: StagePlacement) -> list[str]:
+        def key(peer: str) -> tuple[bool, bool, int, float, str]:
+            return (
+                not self.costs.exact(stage, self.idle[peer]),
+                self.guard_of.get(stage.stage) != peer,
+                self.load[peer],
+                self.costs.compute_s(stage, peer),
+                peer,
+            )
+
+        return sorted((peer for peer in self.idle if self._refusal(stage, peer) is None), key=key)
+
+    def _give(self, stage: StagePlacement, peer: str) -> None:
+        profile = self.idle[peer]
+        room = profile.memory_bytes - self.load[peer] - self._base_bytes(stage)
+        excess = max(0, stage.memory_bytes - room)
+        fewer = -(-excess // stage.in_flight_bytes) if excess > 0 else 0
+        placed = msgspec.structs.replace(
+            stage,
+            peer=peer,
+            in_flight=stage.in_flight - fewer,
+            compute_s=self.costs.compute_s(stage, peer),
+            recompute_s=self.costs.recompute_s(stage, peer),
+            memory_bytes=stage.memory_bytes - fewer * stage.in_flight_bytes,
+            memory_limit_bytes=profile.memory_bytes,
+            fingerprint=profile.fingerprint,
+        )
+        self.taken[stage.stage] = placed
+        self.load[peer] += placed.memory_bytes + self._base_bytes(stage)
+
+    def _refusal(self, stage: StagePlacement, peer: str) -> str | None:
+        profile, costs = self.idle[peer], self.costs
+        reason = refusal(costs.problem, profile, costs.operators(stage)) or unable_to_save(stage, profile)
+        if reason is not None:
+            return reason
+        if costs.problem.takeover == "exact" and not costs.exact(stage, profile):
+            return "it computes other bits (its fingerprint differs)."
+        needed, lent = self._least_bytes(stage), profile.memory_bytes - self.load[peer]
+        if needed > lent:
+            return f"it lends {format_bytes(lent)}, the stage takes {format_bytes(needed)}."
+        return None
+
+    def _base_bytes(self, stage: StagePlacement) -> int:
+        """Return the bytes of the snapshot that the stage is restored from, kept until the snapshot line has passed it.
+
+        0 in serving, which restores nothing.
+        """
+        return 0 if self.plan.task == "serve" else self.costs.state_bytes(stage)
+
+    def _least_bytes(self, stage: StagePlacement) -> int:
+        """Return the stage's memory with the fewest microbatches in flight that keep the pipeline busy.
+
+        Those are one for each stage of the replica from this one on.
+        """
+        after = sum(one.replica == stage.replica and one.stage >= stage.stage for one in self.plan.stages)
+        fewest = min(stage.in_flight, self.plan.microbatches_of(stage), after)
+        return stage.memory_bytes - (stage.in_flight - fewest) * stage.in_flight_bytes + self._base_bytes(stage)
+
+
+def _predicted(plan: Plan, costs: StageCosts, stages: tuple[StagePlacement, ...], spares: tuple[str, ...]) -> Plan:
+    prediction = predict_serving(stages, costs) if plan.task == "serve" else predict(stages, costs)
+    tokens = plan.microbatches * costs.problem.microbatch_tokens
+    speed = tokens / prediction.step_s
+    bound = max(plan.certificate.bound_tokens_per_s, speed)
+    return msgspec.structs.replace(
+        plan,
+        version=0,
+        stages=stages,
+        spares=spares,
+        guards=(),
+        snapshot_every=0,
+        excluded=tuple(entry for entry in plan.excluded if entry.peer not in {s.peer for s in stages}),
+        step_time_s=prediction.step_s,
+        tokens_per_s=speed,
+        bottleneck=prediction.bottleneck,
+        reduction_s=prediction.reduction_s,
+        commit_s=prediction.commit_s,
+        certificate=Certificate(
+            method="lost stages taken over, the others kept; bound of the plan before",
+            exact=False,
+            bound_tokens_per_s=bound,
+            optimality_gap=bound / speed - 1,
+        ),
+    )
+
+
+def told(problem: Problem, candidates: Sequence[PeerProfile]) -> Problem:
+    """Return `problem` with the profiles of `candidates` added; they replace older profiles of the same peers."""
+    profiles = {peer.peer: peer for peer in problem.peers} | {peer.peer: peer for peer in candidates}
+    return msgspec.structs.replace(problem, peers=tuple(profiles[name] for name in sorted(profiles)))
+
+
+def _wish(stage: Unplaced) -> str:
+    bits = f" and computes the same bits as {stage.lost_peer} did" if stage.fingerprint else ""
+    return f"lends {format_bytes(stage.memory_bytes)}{bits} (stage {stage.stage})"

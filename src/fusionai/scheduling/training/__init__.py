@@ -1,0 +1,1 @@
+"""Plans of training jobs: search, bound and prediction."""
