@@ -4,6 +4,7 @@
 | --- | --- | --- |
 | `wire.md` | every message | `wire.messages`, `wire_fields.toml` |
 | `machines.md` | every state machine | `coordination` |
+| `modules.md` | every package and module, and which imports which | `module_map.py` |
 | `recipes.md` | every key of a recipe | `corpus.tables`, `recipe_fields.toml` |
 | `analysis.md` | many small machines against a few big ones | `scheduling.analysis.cases` |
 | `models.md` | which models and operators run | `models.json`, written by `benchmarks/universality.py` |
@@ -30,6 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, get_args
 
+import module_map
 import msgspec
 from msgspec import NODEFAULT
 
@@ -65,6 +67,7 @@ from fusionai.wire import messages
 from fusionai.wire.messages import OptimizerSpec
 
 DOCS: Final = Path(__file__).parent
+
 MARKER: Final = "<!-- generated below this line by docs/generate.py: edit its source, then `make docs` -->"
 
 
@@ -528,6 +531,7 @@ GENERATED: Final = {
     "models.md": models_page,
     "wire.md": wire_page,
     "machines.md": machines_page,
+    "modules.md": module_map.modules_page,
     "recipes.md": recipes_page,
     "analysis.md": analysis_page,
 }

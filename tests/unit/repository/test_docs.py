@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "docs"))
     spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
@@ -31,6 +32,7 @@ def generate() -> ModuleType:
     [
         "wire.md",
         "machines.md",
+        "modules.md",
         "recipes.md",
         "privacy.md",
         "planning.md",
@@ -44,7 +46,7 @@ def test_generated_pages_are_up_to_date(generate: ModuleType, name: str):
 
 def test_every_generated_page_is_compared(generate: ModuleType):
     assert set(generate.GENERATED) == {
-        *("wire.md", "machines.md", "recipes.md", "analysis.md", "models.md", "privacy.md", "planning.md")
+        *("wire.md", "machines.md", "modules.md", "recipes.md", "analysis.md", "models.md", "privacy.md", "planning.md")
     }
 
 
