@@ -19,12 +19,12 @@ from which state, `coordination.training.stage` is the machine of a stage, `trai
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Literal
 
+from fusionai.coordination.round.faults import Faults
 from fusionai.coordination.round.verification import Found, Inspector
 from fusionai.coordination.training.commands import (
     AnnounceReady,
@@ -181,9 +181,8 @@ class DriverMachine:
     """Step of the best state that was last announced."""
     _pending: Roles | None = None
     """New plan to adopt as soon as nothing is in progress."""
-    _link_faults: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
-    _stage_faults: Counter[int] = field(default_factory=Counter[int])
-    """Both counters cover the time since the last commit; for a guard's link, since its last snapshot."""
+    _faults: Faults = field(default_factory=Faults)
+    """Faults since the last commit; for a guard's link, since its last snapshot."""
     _stop: str | None = None
     _sentence: Found | None = None
     """Verdict against a peer that is expelled as soon as no commit is being journalled."""
@@ -526,8 +525,8 @@ class DriverMachine:
         self._losses.pop(record.step, None)
         self._norms.pop(record.step, None)
         self.step = record.step + 1
-        self._forgive(frozenset(self.roles.places.values()) | {self.roles.owner})
-        self._stage_faults.clear()
+        self._faults.forgive_links(frozenset(self.roles.places.values()) | {self.roles.owner})
+        self._faults.stages.clear()
         self._move_line()
         return told
 
@@ -553,7 +552,7 @@ class DriverMachine:
         if self._guards.get(event.stage) != event.peer or event.step > self.step:
             return []
         self._acked[event.stage] = max(event.step, self._acked.get(event.stage, -1))
-        self._forgive(frozenset((event.peer, self.roles.places[event.stage])))
+        self._faults.forgive_links(frozenset((event.peer, self.roles.places[event.stage])))
         checks = self._check_what_is_over()
         self._move_line()
         return [*checks, *(self._feed() if self.phase is DriverPhase.RUNNING else [])]
@@ -768,32 +767,15 @@ class DriverMachine:
         present = {self.roles.owner, *self.roles.places.values(), *self._guards.values()}
         if len(pair) < 2 or not pair <= present:
             return []
-        self._link_faults[pair] += 1
-        if self._link_faults[pair] > 1:
-            return self._lose(self._blamed(pair), "link", event.reason)
+        if self._faults.link_broke(pair) > 1:
+            return self._lose(self._faults.blamed(pair, self.roles, self._guards), "link", event.reason)
         stages = self.roles.stages_of(event.other)
         return [TellFault("link", event.other, stages, self.step, event.reason), *self._begin_round()]
-
-    def _blamed(self, pair: Iterable[str]) -> str:
-        """Return which peer of a broken link to remove. Never the driver's own machine; otherwise in order: a peer that
-        runs no stage, a peer that has trouble with most others, a peer that can be replaced at once."""
-
-        def weight(peer: str) -> tuple[bool, int, bool, str]:
-            stages = self.roles.stages_of(peer)
-            troubles = sum(peer in other for other in self._link_faults)
-            return (not stages, troubles, all(stage in self._guards for stage in stages), peer)
-
-        return max((peer for peer in pair if peer != self.roles.owner), key=weight)
-
-    def _forgive(self, peers: frozenset[str]) -> None:
-        """Reset the fault counts of links among these peers, because the links have carried their traffic."""
-        self._link_faults = Counter({pair: times for pair, times in self._link_faults.items() if not pair <= peers})
 
     def on_stage_failed(self, event: DriverEvent) -> list[DriverCommand]:
         """First failure: another round. Second: another peer. Third: end the job, because the peer is not the cause."""
         assert isinstance(event, StageFailed)
-        self._stage_faults[event.stage] += 1
-        times = self._stage_faults[event.stage]
+        times = self._faults.stage_failed(event.stage)
         peer = self.roles.places[event.stage]
         if event.fatal or times > 2:
             return self._fail(f"stage {event.stage} failed: {event.reason}")
