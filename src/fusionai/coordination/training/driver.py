@@ -21,9 +21,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Final, Literal
+from enum import StrEnum
+from typing import Any, Final, Literal
 
+from fusionai.coordination.machine import FollowUp, StatefulMachine, Table, Transition
 from fusionai.coordination.round.faults import Faults
 from fusionai.coordination.round.verification import Found, Inspector
 from fusionai.coordination.training.commands import (
@@ -78,7 +79,7 @@ from fusionai.coordination.training.roles import Roles
 from fusionai.wire.messages import CommitRecord, Fence
 
 
-class DriverPhase(Enum):
+class DriverPhase(StrEnum):
     ATTACHING = "attaching"
     LOADING = "loading"
     """Stages that lost their state load one. The other stages wait."""
@@ -124,8 +125,38 @@ def norms_hash(norms: Mapping[str, float]) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class AllAnswered(FollowUp):
+    """All members have reported, and no commit is being journalled."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllLoaded(FollowUp):
+    """All stages that lost their state have one again."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllReady(FollowUp):
+    """All stages are at the official step."""
+
+
+@dataclass(frozen=True, slots=True)
+class BetweenSteps(FollowUp):
+    """Another plan is pending and nothing is in progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpulsionDue(FollowUp):
+    """A peer was found to be lying, and no commit is being journalled any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled(FollowUp):
+    """The last step is committed; no check, evaluation or checkpoint is outstanding."""
+
+
 @dataclass(slots=True)
-class DriverMachine:
+class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
     """See the module. `start` returns the first commands; `handle` takes an event and returns commands."""
 
     shape: JobShape
@@ -145,12 +176,11 @@ class DriverMachine:
     """Decides on spot checks; None: the job's work is not checked."""
     evaluations: tuple[Evaluation, ...] = ()
     """All journalled evaluations, in order."""
-    phase: DriverPhase = DriverPhase.ATTACHING
+    phase: DriverPhase = field(default=DriverPhase.ATTACHING, kw_only=True)
     step: int = 0
     """Next step to be committed. It is less than `official` while all stages replay from a checkpoint."""
     line: int = 0
     attempt: int = -1
-    story: list[str] = field(default_factory=list[str])
     _positions: dict[int, StagePosition] = field(default_factory=dict[int, StagePosition])
     _snapshots: dict[str, frozenset[tuple[int, int]]] = field(default_factory=dict[str, frozenset[tuple[int, int]]])
     """Member -> the (stage, step) of the snapshots it holds, as reported in this round."""
@@ -213,14 +243,10 @@ class DriverMachine:
 
     def handle(self, event: DriverEvent) -> list[DriverCommand]:
         """Apply one event. An event without a row for the present phase is late or void and changes nothing."""
-        transition = TABLE.get((self.phase, type(event)))
-        self.story.append(f"{self.phase.value}: {_brief(event)}")
-        del self.story[:-STORY_LENGTH]
-        if transition is None:
-            return []
-        commands = transition.act(self, event)
-        assert self.phase in transition.targets, (self.phase, transition.targets, self.story)
-        return commands
+        return self.react(TABLE, event) or []
+
+    def brief(self, event: object) -> str:
+        return f"StagePrepared({event.stage}, {event.step})" if isinstance(event, StagePrepared) else repr(event)
 
     # ---------------------------------------------------------------------------------------------------- rounds
 
@@ -243,13 +269,11 @@ class DriverMachine:
         self._norms = {step: norms for step, norms in self._norms.items() if step in kept}
         return [SendAttach(self.fence, self.roles, dict(self._guards))]
 
-    def on_enlisted(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, MemberEnlisted)
+    def on_enlisted(self, event: MemberEnlisted) -> list[DriverCommand]:
         self._snapshots[event.peer] = event.snapshots
         return self._restore_if_all_answered()
 
-    def on_reported(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, StageReported)
+    def on_reported(self, event: StageReported) -> list[DriverCommand]:
         self._positions[event.stage] = StagePosition(event.applied, event.prepared, event.retained_from)
         return self._restore_if_all_answered()
 
@@ -258,8 +282,11 @@ class DriverMachine:
         (rule 7)."""
         members = {*self.roles.places.values(), *self._guards.values()}
         answered = self._positions.keys() >= self.roles.places.keys() and self._snapshots.keys() >= members
-        if not answered or self._journalling is not None:
-            return []
+        if answered and self._journalling is None:
+            self.follow_ups.append(AllAnswered())
+        return []
+
+    def on_all_answered(self, _: AllAnswered) -> list[DriverCommand]:
         restoration = self._restoration = decide(
             self.roles,
             self._positions,
@@ -299,7 +326,8 @@ class DriverMachine:
 
     def _load(self, restoration: Restoration) -> list[DriverCommand]:
         if not restoration.sources:
-            return self._go_on()
+            self.follow_ups.append(AllLoaded())
+            return []
         self._replayed = dict.fromkeys(restoration.sources, restoration.base)
         passed: list[DriverCommand] = [
             PassSnapshot(stage, restoration.base, holder, self.roles.places[stage])
@@ -319,15 +347,19 @@ class DriverMachine:
             for stage, source in restoration.sources.items()
         ]
 
-    def on_loaded(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_loaded(self, event: StageReady) -> list[DriverCommand]:
         """Second barrier: all stages that lost their state have one again."""
-        assert isinstance(event, StageReady)
         assert self._restoration is not None
         base, restored = self._restoration.base, self._restoration.sources.keys()
         if event.applied != base or event.stage not in restored:
             return self._fail(f"stage {event.stage} is at step {event.applied} instead of {base}")
         self._loaded.add(event.stage)
-        return self._go_on() if self._loaded >= restored else []
+        if self._loaded >= restored:
+            self.follow_ups.append(AllLoaded())
+        return []
+
+    def on_all_loaded(self, _: AllLoaded) -> list[DriverCommand]:
+        return self._go_on()
 
     def _go_on(self) -> list[DriverCommand]:
         """Let the other stages reach the official step and stream what they retained, while restored stages replay."""
@@ -357,8 +389,7 @@ class DriverMachine:
     def _wants_snapshot(self, stage: int) -> bool:
         return stage in self._guards and self._acked.get(stage, -1) < self.step
 
-    def on_ready(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, StageReady)
+    def on_ready(self, event: StageReady) -> list[DriverCommand]:
         if event.applied != self.step:
             return self._fail(f"stage {event.stage} is at step {event.applied} instead of {self.step}")
         self._ready.add(event.stage)
@@ -366,17 +397,19 @@ class DriverMachine:
 
     def _run_if_all_ready(self) -> list[DriverCommand]:
         """Third barrier: new work begins only when all stages are at the official step (rule 7)."""
-        if not self._ready >= set(self.roles.stages):
-            return []
+        if self._ready >= set(self.roles.stages):
+            self.follow_ups.append(AllReady())
+        return []
+
+    def on_all_ready(self, _: AllReady) -> list[DriverCommand]:
         self._fed = (self.step, 0)
         if self._probed:
             return self._run()
         self.phase = DriverPhase.PROBING
         return [SendProbe(self.step)]
 
-    def on_probed(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_probed(self, event: ProbeAnswered) -> list[DriverCommand]:
         """Announce that the job is ready. Two passes over the same state must agree bit for bit, or no replay could."""
-        assert isinstance(event, ProbeAnswered)
         warnings: list[DriverCommand] = []
         first, second = event.losses
         if first.hex() != second.hex():
@@ -420,9 +453,8 @@ class DriverMachine:
             self._fed = self._after(self._fed)
         return commands
 
-    def on_replayed(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_replayed(self, event: StagePrepared) -> list[DriverCommand]:
         """A stage has run an official step again. Its norms must equal those of the first run (rule 21)."""
-        assert isinstance(event, StagePrepared)
         if self._replayed.get(event.stage) != event.step:
             return []
         self._replayed[event.stage] = event.step + 1
@@ -437,8 +469,7 @@ class DriverMachine:
 
     # ----------------------------------------------------------------------------------------------- normal steps
 
-    def on_loss(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, LossArrived)
+    def on_loss(self, event: LossArrived) -> list[DriverCommand]:
         if event.step < self.step:
             return []
         if event.microbatch >= self.shape.microbatches or (event.step, event.microbatch) >= self._fed:
@@ -446,8 +477,7 @@ class DriverMachine:
         self._losses.setdefault(event.step, {}).setdefault(event.microbatch, event.loss)
         return [*self._feed(), *self._decide()]
 
-    def on_prepared(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, StagePrepared)
+    def on_prepared(self, event: StagePrepared) -> list[DriverCommand]:
         if event.step != self.step or event.stage not in self.roles.places:
             return []
         self._norms.setdefault(event.step, {}).setdefault(event.stage, event.norms)  # a vote can't be changed
@@ -467,8 +497,7 @@ class DriverMachine:
             return self._fail(f"norms of parameters the model does not have: {', '.join(sorted(unknown)[:5])}")
         return [DecideScale(self.step, tuple(norms[key] for key in self.shape.canonical_order if key in norms))]
 
-    def on_scale(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, ScaleDecided)
+    def on_scale(self, event: ScaleDecided) -> list[DriverCommand]:
         if not self._deciding or event.step != self.step:
             return []  # requested before a fault
         losses = self._step_losses()
@@ -499,16 +528,17 @@ class DriverMachine:
             return [WarnTolerant(computed.step, detail), *self._commit(journalled, replayed=True)]
         return self._fail(f"replay is not exact: {detail}")
 
-    def on_journalled(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, CommitJournalled)
+    def on_journalled(self, event: CommitJournalled) -> list[DriverCommand]:
         self._journalling = None
         self.official = event.record.step + 1
-        return [*self._commit(event.record, replayed=False), *self._expel_if_free()]
+        commands = self._commit(event.record, replayed=False)
+        if self._sentence is not None:
+            self.follow_ups.append(ExpulsionDue())
+        return commands
 
-    def on_journalled_in_a_round(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_journalled_in_a_round(self, event: CommitJournalled) -> list[DriverCommand]:
         """A fault happened between the vote and the end of journalling. The step is official; stages get it with their
         resume."""
-        assert isinstance(event, CommitJournalled)
         self._journalling = None
         self.official = event.record.step + 1
         told = self._make_official(event.record, replayed=False)
@@ -545,10 +575,9 @@ class DriverMachine:
             return [*commands, *self._end_if_settled()]
         return [*commands, *self._feed(), *self._change_plan_if_quiet()]
 
-    def on_snapshot(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_snapshot(self, event: SnapshotStored) -> list[DriverCommand]:
         """A guard has a newer snapshot of its stage. Tensors from before the oldest of these snapshots can be
         dropped."""
-        assert isinstance(event, SnapshotStored)
         if self._guards.get(event.stage) != event.peer or event.step > self.step:
             return []
         self._acked[event.stage] = max(event.step, self._acked.get(event.stage, -1))
@@ -568,8 +597,7 @@ class DriverMachine:
         self.records = {step: record for step, record in self.records.items() if step >= below - 1}
         self._history = {step: norms for step, norms in self._history.items() if step >= self.line}
 
-    def on_checkpoint(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, CheckpointWritten)
+    def on_checkpoint(self, event: CheckpointWritten) -> list[DriverCommand]:
         if event.step > self.official:
             return []  # belongs to a state that was taken back
         self.older.append(event.step)
@@ -585,8 +613,7 @@ class DriverMachine:
             case _:
                 return told
 
-    def on_evaluated(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, EvaluationDone)
+    def on_evaluated(self, event: EvaluationDone) -> list[DriverCommand]:
         if event.step != self._evaluating:
             return []
         self._evaluating = None
@@ -648,8 +675,7 @@ class DriverMachine:
         checks = self.inspector.due(self.roles.places, self._guards, self.line, below)
         return [StartCheck(check) for check in checks]
 
-    def on_checked(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, StageChecked)
+    def on_checked(self, event: StageChecked) -> list[DriverCommand]:
         found = None if self.inspector is None else self.inspector.answered(event.check, event.opinion)
         if found is None:
             return []
@@ -668,6 +694,9 @@ class DriverMachine:
                 return [told, *checks, *self._end_if_settled()]
             case _:
                 return [told, *checks, *self._feed(), *self._change_plan_if_quiet()]
+
+    def on_expulsion_due(self, _: ExpulsionDue) -> list[DriverCommand]:
+        return self._expel_if_free()
 
     def _expel_if_free(self) -> list[DriverCommand]:
         """Expel a lying peer for good. Its work since its last successful check, and everything computed from it, is
@@ -713,8 +742,7 @@ class DriverMachine:
 
     # ----------------------------------------------------------------------------------------------- faults, plans
 
-    def on_peer_lost(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, PeerLost)
+    def on_peer_lost(self, event: PeerLost) -> list[DriverCommand]:
         return self._lose(event.peer, "peer", event.reason)
 
     def _lose(self, peer: str, kind: Literal["peer", "stage", "link"], reason: str) -> list[DriverCommand]:
@@ -759,10 +787,9 @@ class DriverMachine:
             case _:
                 return []
 
-    def on_link_broken(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_link_broken(self, event: LinkBroken) -> list[DriverCommand]:
         """First break of a link: another round over the same plan. Second break before any commit: one of the two peers
         is removed."""
-        assert isinstance(event, LinkBroken)
         pair = frozenset((event.reporter, event.other))
         present = {self.roles.owner, *self.roles.places.values(), *self._guards.values()}
         if len(pair) < 2 or not pair <= present:
@@ -772,9 +799,8 @@ class DriverMachine:
         stages = self.roles.stages_of(event.other)
         return [TellFault("link", event.other, stages, self.step, event.reason), *self._begin_round()]
 
-    def on_stage_failed(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_stage_failed(self, event: StageFailed) -> list[DriverCommand]:
         """First failure: another round. Second: another peer. Third: end the job, because the peer is not the cause."""
-        assert isinstance(event, StageFailed)
         times = self._faults.stage_failed(event.stage)
         peer = self.roles.places[event.stage]
         if event.fatal or times > 2:
@@ -783,10 +809,9 @@ class DriverMachine:
             return self._lose(peer, "stage", event.reason)
         return [TellFault("stage", peer, (event.stage,), self.step, event.reason), *self._begin_round()]
 
-    def on_plan(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_plan(self, event: PlanGranted) -> list[DriverCommand]:
         """Adopt the plan at once if a stage waits for a peer, otherwise when nothing is in progress. The plan may
         contain a guard that was lost. Either it is back, or it is lost again at the cost of one round."""
-        assert isinstance(event, PlanGranted)
         newest = self._pending or self.roles
         if event.roles.version <= newest.version:
             return []
@@ -799,8 +824,12 @@ class DriverMachine:
         """Adopt a pending plan between steps, when nothing is fed, because no work is lost then. State that moves goes
         through a checkpoint unless the new peer is its guard."""
         busy = self._fed != (self.step, 0) or self._saving is not None or self._evaluating is not None
-        if self._pending is None or busy or self.phase is not DriverPhase.RUNNING:
-            return []
+        if self._pending is not None and not busy and self.phase is DriverPhase.RUNNING:
+            self.follow_ups.append(BetweenSteps())
+        return []
+
+    def on_between_steps(self, _: BetweenSteps) -> list[DriverCommand]:
+        assert self._pending is not None, "the event is raised for a pending plan"
         moves = self.roles.moves(self._pending) and not self._exchanges(self._pending)
         if moves and self.saved < self.step:
             self._saving, self._asked = self.step, True
@@ -832,22 +861,25 @@ class DriverMachine:
 
     # -------------------------------------------------------------------------------------------------- the end
 
-    def on_stop(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_stop(self, event: StopAsked) -> list[DriverCommand]:
         """Stop the job. Before any work, or with a stage missing, nothing is saved. A step in progress is finished
         first."""
-        assert isinstance(event, StopAsked)
         self._stop = self._stop if self._stop is not None else event.reason
         if self.phase is DriverPhase.WAITING or not self._probed:
             return self._end()
         return []
 
-    def on_command_failed(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, CommandFailed)
+    def on_command_failed(self, event: CommandFailed) -> list[DriverCommand]:
         return self._fail(event.reason)
 
     def _end_if_settled(self) -> list[DriverCommand]:
         checking = self._sentence is not None or (self.inspector is not None and bool(self.inspector.open))
-        return [] if checking or self._evaluating is not None or self._saving is not None else self._end()
+        if not checking and self._evaluating is None and self._saving is None:
+            self.follow_ups.append(Settled())
+        return []
+
+    def on_settled(self, _: Settled) -> list[DriverCommand]:
+        return self._end()
 
     def _end(self) -> list[DriverCommand]:
         self.phase = DriverPhase.ENDED
@@ -908,17 +940,8 @@ class DriverMachine:
         return tuple(self._losses[self.step][index] for index in range(self.shape.microbatches))
 
 
-STORY_LENGTH: Final = 24
 REPLAY_AHEAD: Final = 2
 """Most steps that may be fed beyond what the slowest replaying stage has finished."""
-
-
-@dataclass(frozen=True, slots=True)
-class DriverTransition:
-    """One row of the table: the handler of an event in a phase, and the phases it may lead to."""
-
-    act: Callable[[DriverMachine, DriverEvent], list[DriverCommand]]
-    targets: frozenset[DriverPhase]
 
 
 _A, _L, _R, _P, _G, _S, _W, _E = (
@@ -931,47 +954,51 @@ _A, _L, _R, _P, _G, _S, _W, _E = (
     DriverPhase.WAITING,
     DriverPhase.ENDED,
 )
-_UNDER_WAY: Final = (_L, _R, _P, _G, _S)
-_ROUND: Final = (_L, _R, _P, _G, _S, _E)
-"""Phases that may follow at once when a barrier is complete."""
+_ROUND: Final = (_A, _L, _R, _P, _G, _S)
+_ALIVE: Final = (*_ROUND, _W)
 
-
-def _row(act: Callable[[DriverMachine, DriverEvent], list[DriverCommand]], *targets: DriverPhase) -> DriverTransition:
-    return DriverTransition(act, frozenset(targets))
-
-
-TABLE: Final[dict[tuple[DriverPhase, type[DriverEvent]], DriverTransition]] = {
-    (_A, MemberEnlisted): _row(DriverMachine.on_enlisted, _A, *_ROUND),
-    (_A, StageReported): _row(DriverMachine.on_reported, _A, *_ROUND),
-    (_A, CommitJournalled): _row(DriverMachine.on_journalled_in_a_round, _A, _W, *_ROUND),
-    (_W, CommitJournalled): _row(DriverMachine.on_journalled_in_a_round, _W),
-    (_L, StageReady): _row(DriverMachine.on_loaded, _A, *_ROUND),
-    (_R, StageReady): _row(DriverMachine.on_ready, _R, _P, _G, _S, _A, _E),
-    (_R, StagePrepared): _row(DriverMachine.on_replayed, _R, _E),
-    (_P, ProbeAnswered): _row(DriverMachine.on_probed, _G, _S, _A, _E),
-    (_G, LossArrived): _row(DriverMachine.on_loss, _G, _E),
-    (_G, StagePrepared): _row(DriverMachine.on_prepared, _G, _E),
-    (_G, ScaleDecided): _row(DriverMachine.on_scale, _G, _S, _A, _E),
-    (_G, CommitJournalled): _row(DriverMachine.on_journalled, _G, _S, _A, _W, _E),
-    (_G, StageChecked): _row(DriverMachine.on_checked, _G, _A, _W, _E),
-    (_S, StageChecked): _row(DriverMachine.on_checked, _S, _W, _E),
-    **{(phase, CheckpointWritten): _row(DriverMachine.on_checkpoint, phase) for phase in (_A, _L, _R, _P, _W)},
-    (_G, CheckpointWritten): _row(DriverMachine.on_checkpoint, _G, _A, _E),
-    (_S, CheckpointWritten): _row(DriverMachine.on_checkpoint, _S, _E),
-    (_G, EvaluationDone): _row(DriverMachine.on_evaluated, _G, _S, _A, _E),
-    (_S, EvaluationDone): _row(DriverMachine.on_evaluated, _S, _E),
-    **{(phase, SnapshotStored): _row(DriverMachine.on_snapshot, phase) for phase in _UNDER_WAY},
-    (_A, PeerLost): _row(DriverMachine.on_peer_lost, _A, _W, *_ROUND),
-    **{(phase, PeerLost): _row(DriverMachine.on_peer_lost, phase, _A, _W, _E) for phase in (*_UNDER_WAY, _W)},
-    (_A, LinkBroken): _row(DriverMachine.on_link_broken, _A, _W, *_ROUND),
-    **{(phase, LinkBroken): _row(DriverMachine.on_link_broken, phase, _A, _W, _E) for phase in _UNDER_WAY},
-    **{(phase, StageFailed): _row(DriverMachine.on_stage_failed, _A, _W, _E) for phase in (_A, *_UNDER_WAY)},
-    **{(phase, PlanGranted): _row(DriverMachine.on_plan, phase, _A) for phase in (_A, *_UNDER_WAY, _W)},
-    **{(phase, StopAsked): _row(DriverMachine.on_stop, phase, _E) for phase in (_A, *_UNDER_WAY, _W)},
-    **{(phase, CommandFailed): _row(DriverMachine.on_command_failed, _E) for phase in (_A, *_UNDER_WAY, _W)},
-}
-"""(phase, event) -> transition. Events without a row are late and are ignored."""
-
-
-def _brief(event: DriverEvent) -> str:
-    return repr(event) if not isinstance(event, StagePrepared) else f"StagePrepared({event.stage}, {event.step})"
+_RESTORING: Final[list[Transition[DriverMachine, Any, list[DriverCommand]]]] = [
+    Transition((_A,), MemberEnlisted, (_A,), DriverMachine.on_enlisted),
+    Transition((_A,), StageReported, (_A,), DriverMachine.on_reported),
+    Transition((_A,), AllAnswered, (_L,), DriverMachine.on_all_answered),
+    Transition((_L,), StageReady, (_L, _E), DriverMachine.on_loaded),
+    Transition((_L,), AllLoaded, (_R,), DriverMachine.on_all_loaded),
+    Transition((_R,), StageReady, (_R, _E), DriverMachine.on_ready),
+    Transition((_R,), StagePrepared, (_R, _E), DriverMachine.on_replayed),
+    Transition((_R,), AllReady, (_P, _G, _S), DriverMachine.on_all_ready),
+    Transition((_P,), ProbeAnswered, (_G, _S, _E), DriverMachine.on_probed),
+]
+_WORKING: Final[list[Transition[DriverMachine, Any, list[DriverCommand]]]] = [
+    Transition((_G,), LossArrived, (_G, _E), DriverMachine.on_loss),
+    Transition((_G,), StagePrepared, (_G, _E), DriverMachine.on_prepared),
+    Transition((_G,), ScaleDecided, (_G, _S, _E), DriverMachine.on_scale),
+    Transition((_G,), CommitJournalled, (_G, _S), DriverMachine.on_journalled),
+    Transition((_A,), CommitJournalled, (_A, _W), DriverMachine.on_journalled_in_a_round),
+    Transition((_W,), CommitJournalled, (_W,), DriverMachine.on_journalled_in_a_round),
+    Transition((_G,), CheckpointWritten, (_G, _E), DriverMachine.on_checkpoint),
+    *(
+        Transition((phase,), CheckpointWritten, (phase,), DriverMachine.on_checkpoint)
+        for phase in _ALIVE
+        if phase != _G
+    ),
+    Transition((_G,), EvaluationDone, (_G, _S, _E), DriverMachine.on_evaluated),
+    Transition((_S,), EvaluationDone, (_S,), DriverMachine.on_evaluated),
+    *(Transition((phase,), SnapshotStored, (phase,), DriverMachine.on_snapshot) for phase in _ROUND if phase != _A),
+    Transition((_G,), BetweenSteps, (_G, _A), DriverMachine.on_between_steps),
+    Transition((_S,), Settled, (_E,), DriverMachine.on_settled),
+]
+_FAULTS: Final[list[Transition[DriverMachine, Any, list[DriverCommand]]]] = [
+    *(Transition((phase,), StageChecked, (phase, _W), DriverMachine.on_checked) for phase in (_G, _S)),
+    *(Transition((phase,), ExpulsionDue, (phase, _W), DriverMachine.on_expulsion_due) for phase in (_A, _G, _S)),
+    *(Transition((phase,), PeerLost, (phase, _A, _W, _E), DriverMachine.on_peer_lost) for phase in _ALIVE),
+    *(Transition((phase,), LinkBroken, (phase, _A, _W, _E), DriverMachine.on_link_broken) for phase in _ROUND),
+    Transition(_ROUND, StageFailed, (_A, _W, _E), DriverMachine.on_stage_failed),
+    *(Transition((phase,), PlanGranted, (phase,), DriverMachine.on_plan) for phase in _ROUND),
+    Transition((_W,), PlanGranted, (_A, _W), DriverMachine.on_plan),
+    *(Transition((phase,), StopAsked, (phase, _E), DriverMachine.on_stop) for phase in _ALIVE),
+    Transition(_ALIVE, CommandFailed, (_E,), DriverMachine.on_command_failed),
+]
+TABLE: Final = Table[DriverMachine, list[DriverCommand]](
+    "driver", [*_RESTORING, *_WORKING, *_FAULTS], initial=(_A,), final=(_E,)
+)
+"""Events without a row are late and are ignored."""
