@@ -26,7 +26,7 @@ from typing import Any, Final, Literal
 
 from fusionai.coordination.machine import FollowUp, StatefulMachine, Table, Transition
 from fusionai.coordination.round.faults import Faults
-from fusionai.coordination.round.verification import Found, Inspector
+from fusionai.coordination.round.verification import Inspector
 from fusionai.coordination.training.commands import (
     AnnounceReady,
     AskPlan,
@@ -74,8 +74,11 @@ from fusionai.coordination.training.events import (
     StageReported,
     StopAsked,
 )
-from fusionai.coordination.training.restoring import Restoration, StagePosition, decide
+from fusionai.coordination.training.restoring import Restoration, RestoringRound, StagePosition, decide
 from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.saves import Saves
+from fusionai.coordination.training.verifying import Verifying
+from fusionai.coordination.training.votes import Votes
 from fusionai.wire.messages import CommitRecord, Fence
 
 
@@ -181,48 +184,23 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
     """Next step to be committed. It is less than `official` while all stages replay from a checkpoint."""
     line: int = 0
     attempt: int = -1
-    _positions: dict[int, StagePosition] = field(default_factory=dict[int, StagePosition])
-    _snapshots: dict[str, frozenset[tuple[int, int]]] = field(default_factory=dict[str, frozenset[tuple[int, int]]])
-    """Member -> the (stage, step) of the snapshots it holds, as reported in this round."""
     _guards: dict[int, str] = field(default_factory=dict[int, str])
     """Stage -> its guard, for guards of the plan that are still connected."""
     _acked: dict[int, int] = field(default_factory=dict[int, int])
     """Guarded stage -> step of the newest snapshot that its guard holds."""
     _lost: set[str] = field(default_factory=set[str])
     """Members of the plan that were lost."""
-    _restoration: Restoration | None = None
-    _loaded: set[int] = field(default_factory=set[int])
-    _ready: set[int] = field(default_factory=set[int])
-    _replayed: dict[int, int] = field(default_factory=dict[int, int])
-    """Replaying stage -> its next step."""
     _probed: bool = False
     _fed: tuple[int, int] = (0, 0)
-    _losses: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
-    _norms: dict[int, dict[int, Mapping[str, float]]] = field(default_factory=dict[int, dict[int, Mapping[str, float]]])
-    _history: dict[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
-    """Gradient norms of official steps that may be replayed, to check the replay against."""
-    _deciding: bool = False
-    _journalling: CommitRecord | None = None
-    _saving: int | None = None
-    _asked: bool = False
-    """Whether stages must be asked to export their state before they are fed."""
-    _evaluating: int | None = None
-    _named: int = -1
-    """Step of the best state that was last announced."""
+    _round: RestoringRound = field(default_factory=RestoringRound)
+    _votes: Votes = field(default_factory=Votes)
+    _saves: Saves = field(default_factory=Saves)
+    _verifying: Verifying = field(default_factory=Verifying)
     _pending: Roles | None = None
     """New plan to adopt as soon as nothing is in progress."""
     _faults: Faults = field(default_factory=Faults)
     """Faults since the last commit; for a guard's link, since its last snapshot."""
     _stop: str | None = None
-    _sentence: Found | None = None
-    """Verdict against a peer that is expelled as soon as no commit is being journalled."""
-    _checkable: int = 0
-    """First step whose stretches can be checked. The retained data for earlier ones may have been lost with the last
-    round."""
-    _voided: bool = False
-    """Whether steps were taken back. What runs again on the way to the present step is then not compared with the first
-    run."""
-
     # ------------------------------------------------------------------------------------------------ interface
 
     @property
@@ -254,43 +232,35 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         """Begin a round. Discards the step in progress, except for a commit that is being journalled."""
         self.phase = DriverPhase.ATTACHING
         self.attempt += 1
-        self._positions.clear()
-        self._snapshots.clear()
-        self._restoration = None
-        self._loaded.clear()
-        self._ready.clear()
-        self._replayed.clear()
-        self._deciding = self._asked = False
-        self._saving = None
+        self._round = RestoringRound()
+        self._votes.discard()
+        self._saves.asked, self._saves.saving = False, None
         if self.inspector is not None:
             self.inspector.drop()
-        kept = set[int]() if self._journalling is None else {self._journalling.step}
-        self._losses = {step: losses for step, losses in self._losses.items() if step in kept}
-        self._norms = {step: norms for step, norms in self._norms.items() if step in kept}
         return [SendAttach(self.fence, self.roles, dict(self._guards))]
 
     def on_enlisted(self, event: MemberEnlisted) -> list[DriverCommand]:
-        self._snapshots[event.peer] = event.snapshots
+        self._round.snapshots[event.peer] = event.snapshots
         return self._restore_if_all_answered()
 
     def on_reported(self, event: StageReported) -> list[DriverCommand]:
-        self._positions[event.stage] = StagePosition(event.applied, event.prepared, event.retained_from)
+        self._round.positions[event.stage] = StagePosition(event.applied, event.prepared, event.retained_from)
         return self._restore_if_all_answered()
 
     def _restore_if_all_answered(self) -> list[DriverCommand]:
         """First barrier: no stage gets an instruction before all stages have reported and the journal has answered
         (rule 7)."""
         members = {*self.roles.places.values(), *self._guards.values()}
-        answered = self._positions.keys() >= self.roles.places.keys() and self._snapshots.keys() >= members
-        if answered and self._journalling is None:
+        answered = self._round.positions.keys() >= self.roles.places.keys() and self._round.snapshots.keys() >= members
+        if answered and self._votes.journalling is None:
             self.follow_ups.append(AllAnswered())
         return []
 
     def on_all_answered(self, _: AllAnswered) -> list[DriverCommand]:
-        restoration = self._restoration = decide(
+        restoration = self._round.restoration = decide(
             self.roles,
-            self._positions,
-            self._snapshots,
+            self._round.positions,
+            self._round.snapshots,
             committed=self.step,
             checkpoint=None if self.saved < 0 else self.saved,
             records_from=min(self.records, default=self.step),
@@ -304,13 +274,13 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         rewound: list[DriverCommand] = []
         if restoration.rollback:
             self._roll_back(restoration.base)
-            if self._voided:  # results of these steps are not compared with earlier ones
+            if self._verifying.voided:  # results of these steps are not compared with earlier ones
                 rewound = self._take_back(restoration.base)
-        self._voided = False
+        self._verifying.voided = False
         self._acked = {
             stage: max(held)
             for stage, guard in self._guards.items()
-            if (held := [step for at, step in self._snapshots[guard] if at == stage and step <= self.step])
+            if (held := [step for at, step in self._round.snapshots[guard] if at == stage and step <= self.step])
         }
         self._move_line()
         self.phase = DriverPhase.LOADING
@@ -320,15 +290,15 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         """Restart all stages from the checkpoint. The line falls to it as well; afterwards only snapshots held by
         guards raise the line (rule 10)."""
         self.step, self.line = base, min(self.line, base)
-        self._history.clear()
-        if self._evaluating is not None and self._evaluating > base:
-            self._evaluating = None
+        self._votes.history.clear()
+        if self._saves.evaluating is not None and self._saves.evaluating > base:
+            self._saves.evaluating = None
 
     def _load(self, restoration: Restoration) -> list[DriverCommand]:
         if not restoration.sources:
             self.follow_ups.append(AllLoaded())
             return []
-        self._replayed = dict.fromkeys(restoration.sources, restoration.base)
+        self._round.replayed = dict.fromkeys(restoration.sources, restoration.base)
         passed: list[DriverCommand] = [
             PassSnapshot(stage, restoration.base, holder, self.roles.places[stage])
             for stage, holder in restoration.holders.items()
@@ -349,12 +319,12 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
 
     def on_loaded(self, event: StageReady) -> list[DriverCommand]:
         """Second barrier: all stages that lost their state have one again."""
-        assert self._restoration is not None
-        base, restored = self._restoration.base, self._restoration.sources.keys()
+        assert self._round.restoration is not None
+        base, restored = self._round.restoration.base, self._round.restoration.sources.keys()
         if event.applied != base or event.stage not in restored:
             return self._fail(f"stage {event.stage} is at step {event.applied} instead of {base}")
-        self._loaded.add(event.stage)
-        if self._loaded >= restored:
+        self._round.loaded.add(event.stage)
+        if self._round.loaded >= restored:
             self.follow_ups.append(AllLoaded())
         return []
 
@@ -363,11 +333,11 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
 
     def _go_on(self) -> list[DriverCommand]:
         """Let the other stages reach the official step and stream what they retained, while restored stages replay."""
-        assert self._restoration is not None
+        assert self._round.restoration is not None
         self.phase = DriverPhase.REPLAYING
-        base, replaying = self._restoration.base, frozenset(self._restoration.sources)
+        base, replaying = self._round.restoration.base, frozenset(self._round.restoration.sources)
         if base == self.step:
-            self._ready |= self._loaded
+            self._round.ready |= self._round.loaded
         last = tuple(self.records[step] for step in (self.step - 1,) if step in self.records)
         resumes: list[DriverCommand] = [
             SendResume(
@@ -392,12 +362,12 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
     def on_ready(self, event: StageReady) -> list[DriverCommand]:
         if event.applied != self.step:
             return self._fail(f"stage {event.stage} is at step {event.applied} instead of {self.step}")
-        self._ready.add(event.stage)
+        self._round.ready.add(event.stage)
         return self._run_if_all_ready()
 
     def _run_if_all_ready(self) -> list[DriverCommand]:
         """Third barrier: new work begins only when all stages are at the official step (rule 7)."""
-        if self._ready >= set(self.roles.stages):
+        if self._round.ready >= set(self.roles.stages):
             self.follow_ups.append(AllReady())
         return []
 
@@ -422,10 +392,10 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
 
     def _run(self) -> list[DriverCommand]:
         """Resume what the fault interrupted: a checkpoint, an evaluation or the end."""
-        self._checkable = self.step
+        self._verifying.checkable = self.step
         commands = self._save_if_owed()
-        if self._evaluating is not None:
-            commands.append(Evaluate(self._evaluating))
+        if self._saves.evaluating is not None:
+            commands.append(Evaluate(self._saves.evaluating))
         if self.phase is DriverPhase.SAVING:
             return [*commands, *self._end_if_settled()]
         return [*commands, *self._feed(), *self._change_plan_if_quiet()]
@@ -434,20 +404,20 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         """Between two steps, before the next one begins: save a checkpoint if one is due, then go on or end."""
         last = self._is_last()
         self.phase = DriverPhase.SAVING if last else DriverPhase.RUNNING
-        if self._saving is not None or not self._is_save_owed(last):
+        if self._saves.saving is not None or not self._is_save_owed(last):
             return self._name_best()
-        self._saving, self._asked = self.step, True
+        self._saves.saving, self._saves.asked = self.step, True
         return [WriteCheckpoint(self.step, ask=True)]
 
     # -------------------------------------------------------------------------------------------------- replaying
 
     def _feed_replay(self) -> list[DriverCommand]:
         """Feed inputs to the replaying stages, at most two steps ahead of the slowest of them."""
-        fed = frozenset(stage for stage in self._replayed if stage in self.roles.fed)
+        fed = frozenset(stage for stage in self._round.replayed if stage in self.roles.fed)
         if not fed:
             return []
         commands: list[DriverCommand] = []
-        below = min(self.step, min(self._replayed[stage] for stage in fed) + REPLAY_AHEAD)
+        below = min(self.step, min(self._round.replayed[stage] for stage in fed) + REPLAY_AHEAD)
         while self._fed[0] < below:
             commands.append(Feed(*self._fed, only=fed))
             self._fed = self._after(self._fed)
@@ -455,10 +425,10 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
 
     def on_replayed(self, event: StagePrepared) -> list[DriverCommand]:
         """A stage has run an official step again. Its norms must equal those of the first run (rule 21)."""
-        if self._replayed.get(event.stage) != event.step:
+        if self._round.replayed.get(event.stage) != event.step:
             return []
-        self._replayed[event.stage] = event.step + 1
-        known = self._history.get(event.step)
+        self._round.replayed[event.stage] = event.step + 1
+        known = self._votes.history.get(event.step)
         differing = [key for key in sorted(event.norms) if known is not None and known.get(key) != event.norms[key]]
         if not differing:
             return self._feed_replay()
@@ -474,46 +444,46 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
             return []
         if event.microbatch >= self.shape.microbatches or (event.step, event.microbatch) >= self._fed:
             return self._fail(f"a loss came for microbatch {event.microbatch} of step {event.step}, which was not fed")
-        self._losses.setdefault(event.step, {}).setdefault(event.microbatch, event.loss)
+        self._votes.losses.setdefault(event.step, {}).setdefault(event.microbatch, event.loss)
         return [*self._feed(), *self._decide()]
 
     def on_prepared(self, event: StagePrepared) -> list[DriverCommand]:
         if event.step != self.step or event.stage not in self.roles.places:
             return []
-        self._norms.setdefault(event.step, {}).setdefault(event.stage, event.norms)  # a vote can't be changed
+        self._votes.norms.setdefault(event.step, {}).setdefault(event.stage, event.norms)  # a vote can't be changed
         return self._decide()
 
     def _decide(self) -> list[DriverCommand]:
         """If all losses and votes are in and no evaluation still needs the state, reduce the norms."""
-        voted = self._norms.get(self.step, {}).keys() == self.roles.places.keys()
-        computed = len(self._losses.get(self.step, {})) == self.shape.microbatches
-        held = self._deciding or self._evaluating is not None or self._saving is not None
-        if not (voted and computed) or held or self._journalling is not None:
+        voted = self._votes.norms.get(self.step, {}).keys() == self.roles.places.keys()
+        computed = len(self._votes.losses.get(self.step, {})) == self.shape.microbatches
+        held = self._votes.deciding or self._saves.evaluating is not None or self._saves.saving is not None
+        if not (voted and computed) or held or self._votes.journalling is not None:
             return []  # one checkpoint at a time: a commit never overtakes the state still being collected
-        self._deciding = True
-        norms = self._all_norms()
+        self._votes.deciding = True
+        norms = self._votes.all_norms(self.step)
         unknown = norms.keys() - set(self.shape.canonical_order)
         if unknown:
             return self._fail(f"norms of parameters the model does not have: {', '.join(sorted(unknown)[:5])}")
         return [DecideScale(self.step, tuple(norms[key] for key in self.shape.canonical_order if key in norms))]
 
     def on_scale(self, event: ScaleDecided) -> list[DriverCommand]:
-        if not self._deciding or event.step != self.step:
+        if not self._votes.deciding or event.step != self.step:
             return []  # requested before a fault
-        losses = self._step_losses()
+        losses = self._votes.step_losses(self.step)
         record = CommitRecord(
             step=event.step,
             scale=event.scale,
             learning_rate=self.learning_rate(event.step),
             total_norm=event.total_norm,
-            norms_hash=norms_hash(self._all_norms()),
+            norms_hash=norms_hash(self._votes.all_norms(self.step)),
             fence=self.fence,
             loss=sum(losses) / len(losses),
         )
-        self._deciding = False
+        self._votes.deciding = False
         if event.step < self.official:
             return self._check_replay(record, self.records[event.step])
-        self._journalling = record
+        self._votes.journalling = record
         return [JournalCommit(record)]
 
     def _check_replay(self, computed: CommitRecord, journalled: CommitRecord) -> list[DriverCommand]:
@@ -529,31 +499,29 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         return self._fail(f"replay is not exact: {detail}")
 
     def on_journalled(self, event: CommitJournalled) -> list[DriverCommand]:
-        self._journalling = None
+        self._votes.journalling = None
         self.official = event.record.step + 1
         commands = self._commit(event.record, replayed=False)
-        if self._sentence is not None:
+        if self._verifying.sentence is not None:
             self.follow_ups.append(ExpulsionDue())
         return commands
 
     def on_journalled_in_a_round(self, event: CommitJournalled) -> list[DriverCommand]:
         """A fault happened between the vote and the end of journalling. The step is official; stages get it with their
         resume."""
-        self._journalling = None
+        self._votes.journalling = None
         self.official = event.record.step + 1
         told = self._make_official(event.record, replayed=False)
         self._evaluate_if_due()
-        if self._sentence is not None:
+        if self._verifying.sentence is not None:
             return [told, *self._expel_if_free()]
         attaching = self.phase is DriverPhase.ATTACHING
         return [told, *(self._restore_if_all_answered() if attaching else [])]
 
     def _make_official(self, record: CommitRecord, *, replayed: bool) -> StepCommitted:
-        told = StepCommitted(record, self._step_losses(), replayed)
+        told = StepCommitted(record, self._votes.step_losses(self.step), replayed)
         self.records[record.step] = record
-        self._history[record.step] = self._all_norms()
-        self._losses.pop(record.step, None)
-        self._norms.pop(record.step, None)
+        self._votes.make_official(record.step)
         self.step = record.step + 1
         self._faults.forgive_links(frozenset(self.roles.places.values()) | {self.roles.owner})
         self._faults.stages.clear()
@@ -566,7 +534,7 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         save = self._is_save_owed(last)
         commands: list[DriverCommand] = [SendCommit(record, line=self.line, save=save), told]
         if save:
-            self._saving = self.step
+            self._saves.saving = self.step
             commands.append(WriteCheckpoint(self.step, ask=False))
         if self._evaluate_if_due():
             commands.append(Evaluate(self.step))
@@ -595,15 +563,15 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         self.line = max(self.line, until if hold is None else min(until, hold))
         below = min(self.line, self._checkpoint)
         self.records = {step: record for step, record in self.records.items() if step >= below - 1}
-        self._history = {step: norms for step, norms in self._history.items() if step >= self.line}
+        self._votes.history = {step: norms for step, norms in self._votes.history.items() if step >= self.line}
 
     def on_checkpoint(self, event: CheckpointWritten) -> list[DriverCommand]:
         if event.step > self.official:
             return []  # belongs to a state that was taken back
         self.older.append(event.step)
         self.saved = max(self.saved, event.step)
-        if self._saving == event.step:
-            self._saving, self._asked = None, False
+        if self._saves.saving == event.step:
+            self._saves.saving, self._saves.asked = None, False
         told = self._name_best()
         match self.phase:
             case DriverPhase.SAVING:
@@ -614,9 +582,9 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
                 return told
 
     def on_evaluated(self, event: EvaluationDone) -> list[DriverCommand]:
-        if event.step != self._evaluating:
+        if event.step != self._saves.evaluating:
             return []
-        self._evaluating = None
+        self._saves.evaluating = None
         self.evaluations = (*self.evaluations, Evaluation(event.step, event.loss))
         running = self.phase is DriverPhase.RUNNING
         if running and not self._is_choosing:  # the next step has begun
@@ -629,18 +597,18 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
     def _name_best(self) -> list[DriverCommand]:
         """Announce the best state once its checkpoint is complete."""
         best = self.standing.best
-        if not self.shape.keep_best or best is None or best.step != self.saved or best.step == self._named:
+        if not self.shape.keep_best or best is None or best.step != self.saved or best.step == self._saves.named:
             return []
-        self._named = best.step
+        self._saves.named = best.step
         return [NameBest(best)]
 
     def _feed(self) -> list[DriverCommand]:
         """Feed microbatches in order. Limits: the window beyond the known losses, one step ahead of the vote, the bound
         on retained steps (rule 12). Feeds nothing new while another plan waits."""
-        if self._asked or (self._is_choosing and self._evaluating is not None):
+        if self._saves.asked or (self._is_choosing and self._saves.evaluating is not None):
             return []
         commands: list[DriverCommand] = []
-        known = self.step * self.shape.microbatches + sum(len(losses) for losses in self._losses.values())
+        known = self.step * self.shape.microbatches + sum(len(losses) for losses in self._votes.losses.values())
         last = self.step if self._stop is not None else min(self.step + 1, self.shape.steps - 1)
         if self._guards:
             last = min(last, self.line + 2 * self.roles.snapshot_every - 1)
@@ -670,7 +638,7 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         if self.inspector is None or self.inspector.open or not self._guards or not calm:
             return []
         below = min(self._acked.get(stage, -1) for stage in self._guards)
-        if below <= self.line or self.line < self._checkable:
+        if below <= self.line or self.line < self._verifying.checkable:
             return []
         checks = self.inspector.due(self.roles.places, self._guards, self.line, below)
         return [StartCheck(check) for check in checks]
@@ -683,7 +651,7 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
             return [TellCheck(event.check, found.outcome, found.reason), StartCheck(found.again)]
         told = TellCheck(event.check, found.outcome, found.reason)
         if found.liar:
-            self._sentence = found
+            self._verifying.sentence = found
             return [told, *self._expel_if_free()]
         checks: list[DriverCommand] = []
         if self.inspector is not None and not self.inspector.open:
@@ -701,10 +669,10 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
     def _expel_if_free(self) -> list[DriverCommand]:
         """Expel a lying peer for good. Its work since its last successful check, and everything computed from it, is
         void: these steps are taken back and repeated (26)."""
-        found = self._sentence
-        if found is None or self._journalling is not None or self.phase is DriverPhase.ENDED:
+        found = self._verifying.sentence
+        if found is None or self._votes.journalling is not None or self.phase is DriverPhase.ENDED:
             return []
-        self._sentence = None
+        self._verifying.sentence = None
         peer, stages = found.liar, self.roles.stages_of(found.liar)
         guarded = peer in self._guards.values()
         told: list[DriverCommand] = [
@@ -716,7 +684,7 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
             return [*told, *(self._without_guard(peer, found.reason) if guarded else [])]
         self._lost.add(peer)
         self._pending = None
-        self._voided = True
+        self._verifying.voided = True
         taken_back = self._take_back(min(found.trusted, self.step))
         self.phase = DriverPhase.WAITING
         return [*told, *taken_back, AskPlan(frozenset(self._lost), found.reason)]
@@ -725,17 +693,17 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         """Take back the steps from `step` on and all states that include them."""
         self.official = self.step = step
         self.records = {of: record for of, record in self.records.items() if of < step}
-        self._history = {of: norms for of, norms in self._history.items() if of < step}
-        self._losses.clear()
-        self._norms.clear()
+        self._votes.history = {of: norms for of, norms in self._votes.history.items() if of < step}
+        self._votes.losses.clear()
+        self._votes.norms.clear()
         self.older = [of for of in {*self.older, self.saved} if 0 <= of <= step]
         self.saved = max(self.older, default=-1)
         self.line = min(self.line, step)
         self._acked = {stage: min(of, step) for stage, of in self._acked.items()}
-        self._evaluating = self._saving = None
+        self._saves.evaluating = self._saves.saving = None
         self.evaluations = tuple(found for found in self.evaluations if found.step <= step)
-        self._named = -1
-        self._deciding = self._asked = False
+        self._saves.named = -1
+        self._votes.deciding = self._saves.asked = False
         if self.inspector is not None:
             self.inspector.went_back(step)
         return [Rewind(step)]
@@ -773,12 +741,12 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
 
     def _without_guard(self, peer: str, reason: str) -> list[DriverCommand]:
         """Handle a lost guard without a new round (rule 20), unless a stage needs its snapshot now."""
-        self._snapshots.pop(peer, None)
+        self._round.snapshots.pop(peer, None)
         self._move_line()
         match self.phase:
             case DriverPhase.ATTACHING:
                 return self._restore_if_all_answered()
-            case DriverPhase.LOADING if self._restoration and peer in self._restoration.holders.values():
+            case DriverPhase.LOADING if self._round.restoration and peer in self._round.restoration.holders.values():
                 return self._begin_round()
             case DriverPhase.RUNNING:
                 return self._feed()
@@ -823,7 +791,7 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
     def _change_plan_if_quiet(self) -> list[DriverCommand]:
         """Adopt a pending plan between steps, when nothing is fed, because no work is lost then. State that moves goes
         through a checkpoint unless the new peer is its guard."""
-        busy = self._fed != (self.step, 0) or self._saving is not None or self._evaluating is not None
+        busy = self._fed != (self.step, 0) or self._saves.saving is not None or self._saves.evaluating is not None
         if self._pending is not None and not busy and self.phase is DriverPhase.RUNNING:
             self.follow_ups.append(BetweenSteps())
         return []
@@ -832,7 +800,7 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         assert self._pending is not None, "the event is raised for a pending plan"
         moves = self.roles.moves(self._pending) and not self._exchanges(self._pending)
         if moves and self.saved < self.step:
-            self._saving, self._asked = self.step, True
+            self._saves.saving, self._saves.asked = self.step, True
             return [WriteCheckpoint(self.step, ask=True)]
         return self._adopt(self._pending)
 
@@ -873,8 +841,8 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         return self._fail(event.reason)
 
     def _end_if_settled(self) -> list[DriverCommand]:
-        checking = self._sentence is not None or (self.inspector is not None and bool(self.inspector.open))
-        if not checking and self._evaluating is None and self._saving is None:
+        checking = self._verifying.sentence is not None or (self.inspector is not None and bool(self.inspector.open))
+        if not checking and self._saves.evaluating is None and self._saves.saving is None:
             self.follow_ups.append(Settled())
         return []
 
@@ -930,14 +898,8 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         every = self.shape.evaluate_every
         done = self.evaluations and self.evaluations[-1].step >= self.step
         if every and self.step > 0 and self.step % every == 0 and self.step >= self.official and not done:
-            self._evaluating = self.step
-        return self._evaluating is not None
-
-    def _all_norms(self) -> dict[str, float]:
-        return {key: norm for norms in self._norms[self.step].values() for key, norm in norms.items()}
-
-    def _step_losses(self) -> tuple[float, ...]:
-        return tuple(self._losses[self.step][index] for index in range(self.shape.microbatches))
+            self._saves.evaluating = self.step
+        return self._saves.evaluating is not None
 
 
 REPLAY_AHEAD: Final = 2
