@@ -332,8 +332,8 @@ def _machines() -> Iterator[tuple[str, ModuleType, list[Arrow]]]:
         (plan_version, plan_version.PLAN_VERSION),
     ):
         yield machine.name.capitalize(), module, [(*row[:3],) for row in rows(machine)]
-    yield "Driver", driver, _arrows(driver.TABLE, driver.DriverPhase.ATTACHING)
-    yield "Stage", stage, _arrows(stage.TABLE, stage.StagePhase.DETACHED)
+    yield "Driver", driver, [(*row[:3],) for row in rows(driver.TABLE)]
+    yield "Stage", stage, [(*row[:3],) for row in rows(stage.TABLE)]
     yield "Serving", serving, _arrows(serving.TABLE, serving.ServingPhase.ENLISTING)
 
 

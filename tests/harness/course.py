@@ -258,9 +258,9 @@ class Faults:
         if machine.phase is not DriverPhase.RUNNING:
             return []
         going_on = {
-            "evaluating": machine._evaluating is not None,
-            "writing a checkpoint": machine._saving is not None,
-            "journalling": machine._journalling is not None,
+            "evaluating": machine._saves.evaluating is not None,
+            "writing a checkpoint": machine._saves.saving is not None,
+            "journalling": machine._votes.journalling is not None,
             "about to change plans": machine._pending is not None,
             "rolled back": machine.step < machine.official,
         }

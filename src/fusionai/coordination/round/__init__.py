@@ -1,1 +1,1 @@
-"""What the rounds of training and serving jobs share: liveness, verification, reputation."""
+"""What the machines of training and serving jobs share: roles, events, faults, liveness, verification, reputation."""

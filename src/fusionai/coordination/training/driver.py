@@ -19,13 +19,14 @@ from which state, `coordination.training.stage` is the machine of a stage, `trai
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Final, Literal
+from enum import StrEnum
+from typing import Any, Final, Literal
 
-from fusionai.coordination.round.verification import Found, Inspector
+from fusionai.coordination.machine import FollowUp, StatefulMachine, Table, Transition
+from fusionai.coordination.round.faults import Faults
+from fusionai.coordination.round.verification import Inspector
 from fusionai.coordination.training.commands import (
     AnnounceReady,
     AskPlan,
@@ -73,12 +74,15 @@ from fusionai.coordination.training.events import (
     StageReported,
     StopAsked,
 )
-from fusionai.coordination.training.restoring import Restoration, StagePosition, decide
+from fusionai.coordination.training.restoring import Restoration, RestoringRound, StagePosition, decide
 from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.saves import Saves
+from fusionai.coordination.training.verifying import Verifying
+from fusionai.coordination.training.votes import Votes
 from fusionai.wire.messages import CommitRecord, Fence
 
 
-class DriverPhase(Enum):
+class DriverPhase(StrEnum):
     ATTACHING = "attaching"
     LOADING = "loading"
     """Stages that lost their state load one. The other stages wait."""
@@ -124,8 +128,38 @@ def norms_hash(norms: Mapping[str, float]) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class AllAnswered(FollowUp):
+    """All members have reported, and no commit is being journalled."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllLoaded(FollowUp):
+    """All stages that lost their state have one again."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllReady(FollowUp):
+    """All stages are at the official step."""
+
+
+@dataclass(frozen=True, slots=True)
+class BetweenSteps(FollowUp):
+    """Another plan is pending and nothing is in progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpulsionDue(FollowUp):
+    """A peer was found to be lying, and no commit is being journalled any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled(FollowUp):
+    """The last step is committed; no check, evaluation or checkpoint is outstanding."""
+
+
 @dataclass(slots=True)
-class DriverMachine:
+class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
     """See the module. `start` returns the first commands; `handle` takes an event and returns commands."""
 
     shape: JobShape
@@ -145,55 +179,28 @@ class DriverMachine:
     """Decides on spot checks; None: the job's work is not checked."""
     evaluations: tuple[Evaluation, ...] = ()
     """All journalled evaluations, in order."""
-    phase: DriverPhase = DriverPhase.ATTACHING
+    phase: DriverPhase = field(default=DriverPhase.ATTACHING, kw_only=True)
     step: int = 0
     """Next step to be committed. It is less than `official` while all stages replay from a checkpoint."""
     line: int = 0
     attempt: int = -1
-    story: list[str] = field(default_factory=list[str])
-    _positions: dict[int, StagePosition] = field(default_factory=dict[int, StagePosition])
-    _snapshots: dict[str, frozenset[tuple[int, int]]] = field(default_factory=dict[str, frozenset[tuple[int, int]]])
-    """Member -> the (stage, step) of the snapshots it holds, as reported in this round."""
     _guards: dict[int, str] = field(default_factory=dict[int, str])
     """Stage -> its guard, for guards of the plan that are still connected."""
     _acked: dict[int, int] = field(default_factory=dict[int, int])
     """Guarded stage -> step of the newest snapshot that its guard holds."""
     _lost: set[str] = field(default_factory=set[str])
     """Members of the plan that were lost."""
-    _restoration: Restoration | None = None
-    _loaded: set[int] = field(default_factory=set[int])
-    _ready: set[int] = field(default_factory=set[int])
-    _replayed: dict[int, int] = field(default_factory=dict[int, int])
-    """Replaying stage -> its next step."""
     _probed: bool = False
     _fed: tuple[int, int] = (0, 0)
-    _losses: dict[int, dict[int, float]] = field(default_factory=dict[int, dict[int, float]])
-    _norms: dict[int, dict[int, Mapping[str, float]]] = field(default_factory=dict[int, dict[int, Mapping[str, float]]])
-    _history: dict[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
-    """Gradient norms of official steps that may be replayed, to check the replay against."""
-    _deciding: bool = False
-    _journalling: CommitRecord | None = None
-    _saving: int | None = None
-    _asked: bool = False
-    """Whether stages must be asked to export their state before they are fed."""
-    _evaluating: int | None = None
-    _named: int = -1
-    """Step of the best state that was last announced."""
+    _round: RestoringRound = field(default_factory=RestoringRound)
+    _votes: Votes = field(default_factory=Votes)
+    _saves: Saves = field(default_factory=Saves)
+    _verifying: Verifying = field(default_factory=Verifying)
     _pending: Roles | None = None
     """New plan to adopt as soon as nothing is in progress."""
-    _link_faults: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
-    _stage_faults: Counter[int] = field(default_factory=Counter[int])
-    """Both counters cover the time since the last commit; for a guard's link, since its last snapshot."""
+    _faults: Faults = field(default_factory=Faults)
+    """Faults since the last commit; for a guard's link, since its last snapshot."""
     _stop: str | None = None
-    _sentence: Found | None = None
-    """Verdict against a peer that is expelled as soon as no commit is being journalled."""
-    _checkable: int = 0
-    """First step whose stretches can be checked. The retained data for earlier ones may have been lost with the last
-    round."""
-    _voided: bool = False
-    """Whether steps were taken back. What runs again on the way to the present step is then not compared with the first
-    run."""
-
     # ------------------------------------------------------------------------------------------------ interface
 
     @property
@@ -214,14 +221,10 @@ class DriverMachine:
 
     def handle(self, event: DriverEvent) -> list[DriverCommand]:
         """Apply one event. An event without a row for the present phase is late or void and changes nothing."""
-        transition = TABLE.get((self.phase, type(event)))
-        self.story.append(f"{self.phase.value}: {_brief(event)}")
-        del self.story[:-STORY_LENGTH]
-        if transition is None:
-            return []
-        commands = transition.act(self, event)
-        assert self.phase in transition.targets, (self.phase, transition.targets, self.story)
-        return commands
+        return self.react(TABLE, event) or []
+
+    def brief(self, event: object) -> str:
+        return f"StagePrepared({event.stage}, {event.step})" if isinstance(event, StagePrepared) else repr(event)
 
     # ---------------------------------------------------------------------------------------------------- rounds
 
@@ -229,42 +232,35 @@ class DriverMachine:
         """Begin a round. Discards the step in progress, except for a commit that is being journalled."""
         self.phase = DriverPhase.ATTACHING
         self.attempt += 1
-        self._positions.clear()
-        self._snapshots.clear()
-        self._restoration = None
-        self._loaded.clear()
-        self._ready.clear()
-        self._replayed.clear()
-        self._deciding = self._asked = False
-        self._saving = None
+        self._round = RestoringRound()
+        self._votes.discard()
+        self._saves.asked, self._saves.saving = False, None
         if self.inspector is not None:
             self.inspector.drop()
-        kept = set[int]() if self._journalling is None else {self._journalling.step}
-        self._losses = {step: losses for step, losses in self._losses.items() if step in kept}
-        self._norms = {step: norms for step, norms in self._norms.items() if step in kept}
         return [SendAttach(self.fence, self.roles, dict(self._guards))]
 
-    def on_enlisted(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, MemberEnlisted)
-        self._snapshots[event.peer] = event.snapshots
+    def on_enlisted(self, event: MemberEnlisted) -> list[DriverCommand]:
+        self._round.snapshots[event.peer] = event.snapshots
         return self._restore_if_all_answered()
 
-    def on_reported(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, StageReported)
-        self._positions[event.stage] = StagePosition(event.applied, event.prepared, event.retained_from)
+    def on_reported(self, event: StageReported) -> list[DriverCommand]:
+        self._round.positions[event.stage] = StagePosition(event.applied, event.prepared, event.retained_from)
         return self._restore_if_all_answered()
 
     def _restore_if_all_answered(self) -> list[DriverCommand]:
         """First barrier: no stage gets an instruction before all stages have reported and the journal has answered
         (rule 7)."""
         members = {*self.roles.places.values(), *self._guards.values()}
-        answered = self._positions.keys() >= self.roles.places.keys() and self._snapshots.keys() >= members
-        if not answered or self._journalling is not None:
-            return []
-        restoration = self._restoration = decide(
+        answered = self._round.positions.keys() >= self.roles.places.keys() and self._round.snapshots.keys() >= members
+        if answered and self._votes.journalling is None:
+            self.follow_ups.append(AllAnswered())
+        return []
+
+    def on_all_answered(self, _: AllAnswered) -> list[DriverCommand]:
+        restoration = self._round.restoration = decide(
             self.roles,
-            self._positions,
-            self._snapshots,
+            self._round.positions,
+            self._round.snapshots,
             committed=self.step,
             checkpoint=None if self.saved < 0 else self.saved,
             records_from=min(self.records, default=self.step),
@@ -278,13 +274,13 @@ class DriverMachine:
         rewound: list[DriverCommand] = []
         if restoration.rollback:
             self._roll_back(restoration.base)
-            if self._voided:  # results of these steps are not compared with earlier ones
+            if self._verifying.voided:  # results of these steps are not compared with earlier ones
                 rewound = self._take_back(restoration.base)
-        self._voided = False
+        self._verifying.voided = False
         self._acked = {
             stage: max(held)
             for stage, guard in self._guards.items()
-            if (held := [step for at, step in self._snapshots[guard] if at == stage and step <= self.step])
+            if (held := [step for at, step in self._round.snapshots[guard] if at == stage and step <= self.step])
         }
         self._move_line()
         self.phase = DriverPhase.LOADING
@@ -294,14 +290,15 @@ class DriverMachine:
         """Restart all stages from the checkpoint. The line falls to it as well; afterwards only snapshots held by
         guards raise the line (rule 10)."""
         self.step, self.line = base, min(self.line, base)
-        self._history.clear()
-        if self._evaluating is not None and self._evaluating > base:
-            self._evaluating = None
+        self._votes.history.clear()
+        if self._saves.evaluating is not None and self._saves.evaluating > base:
+            self._saves.evaluating = None
 
     def _load(self, restoration: Restoration) -> list[DriverCommand]:
         if not restoration.sources:
-            return self._go_on()
-        self._replayed = dict.fromkeys(restoration.sources, restoration.base)
+            self.follow_ups.append(AllLoaded())
+            return []
+        self._round.replayed = dict.fromkeys(restoration.sources, restoration.base)
         passed: list[DriverCommand] = [
             PassSnapshot(stage, restoration.base, holder, self.roles.places[stage])
             for stage, holder in restoration.holders.items()
@@ -320,23 +317,27 @@ class DriverMachine:
             for stage, source in restoration.sources.items()
         ]
 
-    def on_loaded(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_loaded(self, event: StageReady) -> list[DriverCommand]:
         """Second barrier: all stages that lost their state have one again."""
-        assert isinstance(event, StageReady)
-        assert self._restoration is not None
-        base, restored = self._restoration.base, self._restoration.sources.keys()
+        assert self._round.restoration is not None
+        base, restored = self._round.restoration.base, self._round.restoration.sources.keys()
         if event.applied != base or event.stage not in restored:
             return self._fail(f"stage {event.stage} is at step {event.applied} instead of {base}")
-        self._loaded.add(event.stage)
-        return self._go_on() if self._loaded >= restored else []
+        self._round.loaded.add(event.stage)
+        if self._round.loaded >= restored:
+            self.follow_ups.append(AllLoaded())
+        return []
+
+    def on_all_loaded(self, _: AllLoaded) -> list[DriverCommand]:
+        return self._go_on()
 
     def _go_on(self) -> list[DriverCommand]:
         """Let the other stages reach the official step and stream what they retained, while restored stages replay."""
-        assert self._restoration is not None
+        assert self._round.restoration is not None
         self.phase = DriverPhase.REPLAYING
-        base, replaying = self._restoration.base, frozenset(self._restoration.sources)
+        base, replaying = self._round.restoration.base, frozenset(self._round.restoration.sources)
         if base == self.step:
-            self._ready |= self._loaded
+            self._round.ready |= self._round.loaded
         last = tuple(self.records[step] for step in (self.step - 1,) if step in self.records)
         resumes: list[DriverCommand] = [
             SendResume(
@@ -358,26 +359,27 @@ class DriverMachine:
     def _wants_snapshot(self, stage: int) -> bool:
         return stage in self._guards and self._acked.get(stage, -1) < self.step
 
-    def on_ready(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, StageReady)
+    def on_ready(self, event: StageReady) -> list[DriverCommand]:
         if event.applied != self.step:
             return self._fail(f"stage {event.stage} is at step {event.applied} instead of {self.step}")
-        self._ready.add(event.stage)
+        self._round.ready.add(event.stage)
         return self._run_if_all_ready()
 
     def _run_if_all_ready(self) -> list[DriverCommand]:
         """Third barrier: new work begins only when all stages are at the official step (rule 7)."""
-        if not self._ready >= set(self.roles.stages):
-            return []
+        if self._round.ready >= set(self.roles.stages):
+            self.follow_ups.append(AllReady())
+        return []
+
+    def on_all_ready(self, _: AllReady) -> list[DriverCommand]:
         self._fed = (self.step, 0)
         if self._probed:
             return self._run()
         self.phase = DriverPhase.PROBING
         return [SendProbe(self.step)]
 
-    def on_probed(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_probed(self, event: ProbeAnswered) -> list[DriverCommand]:
         """Announce that the job is ready. Two passes over the same state must agree bit for bit, or no replay could."""
-        assert isinstance(event, ProbeAnswered)
         warnings: list[DriverCommand] = []
         first, second = event.losses
         if first.hex() != second.hex():
@@ -390,10 +392,10 @@ class DriverMachine:
 
     def _run(self) -> list[DriverCommand]:
         """Resume what the fault interrupted: a checkpoint, an evaluation or the end."""
-        self._checkable = self.step
+        self._verifying.checkable = self.step
         commands = self._save_if_owed()
-        if self._evaluating is not None:
-            commands.append(Evaluate(self._evaluating))
+        if self._saves.evaluating is not None:
+            commands.append(Evaluate(self._saves.evaluating))
         if self.phase is DriverPhase.SAVING:
             return [*commands, *self._end_if_settled()]
         return [*commands, *self._feed(), *self._change_plan_if_quiet()]
@@ -402,32 +404,31 @@ class DriverMachine:
         """Between two steps, before the next one begins: save a checkpoint if one is due, then go on or end."""
         last = self._is_last()
         self.phase = DriverPhase.SAVING if last else DriverPhase.RUNNING
-        if self._saving is not None or not self._is_save_owed(last):
+        if self._saves.saving is not None or not self._is_save_owed(last):
             return self._name_best()
-        self._saving, self._asked = self.step, True
+        self._saves.saving, self._saves.asked = self.step, True
         return [WriteCheckpoint(self.step, ask=True)]
 
     # -------------------------------------------------------------------------------------------------- replaying
 
     def _feed_replay(self) -> list[DriverCommand]:
         """Feed inputs to the replaying stages, at most two steps ahead of the slowest of them."""
-        fed = frozenset(stage for stage in self._replayed if stage in self.roles.fed)
+        fed = frozenset(stage for stage in self._round.replayed if stage in self.roles.fed)
         if not fed:
             return []
         commands: list[DriverCommand] = []
-        below = min(self.step, min(self._replayed[stage] for stage in fed) + REPLAY_AHEAD)
+        below = min(self.step, min(self._round.replayed[stage] for stage in fed) + REPLAY_AHEAD)
         while self._fed[0] < below:
             commands.append(Feed(*self._fed, only=fed))
             self._fed = self._after(self._fed)
         return commands
 
-    def on_replayed(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_replayed(self, event: StagePrepared) -> list[DriverCommand]:
         """A stage has run an official step again. Its norms must equal those of the first run (rule 21)."""
-        assert isinstance(event, StagePrepared)
-        if self._replayed.get(event.stage) != event.step:
+        if self._round.replayed.get(event.stage) != event.step:
             return []
-        self._replayed[event.stage] = event.step + 1
-        known = self._history.get(event.step)
+        self._round.replayed[event.stage] = event.step + 1
+        known = self._votes.history.get(event.step)
         differing = [key for key in sorted(event.norms) if known is not None and known.get(key) != event.norms[key]]
         if not differing:
             return self._feed_replay()
@@ -438,54 +439,51 @@ class DriverMachine:
 
     # ----------------------------------------------------------------------------------------------- normal steps
 
-    def on_loss(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, LossArrived)
+    def on_loss(self, event: LossArrived) -> list[DriverCommand]:
         if event.step < self.step:
             return []
         if event.microbatch >= self.shape.microbatches or (event.step, event.microbatch) >= self._fed:
             return self._fail(f"a loss came for microbatch {event.microbatch} of step {event.step}, which was not fed")
-        self._losses.setdefault(event.step, {}).setdefault(event.microbatch, event.loss)
+        self._votes.losses.setdefault(event.step, {}).setdefault(event.microbatch, event.loss)
         return [*self._feed(), *self._decide()]
 
-    def on_prepared(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, StagePrepared)
+    def on_prepared(self, event: StagePrepared) -> list[DriverCommand]:
         if event.step != self.step or event.stage not in self.roles.places:
             return []
-        self._norms.setdefault(event.step, {}).setdefault(event.stage, event.norms)  # a vote can't be changed
+        self._votes.norms.setdefault(event.step, {}).setdefault(event.stage, event.norms)  # a vote can't be changed
         return self._decide()
 
     def _decide(self) -> list[DriverCommand]:
         """If all losses and votes are in and no evaluation still needs the state, reduce the norms."""
-        voted = self._norms.get(self.step, {}).keys() == self.roles.places.keys()
-        computed = len(self._losses.get(self.step, {})) == self.shape.microbatches
-        held = self._deciding or self._evaluating is not None or self._saving is not None
-        if not (voted and computed) or held or self._journalling is not None:
+        voted = self._votes.norms.get(self.step, {}).keys() == self.roles.places.keys()
+        computed = len(self._votes.losses.get(self.step, {})) == self.shape.microbatches
+        held = self._votes.deciding or self._saves.evaluating is not None or self._saves.saving is not None
+        if not (voted and computed) or held or self._votes.journalling is not None:
             return []  # one checkpoint at a time: a commit never overtakes the state still being collected
-        self._deciding = True
-        norms = self._all_norms()
+        self._votes.deciding = True
+        norms = self._votes.all_norms(self.step)
         unknown = norms.keys() - set(self.shape.canonical_order)
         if unknown:
             return self._fail(f"norms of parameters the model does not have: {', '.join(sorted(unknown)[:5])}")
         return [DecideScale(self.step, tuple(norms[key] for key in self.shape.canonical_order if key in norms))]
 
-    def on_scale(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, ScaleDecided)
-        if not self._deciding or event.step != self.step:
+    def on_scale(self, event: ScaleDecided) -> list[DriverCommand]:
+        if not self._votes.deciding or event.step != self.step:
             return []  # requested before a fault
-        losses = self._step_losses()
+        losses = self._votes.step_losses(self.step)
         record = CommitRecord(
             step=event.step,
             scale=event.scale,
             learning_rate=self.learning_rate(event.step),
             total_norm=event.total_norm,
-            norms_hash=norms_hash(self._all_norms()),
+            norms_hash=norms_hash(self._votes.all_norms(self.step)),
             fence=self.fence,
             loss=sum(losses) / len(losses),
         )
-        self._deciding = False
+        self._votes.deciding = False
         if event.step < self.official:
             return self._check_replay(record, self.records[event.step])
-        self._journalling = record
+        self._votes.journalling = record
         return [JournalCommit(record)]
 
     def _check_replay(self, computed: CommitRecord, journalled: CommitRecord) -> list[DriverCommand]:
@@ -500,34 +498,33 @@ class DriverMachine:
             return [WarnTolerant(computed.step, detail), *self._commit(journalled, replayed=True)]
         return self._fail(f"replay is not exact: {detail}")
 
-    def on_journalled(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, CommitJournalled)
-        self._journalling = None
+    def on_journalled(self, event: CommitJournalled) -> list[DriverCommand]:
+        self._votes.journalling = None
         self.official = event.record.step + 1
-        return [*self._commit(event.record, replayed=False), *self._expel_if_free()]
+        commands = self._commit(event.record, replayed=False)
+        if self._verifying.sentence is not None:
+            self.follow_ups.append(ExpulsionDue())
+        return commands
 
-    def on_journalled_in_a_round(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_journalled_in_a_round(self, event: CommitJournalled) -> list[DriverCommand]:
         """A fault happened between the vote and the end of journalling. The step is official; stages get it with their
         resume."""
-        assert isinstance(event, CommitJournalled)
-        self._journalling = None
+        self._votes.journalling = None
         self.official = event.record.step + 1
         told = self._make_official(event.record, replayed=False)
         self._evaluate_if_due()
-        if self._sentence is not None:
+        if self._verifying.sentence is not None:
             return [told, *self._expel_if_free()]
         attaching = self.phase is DriverPhase.ATTACHING
         return [told, *(self._restore_if_all_answered() if attaching else [])]
 
     def _make_official(self, record: CommitRecord, *, replayed: bool) -> StepCommitted:
-        told = StepCommitted(record, self._step_losses(), replayed)
+        told = StepCommitted(record, self._votes.step_losses(self.step), replayed)
         self.records[record.step] = record
-        self._history[record.step] = self._all_norms()
-        self._losses.pop(record.step, None)
-        self._norms.pop(record.step, None)
+        self._votes.make_official(record.step)
         self.step = record.step + 1
-        self._forgive(frozenset(self.roles.places.values()) | {self.roles.owner})
-        self._stage_faults.clear()
+        self._faults.forgive_links(frozenset(self.roles.places.values()) | {self.roles.owner})
+        self._faults.stages.clear()
         self._move_line()
         return told
 
@@ -537,7 +534,7 @@ class DriverMachine:
         save = self._is_save_owed(last)
         commands: list[DriverCommand] = [SendCommit(record, line=self.line, save=save), told]
         if save:
-            self._saving = self.step
+            self._saves.saving = self.step
             commands.append(WriteCheckpoint(self.step, ask=False))
         if self._evaluate_if_due():
             commands.append(Evaluate(self.step))
@@ -546,14 +543,13 @@ class DriverMachine:
             return [*commands, *self._end_if_settled()]
         return [*commands, *self._feed(), *self._change_plan_if_quiet()]
 
-    def on_snapshot(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_snapshot(self, event: SnapshotStored) -> list[DriverCommand]:
         """A guard has a newer snapshot of its stage. Tensors from before the oldest of these snapshots can be
         dropped."""
-        assert isinstance(event, SnapshotStored)
         if self._guards.get(event.stage) != event.peer or event.step > self.step:
             return []
         self._acked[event.stage] = max(event.step, self._acked.get(event.stage, -1))
-        self._forgive(frozenset((event.peer, self.roles.places[event.stage])))
+        self._faults.forgive_links(frozenset((event.peer, self.roles.places[event.stage])))
         checks = self._check_what_is_over()
         self._move_line()
         return [*checks, *(self._feed() if self.phase is DriverPhase.RUNNING else [])]
@@ -567,16 +563,15 @@ class DriverMachine:
         self.line = max(self.line, until if hold is None else min(until, hold))
         below = min(self.line, self._checkpoint)
         self.records = {step: record for step, record in self.records.items() if step >= below - 1}
-        self._history = {step: norms for step, norms in self._history.items() if step >= self.line}
+        self._votes.history = {step: norms for step, norms in self._votes.history.items() if step >= self.line}
 
-    def on_checkpoint(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, CheckpointWritten)
+    def on_checkpoint(self, event: CheckpointWritten) -> list[DriverCommand]:
         if event.step > self.official:
             return []  # belongs to a state that was taken back
         self.older.append(event.step)
         self.saved = max(self.saved, event.step)
-        if self._saving == event.step:
-            self._saving, self._asked = None, False
+        if self._saves.saving == event.step:
+            self._saves.saving, self._saves.asked = None, False
         told = self._name_best()
         match self.phase:
             case DriverPhase.SAVING:
@@ -586,11 +581,10 @@ class DriverMachine:
             case _:
                 return told
 
-    def on_evaluated(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, EvaluationDone)
-        if event.step != self._evaluating:
+    def on_evaluated(self, event: EvaluationDone) -> list[DriverCommand]:
+        if event.step != self._saves.evaluating:
             return []
-        self._evaluating = None
+        self._saves.evaluating = None
         self.evaluations = (*self.evaluations, Evaluation(event.step, event.loss))
         running = self.phase is DriverPhase.RUNNING
         if running and not self._is_choosing:  # the next step has begun
@@ -603,18 +597,18 @@ class DriverMachine:
     def _name_best(self) -> list[DriverCommand]:
         """Announce the best state once its checkpoint is complete."""
         best = self.standing.best
-        if not self.shape.keep_best or best is None or best.step != self.saved or best.step == self._named:
+        if not self.shape.keep_best or best is None or best.step != self.saved or best.step == self._saves.named:
             return []
-        self._named = best.step
+        self._saves.named = best.step
         return [NameBest(best)]
 
     def _feed(self) -> list[DriverCommand]:
         """Feed microbatches in order. Limits: the window beyond the known losses, one step ahead of the vote, the bound
         on retained steps (rule 12). Feeds nothing new while another plan waits."""
-        if self._asked or (self._is_choosing and self._evaluating is not None):
+        if self._saves.asked or (self._is_choosing and self._saves.evaluating is not None):
             return []
         commands: list[DriverCommand] = []
-        known = self.step * self.shape.microbatches + sum(len(losses) for losses in self._losses.values())
+        known = self.step * self.shape.microbatches + sum(len(losses) for losses in self._votes.losses.values())
         last = self.step if self._stop is not None else min(self.step + 1, self.shape.steps - 1)
         if self._guards:
             last = min(last, self.line + 2 * self.roles.snapshot_every - 1)
@@ -644,13 +638,12 @@ class DriverMachine:
         if self.inspector is None or self.inspector.open or not self._guards or not calm:
             return []
         below = min(self._acked.get(stage, -1) for stage in self._guards)
-        if below <= self.line or self.line < self._checkable:
+        if below <= self.line or self.line < self._verifying.checkable:
             return []
         checks = self.inspector.due(self.roles.places, self._guards, self.line, below)
         return [StartCheck(check) for check in checks]
 
-    def on_checked(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, StageChecked)
+    def on_checked(self, event: StageChecked) -> list[DriverCommand]:
         found = None if self.inspector is None else self.inspector.answered(event.check, event.opinion)
         if found is None:
             return []
@@ -658,7 +651,7 @@ class DriverMachine:
             return [TellCheck(event.check, found.outcome, found.reason), StartCheck(found.again)]
         told = TellCheck(event.check, found.outcome, found.reason)
         if found.liar:
-            self._sentence = found
+            self._verifying.sentence = found
             return [told, *self._expel_if_free()]
         checks: list[DriverCommand] = []
         if self.inspector is not None and not self.inspector.open:
@@ -670,13 +663,16 @@ class DriverMachine:
             case _:
                 return [told, *checks, *self._feed(), *self._change_plan_if_quiet()]
 
+    def on_expulsion_due(self, _: ExpulsionDue) -> list[DriverCommand]:
+        return self._expel_if_free()
+
     def _expel_if_free(self) -> list[DriverCommand]:
         """Expel a lying peer for good. Its work since its last successful check, and everything computed from it, is
         void: these steps are taken back and repeated (26)."""
-        found = self._sentence
-        if found is None or self._journalling is not None or self.phase is DriverPhase.ENDED:
+        found = self._verifying.sentence
+        if found is None or self._votes.journalling is not None or self.phase is DriverPhase.ENDED:
             return []
-        self._sentence = None
+        self._verifying.sentence = None
         peer, stages = found.liar, self.roles.stages_of(found.liar)
         guarded = peer in self._guards.values()
         told: list[DriverCommand] = [
@@ -688,7 +684,7 @@ class DriverMachine:
             return [*told, *(self._without_guard(peer, found.reason) if guarded else [])]
         self._lost.add(peer)
         self._pending = None
-        self._voided = True
+        self._verifying.voided = True
         taken_back = self._take_back(min(found.trusted, self.step))
         self.phase = DriverPhase.WAITING
         return [*told, *taken_back, AskPlan(frozenset(self._lost), found.reason)]
@@ -697,25 +693,24 @@ class DriverMachine:
         """Take back the steps from `step` on and all states that include them."""
         self.official = self.step = step
         self.records = {of: record for of, record in self.records.items() if of < step}
-        self._history = {of: norms for of, norms in self._history.items() if of < step}
-        self._losses.clear()
-        self._norms.clear()
+        self._votes.history = {of: norms for of, norms in self._votes.history.items() if of < step}
+        self._votes.losses.clear()
+        self._votes.norms.clear()
         self.older = [of for of in {*self.older, self.saved} if 0 <= of <= step]
         self.saved = max(self.older, default=-1)
         self.line = min(self.line, step)
         self._acked = {stage: min(of, step) for stage, of in self._acked.items()}
-        self._evaluating = self._saving = None
+        self._saves.evaluating = self._saves.saving = None
         self.evaluations = tuple(found for found in self.evaluations if found.step <= step)
-        self._named = -1
-        self._deciding = self._asked = False
+        self._saves.named = -1
+        self._votes.deciding = self._saves.asked = False
         if self.inspector is not None:
             self.inspector.went_back(step)
         return [Rewind(step)]
 
     # ----------------------------------------------------------------------------------------------- faults, plans
 
-    def on_peer_lost(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, PeerLost)
+    def on_peer_lost(self, event: PeerLost) -> list[DriverCommand]:
         return self._lose(event.peer, "peer", event.reason)
 
     def _lose(self, peer: str, kind: Literal["peer", "stage", "link"], reason: str) -> list[DriverCommand]:
@@ -746,12 +741,12 @@ class DriverMachine:
 
     def _without_guard(self, peer: str, reason: str) -> list[DriverCommand]:
         """Handle a lost guard without a new round (rule 20), unless a stage needs its snapshot now."""
-        self._snapshots.pop(peer, None)
+        self._round.snapshots.pop(peer, None)
         self._move_line()
         match self.phase:
             case DriverPhase.ATTACHING:
                 return self._restore_if_all_answered()
-            case DriverPhase.LOADING if self._restoration and peer in self._restoration.holders.values():
+            case DriverPhase.LOADING if self._round.restoration and peer in self._round.restoration.holders.values():
                 return self._begin_round()
             case DriverPhase.RUNNING:
                 return self._feed()
@@ -760,40 +755,21 @@ class DriverMachine:
             case _:
                 return []
 
-    def on_link_broken(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_link_broken(self, event: LinkBroken) -> list[DriverCommand]:
         """First break of a link: another round over the same plan. Second break before any commit: one of the two peers
         is removed."""
-        assert isinstance(event, LinkBroken)
         pair = frozenset((event.reporter, event.other))
         present = {self.roles.owner, *self.roles.places.values(), *self._guards.values()}
         if len(pair) < 2 or not pair <= present:
             return []
-        self._link_faults[pair] += 1
-        if self._link_faults[pair] > 1:
-            return self._lose(self._blamed(pair), "link", event.reason)
+        if self._faults.link_broke(pair) > 1:
+            return self._lose(self._faults.blamed(pair, self.roles, self._guards), "link", event.reason)
         stages = self.roles.stages_of(event.other)
         return [TellFault("link", event.other, stages, self.step, event.reason), *self._begin_round()]
 
-    def _blamed(self, pair: Iterable[str]) -> str:
-        """Return which peer of a broken link to remove. Never the driver's own machine; otherwise in order: a peer that
-        runs no stage, a peer that has trouble with most others, a peer that can be replaced at once."""
-
-        def weight(peer: str) -> tuple[bool, int, bool, str]:
-            stages = self.roles.stages_of(peer)
-            troubles = sum(peer in other for other in self._link_faults)
-            return (not stages, troubles, all(stage in self._guards for stage in stages), peer)
-
-        return max((peer for peer in pair if peer != self.roles.owner), key=weight)
-
-    def _forgive(self, peers: frozenset[str]) -> None:
-        """Reset the fault counts of links among these peers, because the links have carried their traffic."""
-        self._link_faults = Counter({pair: times for pair, times in self._link_faults.items() if not pair <= peers})
-
-    def on_stage_failed(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_stage_failed(self, event: StageFailed) -> list[DriverCommand]:
         """First failure: another round. Second: another peer. Third: end the job, because the peer is not the cause."""
-        assert isinstance(event, StageFailed)
-        self._stage_faults[event.stage] += 1
-        times = self._stage_faults[event.stage]
+        times = self._faults.stage_failed(event.stage)
         peer = self.roles.places[event.stage]
         if event.fatal or times > 2:
             return self._fail(f"stage {event.stage} failed: {event.reason}")
@@ -801,10 +777,9 @@ class DriverMachine:
             return self._lose(peer, "stage", event.reason)
         return [TellFault("stage", peer, (event.stage,), self.step, event.reason), *self._begin_round()]
 
-    def on_plan(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_plan(self, event: PlanGranted) -> list[DriverCommand]:
         """Adopt the plan at once if a stage waits for a peer, otherwise when nothing is in progress. The plan may
         contain a guard that was lost. Either it is back, or it is lost again at the cost of one round."""
-        assert isinstance(event, PlanGranted)
         newest = self._pending or self.roles
         if event.roles.version <= newest.version:
             return []
@@ -816,12 +791,16 @@ class DriverMachine:
     def _change_plan_if_quiet(self) -> list[DriverCommand]:
         """Adopt a pending plan between steps, when nothing is fed, because no work is lost then. State that moves goes
         through a checkpoint unless the new peer is its guard."""
-        busy = self._fed != (self.step, 0) or self._saving is not None or self._evaluating is not None
-        if self._pending is None or busy or self.phase is not DriverPhase.RUNNING:
-            return []
+        busy = self._fed != (self.step, 0) or self._saves.saving is not None or self._saves.evaluating is not None
+        if self._pending is not None and not busy and self.phase is DriverPhase.RUNNING:
+            self.follow_ups.append(BetweenSteps())
+        return []
+
+    def on_between_steps(self, _: BetweenSteps) -> list[DriverCommand]:
+        assert self._pending is not None, "the event is raised for a pending plan"
         moves = self.roles.moves(self._pending) and not self._exchanges(self._pending)
         if moves and self.saved < self.step:
-            self._saving, self._asked = self.step, True
+            self._saves.saving, self._saves.asked = self.step, True
             return [WriteCheckpoint(self.step, ask=True)]
         return self._adopt(self._pending)
 
@@ -850,22 +829,25 @@ class DriverMachine:
 
     # -------------------------------------------------------------------------------------------------- the end
 
-    def on_stop(self, event: DriverEvent) -> list[DriverCommand]:
+    def on_stop(self, event: StopAsked) -> list[DriverCommand]:
         """Stop the job. Before any work, or with a stage missing, nothing is saved. A step in progress is finished
         first."""
-        assert isinstance(event, StopAsked)
         self._stop = self._stop if self._stop is not None else event.reason
         if self.phase is DriverPhase.WAITING or not self._probed:
             return self._end()
         return []
 
-    def on_command_failed(self, event: DriverEvent) -> list[DriverCommand]:
-        assert isinstance(event, CommandFailed)
+    def on_command_failed(self, event: CommandFailed) -> list[DriverCommand]:
         return self._fail(event.reason)
 
     def _end_if_settled(self) -> list[DriverCommand]:
-        checking = self._sentence is not None or (self.inspector is not None and bool(self.inspector.open))
-        return [] if checking or self._evaluating is not None or self._saving is not None else self._end()
+        checking = self._verifying.sentence is not None or (self.inspector is not None and bool(self.inspector.open))
+        if not checking and self._saves.evaluating is None and self._saves.saving is None:
+            self.follow_ups.append(Settled())
+        return []
+
+    def on_settled(self, _: Settled) -> list[DriverCommand]:
+        return self._end()
 
     def _end(self) -> list[DriverCommand]:
         self.phase = DriverPhase.ENDED
@@ -916,27 +898,12 @@ class DriverMachine:
         every = self.shape.evaluate_every
         done = self.evaluations and self.evaluations[-1].step >= self.step
         if every and self.step > 0 and self.step % every == 0 and self.step >= self.official and not done:
-            self._evaluating = self.step
-        return self._evaluating is not None
-
-    def _all_norms(self) -> dict[str, float]:
-        return {key: norm for norms in self._norms[self.step].values() for key, norm in norms.items()}
-
-    def _step_losses(self) -> tuple[float, ...]:
-        return tuple(self._losses[self.step][index] for index in range(self.shape.microbatches))
+            self._saves.evaluating = self.step
+        return self._saves.evaluating is not None
 
 
-STORY_LENGTH: Final = 24
 REPLAY_AHEAD: Final = 2
 """Most steps that may be fed beyond what the slowest replaying stage has finished."""
-
-
-@dataclass(frozen=True, slots=True)
-class DriverTransition:
-    """One row of the table: the handler of an event in a phase, and the phases it may lead to."""
-
-    act: Callable[[DriverMachine, DriverEvent], list[DriverCommand]]
-    targets: frozenset[DriverPhase]
 
 
 _A, _L, _R, _P, _G, _S, _W, _E = (
@@ -949,47 +916,51 @@ _A, _L, _R, _P, _G, _S, _W, _E = (
     DriverPhase.WAITING,
     DriverPhase.ENDED,
 )
-_UNDER_WAY: Final = (_L, _R, _P, _G, _S)
-_ROUND: Final = (_L, _R, _P, _G, _S, _E)
-"""Phases that may follow at once when a barrier is complete."""
+_ROUND: Final = (_A, _L, _R, _P, _G, _S)
+_ALIVE: Final = (*_ROUND, _W)
 
-
-def _row(act: Callable[[DriverMachine, DriverEvent], list[DriverCommand]], *targets: DriverPhase) -> DriverTransition:
-    return DriverTransition(act, frozenset(targets))
-
-
-TABLE: Final[dict[tuple[DriverPhase, type[DriverEvent]], DriverTransition]] = {
-    (_A, MemberEnlisted): _row(DriverMachine.on_enlisted, _A, *_ROUND),
-    (_A, StageReported): _row(DriverMachine.on_reported, _A, *_ROUND),
-    (_A, CommitJournalled): _row(DriverMachine.on_journalled_in_a_round, _A, _W, *_ROUND),
-    (_W, CommitJournalled): _row(DriverMachine.on_journalled_in_a_round, _W),
-    (_L, StageReady): _row(DriverMachine.on_loaded, _A, *_ROUND),
-    (_R, StageReady): _row(DriverMachine.on_ready, _R, _P, _G, _S, _A, _E),
-    (_R, StagePrepared): _row(DriverMachine.on_replayed, _R, _E),
-    (_P, ProbeAnswered): _row(DriverMachine.on_probed, _G, _S, _A, _E),
-    (_G, LossArrived): _row(DriverMachine.on_loss, _G, _E),
-    (_G, StagePrepared): _row(DriverMachine.on_prepared, _G, _E),
-    (_G, ScaleDecided): _row(DriverMachine.on_scale, _G, _S, _A, _E),
-    (_G, CommitJournalled): _row(DriverMachine.on_journalled, _G, _S, _A, _W, _E),
-    (_G, StageChecked): _row(DriverMachine.on_checked, _G, _A, _W, _E),
-    (_S, StageChecked): _row(DriverMachine.on_checked, _S, _W, _E),
-    **{(phase, CheckpointWritten): _row(DriverMachine.on_checkpoint, phase) for phase in (_A, _L, _R, _P, _W)},
-    (_G, CheckpointWritten): _row(DriverMachine.on_checkpoint, _G, _A, _E),
-    (_S, CheckpointWritten): _row(DriverMachine.on_checkpoint, _S, _E),
-    (_G, EvaluationDone): _row(DriverMachine.on_evaluated, _G, _S, _A, _E),
-    (_S, EvaluationDone): _row(DriverMachine.on_evaluated, _S, _E),
-    **{(phase, SnapshotStored): _row(DriverMachine.on_snapshot, phase) for phase in _UNDER_WAY},
-    (_A, PeerLost): _row(DriverMachine.on_peer_lost, _A, _W, *_ROUND),
-    **{(phase, PeerLost): _row(DriverMachine.on_peer_lost, phase, _A, _W, _E) for phase in (*_UNDER_WAY, _W)},
-    (_A, LinkBroken): _row(DriverMachine.on_link_broken, _A, _W, *_ROUND),
-    **{(phase, LinkBroken): _row(DriverMachine.on_link_broken, phase, _A, _W, _E) for phase in _UNDER_WAY},
-    **{(phase, StageFailed): _row(DriverMachine.on_stage_failed, _A, _W, _E) for phase in (_A, *_UNDER_WAY)},
-    **{(phase, PlanGranted): _row(DriverMachine.on_plan, phase, _A) for phase in (_A, *_UNDER_WAY, _W)},
-    **{(phase, StopAsked): _row(DriverMachine.on_stop, phase, _E) for phase in (_A, *_UNDER_WAY, _W)},
-    **{(phase, CommandFailed): _row(DriverMachine.on_command_failed, _E) for phase in (_A, *_UNDER_WAY, _W)},
-}
-"""(phase, event) -> transition. Events without a row are late and are ignored."""
-
-
-def _brief(event: DriverEvent) -> str:
-    return repr(event) if not isinstance(event, StagePrepared) else f"StagePrepared({event.stage}, {event.step})"
+_RESTORING: Final[list[Transition[DriverMachine, Any, list[DriverCommand]]]] = [
+    Transition((_A,), MemberEnlisted, (_A,), DriverMachine.on_enlisted),
+    Transition((_A,), StageReported, (_A,), DriverMachine.on_reported),
+    Transition((_A,), AllAnswered, (_L,), DriverMachine.on_all_answered),
+    Transition((_L,), StageReady, (_L, _E), DriverMachine.on_loaded),
+    Transition((_L,), AllLoaded, (_R,), DriverMachine.on_all_loaded),
+    Transition((_R,), StageReady, (_R, _E), DriverMachine.on_ready),
+    Transition((_R,), StagePrepared, (_R, _E), DriverMachine.on_replayed),
+    Transition((_R,), AllReady, (_P, _G, _S), DriverMachine.on_all_ready),
+    Transition((_P,), ProbeAnswered, (_G, _S, _E), DriverMachine.on_probed),
+]
+_WORKING: Final[list[Transition[DriverMachine, Any, list[DriverCommand]]]] = [
+    Transition((_G,), LossArrived, (_G, _E), DriverMachine.on_loss),
+    Transition((_G,), StagePrepared, (_G, _E), DriverMachine.on_prepared),
+    Transition((_G,), ScaleDecided, (_G, _S, _E), DriverMachine.on_scale),
+    Transition((_G,), CommitJournalled, (_G, _S), DriverMachine.on_journalled),
+    Transition((_A,), CommitJournalled, (_A, _W), DriverMachine.on_journalled_in_a_round),
+    Transition((_W,), CommitJournalled, (_W,), DriverMachine.on_journalled_in_a_round),
+    Transition((_G,), CheckpointWritten, (_G, _E), DriverMachine.on_checkpoint),
+    *(
+        Transition((phase,), CheckpointWritten, (phase,), DriverMachine.on_checkpoint)
+        for phase in _ALIVE
+        if phase != _G
+    ),
+    Transition((_G,), EvaluationDone, (_G, _S, _E), DriverMachine.on_evaluated),
+    Transition((_S,), EvaluationDone, (_S,), DriverMachine.on_evaluated),
+    *(Transition((phase,), SnapshotStored, (phase,), DriverMachine.on_snapshot) for phase in _ROUND if phase != _A),
+    Transition((_G,), BetweenSteps, (_G, _A), DriverMachine.on_between_steps),
+    Transition((_S,), Settled, (_E,), DriverMachine.on_settled),
+]
+_FAULTS: Final[list[Transition[DriverMachine, Any, list[DriverCommand]]]] = [
+    *(Transition((phase,), StageChecked, (phase, _W), DriverMachine.on_checked) for phase in (_G, _S)),
+    *(Transition((phase,), ExpulsionDue, (phase, _W), DriverMachine.on_expulsion_due) for phase in (_A, _G, _S)),
+    *(Transition((phase,), PeerLost, (phase, _A, _W, _E), DriverMachine.on_peer_lost) for phase in _ALIVE),
+    *(Transition((phase,), LinkBroken, (phase, _A, _W, _E), DriverMachine.on_link_broken) for phase in _ROUND),
+    Transition(_ROUND, StageFailed, (_A, _W, _E), DriverMachine.on_stage_failed),
+    *(Transition((phase,), PlanGranted, (phase,), DriverMachine.on_plan) for phase in _ROUND),
+    Transition((_W,), PlanGranted, (_A, _W), DriverMachine.on_plan),
+    *(Transition((phase,), StopAsked, (phase, _E), DriverMachine.on_stop) for phase in _ALIVE),
+    Transition(_ALIVE, CommandFailed, (_E,), DriverMachine.on_command_failed),
+]
+TABLE: Final = Table[DriverMachine, list[DriverCommand]](
+    "driver", [*_RESTORING, *_WORKING, *_FAULTS], initial=(_A,), final=(_E,)
+)
+"""Events without a row are late and are ignored."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fusionai.coordination.round.events import CommandFailed, StopAsked
 from fusionai.coordination.round.verification import Check, Opinion
 from fusionai.coordination.training.roles import Roles
 from fusionai.wire.messages import CommitRecord
@@ -99,11 +100,6 @@ class EvaluationDone:
 
 
 @dataclass(frozen=True, slots=True)
-class StopAsked:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class PeerLost:
     """A member's process ended, was silent beyond the deadline, or can't be reached."""
 
@@ -142,13 +138,6 @@ class PlanGranted:
     """A newer plan version, issued by the broker and journalled by this driver."""
 
     roles: Roles
-
-
-@dataclass(frozen=True, slots=True)
-class CommandFailed:
-    """The driver's own machine could not perform a command (disk full, data unreadable)."""
-
-    reason: str
 
 
 DriverEvent = (

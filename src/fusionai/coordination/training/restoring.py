@@ -14,7 +14,7 @@ Neighbours: `coordination.training.driver` asks and turns the answer into comman
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fusionai.coordination.training.roles import Roles
 from fusionai.coordination.training.stage import Source
@@ -39,6 +39,21 @@ class Restoration:
     sources: Mapping[int, Source]
     holders: Mapping[int, str]
     rollback: bool = False
+
+
+@dataclass(slots=True)
+class RestoringRound:
+    """Answers of members and stages in one round, up to the moment when all stages are ready."""
+
+    positions: dict[int, StagePosition] = field(default_factory=dict[int, StagePosition])
+    snapshots: dict[str, frozenset[tuple[int, int]]] = field(default_factory=dict[str, frozenset[tuple[int, int]]])
+    """Member -> the (stage, step) of the snapshots it holds."""
+    restoration: Restoration | None = None
+    """Decision of this round, once all members have answered."""
+    loaded: set[int] = field(default_factory=set[int])
+    ready: set[int] = field(default_factory=set[int])
+    replayed: dict[int, int] = field(default_factory=dict[int, int])
+    """Replaying stage -> its next step."""
 
 
 def decide(

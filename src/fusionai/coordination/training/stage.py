@@ -15,16 +15,17 @@ Neighbours: `coordination.training.driver` is the other side; `wire.messages` ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Final, Literal
+from enum import StrEnum
+from typing import Any, Final, Literal
 
+from fusionai.coordination.machine import FollowUp, StatefulMachine, Table, Transition
 from fusionai.coordination.training.exchanges import NO_EXCHANGES, Exchanges
 from fusionai.wire.messages import CommitRecord, Fence, Mode
 
 
-class StagePhase(Enum):
+class StagePhase(StrEnum):
     DETACHED = "detached"
     ATTACHED = "attached"
     RESTORING = "restoring"
@@ -316,12 +317,22 @@ StageCommand = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded(FollowUp):
+    """The state that the resume asked for is in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored(FollowUp):
+    """The state is that of the official step."""
+
+
 @dataclass(slots=True)
-class StageMachine:
+class StageMachine(StatefulMachine[StagePhase, StageCommand]):
     """See the module. `handle` takes an event and returns commands; `accepts` is the fence check for every message."""
 
     shape: StageShape
-    phase: StagePhase = StagePhase.DETACHED
+    phase: StagePhase = field(default=StagePhase.DETACHED, kw_only=True)
     fence: Fence | None = None
     applied: int = -1
     """Steps applied to the state; -1 without a state."""
@@ -331,7 +342,6 @@ class StageMachine:
     snapshot_every: int = 0
     dropped: int = 0
     """Tensors refused because they belong to no step that this stage can still run."""
-    story: list[str] = field(default_factory=list)
     _busy: Work | None = None
     _deferred: list[StageEvent] = field(default_factory=list)
     _forwarded: int = 0
@@ -455,14 +465,13 @@ class StageMachine:
         return step == self.applied and turn < self._forwarded + under_way
 
     def _transition(self, event: StageEvent) -> list[StageCommand]:
-        transition = TABLE.get((self.phase, type(event)))
-        self.story.append(f"{self.phase.value}: {_brief(event)}")
-        del self.story[:-STORY_LENGTH]
-        if transition is None:
-            return [Refuse(f"stage {self.shape.stage} is {self.phase.value} and can't take {_brief(event)}")]
-        commands = transition.act(self, event)
-        assert self.phase in transition.targets, (self.phase, transition.targets, self.story)
+        commands = self.react(TABLE, event)
+        if commands is None:
+            return [Refuse(f"stage {self.shape.stage} is {self.phase.value} and can't take {self.brief(event)}")]
         return commands
+
+    def brief(self, event: object) -> str:
+        return f"Committed(step={event.record.step})" if isinstance(event, Committed) else repr(event)
 
     @property
     def in_flight(self) -> int:
@@ -555,8 +564,7 @@ class StageMachine:
 
     # ----------------------------------------------------------------------------------------------- transitions
 
-    def on_attached(self, event: StageEvent) -> list[StageCommand]:
-        assert isinstance(event, Attached)
+    def on_attached(self, event: Attached) -> list[StageCommand]:
         if self.fence is not None and event.fence <= self.fence:
             return [Refuse(f"stage {self.shape.stage} already obeys fence {tuple_of(self.fence)}")]
         self.fence = event.fence
@@ -568,8 +576,7 @@ class StageMachine:
         self.retain, self.snapshot_every = event.retain, event.snapshot_every
         return [*drop, DropHeld(), ReportStatus(self.applied, self.prepared, self._kept_from)]
 
-    def on_resumed(self, event: StageEvent) -> list[StageCommand]:
-        assert isinstance(event, Resumed)
+    def on_resumed(self, event: Resumed) -> list[StageCommand]:
         self._source, self._base, self._target = event.source, event.base, event.committed
         self._replaying, self._snapshot_due = event.replaying, event.snapshot
         self._records = {record.step: record for record in event.records}
@@ -600,7 +607,9 @@ class StageMachine:
         if self.applied == event.committed:
             self.prepared = self.applied - 1
             self._shared_totals.clear()  # of the sums that were prepared and are dropped
-            return [DropSums(), *retained, *self._restored()]
+            self.phase = StagePhase.RESTORING
+            self.follow_ups.append(Restored())
+            return [DropSums(), *retained]
         missed = self.applied == event.committed - 1 and self.prepared == self.applied
         if missed and self.applied in self._records:
             self.phase = StagePhase.RESTORING
@@ -613,24 +622,27 @@ class StageMachine:
             )
         ]
 
-    def on_state_arrived(self, event: StageEvent) -> list[StageCommand]:
-        assert isinstance(event, StateArrived)
+    def on_state_arrived(self, event: StateArrived) -> list[StageCommand]:
         if event.step != self._base:
             self.phase = StagePhase.ATTACHED
             return [Refuse(f"expected the state of step {self._base}, got that of step {event.step}")]
-        return self._loaded()
+        self.follow_ups.append(Loaded())
+        return []
 
-    def _loaded(self) -> list[StageCommand]:
+    def on_loaded(self, _: Loaded) -> list[StageCommand]:
         """The base state is in place. Replay the steps between it and the official ones."""
         self.applied, self.prepared = self._base, self._base - 1
         self._kept_from = self._base
         if self.applied == self._target:
-            return self._restored()
+            return self._run()
         self.phase = StagePhase.REPLAYING
         self._clear_step(keep_sums=False)
         return [ReportReady(self.applied)]
 
-    def _restored(self) -> list[StageCommand]:
+    def on_restored(self, _: Restored) -> list[StageCommand]:
+        return self._run()
+
+    def _run(self) -> list[StageCommand]:
         self.phase = StagePhase.RUNNING
         self._clear_step(keep_sums=False)
         due = self._snapshot_due and self.snapshot_every > 0
@@ -638,8 +650,7 @@ class StageMachine:
         snapshot: list[StageCommand] = [TakeSnapshot(self.applied)] if due else []
         return [ReportReady(self.applied), *snapshot]
 
-    def on_forward_arrived(self, event: StageEvent) -> list[StageCommand]:
-        assert isinstance(event, ForwardArrived)
+    def on_forward_arrived(self, event: ForwardArrived) -> list[StageCommand]:
         if not self.wants(event):
             self.dropped += 1
             return []
@@ -649,16 +660,14 @@ class StageMachine:
         self._arrived.setdefault(key, set()).add(event.producer)
         return []
 
-    def on_backward_arrived(self, event: StageEvent) -> list[StageCommand]:
-        assert isinstance(event, BackwardArrived)
+    def on_backward_arrived(self, event: BackwardArrived) -> list[StageCommand]:
         if not self.wants(event):
             self.dropped += 1
             return []
         self._gradients.setdefault((event.step, event.microbatch), set()).add(event.consumer)
         return []
 
-    def on_shared_arrived(self, event: StageEvent) -> list[StageCommand]:
-        assert isinstance(event, SharedArrived)
+    def on_shared_arrived(self, event: SharedArrived) -> list[StageCommand]:
         if not self.wants(event):
             self.dropped += 1
             return []
@@ -668,8 +677,7 @@ class StageMachine:
             self._shared_totals.setdefault(event.step, set()).add(event.sender)
         return []
 
-    def on_committed(self, event: StageEvent) -> list[StageCommand]:
-        assert isinstance(event, Committed)
+    def on_committed(self, event: Committed) -> list[StageCommand]:
         if event.record.step < self.applied or event.record == self._commit:
             return []  # applied, or being applied: a commit counts once
         if event.record.step != self.applied or self.prepared != self.applied or self._commit is not None:
@@ -691,8 +699,7 @@ class StageMachine:
         self._kept_from = max(self._kept_from, line)
         return [DropRetained(line)]
 
-    def on_export_asked(self, event: StageEvent) -> list[StageCommand]:
-        assert isinstance(event, ExportAsked)
+    def on_export_asked(self, event: ExportAsked) -> list[StageCommand]:
         coming = self.applied + (self._commit is not None)
         begun = self._commit is None and self._has_run(self.applied, 0)
         if event.step != coming or begun or event.step in self._exports:
@@ -700,14 +707,14 @@ class StageMachine:
         self._exports.append(event.step)
         return []
 
-    def on_work_done(self, event: StageEvent) -> list[StageCommand]:
-        assert isinstance(event, WorkDone)
+    def on_work_done(self, event: WorkDone) -> list[StageCommand]:
         work = event.work
         self._busy = None
         match work.kind:
             case "initialise":
                 self._initialise = False
-                return [] if event.missing else self._loaded()
+                if not event.missing and self.phase is StagePhase.RESTORING:
+                    self.follow_ups.append(Loaded())
             case "forward":
                 arrived_key = (work.mode, work.step, work.microbatch)
                 self._arrived.pop(arrived_key, None)
@@ -746,10 +753,9 @@ class StageMachine:
                 self._exports.remove(work.step)
         return []
 
-    def on_agreement(self, event: StageEvent) -> list[StageCommand]:
+    def on_agreement(self, event: AgreementArrived) -> list[StageCommand]:
         """An agreement arrived. It may come before the commit, because a replaying stage gets all its agreements
         early."""
-        assert isinstance(event, AgreementArrived)
         if self.wants_agreement(event.step):
             self._agreements.add(event.step)
         else:
@@ -768,11 +774,11 @@ class StageMachine:
             case StagePhase.REPLAYING if self.applied < self._target:
                 return []
             case _:
-                return self._restored()
+                self.follow_ups.append(Restored())
+                return []
 
-    def on_work_failed(self, event: StageEvent) -> list[StageCommand]:
+    def on_work_failed(self, event: WorkFailed) -> list[StageCommand]:
         """Work failed. After an apply or an initialisation the state is unusable; other work leaves it intact."""
-        assert isinstance(event, WorkFailed)
         self._busy = None
         self.phase = StagePhase.ATTACHED
         if event.work.kind not in ("apply", "adopt", "initialise"):
@@ -790,8 +796,7 @@ class StageMachine:
     def _side_held(self) -> int:
         return sum(mode != "train" for mode, _, _ in self._arrived)
 
-    def on_detached(self, event: StageEvent) -> list[StageCommand]:
-        assert isinstance(event, Detached)
+    def on_detached(self, _: Detached) -> list[StageCommand]:
         self.phase = StagePhase.DETACHED
         self._forget_state()
         return [DropSums(), DropHeld(), DropRetained(EVERY_STEP)]
@@ -826,7 +831,6 @@ class StageMachine:
         self._shared_totals.clear()  # also of sums that were prepared
 
 
-STORY_LENGTH: Final = 24
 EVERY_STEP: Final = 2**62
 """Greater than any step: a line at this value retains nothing."""
 STEPS_AHEAD: Final = 2
@@ -836,18 +840,6 @@ MAX_SIDE_HELD: Final = 1024
 """Most microbatches of evaluation and inference that may wait at once (chosen)."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageTransition:
-    """One row of the table: the handler of an event in a phase, and the phases it may lead to."""
-
-    act: Callable[[StageMachine, StageEvent], list[StageCommand]]
-    targets: frozenset[StagePhase]
-
-
-def _row(act: Callable[[StageMachine, StageEvent], list[StageCommand]], *targets: StagePhase) -> StageTransition:
-    return StageTransition(act, frozenset(targets))
-
-
 _D, _A, _R, _P, _G = (
     StagePhase.DETACHED,
     StagePhase.ATTACHED,
@@ -855,44 +847,28 @@ _D, _A, _R, _P, _G = (
     StagePhase.REPLAYING,
     StagePhase.RUNNING,
 )
+_WORKING: Final = (_R, _P, _G)
 
-TABLE: Final[dict[tuple[StagePhase, type[StageEvent]], StageTransition]] = {
-    (_D, Attached): _row(StageMachine.on_attached, _D, _A),
-    (_A, Attached): _row(StageMachine.on_attached, _A),
-    (_R, Attached): _row(StageMachine.on_attached, _R, _A),
-    (_P, Attached): _row(StageMachine.on_attached, _P, _A),
-    (_G, Attached): _row(StageMachine.on_attached, _G, _A),
-    (_A, Resumed): _row(StageMachine.on_resumed, _R, _G, _A),
-    (_R, StateArrived): _row(StageMachine.on_state_arrived, _P, _G, _A),
-    (_R, WorkDone): _row(StageMachine.on_work_done, _R, _P, _G),
-    (_P, WorkDone): _row(StageMachine.on_work_done, _P, _G),
-    (_G, WorkDone): _row(StageMachine.on_work_done, _G),
-    (_R, WorkFailed): _row(StageMachine.on_work_failed, _A),
-    (_P, WorkFailed): _row(StageMachine.on_work_failed, _A),
-    (_G, WorkFailed): _row(StageMachine.on_work_failed, _A),
-    (_P, ForwardArrived): _row(StageMachine.on_forward_arrived, _P),
-    (_P, BackwardArrived): _row(StageMachine.on_backward_arrived, _P),
-    (_P, SharedArrived): _row(StageMachine.on_shared_arrived, _P),
-    (_R, ForwardArrived): _row(StageMachine.on_forward_arrived, _R),
-    (_G, ForwardArrived): _row(StageMachine.on_forward_arrived, _G),
-    (_G, BackwardArrived): _row(StageMachine.on_backward_arrived, _G),
-    (_G, SharedArrived): _row(StageMachine.on_shared_arrived, _G),
-    (_G, Committed): _row(StageMachine.on_committed, _G),
-    **{(phase, AgreementArrived): _row(StageMachine.on_agreement, phase) for phase in (_R, _P, _G)},
-    (_G, ExportAsked): _row(StageMachine.on_export_asked, _G),
-    (_D, Detached): _row(StageMachine.on_detached, _D),
-    (_A, Detached): _row(StageMachine.on_detached, _D),
-    (_R, Detached): _row(StageMachine.on_detached, _D),
-    (_P, Detached): _row(StageMachine.on_detached, _D),
-    (_G, Detached): _row(StageMachine.on_detached, _D),
-}
-"""(phase, event) -> transition. Events without a row are refused."""
+_TRANSITIONS: Final[list[Transition[StageMachine, Any, list[StageCommand]]]] = [
+    *(Transition((phase,), Attached, (phase, _A), StageMachine.on_attached) for phase in StagePhase),
+    Transition((_A,), Resumed, (_A, _R), StageMachine.on_resumed),
+    Transition((_R,), StateArrived, (_R, _A), StageMachine.on_state_arrived),
+    Transition((_R,), Loaded, (_P, _G), StageMachine.on_loaded),
+    Transition((_R, _P), Restored, (_G,), StageMachine.on_restored),
+    *(Transition((phase,), WorkDone, (phase,), StageMachine.on_work_done) for phase in _WORKING),
+    Transition(_WORKING, WorkFailed, (_A,), StageMachine.on_work_failed),
+    *(Transition((phase,), ForwardArrived, (phase,), StageMachine.on_forward_arrived) for phase in _WORKING),
+    *(Transition((phase,), BackwardArrived, (phase,), StageMachine.on_backward_arrived) for phase in (_P, _G)),
+    *(Transition((phase,), SharedArrived, (phase,), StageMachine.on_shared_arrived) for phase in (_P, _G)),
+    *(Transition((phase,), AgreementArrived, (phase,), StageMachine.on_agreement) for phase in _WORKING),
+    Transition((_G,), Committed, (_G,), StageMachine.on_committed),
+    Transition((_G,), ExportAsked, (_G,), StageMachine.on_export_asked),
+    Transition(tuple(StagePhase), Detached, (_D,), StageMachine.on_detached),
+]
+TABLE: Final = Table[StageMachine, list[StageCommand]]("stage", _TRANSITIONS, initial=(_D,))
+"""Events without a row are refused."""
 
 
 def tuple_of(fence: Fence) -> tuple[int, int, int]:
     """Return the fence as a tuple, for messages to users."""
     return (fence.plan_version, fence.incarnation, fence.attempt)
-
-
-def _brief(event: StageEvent) -> str:
-    return repr(event) if not isinstance(event, Committed) else f"Committed(step={event.record.step})"
