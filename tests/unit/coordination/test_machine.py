@@ -9,9 +9,12 @@ import pytest
 from fusionai.coordination.machine import (
     START,
     STORY_LENGTH,
+    FollowUp,
     ForbiddenTransition,
     Machine,
     State,
+    StatefulMachine,
+    Table,
     Transition,
     rows,
 )
@@ -92,6 +95,14 @@ def test_a_phase_that_nothing_leads_to_is_found_at_once():
         Machine("ajar", (*TABLE, Transition(("ajar",), Push, ("locked",), _lock)), initial=("locked",))
 
 
+def test_a_row_that_allows_more_than_half_of_the_phases_is_found_at_once():
+    vague = Transition(("locked",), Push, ("locked", "open"), _lock)
+    with pytest.raises(ValueError, match=r"\(locked, Push\) allows 2 of 2 phases"):
+        Machine("vague", (TABLE[0], vague), initial=("locked",))
+    ending = Transition(("locked",), Push, ("locked", "broken"), _lock)
+    Machine("ending", (TABLE[0], ending), initial=("locked",), final=("broken",))
+
+
 def test_rows_are_every_arrow_of_the_table():
     assert rows(MACHINE) == (
         (START, "", "locked", ""),
@@ -99,3 +110,62 @@ def test_rows_are_every_arrow_of_the_table():
         ("open", "Coin", "open", "paid"),
         ("open", "Push", "locked", ""),
     )
+
+
+# ------------------------------------------------------------------------------------------ machines changed in place
+
+
+@dataclass(frozen=True)
+class Full(FollowUp): ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Jar(StatefulMachine[str, str]):
+    phase: str = "open"
+    coins: int = 0
+
+    def on_coin(self, event: Coin) -> list[str]:
+        self.coins += event.value
+        if self.coins > 2:
+            self.follow_ups.append(Full())
+        return ["clink"]
+
+    def on_full(self, _: Full) -> list[str]:
+        self.phase = "closed"
+        return ["close"]
+
+
+JAR = Table[Jar, list[str]](
+    "jar",
+    (
+        Transition(("open",), Coin, ("open",), Jar.on_coin),
+        Transition(("open",), Full, ("closed",), Jar.on_full),
+    ),
+    initial=("open",),
+    final=("closed",),
+)
+
+
+def test_what_follows_from_an_event_is_done_before_the_next_one():
+    jar = Jar()
+    assert jar.react(JAR, Coin(2)) == ["clink"]
+    assert jar.react(JAR, Coin(1)) == ["clink", "close"]
+    assert (jar.phase, jar.story) == ("closed", ["open: Coin(value=2)", "open: Coin(value=1)", "open: Full()"])
+
+
+def test_an_event_without_a_row_changes_nothing_but_the_story():
+    jar = Jar(phase="closed")
+    assert jar.react(JAR, Coin(1)) is None
+    assert (jar.phase, jar.coins, jar.story) == ("closed", 0, ["closed: Coin(value=1)"])
+
+
+def test_an_action_that_leads_elsewhere_is_a_defect():
+    table = Table[Jar, list[str]]("jar", (Transition(("open",), Full, ("open",), Jar.on_full),), initial=("open",))
+    with pytest.raises(RuntimeError, match="Full led to closed"):
+        Jar().react(table, Full())
+
+
+def test_a_follow_up_without_a_row_is_a_defect():
+    table = Table[Jar, list[str]]("jar", (Transition(("open",), Coin, ("open",), Jar.on_coin),), initial=("open",))
+    with pytest.raises(RuntimeError, match="Full was raised in open"):
+        Jar().react(table, Coin(3))
