@@ -331,7 +331,7 @@ def _machines() -> Iterator[tuple[str, ModuleType, list[Arrow]]]:
         yield machine.name.capitalize(), module, [(*row[:3],) for row in rows(machine)]
     yield "Driver", driver, _arrows(driver.TABLE, driver.DriverPhase.ATTACHING)
     yield "Stage", stage, _arrows(stage.TABLE, stage.StagePhase.DETACHED)
-    yield "Serving", serving, _arrows(serving.TABLE, serving.ServingPhase.ENLISTING)
+    yield "Serving", serving, [(*row[:3],) for row in rows(serving.TABLE)]
 
 
 def _arrows(table: Mapping[tuple[Enum, type], Any], initial: Enum) -> list[Arrow]:
