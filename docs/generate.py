@@ -334,7 +334,7 @@ def _machines() -> Iterator[tuple[str, ModuleType, list[Arrow]]]:
         yield machine.name.capitalize(), module, [(*row[:3],) for row in rows(machine)]
     yield "Driver", driver, [(*row[:3],) for row in rows(driver.TABLE)]
     yield "Stage", stage, [(*row[:3],) for row in rows(stage.TABLE)]
-    yield "Serving", serving, _arrows(serving.TABLE, serving.ServingPhase.ENLISTING)
+    yield "Serving", serving, [(*row[:3],) for row in rows(serving.TABLE)]
 
 
 def _arrows(table: Mapping[tuple[Enum, type], Any], initial: Enum) -> list[Arrow]:

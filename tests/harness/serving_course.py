@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Final
 
 from fusionai.coordination.serving import events
-from fusionai.coordination.serving.batching import BatchLimits
-from fusionai.coordination.serving.driver import ServingPhase
+from fusionai.coordination.serving.limits import BatchLimits
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
+from fusionai.coordination.serving.state import ServingPhase
 from harness.network import Process
 from harness.virtual_serving import OWNER, PROBE, Trigger, World
 

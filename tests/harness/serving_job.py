@@ -10,11 +10,13 @@ from typing import TypeVar
 
 from fusionai.coordination.round.verification import Inspector
 from fusionai.coordination.serving import commands, events
-from fusionai.coordination.serving.batching import Batcher, BatchLimits
+from fusionai.coordination.serving.batching import Batcher
 from fusionai.coordination.serving.checks import TextChecks
-from fusionai.coordination.serving.driver import ServingMachine, ServingPhase
+from fusionai.coordination.serving.driver import ServingMachine
+from fusionai.coordination.serving.limits import BatchLimits
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
+from fusionai.coordination.serving.state import ServingPhase
 from fusionai.wire.base import Fence
 
 PLACES = {0: "me", 1: "a", 2: "b", 3: "c", 4: "me"}
@@ -68,7 +70,7 @@ class Job:
         )
 
     def probe(self, *digests: str, distance: float = 0.0) -> list[commands.ServingCommand]:
-        numbers = sorted(self.machine._probes)
+        numbers = sorted(self.machine.rounds.probes)
         return self.tell(
             *(
                 events.ProbeReturned(self.fence, number, digest, distance, 0.1)
@@ -77,7 +79,7 @@ class Job:
         )
 
     def rebuild(self) -> list[commands.ServingCommand]:
-        waiting = [(number, session) for number, (_, left) in self.machine._rebuilds.items() for session in left]
+        waiting = [(number, session) for number, (_, left) in self.machine.rounds.rebuilds.items() for session in left]
         return self.tell(*(events.Rebuilt(self.fence, number, session) for number, session in waiting))
 
 

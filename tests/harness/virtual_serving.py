@@ -17,12 +17,14 @@ from dataclasses import dataclass, field, replace
 from fusionai.coordination.round.liveness import PING_S, Silence
 from fusionai.coordination.round.verification import Inspector, Opinion
 from fusionai.coordination.serving import commands, events
-from fusionai.coordination.serving.batching import Batcher, BatchLimits, QueueFull
+from fusionai.coordination.serving.batching import Batcher
 from fusionai.coordination.serving.checks import TextChecks
-from fusionai.coordination.serving.driver import RoundLimits, ServingMachine, ServingPhase
+from fusionai.coordination.serving.driver import ServingMachine
+from fusionai.coordination.serving.limits import BatchLimits, QueueFull, RoundLimits
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
 from fusionai.coordination.serving.stage_times import StageTimes
+from fusionai.coordination.serving.state import ServingPhase
 from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
 from harness.network import Network, Process, Stream
@@ -152,7 +154,7 @@ class World:
     def stories(self) -> str:
         machine, batcher = self.machine, self.batcher
         lines = [f"{self.network.now_s:.2f} s, {machine.phase} {machine.fence} {machine.roles}"]
-        lines += [f"lost {machine._lost} leaving {machine._leaving} pending {machine._pending} {machine._muster}"]
+        lines += [f"lost {machine.lost_peers} leaving {machine.leaving} pending {machine.pending} {machine.roster}"]
         lines += [f"running {batcher.running} queued {batcher.queued} under way {batcher.under_way}"]
         lines += [f"  {line}" for line in machine.story[-16:]]
         for member in self.members.values():
@@ -362,7 +364,7 @@ class Driver:
             self.handle(message)  # pyright: ignore[reportArgumentType]
 
     def _result(self, result: Result) -> None:
-        if result.number in self.machine._probes:
+        if result.number in self.machine.rounds.probes:
             value = hash(result.values)
             self.first_probe = value if self.first_probe is None else self.first_probe
             distance = float(value != self.first_probe)

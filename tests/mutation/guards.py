@@ -77,6 +77,7 @@ BROKER: Final = "property/test_broker_machine.py"
 JOBS: Final = ("property/test_job_machines.py", "property/test_virtual_jobs.py")
 SERVING: Final = ("unit/coordination/test_serving*.py", "property/test_virtual_serving.py")
 BATCHES: Final = ("unit/coordination/test_batching*.py", "property/test_serving_batches.py")
+SERVING_PARTS: Final = ("driver", "rounds", "standbys", "takeovers", "lateness", "state", "roles", "standby_roster")
 SUBJECTS: Final = {
     subject.name: subject
     for subject in (
@@ -89,14 +90,11 @@ SUBJECTS: Final = {
         Subject("membership", ("unit/coordination/test_membership.py", "unit/coordination/test_dec*.py", BROKER)),
         Subject("plan_version", ("unit/coordination/test_plan_version.py", "unit/coordination/test_decisions.py")),
         Subject("machine", ("unit/coordination/test_machine.py",)),
-        Subject("serving", SERVING),
-        Subject("serving_roles", SERVING),
-        Subject("serving_muster", SERVING),
-        Subject("batching", (*BATCHES, *SERVING)),
-        Subject("sessions", (*BATCHES, *SERVING)),
-        Subject("passes", (*BATCHES, *SERVING)),
-        Subject("pages", ("unit/coordination/test_pages.py", *BATCHES, *SERVING)),
-        Subject("fair_queue", ("unit/coordination/test_fair_queue.py", *BATCHES)),
+        *(Subject(f"serving.{part}", SERVING) for part in SERVING_PARTS),
+        Subject("serving.batching", (*BATCHES, *SERVING)),
+        Subject("serving.sessions", (*BATCHES, *SERVING)),
+        Subject("serving.pages", ("unit/coordination/test_pages.py", *BATCHES, *SERVING)),
+        Subject("serving.fair_queue", ("unit/coordination/test_fair_queue.py", *BATCHES)),
     )
 }
 
@@ -129,7 +127,7 @@ ACCEPTED: Final[dict[tuple[str, str], str]] = {
         "_Rhythm.heard: self.gaps[-1][1] <= gap_s  ->  self.gaps[-1][1] < gap_s",
     ): "of two equal gaps the earlier is kept too, and forgotten first: the longest is the same at any time",
     (
-        "batching",
+        "serving.batching",
         "Batcher._composed: decoding[0].turn > reading[0].turn  ->  decoding[0].turn >= reading[0].turn",
     ): "no two sessions have the same turn",
 }

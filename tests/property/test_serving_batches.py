@@ -13,9 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fusionai.coordination.serving.batching import PROBE_SESSION, Batcher, BatchLimits, QueueFull
-from fusionai.coordination.serving.passes import PassPlan
-from fusionai.coordination.serving.sessions import SessionSpec
+from fusionai.coordination.serving.batching import PROBE_SESSION, Batcher
+from fusionai.coordination.serving.limits import BatchLimits, QueueFull
+from fusionai.coordination.serving.sessions import PassPlan, SessionSpec
 from harness.examples import examples
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from fusionai.coordination.serving.batching import BatchLimits
+from fusionai.coordination.serving.limits import BatchLimits
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
 from harness import serving_course

@@ -187,12 +187,13 @@ class StatefulMachine(Generic[P, C]):
         return commands
 
     def brief(self, event: object) -> str:
-        """Return the text of an event in the story."""
+        """Return the text of an event in the story; "" leaves the event out."""
         return repr(event)
 
     def _step(self, table: Mapping[tuple[str, type], Transition[Any, Any, list[C]]], event: object) -> list[C] | None:
         transition = table.get((self.phase, type(event)))
-        self.story.append(f"{self.phase}: {self.brief(event)}")
+        if text := self.brief(event):
+            self.story.append(f"{self.phase}: {text}")
         del self.story[:-STORY_LENGTH]
         if transition is None:
             return None

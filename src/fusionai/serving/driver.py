@@ -23,8 +23,8 @@ from fusionai.coordination.serving import commands, events
 from fusionai.coordination.serving.commands import EndJob, ServingCommand
 from fusionai.coordination.serving.driver import ServingMachine
 from fusionai.coordination.serving.events import ServingEvent
-from fusionai.coordination.serving.passes import PassPlan
 from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.sessions import PassPlan
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections

@@ -22,13 +22,15 @@ import numpy as np
 
 from fusionai.coordination.round.verification import Inspector
 from fusionai.coordination.serving import events
-from fusionai.coordination.serving.batching import Batcher, BatchLimits, QueueFull, TooLong
+from fusionai.coordination.serving.batching import Batcher
 from fusionai.coordination.serving.checks import TextChecks
 from fusionai.coordination.serving.commands import ServingState
-from fusionai.coordination.serving.driver import ServingMachine, ServingPhase
+from fusionai.coordination.serving.driver import ServingMachine
+from fusionai.coordination.serving.limits import BatchLimits, QueueFull, TooLong
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
 from fusionai.coordination.serving.stage_times import StageTimes
+from fusionai.coordination.serving.state import ServingPhase
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
 from fusionai.primitives.errors import ExecutionError

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from fusionai.coordination.serving.batching import Batcher, BatchLimits, QueueFull, TooLong
-from fusionai.coordination.serving.passes import PassPlan
-from fusionai.coordination.serving.sessions import SessionSpec
+from fusionai.coordination.serving.batching import Batcher
+from fusionai.coordination.serving.limits import BatchLimits, QueueFull, TooLong
+from fusionai.coordination.serving.sessions import PassPlan, SessionSpec
 from fusionai.wire.serving import MAX_SESSIONS, Segment
 
 LIMITS = BatchLimits(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fusionai.coordination.round.verification import Opinion
 from fusionai.coordination.serving import commands, events
-from fusionai.coordination.serving.driver import ServingPhase
 from fusionai.coordination.serving.sessions import SessionSpec
+from fusionai.coordination.serving.state import ServingPhase
 from harness.serving_job import Job, decoding, roles, running
 
 FINE = Opinion()

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from fusionai.coordination.serving import commands, events
-from fusionai.coordination.serving.driver import ServingPhase
-from fusionai.coordination.serving.patience import ATTEMPTS
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
-from fusionai.coordination.serving.stage_times import Work
+from fusionai.coordination.serving.stage_times import ATTEMPTS, Work
+from fusionai.coordination.serving.state import ServingPhase
 from harness.serving_job import Job, decoding, rebuilding, roles, running
 
 
@@ -19,10 +18,10 @@ def again(job: Job) -> None:
     """The round comes to its end: passes run."""
     job.enlist()
     job.load()
-    if job.machine._rebuilds:
+    if job.machine.rounds.rebuilds:
         job.rebuild()
-    if job.machine._probes:
-        job.probe(*["x"] * len(job.machine._probes))
+    if job.machine.rounds.probes:
+        job.probe(*["x"] * len(job.machine.rounds.probes))
     assert job.phase is ServingPhase.RUNNING
 
 
@@ -88,7 +87,7 @@ def test_a_probe_that_a_stage_can_t_compute_is_that_stage_s_trouble() -> None:
         job.enlist()
         job.load()
         assert job.phase is ServingPhase.PROBING
-        job.tell(events.PassFailed(job.fence, max(job.machine._probes), 2, "no memory"))
+        job.tell(events.PassFailed(job.fence, max(job.machine.rounds.probes), 2, "no memory"))
     assert job.machine.roles.places[2] == "g"
 
 
@@ -97,7 +96,7 @@ def test_before_the_job_was_ready_a_probe_that_is_wrong_ends_it(how: str) -> Non
     job = Job(roles())
     job.enlist()
     job.load()
-    first, second = sorted(job.machine._probes)
+    first, second = sorted(job.machine.rounds.probes)
     job.tell(events.ProbeReturned(job.fence, first, "x", 0.0, 0.1))
     far = how == "too far off"
     job.tell(events.ProbeReturned(job.fence, second, "x" if far else "y", 0.2 if far else 0.0, 0.1))
@@ -319,7 +318,7 @@ def test_a_round_that_stalls_is_repeated_then_sessions_are_read_again_then_it_co
 
     def stall() -> None:
         nonlocal now_s
-        limit_s = 20.0 * 2**job.machine._patience.stalls
+        limit_s = 20.0 * 2**job.machine.patience.stalls
         assert job.tell(events.Tick(now_s), events.Tick(now_s + limit_s)) == []
         job.tell(events.Tick(now_s + limit_s + 1.0))
         now_s += limit_s + 10.0
@@ -410,7 +409,7 @@ def test_a_stage_that_says_that_it_works_is_waited_for_within_its_limit() -> Non
 
 def test_a_stage_beyond_its_limit_is_stuck_and_the_next_attempt_is_shorter_and_has_more_time() -> None:
     job, number = slow_job(slow_roles(1.0))
-    limit_s = job.machine._patience.limit_s(1, Work(8, 8.0))
+    limit_s = job.machine.patience.limit_s(1, Work(8, 8.0))
     assert limit_s > 4 * 8.0
     assert job.tell(events.StageWorking(job.fence, "a", 1, number, limit_s)) == []
     job.tell(events.StageWorking(job.fence, "a", 1, number, limit_s + 1.0))
@@ -421,7 +420,7 @@ def test_a_stage_beyond_its_limit_is_stuck_and_the_next_attempt_is_shorter_and_h
     again(job)
     plan = job.machine.next_pass(1000.0)
     assert plan is not None
-    assert job.machine._patience.limit_s(1, Work(8, 8.0)) > 2 * limit_s, "and what it took is known"
+    assert job.machine.patience.limit_s(1, Work(8, 8.0)) > 2 * limit_s, "and what it took is known"
 
 
 def test_without_a_word_passes_are_given_up_sooner_than_a_stage_that_works() -> None:
@@ -439,7 +438,7 @@ def test_a_stage_that_is_stuck_again_and_again_goes_to_its_guard() -> None:
         job.batcher.submit(SessionSpec(number=attempt + 1, scope="", prompt=(7,) * 8, max_tokens=3), 0.0)
         plan = job.machine.next_pass(1000.0 * attempt)
         assert plan is not None
-        limit_s = job.machine._patience.limit_s(2, Work(8, 8.0))
+        limit_s = job.machine.patience.limit_s(2, Work(8, 8.0))
         job.tell(events.StageWorking(job.fence, "b", 2, plan.number, limit_s + 1.0))
         if attempt < 2:
             assert job.machine.lost == frozenset()
@@ -462,7 +461,7 @@ def test_a_stage_still_busy_with_an_earlier_round_keeps_its_place_while_it_loads
 
 def test_one_pass_that_went_astray_is_missed_while_others_come_back() -> None:
     job, _ = slow_job()
-    limit_s = job.machine._patience.whole_s(())
+    limit_s = job.machine.patience.whole_s(())
     seconds = 0.0
     while job.phase is ServingPhase.RUNNING:
         seconds += 1.0

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fusionai.coordination.serving import commands, events
-from fusionai.coordination.serving.driver import ServingPhase
 from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.state import ServingPhase
 from fusionai.wire.base import Fence
 from harness.serving_job import Job, roles, running
 
@@ -17,8 +17,8 @@ def again(job: Job) -> None:
     """The round comes to its end: passes run."""
     job.enlist()
     job.load()
-    if job.machine._probes:
-        job.probe(*["x"] * len(job.machine._probes))
+    if job.machine.rounds.probes:
+        job.probe(*["x"] * len(job.machine.rounds.probes))
     assert job.phase is ServingPhase.RUNNING
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from fusionai.coordination.serving import commands, events
-from fusionai.coordination.serving.driver import ServingPhase
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
+from fusionai.coordination.serving.state import ServingPhase
 from fusionai.wire.base import Fence
 from harness.serving_job import PLACES, Job, decoding, rebuilding, roles, running
 
@@ -217,7 +217,7 @@ def test_a_probe_too_far_off_counts_while_caches_are_rebuilt_too() -> None:
 
 def test_a_probe_that_fails_while_caches_are_rebuilt_is_a_fault_of_that_stage() -> None:
     job = rebuilding()
-    (number,) = job.machine._probes
+    (number,) = job.machine.rounds.probes
     job.tell(events.PassFailed(job.fence, number, 3, "no pages"))
     assert job.phase is ServingPhase.ENLISTING
     assert job.of(commands.TellFault)[0].stages == (3,)
@@ -348,6 +348,12 @@ def test_a_failed_rebuild_or_none_retained_reads_sessions_again() -> None:
         assert plan.tokens == (*(5,) * 6, 8)
 
 
+def test_a_failure_of_a_rebuild_that_is_over_changes_nothing() -> None:
+    job = rebuilding()
+    job.tell(events.RebuildFailed(job.fence, max(job.machine.rounds.rebuilds) + 100, "late"))
+    assert (job.phase, job.given) == (ServingPhase.REBUILDING, [])
+
+
 def test_a_failed_pass_is_tried_once_more_then_its_session_fails_alone() -> None:
     job = running()
     job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
@@ -466,7 +472,7 @@ def test_what_a_probe_told_to_forget_is_told_again_where_it_failed() -> None:
     job.tell(events.MemberLost("b", "x"))
     job.enlist()
     job.load()
-    job.tell(events.PassFailed(job.fence, max(job.machine._probes), 3, "no memory"))
+    job.tell(events.PassFailed(job.fence, max(job.machine.rounds.probes), 3, "no memory"))
     job.enlist()
     job.load()
     assert told_to_forget(job) == {1}

@@ -7,10 +7,9 @@ from math import inf
 
 import pytest
 
-from fusionai.coordination.serving.patience import MARGIN, Patience
 from fusionai.coordination.serving.piece_sizes import FILLING, FIXED_TIMES, TARGET_S, PieceSizes
 from fusionai.coordination.serving.roles import ServingRoles
-from fusionai.coordination.serving.stage_times import FEW, StageTimes, Work
+from fusionai.coordination.serving.stage_times import FEW, MARGIN, Patience, StageTimes, Work
 from fusionai.wire.serving import Segment
 
 TILE = 32

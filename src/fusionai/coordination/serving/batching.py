@@ -29,70 +29,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.coordination.serving.fair_queue import FairQueue
+from fusionai.coordination.serving.limits import BatchLimits, QueueFull, TooLong
 from fusionai.coordination.serving.pages import Match, Pages
-from fusionai.coordination.serving.passes import Part, PassPlan, packed
 from fusionai.coordination.serving.piece_sizes import PieceSizes
-from fusionai.coordination.serving.sessions import Flight, Session, SessionSpec, Text
+from fusionai.coordination.serving.sessions import Flight, Part, PassPlan, Session, SessionSpec, Text, packed
 from fusionai.coordination.serving.stage_times import StageTimes, Work
-from fusionai.primitives.errors import FusionError
 from fusionai.wire.serving import MAX_SESSIONS, Segment
 
 PROBE_SESSION: Final = 0
 """Session number of the probe. It owns its pages for the life of the job. Other sessions count from 1."""
 LONGEST_RETRY_S: Final = 60.0
-
-
-class QueueFull(FusionError):
-    """The queue is full. A new attempt may succeed after `retry_after_s`."""
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-class TooLong(FusionError):
-    """Prompt and answer would not fit even if the session were the only one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimits:
-    """`sessions`: admitted at a time; stages need room for one more, the probe's. `reserve_tokens`: of its answer, for
-    which an admitted session must find pages. `queue`: sessions that may wait. `decoding_passes`: over how many passes
-    sessions that decode are spread; None: as many as are in flight. `chunk_tokens`: of a prompt's piece at most;
-    `tile_tokens`: what pieces are multiples of, None: as `chunk_tokens`. `ahead_tokens`: of one session in passes under
-    way, where stages could not go back further; None: any number."""
-
-    pages: int
-    page_tokens: int
-    sessions: int
-    pass_tokens: int
-    in_flight: int
-    chunk_tokens: int
-    queue: int
-    prefix: bool = True
-    reserve_tokens: int = 64
-    probe_tokens: int = 8
-    decoding_passes: int | None = None
-    tile_tokens: int | None = None
-    ahead_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        counts = (self.page_tokens, self.sessions, self.in_flight, self.chunk_tokens, self.queue, self.probe_tokens)
-        if min(*counts, self.spread, self.tile) < 1 or self.reserve_tokens < 0 or self.chunk_tokens > self.pass_tokens:
-            raise ValueError(f"expected counts of at least 1 and chunks no longer than a pass, got {self}")
-        if self.tile > self.chunk_tokens:
-            raise ValueError(f"expected tiles no longer than a chunk, got {self}")
-        if self.sessions >= MAX_SESSIONS or self.probe_tokens > self.pass_tokens:
-            raise ValueError(f"expected fewer than {MAX_SESSIONS} sessions and a probe of one pass, got {self}")
-
-    @property
-    def tile(self) -> int:
-        return self.chunk_tokens if self.tile_tokens is None else self.tile_tokens
-
-    @property
-    def spread(self) -> int:
-        """Number of passes among which decoding sessions are divided."""
-        return self.in_flight if self.decoding_passes is None else min(self.in_flight, self.decoding_passes)
 
 
 @dataclass(frozen=True, slots=True)

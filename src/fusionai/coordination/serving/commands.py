@@ -16,6 +16,7 @@ from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
 
 ServingState = Literal["starting", "ready", "recovering", "waiting", "stopped"]
+FaultKind = Literal["peer", "guard", "link", "stage", "probe", "late", "leaving", "liar"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ class FailSessions:
 class TellFault:
     """For people: what happened. `stages` stand still because of it; `heirs`: who takes them over at once."""
 
-    kind: Literal["peer", "guard", "link", "stage", "probe", "late", "leaving", "liar"]
+    kind: FaultKind
     peer: str
     stages: tuple[int, ...]
     reason: str

@@ -131,3 +131,75 @@ class StageTimes:
             return single, work.units
         predicted_s = self._predicted_s.get(stage, 0.0)
         return (Estimate(predicted_s, predicted_s / 2) if predicted_s > 0 else None), work.units
+
+
+MARGIN: Final = 4.0
+"""Factor of a limit over the time that a pass hardly ever exceeds: a machine that gets busy becomes slower by the
+number of its programs."""
+IDLE_MARGIN: Final = 4.0
+"""Factor over that limit for a pass that waits at a stage whose machine computes something else meanwhile."""
+ATTEMPTS: Final = 5
+"""Number of times in a row that nothing may come back in time; by then limits have grown 32-fold."""
+
+
+@dataclass(slots=True)
+class Patience:
+    """How long a job may go without progress, and since when it does.
+
+    A limit follows the time that passes of this work take at the stage, with a wide margin and never below `floor_s`.
+    It doubles each time nothing came back in time, as TCP's does, until something has."""
+
+    times: StageTimes
+    floor_s: float
+    stalls: int = 0
+    """Number of times that nothing came back in time since something did."""
+    now_s: float = 0.0
+    """Time of the last tick."""
+    _moved_s: float | None = None
+    """Time of the last sign of progress; None until the next tick sets it."""
+    _arrived: dict[int, tuple[int, float]] = field(default_factory=dict[int, tuple[int, float]])
+    """Stage -> bytes of its weights in its last report, and the time since which it has had that many."""
+
+    def begin_round(self) -> None:
+        self._arrived.clear()
+        self._moved_s = None
+
+    def progressed(self, at_s: float | None) -> None:
+        """Note a sign of progress; with None its time is that of the next tick."""
+        self._moved_s = at_s
+
+    def idle_s(self, now_s: float, *, nothing_sent: bool) -> float:
+        """Return the time without a sign of progress; none passes while no pass is under way (`nothing_sent`)."""
+        self.now_s = now_s
+        if self._moved_s is None or nothing_sent:
+            self._moved_s = now_s
+        return now_s - self._moved_s
+
+    def loads(self, stage: int, done_bytes: int, longest_s: float) -> None:
+        """A stage reports that it loads: a sign of progress, unless no further bytes came for `longest_s`."""
+        known = self._arrived.get(stage)
+        if known is None or known[0] != done_bytes:
+            known = self._arrived[stage] = done_bytes, self.now_s
+        if self.now_s - known[1] <= longest_s:
+            self._moved_s = None
+
+    def grown_s(self, limit_s: float) -> float:
+        """Return a limit without a sign of progress, after as many doublings as there were stalls."""
+        return limit_s * 2.0**self.stalls
+
+    def silence_s(self, works: Iterable[Work]) -> float:
+        """Limit for passes under way while stages report nothing. Only measured times count, not predictions."""
+        times = self.times
+        longest_s = max((times.known_s(stage, work) for work in works for stage in times.stages), default=0.0)
+        return self.grown_s(max(self.floor_s, MARGIN * longest_s))
+
+    def limit_s(self, stage: int, work: Work) -> float:
+        """Limit for the stage's computation of this work."""
+        usual_s = self.times.nearly_always_s(stage, work)
+        return self.grown_s(max(self.floor_s, MARGIN * (usual_s or 0.0)))
+
+    def whole_s(self, works: Iterable[Work]) -> float:
+        """Limit after which even the first of these passes, sent one behind the other, must be back."""
+        stages = self.times.stages
+        usual_s = sum(self.times.nearly_always_s(stage, work) or 0.0 for work in works for stage in stages)
+        return self.grown_s(MARGIN * (self.floor_s + usual_s))

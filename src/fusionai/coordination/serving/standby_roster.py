@@ -13,7 +13,7 @@ from fusionai.wire.base import Fence
 
 
 @dataclass(slots=True)
-class Muster:
+class StandbyRoster:
     members: set[str] = field(default_factory=set[str])
     """Whoever was enlisted and not dismissed since."""
     enlisted: set[str] = field(default_factory=set[str])
@@ -74,7 +74,7 @@ class Muster:
         """These run their stages now; they are nobody's guards."""
         self._warm -= set(places.items())
 
-    def cut_anew(self) -> None:
+    def drop_weights(self) -> None:
         """Weights of stages of another cut are of no use."""
         self._warm.clear()
 

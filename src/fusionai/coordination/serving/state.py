@@ -1,0 +1,116 @@
+"""The state that all parts of the serving machine share: the roles in force, the round, who is lost or leaving.
+
+Neighbours: `driver` is the machine with its table; `rounds`, `standbys`, `takeovers` and `lateness` are its parts, and
+each keeps the state of its own subject.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from fusionai.coordination.machine import StatefulMachine
+from fusionai.coordination.serving.batching import Batcher
+from fusionai.coordination.serving.checks import TextChecks
+from fusionai.coordination.serving.commands import AskPlan, EndJob, ServingCommand, TellState
+from fusionai.coordination.serving.limits import RoundLimits
+from fusionai.coordination.serving.roles import ServingRoles
+from fusionai.coordination.serving.stage_times import Patience, StageTimes
+from fusionai.coordination.serving.standby_roster import StandbyRoster
+from fusionai.wire.base import Fence
+
+
+class ServingPhase(StrEnum):
+    ENLISTING = "enlisting"
+    LOADING = "loading"
+    """Stages load their programs and weights. Loaded stages are ready at once."""
+    REBUILDING = "rebuilding"
+    """Lost caches are computed again from what the stages before them retained."""
+    PROBING = "probing"
+    RUNNING = "running"
+    WAITING = "waiting"
+    """A stage has no peer to run it. The driver has asked for another plan."""
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class ServingJobState(StatefulMachine[ServingPhase, ServingCommand]):
+    """`probe`: tokens of the probe, as many as the batcher keeps pages for."""
+
+    batcher: Batcher
+    roles: ServingRoles
+    incarnation: int
+    probe: tuple[int, ...]
+    retain: bool = True
+    """Whether stages retain what they sent on. If not, sessions are read again after a takeover."""
+    limits: RoundLimits = field(default_factory=RoundLimits)
+    checks: TextChecks | None = None
+    """Decides on spot checks of ended texts, which the batcher then holds. None: work is not checked."""
+    phase: ServingPhase = field(default=ServingPhase.ENLISTING, kw_only=True)
+    attempt: int = -1
+    fence: Fence = field(default_factory=lambda: Fence(0, 0, 0))
+    """Fence of the round. The plan version in `roles` may be newer, because new standbys need no round."""
+    ready: bool = False
+    """Whether the job has been ready before."""
+    lost_peers: set[str] = field(default_factory=set[str])
+    leaving: set[str] = field(default_factory=set[str])
+    pending: ServingRoles | None = None
+    """A plan that moves stages, while their new holders load."""
+    roster: StandbyRoster = field(default_factory=StandbyRoster)
+    sound: dict[int, str] = field(default_factory=dict[int, str])
+    """Stage -> its holder, where every round since passes last ran placed it there and none had another cut."""
+    patience: Patience = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.patience = Patience(self.batcher.times or StageTimes(), self.limits.pass_s)
+
+    @property
+    def participants(self) -> set[str]:
+        """The owner and all members of the roles in force and of the pending plan."""
+        members = {self.roles.owner, *self.roles.members}
+        return members if self.pending is None else members | self.pending.members
+
+    @property
+    def unsound(self) -> list[int]:
+        """Stages whose holder has not taken part in passes yet."""
+        return [stage for stage, peer in self.roles.places.items() if self.sound.get(stage) != peer]
+
+    @property
+    def is_running(self) -> bool:
+        return self.phase is ServingPhase.RUNNING
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.phase is ServingPhase.WAITING
+
+    def is_warm(self, stage: int) -> bool:
+        """Return whether the stage's standby could take over now."""
+        return self.roster.is_warm(stage, self.roles.guards.get(stage, ""))
+
+    def moving(self, roles: ServingRoles) -> dict[int, str]:
+        """Return the stages that a plan would move, and to which peer. For another cut nothing can be prepared, because
+        the stage numbers are in use."""
+        if roles.partition != self.roles.partition:
+            return {}
+        return {stage: peer for stage, peer in roles.places.items() if self.roles.places.get(stage) != peer}
+
+    def promote(self, heirs: Mapping[int, str]) -> None:
+        """Give stages to their heirs (stage -> peer) under the same plan version."""
+        guards = {stage: peer for stage, peer in self.roles.guards.items() if stage not in heirs}
+        self.roles = replace(self.roles, places={**self.roles.places, **heirs}, guards=guards)
+        self.pending = None
+
+    def strike(self, peer: str) -> None:
+        """Remove a peer from all records of members. A stage that it holds in `roles` then has no peer."""
+        self.roster.strike(peer)
+        self.roles = replace(self.roles, guards={s: one for s, one in self.roles.guards.items() if one != peer})
+
+    def plan_request(self, reason: str, *, urgent: bool) -> AskPlan:
+        return AskPlan(self.roles, frozenset(self.lost_peers | self.leaving), reason, urgent)
+
+    def fail(self, reason: str) -> list[ServingCommand]:
+        """End the job because it can't continue."""
+        self.phase = ServingPhase.ENDED
+        self.batcher.rewind()
+        return [TellState("stopped", reason), EndJob(failed=reason)]
