@@ -29,7 +29,7 @@ from fusionai.storage.best import best_checkpoint, name_best
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointWriter
 from fusionai.storage.manifest import step_directory, step_of
 from fusionai.storage.reader import CheckpointReader, complete_checkpoints, forget_after, prune
-from fusionai.training.job import TrainingJob
+from fusionai.training.deployment import TrainingJob
 from fusionai.transport.interface import Envelope
 from fusionai.wire import messages as wire
 

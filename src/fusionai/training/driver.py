@@ -27,13 +27,12 @@ from fusionai.coordination.training.events import DriverEvent
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections
-from fusionai.execution.links.envelopes import receiver
-from fusionai.execution.retained import Sent
 from fusionai.execution.state import chunks, headers
 from fusionai.execution.training.boundary import LOSS
 from fusionai.execution.training.codecs import Carried, split
 from fusionai.execution.training.exchange import carried_shapes
 from fusionai.execution.training.member import JobMember
+from fusionai.execution.training.retained import Sent, receiver
 from fusionai.primitives.errors import ExecutionError, FusionError, PlanError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -42,14 +41,11 @@ from fusionai.scheduling.standby.guards import without_guards
 from fusionai.storage.commits import CommitJournal
 from fusionai.training import inbox, progress
 from fusionai.training.checkpoints import Checkpoints, Collection
-from fusionai.training.deployment import Cut, cut, stage_options
-from fusionai.training.faults import FaultLog
-from fusionai.training.feed import Feed, forwards
+from fusionai.training.deployment import Batch, Cut, TrainingJob, cut, stage_options
+from fusionai.training.feed import Feed, Outputs, forwards
 from fusionai.training.inspection import Inspection, limits
-from fusionai.training.job import Batch, TrainingJob
 from fusionai.training.local_updates import Agreement, Differences, Exchange
-from fusionai.training.outputs import Outputs
-from fusionai.training.timeline import Timeline
+from fusionai.training.progress import FaultLog, Timeline
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.codecs import Exchanged

@@ -4,7 +4,7 @@ The member checks every message's fence, validates what it is asked to run befor
 stages. It outlives its driver's connection. All decisions about the job are the driver's. The peer's daemon uses it,
 and the engine's process uses it for the job owner's own stages.
 
-`execution.serving.stage` runs each stage, `execution.serving.weights` fetches weights, `execution.links.peer_links`
+`execution.serving.stage` runs each stage, `execution.serving.loading` fetches weights, `execution.links.peer_links`
 moves tensors. `execution.training.member` is the counterpart for training."""
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from fusionai.coordination.round.liveness import PING_S
-from fusionai.execution.allocator import return_code_pages, return_freed_memory
+from fusionai.execution.compute import return_code_pages, return_freed_memory
 from fusionai.execution.host import Host
 from fusionai.execution.links.outbox import Outbox
 from fusionai.execution.links.peer_links import Links, dials
-from fusionai.execution.member import DrivenPart, LinkLostSink
-from fusionai.execution.serving.loading import identity_of, prepare_stage
+from fusionai.execution.member import LinkLostSink, Member
+from fusionai.execution.serving.loading import StageWeights, identity_of, prepare_stage
 from fusionai.execution.serving.stage import ServingStage
 from fusionai.execution.serving.verifier import TextReferee
-from fusionai.execution.serving.weights import StageWeights
 from fusionai.execution.state import headers
 from fusionai.primitives.errors import (
     ExecutionError,
@@ -52,7 +51,7 @@ WORKING_BEATS: Final = 4
 """Number of ping intervals between two reports of what the stages compute (chosen)."""
 
 
-class ServingMember(DrivenPart):
+class ServingMember(Member):
     """Takes part in one serving job.
 
     `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_result`, `on_testimony` and
@@ -73,8 +72,6 @@ class ServingMember(DrivenPart):
         on_link_lost: LinkLostSink | None = None,
     ) -> None:
         super().__init__("serve", host, job, owner, opened, on_link_lost)
-        self.snapshots: tuple[wire.SnapshotAt, ...] = ()
-        """Always empty: only training keeps snapshots."""
         self._weights = weights
         self._on_result = on_result
         self._on_testimony = on_testimony

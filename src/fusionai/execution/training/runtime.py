@@ -3,9 +3,9 @@
 `coordination.training.stage` decides what to do next. A failed piece of work is reported to the machine and to the
 driver. A lost link is not a failure of the stage; the driver begins a new round for it.
 
-`execution.training.member` owns the runtimes of a job on this machine and moves their messages (`postman`).
-`execution.training.work` does the pieces of work, `held` keeps what arrived, `retained` what was sent, `copies` sends
-snapshots."""
+`execution.training.member` owns the runtimes of a job on this machine and moves their messages
+(`Postman`). `execution.training.work` does the pieces of work, `arrivals` holds what arrived, `retained` what was sent,
+`copies` sends snapshots."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 from fusionai.backends.interface import StageProgram
 from fusionai.backends.state import saved_entries, state_entries
@@ -20,15 +21,13 @@ from fusionai.coordination.training import stage as machine
 from fusionai.coordination.training.exchanges import NO_EXCHANGES, exchanges_of
 from fusionai.coordination.training.stage import StageCommand, StageEvent, StageMachine, Work
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.retained import Retained, Sent
 from fusionai.execution.state import chunks, headers
-from fusionai.execution.training.arrivals import Arrivals
+from fusionai.execution.training.arrivals import Arrivals, Held
 from fusionai.execution.training.boundary import Boundary
 from fusionai.execution.training.codecs import joined
 from fusionai.execution.training.copies import Chunk, Copies, Entries, StateCopy
 from fusionai.execution.training.exchange import carried_shapes, check_values
-from fusionai.execution.training.held import Held
-from fusionai.execution.training.postman import Postman
+from fusionai.execution.training.retained import Retained, Sent
 from fusionai.execution.training.work import Bench
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError, FusionError
@@ -420,3 +419,38 @@ def _entries(graph: Graph, options: StageOptions) -> Entries:
 
 async def _finish(work: Awaitable[object]) -> None:
     await work
+
+
+class Postman(Protocol):
+    """Sends a runtime's messages. Methods report lost links instead of raising, except where they say otherwise."""
+
+    def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None: ...
+
+    def to_driver(self, message: wire.Message) -> None: ...
+
+    def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None: ...
+
+    def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None: ...
+
+    async def state(self, message: wire.StateChunk | wire.Difference, tensors: Sequence[HostTensor]) -> None:
+        """Send on the driver's state connection. Raises `TransportError`."""
+        ...
+
+    async def linked(self, stages: Sequence[int]) -> bool:
+        """Wait for the links to these stages and the driver; return whether all are up. Reports a missing one
+        itself."""
+        ...
+
+    async def to_guard(
+        self, guard: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
+    ) -> None:
+        """Send part of a snapshot to a guard. Raises `TransportError`, `RefusedError`, `TrustError`."""
+        ...
+
+    def unguarded(self, guard: PeerId, reason: str) -> None:
+        """Report that consecutive snapshots did not reach the guard."""
+        ...
+
+    async def snapshot(self, stage: int, step: int) -> Mapping[str, HostTensor]:
+        """Wait until the snapshot is complete here and return its entries, which the caller must not change."""
+        ...
