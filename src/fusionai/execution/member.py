@@ -5,24 +5,29 @@ It adopts the fence and placement of each round, and admits exactly the keys tha
 for a key of its own. A peer is checked against the placement of the member's present round. A neighbour that learned of
 a later round first is checked against the signed placement it shows.
 
-Stages belong to the subclasses: `execution.training.member` trains, `execution.serving.member` serves. `peer.door`
-opens members for drivers that show a ticket; `execution.links.connections` holds the driver's own."""
+It keeps the tensor links to other members. Stages belong to the subclasses: `execution.training.member` trains,
+`execution.serving.member` serves. `peer.door` opens members for drivers that show a ticket;
+`execution.links.connections` holds the driver's own."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from fusionai.coordination.round.liveness import PING_S
 from fusionai.execution.host import Host
 from fusionai.execution.links.outbox import Outbox
+from fusionai.execution.links.peer_links import Links, dials
 from fusionai.ir.partition import FEED
-from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, TrustError
+from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, TransportError, TrustError
 from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.transport.placements import SignedPlacement, verify_placement
 from fusionai.wire import messages as wire
@@ -64,6 +69,7 @@ class Member(ABC):
         self._tasks: set[asyncio.Task[object]] = set()
         self._driver: Outbox | None = None
         self._closed = False
+        self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
 
     @property
     def driven(self) -> bool:
@@ -133,9 +139,10 @@ class Member(ABC):
     async def serve_state(self, channel: Channel) -> None:
         """Serve the driver's state connection until it ends."""
 
-    @abstractmethod
     async def serve_link(self, peer: PeerId, channel: Channel) -> None:
         """Serve the tensor connection of a neighbour that dialled this machine and passed `check`."""
+        with self._served():
+            await self._links.serve(peer, channel)
 
     @abstractmethod
     async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
@@ -178,7 +185,25 @@ class Member(ABC):
             task=self.task,
         )
         self.fence = enlist.fence
+        if not self._enlisted:
+            self._enlisted = True
+            self._start(self._beat())
         return None
+
+    def _is_present(self, order: wire.Attach | wire.Load, refuse: Callable[[wire.RefusalCode, str], None]) -> bool:
+        """Return whether an order to load a stage belongs to the present round; refuse it otherwise. Raises
+        `ExecutionError` for an order of another job."""
+        if order.job != self.job:
+            what = type(order).__name__.lower()
+            raise ExecutionError(f"this connection is for job {self.job}, the {what} is for {order.job}.")
+        if order.fence < self.fence:
+            self.stale_dropped += 1
+            refuse("stale_fence", f"{self.job} is at {self.fence}")
+            return False
+        if not self._enlisted or order.fence != self._placement.fence:
+            refuse("bad_message", f"this member was not enlisted under {order.fence}")
+            return False
+        return True
 
     def to_driver(self, message: wire.Message) -> None:
         if self._driver is not None:
@@ -186,6 +211,54 @@ class Member(ABC):
 
     def _driver_lost(self, reason: str) -> None:
         log.info("the control connection to the driver of %s was lost: %s", self.job, reason)
+
+    # ------------------------------------------------------------------------------------------------------- links
+
+    @property
+    def _own(self) -> frozenset[int]:
+        """Stages that the round places here."""
+        return frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
+
+    @abstractmethod
+    async def _from_link(self, peer: PeerId, envelope: Envelope) -> None:
+        """Handle one message of another member. Raises `ExecutionError` for one that it may not send."""
+
+    def _dials(self, other: PeerId) -> bool:
+        """Return whether this side opens the link to `other`."""
+        return dials(self._host.peer, other, self.owner)
+
+    def _dial(self, neighbour: wire.Neighbour) -> None:
+        """Open the link to a neighbour if this side dials and the link does not exist."""
+        other = PeerId(neighbour.peer)
+        if other != self._host.peer and self._dials(other):
+            self._links.dial(other, neighbour.addresses, self._placement.opening)
+
+    async def _is_linked(self, peer: PeerId, fence: Fence) -> bool:
+        """Wait for the link to `peer`. A missing one is reported, unless the round of `fence` is over."""
+        try:
+            await self._links.up(peer)
+        except TransportError as error:
+            if fence == self._placement.fence:
+                self._link_lost(peer, str(error))
+            return False
+        return True
+
+    def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
+        """Post a message to another member. A missing link is reported to the driver, not raised."""
+        try:
+            self._links.post(peer, message, tensors)
+        except TransportError as error:
+            self._link_lost(peer, str(error))
+
+    async def _beat(self) -> None:
+        for beat in itertools.count():
+            await asyncio.sleep(PING_S)
+            self._links.beat()
+            self._on_beat(beat)
+
+    @abstractmethod
+    def _on_beat(self, beat: int) -> None:
+        """Do what a member does at each ping besides pinging its links. `beat` counts the pings."""
 
     # ---------------------------------------------------------------------------------------------------- failures
 

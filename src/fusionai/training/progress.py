@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from fusionai.coordination.round.verification import Outcome
+from fusionai.coordination.round.verification import Check, Inspector, Outcome
 from fusionai.coordination.training.commands import TellFault, TellRestored
 from fusionai.scheduling.problem.types import Plan
 from fusionai.wire.messages import CommitRecord, Span
@@ -90,6 +90,22 @@ class Checked:
     reason: str
     tasks: int
     checked_tasks: int
+
+
+def checked(check: Check, outcome: Outcome, reason: str, inspector: Inspector | None) -> Checked:
+    """Return the event that reports the outcome of `check`. `inspector` counts the tasks; a check has one."""
+    assert inspector is not None
+    return Checked(
+        stage=check.stage,
+        peer=check.peer,
+        referee=check.referee,
+        first=check.first,
+        below=check.below,
+        outcome=outcome,
+        reason=reason,
+        tasks=inspector.tasks,
+        checked_tasks=inspector.checked_tasks,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from fusionai.coordination.round.liveness import PING_S
 from fusionai.execution.host import Host
 from fusionai.execution.links.outbox import Outbox
-from fusionai.execution.links.peer_links import Links, dials
 from fusionai.execution.member import LinkLostSink, Member
 from fusionai.execution.training import retained as envelopes
 from fusionai.execution.training.retained import Sent
@@ -29,7 +28,6 @@ from fusionai.primitives.errors import (
     ExecutionError,
     FusionError,
     GraphError,
-    TransportError,
 )
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -64,7 +62,6 @@ class JobMember(Member):
         self._on_output = on_output
         self._stages = Stages(host, job, self)
         self._attaching = asyncio.Lock()
-        self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
         self._snapshots = MemberSnapshots(
             host.transport,
             self._placement,
@@ -156,11 +153,6 @@ class JobMember(Member):
         except FusionError as error:
             self._report(error, runtime)
 
-    async def serve_link(self, peer: PeerId, channel: Channel) -> None:
-        """Serve a tensor connection that a neighbour dialled."""
-        with self._served():
-            await self._links.serve(peer, channel)
-
     async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
         """Serve a state connection on which another member sends snapshots."""
         with self._served():
@@ -210,10 +202,7 @@ class JobMember(Member):
         for check in self._checks:
             check.cancel()
         self._checks.clear()
-        if not self._enlisted:
-            self._enlisted = True
-            self._start(self._beat())
-        own = frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
+        own = self._own
         # A stage that now runs elsewhere and is guarded here stays loaded until its snapshot is complete (recovery rule
         # 22).
         left = self._placement.guards - own if enlist.partition == self._snapshots.store.partition else frozenset[int]()
@@ -266,38 +255,17 @@ class JobMember(Member):
     async def _made(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> StageRuntime | None:
         """Return the stage's runtime; None, after a refusal, if the attach is not (or no longer) of the present
         round."""
-        if attach.job != self.job:
-            raise ExecutionError(f"this connection is for job {self.job}, the attach is for {attach.job}.")
-        if not self._is_present(attach):
+        refuse = partial(self._refuse, attach)
+        if not self._is_present(attach, refuse):
             return None
         runtime = await self._stages.made(attach, tensors, self._placement.places)
-        if not self._is_present(attach):
+        if not self._is_present(attach, refuse):
             return None
         await self._stages.adopt(runtime)
         return runtime
 
-    def _is_present(self, attach: wire.Attach) -> bool:
-        """Return whether this attach belongs to the present round; refuse it otherwise."""
-        if attach.fence < self.fence:
-            self.stale_dropped += 1
-            self._refuse(attach, "stale_fence", f"{self.job} is at {self.fence}")
-            return False
-        if not self._enlisted or attach.fence != self._placement.fence:
-            self._refuse(attach, "bad_message", f"this member was not enlisted under {attach.fence}")
-            return False
-        return True
-
-    def _dial(self, neighbour: wire.Neighbour) -> None:
-        """Open the link to a neighbour if this side dials and the link does not exist."""
-        other = PeerId(neighbour.peer)
-        if other != self._host.peer and dials(self._host.peer, other, self.owner):
-            self._links.dial(other, neighbour.addresses, self._placement.opening)
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(PING_S)
-            self._links.beat()
-            self._snapshots.beat()
+    def _on_beat(self, beat: int) -> None:  # noqa: ARG002
+        self._snapshots.beat()
 
     # ------------------------------------------------------------------------------- what runtimes and driver send
 
@@ -313,15 +281,11 @@ class JobMember(Member):
         self._post(peer, message, tensors)
 
     def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
-        """Post a message to another member. A missing link is reported to the driver, not raised. Messages of an
-        earlier fence are dropped, because their receiver may run elsewhere now."""
-        if _fence(message) != self._placement.fence:
+        """Drop messages of an earlier fence, because their receiver may run elsewhere now."""
+        if _fence(message) == self._placement.fence:
+            super()._post(peer, message, tensors)
+        else:
             self.stale_dropped += 1
-            return
-        try:
-            self._links.post(peer, message, tensors)
-        except TransportError as error:
-            self._link_lost(peer, str(error))
 
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None:
         if self._on_output is not None:
@@ -338,17 +302,7 @@ class JobMember(Member):
 
     async def linked(self, stages: Sequence[int]) -> bool:
         peers = {self._placement.peer_of(stage) for stage in stages} | {self.owner}
-        return all([await self._is_linked(peer) for peer in sorted(peers - {self._host.peer})])
-
-    async def _is_linked(self, peer: PeerId) -> bool:
-        fence = self._placement.fence
-        try:
-            await self._links.up(peer)
-        except TransportError as error:
-            if fence == self._placement.fence:
-                self._link_lost(peer, str(error))
-            return False
-        return True
+        return all([await self._is_linked(peer, self._placement.fence) for peer in sorted(peers - {self._host.peer})])
 
     async def to_guard(
         self, guard: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]

@@ -20,7 +20,7 @@ from fusionai.backends.state import saved_entries, state_entries
 from fusionai.coordination.training import stage as machine
 from fusionai.coordination.training.exchanges import NO_EXCHANGES, exchanges_of
 from fusionai.coordination.training.stage import StageCommand, StageEvent, StageMachine, Work
-from fusionai.execution.compute import ComputeThread
+from fusionai.execution.host import Host
 from fusionai.execution.state import chunks, headers
 from fusionai.execution.training.arrivals import Arrivals, Held
 from fusionai.execution.training.boundary import Boundary
@@ -54,10 +54,8 @@ class StageRuntime:
         boundary: Boundary,
         options: StageOptions,
         program: StageProgram,
-        compute: ComputeThread,
+        host: Host,
         postman: Postman,
-        fingerprint: str,
-        now_s: Callable[[], float],
         held_limit_bytes: int,
     ) -> None:
         self.job = job
@@ -67,10 +65,8 @@ class StageRuntime:
         self.program = program
         self.retained = Retained()
         self.held = Held(boundary.stage, Arrivals(graph, boundary, options.codecs), held_limit_bytes)
-        self._compute = compute
+        self._host = host
         self._postman = postman
-        self._fingerprint = fingerprint
-        self._now_s = now_s
         self._entries = frozenset(state_entries(graph, options.optimizer))
         self._trainable = {spec.key: spec.shape for spec in graph.params.values() if spec.trainable}
         """Key -> shape of trainable parameters."""
@@ -83,7 +79,7 @@ class StageRuntime:
             )
         )
         self._copies = Copies(
-            boundary.stage, program, _entries(graph, options), compute, self._send_copy, self._guard_lost
+            boundary.stage, program, _entries(graph, options), host.compute, self._send_copy, self._guard_lost
         )
         self._guard: tuple[PeerId, tuple[str, ...]] | None = None
         self._bench = Bench(
@@ -91,7 +87,7 @@ class StageRuntime:
             boundary=boundary,
             options=options,
             program=program,
-            compute=compute,
+            compute=host.compute,
             held=self.held,
             copies=self._copies,
             trainable=sorted(self._trainable),
@@ -264,8 +260,8 @@ class StageRuntime:
                         applied=applied,
                         prepared=prepared,
                         retained_from=retained_from,
-                        fingerprint=self._fingerprint,
-                        clock_s=self._now_s(),
+                        fingerprint=self._host.fingerprint,
+                        clock_s=self._host.clock.now_s(),
                     )
                 )
             case machine.ReportReady(applied):
@@ -285,7 +281,7 @@ class StageRuntime:
             case machine.ReportApplied(step):
                 post(wire.Applied(fence=self.fence, stage=self.stage, step=step))
             case machine.DropSums():
-                dropped = self._compute.run(self.program.discard)
+                dropped = self._host.compute.run(self.program.discard)
                 self.start(partial(_finish, dropped))
             case machine.DropHeld(below):
                 self.held.drop(below)

@@ -99,10 +99,8 @@ class Stages:
             boundary=loaded.boundary,
             options=attach.options,
             program=loaded.program,
-            compute=self._host.compute,
+            host=self._host,
             postman=self._postman,
-            fingerprint=self._host.fingerprint,
-            now_s=self._host.clock.now_s,
         )
 
     async def prepare(
