@@ -83,17 +83,15 @@ class Driver:
         self._journal = journal
         self._replanner = replanner
         self._on_progress = on_progress
-        self._events: asyncio.Queue[tuple[Fence | None, DriverEvent]] = asyncio.Queue()
-        """(fence of the event's round, event); the fence is None for events that outlast rounds."""
+        self._events: asyncio.Queue[tuple[Fence | None, DriverEvent]] = asyncio.Queue()  # fences as in `Tell`
         self._asking: asyncio.Task[None] | None = None
         self._rewinding: asyncio.Task[None] | None = None
         self._timeline = Timeline()
         self._faults = FaultLog(on_progress, host.clock.now_s)
         self._ended: EndJob | None = None
+        # Newer plan version -> (deployment, reason), until the machine adopts it.
         self._granted: dict[int, tuple[Deployment, str]] = {}
-        """Newer plan version -> (deployment, reason), until the machine adopts it."""
-        self._prints: dict[str, str] = {}
-        """Peer -> the fingerprint it reported."""
+        self._prints: dict[str, str] = {}  # peer -> the fingerprint it reported
         self._inspection = Inspection(job.secret, job.owner) if job.secret else None
         model = cut(job, deployment.plan)
         self._machine = _machine(job, deployment.plan, model, journal, checkpoints, saved)
