@@ -35,9 +35,8 @@ from fusionai.storage.manifest import step_directory
 from fusionai.storage.reader import CheckpointReader, latest
 from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints
-from fusionai.training.deployment import Cut, cut, stage_options
+from fusionai.training.deployment import Cut, StateSource, TrainingJob, cut, stage_options
 from fusionai.training.driver import Driver
-from fusionai.training.job import StateSource, TrainingJob
 from fusionai.training.local_updates import Exchange
 from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.interface import Accept, Channel, Listener, Transport

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fusionai.execution.roster import Roster
+from fusionai.execution.member import Roster
 from fusionai.primitives.errors import TrustError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.transport.circle import Circle, Revoked, Signer

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.execution.weights.board import Board, Share
-from fusionai.execution.weights.ring import ring, start
+from fusionai.execution.weights.board import Board, Share, ring, start
 from harness.examples import examples
 
 A, B, C = (bytes([letter]) * 32 for letter in b"abc")

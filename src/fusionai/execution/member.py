@@ -1,25 +1,35 @@
 """Base of the members of training and serving jobs: follows the driver's connection and reports failures.
 
-It adopts the fence and placement of each round. Stages and links belong to the subclasses: `execution.training.member`
-trains, `execution.serving.member` serves. `execution.part` declares what others use of both."""
+It adopts the fence and placement of each round, and admits exactly the keys that the job owner's signed placement names
+(`Roster`). The broker's tickets alone don't open a job's tensors, states and weights, because the broker could sign one
+for a key of its own. A peer is checked against the placement of the member's present round. A neighbour that learned of
+a later round first is checked against the signed placement it shows.
+
+It keeps the tensor links to other members. Stages belong to the subclasses: `execution.training.member` trains,
+`execution.serving.member` serves. `peer.door` opens members for drivers that show a ticket;
+`execution.links.connections` holds the driver's own."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
+from fusionai.coordination.round.liveness import PING_S
 from fusionai.execution.host import Host
 from fusionai.execution.links.outbox import Outbox
-from fusionai.execution.part import Task
-from fusionai.execution.placement import Placement
-from fusionai.execution.roster import Roster
-from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, TrustError
+from fusionai.execution.links.peer_links import Links, dials
+from fusionai.ir.partition import FEED
+from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, TransportError, TrustError
 from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope
+from fusionai.transport.placements import SignedPlacement, verify_placement
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 
@@ -31,7 +41,7 @@ MAX_UNREAD: Final = 1024
 """Messages that may wait for a driver that does not read them (chosen)."""
 
 
-class DrivenPart(ABC):
+class Member(ABC):
     """Takes part in one job.
 
     `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_link_lost` is set only in the
@@ -59,6 +69,7 @@ class DrivenPart(ABC):
         self._tasks: set[asyncio.Task[object]] = set()
         self._driver: Outbox | None = None
         self._closed = False
+        self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
 
     @property
     def driven(self) -> bool:
@@ -114,6 +125,33 @@ class DrivenPart(ABC):
                 await driver.close()
         return False
 
+    @property
+    @abstractmethod
+    def stages(self) -> tuple[int, ...]:
+        """Numbers of the stages loaded here, ascending."""
+
+    @property
+    def snapshots(self) -> tuple[wire.SnapshotAt, ...]:
+        """Complete snapshots kept here; only training keeps any."""
+        return ()
+
+    @abstractmethod
+    async def serve_state(self, channel: Channel) -> None:
+        """Serve the driver's state connection until it ends."""
+
+    async def serve_link(self, peer: PeerId, channel: Channel) -> None:
+        """Serve the tensor connection of a neighbour that dialled this machine and passed `check`."""
+        with self._served():
+            await self._links.serve(peer, channel)
+
+    @abstractmethod
+    async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
+        """Serve the state connection of another member that passed `check`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End all work of this member. Does nothing if it is closed already."""
+
     @abstractmethod
     def _obey(self, envelope: Envelope, driver: Outbox) -> None:
         """Handle one message of the driver without waiting; longer work goes on in tasks."""
@@ -147,7 +185,25 @@ class DrivenPart(ABC):
             task=self.task,
         )
         self.fence = enlist.fence
+        if not self._enlisted:
+            self._enlisted = True
+            self._start(self._beat())
         return None
+
+    def _is_present(self, order: wire.Attach | wire.Load, refuse: Callable[[wire.RefusalCode, str], None]) -> bool:
+        """Return whether an order to load a stage belongs to the present round; refuse it otherwise. Raises
+        `ExecutionError` for an order of another job."""
+        if order.job != self.job:
+            what = type(order).__name__.lower()
+            raise ExecutionError(f"this connection is for job {self.job}, the {what} is for {order.job}.")
+        if order.fence < self.fence:
+            self.stale_dropped += 1
+            refuse("stale_fence", f"{self.job} is at {self.fence}")
+            return False
+        if not self._enlisted or order.fence != self._placement.fence:
+            refuse("bad_message", f"this member was not enlisted under {order.fence}")
+            return False
+        return True
 
     def to_driver(self, message: wire.Message) -> None:
         if self._driver is not None:
@@ -155,6 +211,54 @@ class DrivenPart(ABC):
 
     def _driver_lost(self, reason: str) -> None:
         log.info("the control connection to the driver of %s was lost: %s", self.job, reason)
+
+    # ------------------------------------------------------------------------------------------------------- links
+
+    @property
+    def _own(self) -> frozenset[int]:
+        """Stages that the round places here."""
+        return frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
+
+    @abstractmethod
+    async def _from_link(self, peer: PeerId, envelope: Envelope) -> None:
+        """Handle one message of another member. Raises `ExecutionError` for one that it may not send."""
+
+    def _dials(self, other: PeerId) -> bool:
+        """Return whether this side opens the link to `other`."""
+        return dials(self._host.peer, other, self.owner)
+
+    def _dial(self, neighbour: wire.Neighbour) -> None:
+        """Open the link to a neighbour if this side dials and the link does not exist."""
+        other = PeerId(neighbour.peer)
+        if other != self._host.peer and self._dials(other):
+            self._links.dial(other, neighbour.addresses, self._placement.opening)
+
+    async def _is_linked(self, peer: PeerId, fence: Fence) -> bool:
+        """Wait for the link to `peer`. A missing one is reported, unless the round of `fence` is over."""
+        try:
+            await self._links.up(peer)
+        except TransportError as error:
+            if fence == self._placement.fence:
+                self._link_lost(peer, str(error))
+            return False
+        return True
+
+    def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
+        """Post a message to another member. A missing link is reported to the driver, not raised."""
+        try:
+            self._links.post(peer, message, tensors)
+        except TransportError as error:
+            self._link_lost(peer, str(error))
+
+    async def _beat(self) -> None:
+        for beat in itertools.count():
+            await asyncio.sleep(PING_S)
+            self._links.beat()
+            self._on_beat(beat)
+
+    @abstractmethod
+    def _on_beat(self, beat: int) -> None:
+        """Do what a member does at each ping besides pinging its links. `beat` counts the pings."""
 
     # ---------------------------------------------------------------------------------------------------- failures
 
@@ -206,3 +310,94 @@ class DrivenPart(ABC):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+
+
+Task = Literal["train", "serve"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the stages of a round run. It has no stages before the first `Enlist`."""
+
+    job: str
+    me: PeerId
+    owner: PeerId
+    fence: Fence
+    neighbours: dict[int, wire.Neighbour] = field(default_factory=dict[int, wire.Neighbour])
+    guards: frozenset[int] = frozenset()
+    ticket: bytes = b""
+    signed: bytes = b""
+    """The placement signed by the owner, to show to other members."""
+    named: frozenset[PeerId] = frozenset()
+    """All peers that the signed placement names, including guards."""
+    task: Task = "train"
+
+    @property
+    def places(self) -> dict[int, PeerId]:
+        return {stage: PeerId(neighbour.peer) for stage, neighbour in self.neighbours.items()}
+
+    @property
+    def peers(self) -> frozenset[PeerId]:
+        """All other peers that have a stage, and the owner."""
+        return frozenset({*self.places.values(), self.owner} - {self.me})
+
+    @property
+    def opening(self) -> wire.OpenJob:
+        """The message with which this member opens connections to others."""
+        return wire.OpenJob(job=self.job, fence=self.fence, ticket=self.ticket, placement=self.signed, task=self.task)
+
+    def peer_of(self, stage: int) -> PeerId:
+        """Return the peer that runs `stage`. Raises `ExecutionError` for a stage outside the plan."""
+        if stage == FEED:
+            return self.owner
+        neighbour = self.neighbours.get(stage)
+        if neighbour is None:
+            raise ExecutionError(f"job {self.job} has no stage {stage} in its plan.")
+        return PeerId(neighbour.peer)
+
+
+class Roster:
+    """Admission list of one member. `owner` is the authenticated peer id of its driver."""
+
+    def __init__(self, job: str, owner: PeerId, me: PeerId) -> None:
+        self._job = job
+        self._owner = owner
+        self._me = me
+        self._present: SignedPlacement | None = None
+        self._early: dict[PeerId, Fence] = {}
+        """Peers admitted by the placement of a round that this member had not yet entered, and that round's fence."""
+
+    @property
+    def named(self) -> frozenset[PeerId]:
+        """All peers of the present round; empty before the first round."""
+        return frozenset() if self._present is None else self._present.peers
+
+    def adopt(self, enlist: wire.Enlist) -> None:
+        """Adopt the placement of the round that begins. Raises `TrustError` if the owner did not sign it for this round
+        of this job, or if it contradicts the rest of the message."""
+        placement = verify_placement(enlist.placement, self._owner, job=self._job, fence=enlist.fence)
+        told = tuple(sorted((one.stage, one.peer) for one in enlist.neighbours))
+        if told != placement.stages:
+            raise TrustError("the stages of this round differ from those in the job owner's signed placement.")
+        guarded = tuple(stage for stage, peer in placement.guards if peer == self._me)
+        if tuple(sorted(enlist.guards)) != guarded:
+            raise TrustError("the guards of this round differ from those in the job owner's signed placement.")
+        self._present = placement
+        self._early = {peer: fence for peer, fence in self._early.items() if fence > enlist.fence}
+
+    def check(self, peer: PeerId, opening: wire.OpenJob) -> None:
+        """Raise `TrustError` if `peer` has no part in the round that it opens a connection for."""
+        present = self._present
+        early = present is None or opening.fence > present.fence
+        if present is None or early:
+            present = verify_placement(opening.placement, self._owner, job=self._job, fence=opening.fence)
+        if peer not in present.peers:
+            raise TrustError(
+                f"the placement of {self._job} signed by its owner for {present.fence} does not name {short(peer)}."
+            )
+        if early:
+            self._early[peer] = max(opening.fence, self._early.get(peer, opening.fence))
+
+    def may_stay(self, peer: PeerId) -> bool:
+        """Return whether a connection that passed `check` may stay open."""
+        return peer in self.named or peer in self._early

@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.execution.accumulate import as_array
+from fusionai.execution.state import as_array
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor
 
 SIZE: Final = 16

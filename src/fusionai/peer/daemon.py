@@ -17,8 +17,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from fusionai.backends.registry import open_backend
-from fusionai.execution.allocator import return_code_pages, return_freed_memory
-from fusionai.execution.compute import ComputeThread
+from fusionai.execution.compute import ComputeThread, return_code_pages, return_freed_memory
 from fusionai.execution.host import Host
 from fusionai.peer.candidates import candidates
 from fusionai.peer.door import Door

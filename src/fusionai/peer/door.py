@@ -21,9 +21,9 @@ from contextlib import suppress
 from typing import Final
 
 from fusionai.execution.host import Host
-from fusionai.execution.part import Part
+from fusionai.execution.member import Member
+from fusionai.execution.serving.loading import FetchedWeights
 from fusionai.execution.serving.member import ServingMember
-from fusionai.execution.serving.weights import FetchedWeights
 from fusionai.execution.training.member import JobMember
 from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
@@ -49,7 +49,7 @@ class Door:
     def __init__(self, host: Host, authority_key: bytes) -> None:
         self._host = host
         self._authority_key = authority_key
-        self._members: dict[JobId, Part] = {}
+        self._members: dict[JobId, Member] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._patience: dict[JobId, asyncio.Task[None]] = {}
         """For each job whose driver's connection ended."""
@@ -124,7 +124,7 @@ class Door:
                 else:
                     await member.serve_snapshots(peer, channel)
 
-    async def _member_of(self, job: JobId) -> Part | None:
+    async def _member_of(self, job: JobId) -> Member | None:
         """None when the driver does not come either."""
         with suppress(TimeoutError):
             async with asyncio.timeout(EARLY_S):
@@ -164,13 +164,13 @@ class Door:
             log.info("job %s of %s opened", job, short(owner))
             await self._serve_member(channel, job, member, opened)
 
-    def _opened(self, opening: wire.OpenJob, owner: PeerId) -> Part:
+    def _opened(self, opening: wire.OpenJob, owner: PeerId) -> Member:
         if opening.task == "serve" and self._host.weights is not None:
             weights = FetchedWeights(self._host, owner, self._host.weights)
             return ServingMember(self._host, opening.job, owner, opening.fence, weights)
         return JobMember(self._host, opening.job, owner, opening.fence)
 
-    async def _serve_member(self, channel: Channel, job: JobId, member: Part, opened: wire.Fence) -> None:
+    async def _serve_member(self, channel: Channel, job: JobId, member: Member, opened: wire.Fence) -> None:
         over = False
         try:
             await channel.send(wire.Done())

@@ -28,7 +28,7 @@ from fusionai.coordination.serving.commands import BeginCheck
 from fusionai.execution.host import Host
 from fusionai.execution.serving.loading import prepare_stage
 from fusionai.execution.serving.member import ServingMember, Testimony
-from fusionai.execution.serving.packing import packed
+from fusionai.execution.serving.retained import packed
 from fusionai.execution.serving.sketches import Marks, text_key
 from fusionai.execution.serving.verifier import TextReferee
 from fusionai.execution.sketches import KEY_BYTES, SIZE

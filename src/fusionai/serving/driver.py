@@ -28,9 +28,9 @@ from fusionai.coordination.serving.sessions import PassPlan
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections
+from fusionai.execution.serving.loading import OwnWeights
 from fusionai.execution.serving.member import ServingMember, Testimony
-from fusionai.execution.serving.packing import packed
-from fusionai.execution.serving.weights import OwnWeights
+from fusionai.execution.serving.retained import packed
 from fusionai.execution.state import headers
 from fusionai.execution.weights.server import WeightDesk
 from fusionai.ir.serving import LOGITS

@@ -8,7 +8,8 @@ without an initialisation rule (weights of a pretrained model have none). The la
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,9 +17,10 @@ import numpy as np
 
 from fusionai.backends.state import StateEntry, as_stored, check_entry
 from fusionai.backends.tolerance import TOLERANCES, difference, numbers
+from fusionai.coordination.training import commands, events
 from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.coordination.training.stage import Source
-from fusionai.execution.state import chunks
+from fusionai.execution.state import chunks, headers
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError, StorageError
@@ -27,9 +29,12 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.problem.types import TolerantTakeover
 from fusionai.storage.best import best_checkpoint, name_best
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointWriter
+from fusionai.storage.commits import CommitJournal
 from fusionai.storage.manifest import step_directory, step_of
 from fusionai.storage.reader import CheckpointReader, complete_checkpoints, forget_after, prune
-from fusionai.training.job import TrainingJob
+from fusionai.training.deployment import TrainingJob
+from fusionai.training.progress import BestKept, CheckpointSaved, Progress
+from fusionai.training.rounds import JobRound
 from fusionai.transport.interface import Envelope
 from fusionai.wire import messages as wire
 
@@ -248,6 +253,85 @@ class Collection:
         """Stop waiting for state that has not arrived."""
         if not self._settled.done():
             self._settled.set_result(False)
+
+
+class Saving:
+    """Checkpoints of a job's driver: collects, writes and restores state in the present round."""
+
+    def __init__(self, present: JobRound, checkpoints: Checkpoints, on_progress: Callable[[Progress], None]) -> None:
+        self._round = present
+        self._checkpoints = checkpoints
+        self._on_progress = on_progress
+        self._collection: Collection | None = None
+        self._collected: asyncio.Task[None] | None = None
+
+    def cancel(self) -> None:
+        if self._collection is not None:
+            self._collection.cancel()
+
+    async def push_state(self, command: commands.SendResume) -> None:
+        """Send the stage the state it can't make itself, if any."""
+        present = self._round
+        graph = present.cut.stages[command.stage].graph
+        pending = self._checkpoints.state_for(present.job, graph, base=command.base, source=command.source)
+        while (item := await asyncio.to_thread(next, pending, None)) is not None:
+            chunk, last = item
+            message = wire.StateChunk(
+                fence=present.fence, stage=command.stage, step=command.base, last=last, tensors=headers(chunk)
+            )
+            await present.send_state(command.stage, message, tuple(chunk.values()))
+
+    def _rounds_differently(self) -> bool:
+        """Return whether machines with different numerics have, or may have had, a part in this job."""
+        present = self._round
+        prints = {one.fingerprint for one in present.deployment.plan.stages if present.cut.saves(one.stage)}
+        return present.job.options.takeover != "exact" or len(prints) > 1
+
+    def write(self, step: int, *, ask: bool) -> None:
+        """Collect and write a checkpoint. `ask`: ask the stages to export their state."""
+        present, former, started_s = self._round, self._collected, time.monotonic()
+        stages = {
+            stage: PeerId(peer) for stage, peer in present.machine.roles.places.items() if present.cut.saves(stage)
+        }
+        entries = {stage: present.cut.stages[stage].saved for stage in stages}
+        takeovers = present.deployment.plan.tolerant_takeovers
+        collection = self._collection = self._checkpoints.collection(
+            step, present.fence, stages, entries, tolerant=self._rounds_differently(), takeovers=takeovers
+        )
+
+        async def collect() -> None:
+            if former is not None:
+                await asyncio.wait({former})  # two collections must not write to the same directory
+            path = await collection.run()
+            if path is not None:
+                self._on_progress(CheckpointSaved(step, str(path), time.monotonic() - started_s))
+                present.tell(events.CheckpointWritten(step), None)
+
+        self._collected = present.start_lasting(collect())
+        if ask:
+            for stage in stages:
+                present.to(stage, wire.Export(fence=present.fence, stage=stage, step=step))
+
+    async def take(self, peer: PeerId, envelope: Envelope) -> None:
+        """Take a message from a member's state connection; ignored if no checkpoint was ever collected."""
+        if self._collection is not None:
+            await self._collection.take(peer, envelope)
+
+    def prune(self, best: Evaluation | None) -> None:
+        """Remove old checkpoints, but never that of `best`. Call it only while no stage may still load one."""
+        self._round.start_lasting(asyncio.to_thread(self._checkpoints.prune, None if best is None else best.step))
+
+    async def name_best(self, best: Evaluation) -> None:
+        path = await asyncio.to_thread(self._checkpoints.name_best, best)
+        self._on_progress(BestKept(best.step, best.loss, str(path)))
+
+    async def rewind(self, step: int, journal: CommitJournal) -> None:
+        """Cut back the journal first, then checkpoints: at a start, checkpoints later than the journal are dropped."""
+        self.cancel()
+        if self._collected is not None:
+            await asyncio.wait({self._collected})
+        await asyncio.to_thread(journal.take_back, step)
+        await asyncio.to_thread(self._checkpoints.forget_after, step, self._round.machine.standing.best)
 
 
 def _initial(spec: ParamSpec, seed: int) -> HostTensor:

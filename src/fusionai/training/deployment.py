@@ -1,28 +1,31 @@
-"""Graphs, boundaries and state entries that follow from a plan's block ranges and stay the same as long as the ranges
-do.
+"""The definition of a training job, and its cut: the graphs, boundaries and state entries of a plan's stages.
 
-`execution.deployment` is the plan with addresses and tickets, `training.driver` runs it, and
-`coordination.training.roles` is the driver machine's view of a plan."""
+A `TrainingJob` is independent of the machines that run it: immutable, and sufficient to restart its driver. A `Cut`
+follows from a plan's block ranges and stays the same as long as the ranges do.
+
+`client` builds jobs from recipes, `execution.deployment` is the plan with addresses and tickets, `training.driver` runs
+it, and `coordination.training.roles` is the driver machine's view of a plan."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from fusionai.backends.state import StateEntry, saved_entries, state_entries
+from fusionai.coordination.training.driver import JobShape
 from fusionai.coordination.training.roles import Roles
 from fusionai.execution.training.boundary import FEED, Boundary, replicated
 from fusionai.ir import schema
 from fusionai.ir.partition import Partition, cut_blocks, is_passed_on
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError
-from fusionai.primitives.ids import PeerId
+from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.problem.types import Plan, StagePlacement
-from fusionai.training.job import TrainingJob
 from fusionai.wire.codecs import Codec
 from fusionai.wire.messages import StageOptions
 
@@ -176,3 +179,65 @@ def _weight_lag(placement: StagePlacement, microbatches: int) -> int:
     spare_bytes = (placement.memory_limit_bytes - placement.memory_bytes) // 2
     affordable = spare_bytes // placement.in_flight_bytes if placement.in_flight_bytes > 0 else 0
     return max(0, min(placement.in_flight, microbatches - 1, affordable))
+
+
+Batch = dict[str, HostTensor]
+"""Graph input name -> tensor."""
+
+
+class BatchSource(Protocol):
+    """Random access to the data. The same arguments always return the same batch."""
+
+    def microbatch(self, step: int, microbatch: int) -> Batch: ...
+
+    def evaluation(self, index: int) -> Batch: ...
+
+
+class StateSource(Protocol):
+    """Yields values that stages can't make themselves: weights of a pretrained model, buffers, constants."""
+
+    def __call__(self, keys: Iterable[str]) -> Iterator[tuple[str, HostTensor]]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """Everything that never changes in a job. The machines are in a `Deployment`."""
+
+    job: JobId
+    owner: PeerId
+    graph: Graph
+    options: StageOptions
+    steps: int
+    learning_rate: Callable[[int], float]
+    clip_norm: float | None
+    data: BatchSource
+    state: StateSource
+    checkpoint_every: int = 0
+    save_base: bool = False
+    evaluate_every: int = 0
+    evaluation_batches: int = 0
+    keep_best: bool = False
+    patience: int | None = None
+    minimum_improvement: float = 0.0
+    tokens_per_microbatch: int = 0
+    secret: bytes = b""
+    """Secret for drawing spot checks and deriving mark keys; peers must not know it. Empty: nothing is checked."""
+
+    def shape(self) -> JobShape:
+        trainable = [spec for spec in self.graph.params.values() if spec.trainable]
+        return JobShape(
+            steps=self.steps,
+            microbatches=self.options.microbatches,
+            canonical_order=tuple(spec.key for spec in sorted(trainable, key=lambda spec: spec.order)),
+            checkpoint_every=self.checkpoint_every,
+            save_base=self.save_base,
+            evaluate_every=self.evaluate_every,
+            keep_best=self.keep_best,
+            patience=self.patience,
+            minimum_improvement=self.minimum_improvement,
+            takeover=self.options.takeover,
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.tokens_per_microbatch * self.options.microbatches

@@ -3,22 +3,17 @@
 `run` takes an event, lets the machine decide, and performs its commands. The driver itself decides only which messages
 belong to the present round; all others are dropped before they become events (recovery rule 1).
 
-`execution.links.connections` reaches the members, `training.inbox` turns messages into events, `training.checkpoints`
-collects state, `storage.commits` is the journal. `execution` runs the stages, including the job owner's own in this
-process.
-"""
+`training.rounds` holds the present round and its members, `training.inbox` turns messages into events, `training.feed`
+moves microbatches, `training.checkpoints` collects state, `storage.commits` is the journal. `execution` runs the
+stages, including the job owner's own in this process."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 
-import msgspec
-import numpy as np
-
-from fusionai.coordination.round.verification import Check, Inspector, Opinion, Outcome
+from fusionai.coordination.round.verification import Check, Inspector, Opinion
 from fusionai.coordination.training import commands, events
 from fusionai.coordination.training.commands import DriverCommand, EndJob
 from fusionai.coordination.training.driver import DriverMachine, DriverPhase
@@ -27,33 +22,25 @@ from fusionai.coordination.training.events import DriverEvent
 from fusionai.execution.deployment import Deployment, Replanner
 from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections
-from fusionai.execution.links.envelopes import receiver
-from fusionai.execution.retained import Sent
-from fusionai.execution.state import chunks, headers
-from fusionai.execution.training.boundary import LOSS
-from fusionai.execution.training.codecs import Carried, split
-from fusionai.execution.training.exchange import carried_shapes
 from fusionai.execution.training.member import JobMember
-from fusionai.primitives.errors import ExecutionError, FusionError, PlanError, TransportError
+from fusionai.execution.training.retained import Sent, receiver
+from fusionai.primitives.errors import FusionError, PlanError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan
 from fusionai.scheduling.standby.guards import without_guards
 from fusionai.storage.commits import CommitJournal
 from fusionai.training import inbox, progress
-from fusionai.training.checkpoints import Checkpoints, Collection
-from fusionai.training.deployment import Cut, cut, stage_options
-from fusionai.training.faults import FaultLog
-from fusionai.training.feed import Feed, forwards
+from fusionai.training.checkpoints import Checkpoints, Saving
+from fusionai.training.deployment import Batch, Cut, TrainingJob, cut
+from fusionai.training.feed import Traffic
 from fusionai.training.inspection import Inspection, limits
-from fusionai.training.job import Batch, TrainingJob
-from fusionai.training.local_updates import Agreement, Differences, Exchange
-from fusionai.training.outputs import Outputs
-from fusionai.training.timeline import Timeline
+from fusionai.training.local_updates import Exchange, LocalUpdates
+from fusionai.training.progress import FaultLog, Timeline
+from fusionai.training.rounds import JobRound
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import Exchanged
-from fusionai.wire.messages import Fence, Mode
+from fusionai.wire.messages import Fence
 
 log = logging.getLogger(__name__)
 
@@ -93,57 +80,23 @@ class Driver:
         if host.seal is None:
             raise PlanError(f"{job.job} needs its owner's key to sign placements with; this machine has none.")
         self._job = job
-        self._host = host
-        self._seal = host.seal
-        self._placement = b""
-        """Signed placement of the present round."""
         self._journal = journal
-        self._checkpoints = checkpoints
         self._replanner = replanner
         self._on_progress = on_progress
-        self._exchange = exchange
-        self._events: asyncio.Queue[tuple[Fence | None, DriverEvent]] = asyncio.Queue()
-        """(fence of the event's round, event); the fence is None for events that outlast rounds."""
-        self._round: set[asyncio.Task[None]] = set()
-        """Tasks of the present round."""
-        self._lasting: set[asyncio.Task[None]] = set()
+        self._events: asyncio.Queue[tuple[Fence | None, DriverEvent]] = asyncio.Queue()  # fences as in `Tell`
         self._asking: asyncio.Task[None] | None = None
-        self._collection: Collection | None = None
-        self._collected: asyncio.Task[None] | None = None
-        self._outputs = Outputs()
+        self._rewinding: asyncio.Task[None] | None = None
         self._timeline = Timeline()
         self._faults = FaultLog(on_progress, host.clock.now_s)
         self._ended: EndJob | None = None
-        self.deployment = deployment
-        """The deployment in force."""
+        # Newer plan version -> (deployment, reason), until the machine adopts it.
         self._granted: dict[int, tuple[Deployment, str]] = {}
-        """Newer plan version -> (deployment, reason), until the machine adopts it."""
-        self._cut = cut(job, deployment.plan)
-        self._differences = self._new_differences()
-        self._agreed_from = 0
-        """Agreements of earlier steps were forgotten."""
+        self._prints: dict[str, str] = {}  # peer -> the fingerprint it reported
         self._inspection = Inspection(job.secret, job.owner) if job.secret else None
-        self._rewinding: asyncio.Task[None] | None = None
-        saved_from = max(0, saved - 1)
-        self._machine = DriverMachine(
-            shape=job.shape(),
-            roles=self._cut.roles(deployment.plan, job.owner),
-            incarnation=journal.incarnation,
-            learning_rate=job.learning_rate,
-            official=journal.committed,
-            records={record.step: record for record in journal.records(saved_from)},
-            saved=saved,
-            older=list(checkpoints.steps),
-            inspector=self._inspector(),
-            evaluations=journal.evaluations,
-        )
-        self.fence = Fence(deployment.plan.version, journal.incarnation, 0)
-        self._prints: dict[str, str] = {}
-        """Peer -> the fingerprint it reported."""
-        self._prepared: Fence | None = None
-        """The round whose guards were asked to prepare their stages."""
-        self._member = JobMember(host, job.job, job.owner, self.fence, on_output=self._on_output)
-        self._fed = Feed(self._member)
+        model = cut(job, deployment.plan)
+        self._machine = _machine(job, deployment.plan, model, journal, checkpoints, saved)
+        fence = Fence(deployment.plan.version, journal.incarnation, 0)
+        self._member = JobMember(host, job.job, job.owner, fence, on_output=self._on_output)
         self._connections = Connections(
             job.job,
             host,
@@ -152,6 +105,34 @@ class Driver:
             serve_state=self._serve_state,
             on_lost=self._on_lost,
         )
+        self._round = JobRound(
+            job,
+            host,
+            host.seal,
+            deployment,
+            model,
+            fence=fence,
+            machine=self._machine,
+            connections=self._connections,
+            inspection=self._inspection,
+            tell=self._tell,
+        )
+        self._traffic = Traffic(self._round, self._member)
+        self._saving = Saving(self._round, checkpoints, on_progress)
+        self._updates = LocalUpdates(self._round, exchange)
+
+    def _on_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
+        self._traffic.on_output(message, tensors)
+
+    @property
+    def fence(self) -> Fence:
+        """Fence of the present round."""
+        return self._round.fence
+
+    @property
+    def deployment(self) -> Deployment:
+        """The deployment in force."""
+        return self._round.deployment
 
     # ------------------------------------------------------------------------------------------------- the loop
 
@@ -164,14 +145,13 @@ class Driver:
                 self._perform_all(self._machine.handle(event))
                 self._after(event)
         if self._ended.failed is not None:
-            self._outputs.fail(self._ended.failed)
+            self._traffic.fail(self._ended.failed)
         return self._ended
 
     def _after(self, event: DriverEvent) -> None:
         calm = self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING, DriverPhase.ENDED)
         if isinstance(event, events.CheckpointWritten) and event.step > 0 and calm:
-            best = self._machine.standing.best if self._job.keep_best else None
-            self._last(asyncio.to_thread(self._checkpoints.prune, None if best is None else best.step))
+            self._saving.prune(self._machine.standing.best if self._job.keep_best else None)
 
     def stop(self, reason: str) -> None:
         """Finish the current step, save, end."""
@@ -205,21 +185,22 @@ class Driver:
         version = deployment.plan.version
         if version > self.deployment.plan.version:
             self._granted[version] = (deployment, reason)
-            self._tell(events.PlanGranted(self._cut_of(deployment.plan).roles(deployment.plan, self._job.owner)), None)
+            self._tell(
+                events.PlanGranted(self._round.cut_of(deployment.plan).roles(deployment.plan, self._job.owner)), None
+            )
 
     def renew(self, deployment: Deployment) -> None:
         """Use new tickets or addresses for the plan in force."""
         if deployment.plan.version == self.deployment.plan.version:
-            self.deployment = deployment
+            self._round.deployment = deployment
 
     async def close(self, reason: str = "done") -> None:
         """End all tasks. Pending inferences fail with `reason`."""
-        for task in (*self._round, *([] if self._asking is None else [self._asking])):
-            task.cancel()
-        if self._collection is not None:
-            self._collection.cancel()
-        await asyncio.gather(*self._round, *self._lasting, return_exceptions=True)
-        self._outputs.fail(reason)
+        if self._asking is not None:
+            self._asking.cancel()
+        self._saving.cancel()
+        await self._round.close()
+        self._traffic.fail(reason)
         await self._connections.close(self.fence, reason)
 
     def _tell(self, event: DriverEvent, fence: Fence | None) -> None:
@@ -240,46 +221,47 @@ class Driver:
                 self._begin_round(command)
             case commands.PassSnapshot(stage, step, holder, peer):
                 addresses = tuple(self.deployment.members.get(peer, ()))
-                message = wire.PassSnapshot(fence=self.fence, stage=stage, step=step, peer=peer, addresses=addresses)
-                self._connections.tell(PeerId(holder), message)
+                self._round.pass_snapshot(holder, stage, step, peer, addresses)
             case commands.SendResume():
                 self._resume(command)
             case commands.SendProbe(step):
-                self._start(self._probe(step))
+                self._round.start(self._probe(step))
             case commands.AnnounceReady(base):
                 self._on_progress(progress.JobReady(base))
             case commands.Feed(step, microbatch, only):
-                self._feed("train", step, microbatch, self._job.data.microbatch(step, microbatch), only)
+                self._traffic.feed("train", step, microbatch, self._job.data.microbatch(step, microbatch), only)
             case commands.DecideScale(step, norms):
-                self._start(self._decide_scale(step, norms))
+                self._round.start(self._round.decide_scale(step, norms))
             case commands.JournalCommit(record):
-                self._last(self._journal_commit(record))
+                self._round.start_lasting(self._journal_commit(record))
             case commands.SendCommit(record, line, save):
                 for stage in self._machine.roles.stages:
-                    saves = save and self._cut.saves(stage)
-                    self._to(stage, wire.Commit(fence=self.fence, stage=stage, record=record, line=line, save=saves))
-                self._forget_agreements(min(line, max(0, self._machine.saved)) - 1 - self._job.options.sync_lag)
+                    saves = save and self._round.cut.saves(stage)
+                    self._round.to(
+                        stage, wire.Commit(fence=self.fence, stage=stage, record=record, line=line, save=saves)
+                    )
+                self._updates.forget(min(line, max(0, self._machine.saved)) - 1)
             case commands.StepCommitted(record, losses, replayed):
                 self._on_progress(self._timeline.step_done(record, losses, replayed, self._job.tokens_per_step))
                 if not replayed and self._machine.phase in (DriverPhase.RUNNING, DriverPhase.SAVING):
                     self._faults.committed(record.step)
-                    self._prepare_guards()
+                    self._round.prepare_standbys()
             case commands.WriteCheckpoint(step, ask):
-                self._write_checkpoint(step, ask=ask)
+                self._saving.write(step, ask=ask)
             case commands.Evaluate(step):
-                self._start(self._evaluate(step))
+                self._round.start(self._evaluate(step))
             case commands.NameBest(best):
-                self._last(self._name_best(best))
+                self._round.start_lasting(self._saving.name_best(best))
             case commands.AskPlan(without, reason):
                 self._ask_plan(without, reason)
             case commands.StartCheck(check):
                 self._start_check(check)
             case commands.TellCheck(check, outcome, reason):
-                self._tell_check(check, outcome, reason)
+                self._on_progress(progress.checked(check, outcome, reason, self._machine.inspector))
             case commands.Distrust(peer, reason):
                 self._replanner.distrust(peer, reason)
             case commands.Rewind(step):
-                self._rewinding = self._last(self._rewind(step))
+                self._rewinding = self._round.start_lasting(self._saving.rewind(step, self._journal))
             case commands.TellFault():
                 self._faults.seen(command)
             case commands.TellRestored():
@@ -295,276 +277,47 @@ class Driver:
 
     def _begin_round(self, command: commands.SendAttach) -> None:
         """Cancel what the old round started, then send the new round to all members of the plan."""
-        self.fence = command.fence
-        for task in self._round:
-            task.cancel()
-        if self._collection is not None:
-            self._collection.cancel()
-        self._outputs.drop()
+        self._round.end(command.fence)
+        self._saving.cancel()
         if command.roles.version != self.deployment.plan.version:
             if self._asking is not None:
                 self._asking.cancel()
-            self.deployment, reason = self._granted[command.roles.version]
+            deployment, reason = self._granted[command.roles.version]
             self._granted = {version: one for version, one in self._granted.items() if version > command.roles.version}
-            self._cut = self._cut_of(self.deployment.plan)
-            self._faults.adopted(self.deployment.plan, reason)
-        self._differences = self._new_differences()
-        self._fed = Feed(self._member)
-        self._start(self._fed.run())
-        members = {*command.roles.places.values(), *command.guards.values(), self._job.owner}
-        self._connections.dismiss(members, self.fence)
-        self._placement = self._seal.placement(
-            self._job.job,
-            self.fence,
-            stages=((one.stage, one.peer) for one in self.deployment.neighbours()),
-            guards=command.guards.items(),
-        )
-        for member in sorted(members):
-            self._start(self._enlist(PeerId(member), command))
-
-    async def _enlist(self, peer: PeerId, command: commands.SendAttach) -> None:
-        """Connect to a member and send it its whole part in the round."""
-        if not await self._connections.open(peer, self.deployment, self.fence):
-            return
-        deployment, guards = self.deployment, command.guards
-        self._connections.tell(
-            peer,
-            wire.Enlist(
-                fence=self.fence,
-                job=self._job.job,
-                neighbours=deployment.neighbours(),
-                guards=tuple(stage for stage, guard in sorted(guards.items()) if guard == peer),
-                partition=self._cut.name,
-                ticket=deployment.tickets.get(peer, b""),
-                placement=self._placement,
-            ),
-        )
-        for stage in command.roles.stages_of(peer):
-            guard, part = guards.get(stage, ""), self._cut.stages[stage]
-            self._connections.tell(
-                peer,
-                wire.Attach(
-                    fence=self.fence,
-                    job=self._job.job,
-                    stage=stage,
-                    graph_hash=part.graph_hash,
-                    boundary=msgspec.Raw(msgspec.msgpack.encode(part.boundary)),
-                    options=stage_options(self._job.options, deployment.plan, stage),
-                    retain=bool(guards),
-                    guard=guard,
-                    guard_addresses=tuple(deployment.members.get(guard, ())),
-                    snapshot_every=command.roles.snapshot_every if guard else 0,
-                    secret=self._inspection.secret_of(stage, peer) if self._inspection and guards else b"",
-                    tensors=headers({"graph": part.encoded}),
-                ),
-                (part.encoded,),
-            )
-
-    def _prepare_guards(self) -> None:
-        """Once per round, when its first step is committed: ask guards to load their stages in advance."""
-        if self._prepared == self.fence:
-            return
-        self._prepared = self.fence
-        for stage, guard in sorted(self._machine.guards.items()):
-            part = self._cut.stages[stage]
-            self._connections.tell(
-                PeerId(guard),
-                wire.Prepare(
-                    fence=self.fence,
-                    stage=stage,
-                    graph_hash=part.graph_hash,
-                    boundary=msgspec.Raw(msgspec.msgpack.encode(part.boundary)),
-                    options=stage_options(self._job.options, self.deployment.plan, stage),
-                    tensors=headers({"graph": part.encoded}),
-                ),
-                (part.encoded,),
-            )
-
-    def _cut_of(self, plan: Plan) -> Cut:
-        return self._cut if self._cut.holds(plan) else cut(self._job, plan)
+            self._round.adopt(deployment)
+            self._faults.adopted(deployment.plan, reason)
+        self._updates.begin_round()
+        self._traffic.begin_round()
+        self._round.begin(command)
 
     def _resume(self, command: commands.SendResume) -> None:
-        self._to(
-            command.stage,
-            wire.Resume(
-                fence=self.fence,
-                stage=command.stage,
-                committed=command.committed,
-                source=command.source,
-                base=command.base,
-                records=command.records,
-                replaying=tuple(sorted(command.replaying)),
-                snapshot=command.snapshot,
-                line=command.line,
-            ),
-        )
-        self._start(self._push_state(command))
-        if self._exchange is not None and self._cut.stages[command.stage].trainable:
-            self._start(self._push_agreements(command.stage, command.base - 1 - self._job.options.sync_lag))
-
-    async def _push_state(self, command: commands.SendResume) -> None:
-        """Send the stage the state it can't make itself, if any."""
-        graph = self._cut.stages[command.stage].graph
-        pending = self._checkpoints.state_for(self._job, graph, base=command.base, source=command.source)
-        while (item := await asyncio.to_thread(next, pending, None)) is not None:
-            chunk, last = item
-            message = wire.StateChunk(
-                fence=self.fence, stage=command.stage, step=command.base, last=last, tensors=headers(chunk)
-            )
-            await self._connections.send_state(self._peer_of(command.stage), message, tuple(chunk.values()))
-
-    # ---------------------------------------------------------------------------------------------- local updates
-
-    def _new_differences(self) -> Differences:
-        """Return a collector for differences of the stages with trainable parameters; others take no part in
-        exchanges."""
-        shapes = {stage: self._cut.stages[stage].trainable for stage in range(len(self._cut.stages))}
-        return Differences({stage: known for stage, known in shapes.items() if known}, self._codec)
-
-    @property
-    def _codec(self) -> Exchanged:
-        return self._job.options.sync_codec
-
-    async def _agree(self, exchange: Exchange, step: int, differences: dict[str, Carried]) -> None:
-        agreement = await exchange.agree(step, differences)
-        for stage in self._machine.roles.stages:
-            if self._cut.stages[stage].trainable:
-                await self._send_agreement(stage, agreement)
-
-    def _forget_agreements(self, below: int) -> None:
-        """Forget agreements that no stage will need again."""
-        if self._exchange is not None and below > self._agreed_from:
-            self._agreed_from = below
-            self._last(asyncio.to_thread(self._exchange.forget, below))
-
-    async def _push_agreements(self, stage: int, since: int) -> None:
-        """Send a stage the agreements it needs because it runs steps again or was waiting for one."""
-        assert self._exchange is not None
-        for agreement in await asyncio.to_thread(self._exchange.known, since):
-            await self._send_agreement(stage, agreement)
-
-    async def _send_agreement(self, stage: int, agreement: Agreement) -> None:
-        names = carried_shapes(self._cut.stages[stage].trainable, agreement.told)
-        pending = chunks((name, agreement.values[name]) for name in sorted(names))
-        while True:
-            chunk = next(pending, None)
-            body, packed = split(dict(chunk or ()))
-            message = wire.Agreement(
-                fence=self.fence,
-                stage=stage,
-                step=agreement.step,
-                last=chunk is None,
-                told=agreement.told,
-                packed=packed,
-                tensors=headers(body),
-            )
-            await self._connections.send_state(self._peer_of(stage), message, tuple(body.values()))
-            if chunk is None:
-                return
-
-    def _take_difference(self, peer: PeerId, message: wire.Difference, tensors: dict[str, HostTensor]) -> None:
-        """Raise `ExecutionError` for a difference that is not expected from this peer."""
-        exchange = self._exchange
-        if exchange is None or message.stage not in self._machine.roles.stages_of(peer):
-            raise ExecutionError(
-                f"got a difference of stage {message.stage} from peer {short(peer)}, which does not send any."
-            )
-        if message.fence == self.fence and (whole := self._differences.take(message, tensors)) is not None:
-            self._start(self._agree(exchange, message.step, whole))
-
-    # ------------------------------------------------------------------------------------------------ performing
-
-    def _feed(self, mode: Mode, step: int, microbatch: int, batch: Batch, only: frozenset[int] | None = None) -> None:
-        for message, tensors in forwards(self._cut, self.fence, mode, step, microbatch, batch, only=only):
-            self._fed.put(message, tensors)
-
-    async def _decide_scale(self, step: int, norms: tuple[float, ...]) -> None:
-        fence, limit = self.fence, float("inf") if self._job.clip_norm is None else self._job.clip_norm
-        (total_norm, scale), _ = await self._host.compute.run(lambda: self._host.backend.clip_scale(norms, limit))
-        self._tell(events.ScaleDecided(step, total_norm, scale), fence)
+        self._round.resume(command)
+        self._round.start(self._saving.push_state(command))
+        self._updates.resume(command.stage, command.base - 1)
 
     async def _journal_commit(self, record: wire.CommitRecord) -> None:
         await asyncio.to_thread(self._journal.append, record)
         self._tell(events.CommitJournalled(record), None)
 
-    def _rounds_differently(self) -> bool:
-        """Return whether machines with different numerics have, or may have had, a part in this job."""
-        prints = {stage.fingerprint for stage in self.plan.stages if self._cut.saves(stage.stage)}
-        return self._job.options.takeover != "exact" or len(prints) > 1
-
-    def _write_checkpoint(self, step: int, *, ask: bool) -> None:
-        places = self._machine.roles.places
-        stages = {stage: PeerId(peer) for stage, peer in places.items() if self._cut.saves(stage)}
-        entries = {stage: self._cut.stages[stage].saved for stage in stages}
-        collection = self._collection = self._checkpoints.collection(
-            step,
-            self.fence,
-            stages,
-            entries,
-            tolerant=self._rounds_differently(),
-            takeovers=self.deployment.plan.tolerant_takeovers,
-        )
-        former, started_s = self._collected, time.monotonic()
-
-        async def collect() -> None:
-            if former is not None:
-                await asyncio.wait({former})  # two collections must not write to the same directory
-            path = await collection.run()
-            if path is not None:
-                self._on_progress(progress.CheckpointSaved(step, str(path), time.monotonic() - started_s))
-                self._tell(events.CheckpointWritten(step), None)
-
-        self._collected = self._last(collect())
-        if ask:
-            for stage in stages:
-                self._to(stage, wire.Export(fence=self.fence, stage=stage, step=step))
-
     async def _evaluate(self, step: int) -> None:
-        """Mean loss over the evaluation set, with at most twice as many microbatches in flight as there are stages."""
-        fence, window = self.fence, asyncio.Semaphore(2 * len(self._cut.stages))
-
-        async def one(index: int) -> float:
-            async with window:
-                waiting = self._outputs.expect("eval", step, index)
-                self._feed("eval", step, index, self._job.data.evaluation(index))
-                return _scalar((await waiting)[LOSS])
-
-        losses = await asyncio.gather(*(one(index) for index in range(self._job.evaluation_batches)))
-        found = Evaluation(step, sum(losses) / len(losses))
+        fence = self.fence
+        found = Evaluation(step, await self._traffic.evaluate(step))
         kept = await asyncio.to_thread(self._journal.append_evaluation, found)
-        told = standing(self._journal.evaluations, self._job.minimum_improvement)
-        best = None if told.best is None else told.best.step
-        self._on_progress(progress.Evaluated(step, kept.loss, best, told.since))
+        known = standing(self._journal.evaluations, self._job.minimum_improvement)
+        best = None if known.best is None else known.best.step
+        self._on_progress(progress.Evaluated(step, kept.loss, best, known.since))
         self._tell(events.EvaluationDone(step, kept.loss), fence)
 
-    async def _name_best(self, best: Evaluation) -> None:
-        path = await asyncio.to_thread(self._checkpoints.name_best, best)
-        self._on_progress(progress.BestKept(best.step, best.loss, str(path)))
-
     async def _probe(self, step: int) -> None:
-        """Send a microbatch through every stage of every replica, twice, and compare the losses (invariant 7: a job is
-        ready only after a probe has come back right)."""
-        fence, batch = self.fence, self._job.data.microbatch(min(step, self._job.steps - 1), 0)
-        losses: list[float] = []
-        for index in range(2 * self._cut.replicas):
-            waiting = self._outputs.expect("eval", step, index)
-            self._feed("eval", step, index, batch)
-            losses.append(_scalar((await waiting)[LOSS]))
-        count = self._cut.replicas
-        # Each replica is compared only with itself if takeover is "any": replicas may then be different machines.
-        first = count if self._job.options.takeover == "any" else 1
-        pairs = list(zip(losses[:count] if first == count else [losses[0]] * len(losses), losses[first:], strict=False))
-        apart = next((pair for pair in pairs if pair[0].hex() != pair[1].hex()), pairs[0])
-        self._tell(events.ProbeAnswered(apart), fence)
+        """Invariant 7: a job is ready only after a probe has come back right."""
+        fence = self.fence
+        self._tell(events.ProbeAnswered(await self._traffic.probe(step)), fence)
 
     async def infer(self, batch: Batch) -> dict[str, HostTensor]:
         """Return job outputs other than the loss (`logits`) for one batch, computed by the pool's stages with the state
         of the last committed step. Raises `ExecutionError` if a stage is lost meanwhile: after the job's end lost
         stages are not restored."""
-        step, index = self._machine.step, self._outputs.next_inference()
-        waiting = self._outputs.expect("infer", step, index)
-        self._feed("infer", step, index, batch)
-        return await waiting
+        return await self._traffic.infer(self._machine.step, batch)
 
     def _ask_plan(self, without: frozenset[str], reason: str) -> None:
         self._faults.asked(reason)
@@ -582,42 +335,21 @@ class Driver:
             else:
                 self.offer(deployment, reason)
 
-        self._asking = self._last(ask())
+        self._asking = self._round.start_lasting(ask())
 
     # --------------------------------------------------------------------------------------------------- spot checks
 
-    def _inspector(self) -> Inspector | None:
-        job = self._job
-        if not job.secret:
-            return None
-        return Inspector(job.secret, job.owner, max(1, job.options.microbatches // self._cut.replicas))
-
     def _start_check(self, check: Check) -> None:
-        """Ask a referee for a recheck; its inputs follow when it is ready. Earlier steps are never checked again."""
+        """Ask a verifier for a recheck; its inputs follow when it is ready. Earlier steps are never checked again."""
         assert self._inspection is not None
         self._inspection.forget(check.first)
-        part = self._cut.stages[check.stage]
-        keys = self._inspection.keys(check, sorted(part.boundary.others))
+        keys = self._inspection.keys(check, sorted(self._round.cut.stages[check.stage].boundary.others))
         if not keys or self._job.options.sync_every:
-            self._tell(
-                events.StageChecked(check, Opinion(void="some inputs or keys that the recheck needs were not kept")),
-                self.fence,
-            )
+            void = Opinion(void="some inputs or keys that the recheck needs were not kept")
+            self._tell(events.StageChecked(check, void), self.fence)
             return
-        message = wire.Recheck(
-            fence=self.fence,
-            stage=check.stage,
-            first=check.first,
-            below=check.below,
-            graph_hash=part.graph_hash,
-            boundary=msgspec.Raw(msgspec.msgpack.encode(part.boundary)),
-            options=stage_options(self._job.options, self.deployment.plan, check.stage),
-            records=tuple(self._machine.records[step] for step in range(check.first, check.below)),
-            keys=keys,
-            tensors=headers({"graph": part.encoded}),
-        )
-        self._connections.tell(PeerId(check.referee), message, (part.encoded,))
-        self._start(self._give_up(check))
+        self._round.recheck(check, keys)
+        self._round.start(self._give_up(check))
 
     async def _give_up(self, check: Check) -> None:
         """End a check without an opinion after `CHECK_S`, because it holds up the retention line."""
@@ -633,7 +365,7 @@ class Driver:
         if (check.referee, check.first, check.below) != (peer, message.first, message.below):
             return
         if isinstance(message, wire.Rechecking):
-            self._start(self._bring(check))
+            self._round.start(self._traffic.bring(check))
             return
         options, prints = self._job.options, self._prints
         apart = limits(options, prints.get(check.peer, ""), prints.get(check.referee, ""))
@@ -647,36 +379,6 @@ class Driver:
             void = Opinion(void=f"stage {message.stage} no longer has everything that it sent")
             self._tell(events.StageChecked(check, void), self.fence)
 
-    async def _bring(self, check: Check) -> None:
-        """Have all inputs of the checked stage sent to the referee. The owner's machine also needs its snapshots."""
-        boundary, places = self._cut.stages[check.stage].boundary, self._machine.roles.places
-        addresses = tuple(self.deployment.members.get(check.referee, ()))
-        if check.referee == self._job.owner and (guard := self._machine.guards.get(check.stage)) is not None:
-            for step in (check.first, check.below):
-                order = wire.PassSnapshot(
-                    fence=self.fence, stage=check.stage, step=step, peer=check.referee, addresses=()
-                )
-                self._connections.tell(PeerId(guard), order)
-        for stage in sorted(boundary.others):
-            order = wire.Testify(
-                fence=self.fence,
-                stage=stage,
-                about=check.stage,
-                first=check.first,
-                below=check.below,
-                peer=check.referee,
-                addresses=addresses,
-            )
-            self._connections.tell(PeerId(places[stage]), order)
-        if check.stage not in self._machine.roles.fed:
-            return
-        for step in range(check.first, check.below):
-            for microbatch in filter(boundary.crosses, range(self._job.options.microbatches)):
-                batch = self._job.data.microbatch(step, microbatch)
-                fed = forwards(self._cut, self.fence, "train", step, microbatch, batch, only={check.stage})
-                for message, tensors in fed:
-                    await self._connections.send_state(PeerId(check.referee), message, tensors)
-
     async def _take_testimony(self, peer: PeerId, message: Sent, tensors: dict[str, HostTensor]) -> None:
         """Pass on a stage's sent tensors to a referee, if the referee or the stage is in this process. Raises
         `ExecutionError` if the peer does not run the stage it claims as the sender."""
@@ -689,61 +391,7 @@ class Driver:
         elif peer == self._job.owner:
             await self._connections.send_state(PeerId(check.referee), message, tuple(tensors.values()))
 
-    def _tell_check(self, check: Check, outcome: Outcome, reason: str) -> None:
-        inspector = self._machine.inspector
-        assert inspector is not None
-        self._on_progress(
-            progress.Checked(
-                stage=check.stage,
-                peer=check.peer,
-                referee=check.referee,
-                first=check.first,
-                below=check.below,
-                outcome=outcome,
-                reason=reason,
-                tasks=inspector.tasks,
-                checked_tasks=inspector.checked_tasks,
-            )
-        )
-
-    async def _rewind(self, step: int) -> None:
-        """Cut back the journal first, then checkpoints: at a start, checkpoints later than the journal are dropped."""
-        if self._collection is not None:
-            self._collection.cancel()
-        if self._collected is not None:
-            await asyncio.wait({self._collected})
-        await asyncio.to_thread(self._journal.take_back, step)
-        await asyncio.to_thread(self._checkpoints.forget_after, step, self._machine.standing.best)
-
     # ---------------------------------------------------------------------------------------------- what arrives
-
-    def _on_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
-        """Handle an output. Never raises: a member that sends an invalid one counts as lost."""
-        if message.fence != self.fence:
-            return
-        if (wrong := self._take_output(message, tensors)) is not None:
-            self._connections.drop(self._peer_of(message.stage), wrong)
-
-    def _take_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> str | None:
-        """Return what is wrong with the output, None if nothing is."""
-        boundary = self._cut.stages[message.stage].boundary
-        if not boundary.crosses(message.microbatch):
-            return f"it sent an output of microbatch {message.microbatch}, which does not cross stage {message.stage}"
-        expected = boundary.job_outputs(message.mode)
-        if set(tensors) != set(expected) or not expected:
-            return f"expected outputs {list(expected)} of stage {message.stage}, got {list(tensors)}"
-        loss = tensors.get(LOSS)
-        if loss is not None and (loss.dtype, loss.shape) != ("float32", ()):
-            return f"expected a loss as a float32 scalar, got {loss.dtype}{list(loss.shape)}"
-        if message.mode != "train":
-            if not self._outputs.arrived(message.mode, message.step, message.microbatch, tensors):
-                return (
-                    f"it sent an output of {message.mode} microbatch {message.microbatch} of step {message.step}, "
-                    "which was not fed"
-                )
-        elif loss is not None:
-            self._tell(events.LossArrived(message.step, message.microbatch, _scalar(loss)), self.fence)
-        return None
 
     def _on_message(self, peer: PeerId, message: wire.Message) -> None:
         match message:
@@ -753,7 +401,7 @@ class Driver:
                 self._connections.drop(peer, f"{wire.REFUSAL_SENTENCES[code]} {reason}".strip())
                 return
             case wire.LinkLost(fence=self.fence):
-                self._start(self._suspect_link(peer, message))
+                self._round.start(self._suspect_link(peer, message))
                 return
             case _:
                 pass
@@ -793,15 +441,13 @@ class Driver:
                 case wire.Pong():
                     pass
                 case wire.Difference() as message:
-                    self._take_difference(peer, message, envelope.tensors)
+                    self._updates.take(peer, message, envelope.tensors)
                 case wire.Snapshot() as message:
                     self._member.take_snapshot(peer, message, envelope.tensors)
                 case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:
                     await self._take_testimony(peer, message, envelope.tensors)
-                case _ if self._collection is not None:
-                    await self._collection.take(peer, envelope)
                 case _:
-                    pass
+                    await self._saving.take(peer, envelope)
 
     async def _suspect_link(self, reporter: PeerId, message: wire.LinkLost) -> None:
         """Report a broken link to the machine, unless one of the two peers turns out to be lost."""
@@ -819,44 +465,23 @@ class Driver:
     def _on_lost(self, peer: PeerId, reason: str) -> None:
         told = f"peer {short(peer)} was lost: {reason}"
         if self._ended is not None:
-            self._outputs.fail(told)
+            self._traffic.fail(told)
         self._tell(events.PeerLost(peer, told), None)
 
-    # ---------------------------------------------------------------------------------------------------- details
 
-    def _start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        """Run `work` in a task that ends with the round."""
-        return self._spawn(work, self._round)
-
-    def _last(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
-        """Run `work` in a task that outlasts the round."""
-        return self._spawn(work, self._lasting)
-
-    def _spawn(self, work: Coroutine[object, object, object], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
-        async def guarded() -> None:
-            try:
-                await work
-            except TransportError as error:  # the connection's owner reports the loss as an event
-                log.info("a connection of %s: %s", self._job.job, error)
-            except FusionError as error:
-                self._tell(events.CommandFailed(str(error)), None)
-            except Exception as error:  # the job must end with a reason instead of waiting for a failed task
-                log.exception("a command of %s failed", self._job.job)
-                self._tell(events.CommandFailed(f"{type(error).__name__}: {error}"), None)
-
-        task = asyncio.create_task(guarded())
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # for a task that was cancelled before it began
-        return task
-
-    def _to(self, stage: int, message: wire.Message) -> None:
-        self._connections.tell(self._peer_of(stage), message)
-
-    def _peer_of(self, stage: int) -> PeerId:
-        return PeerId(self._machine.roles.places[stage])
-
-
-def _scalar(tensor: HostTensor) -> float:
-    """Return a float32 scalar as an exact Python float."""
-    return float(np.frombuffer(tensor.data, np.float32)[0])
+def _machine(
+    job: TrainingJob, plan: Plan, model: Cut, journal: CommitJournal, checkpoints: Checkpoints, saved: int
+) -> DriverMachine:
+    microbatches = max(1, job.options.microbatches // model.replicas)
+    return DriverMachine(
+        shape=job.shape(),
+        roles=model.roles(plan, job.owner),
+        incarnation=journal.incarnation,
+        learning_rate=job.learning_rate,
+        official=journal.committed,
+        records={record.step: record for record in journal.records(max(0, saved - 1))},
+        saved=saved,
+        older=list(checkpoints.steps),
+        inspector=Inspector(job.secret, job.owner, microbatches) if job.secret else None,
+        evaluations=journal.evaluations,
+    )

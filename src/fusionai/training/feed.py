@@ -1,4 +1,6 @@
-"""The data feed of a job: inputs of one microbatch as messages, to each stage exactly those it needs.
+"""A job's data in and out: inputs of a microbatch as messages, to each stage those it needs, and awaited outputs.
+
+Outputs awaited by microbatch are evaluation losses and inference logits.
 
 Used by `training.driver`; `execution.training.boundary` says which stage needs what.
 """
@@ -8,13 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterator
 
+import numpy as np
+
+from fusionai.coordination.round.verification import Check
+from fusionai.coordination.training import events
 from fusionai.execution.state import headers
-from fusionai.execution.training.boundary import FEED
+from fusionai.execution.training.boundary import FEED, LOSS
 from fusionai.execution.training.member import JobMember
-from fusionai.primitives.errors import DataError
+from fusionai.primitives.errors import DataError, ExecutionError
+from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.training.deployment import Cut
-from fusionai.training.job import Batch
+from fusionai.training.deployment import Batch, Cut
+from fusionai.training.rounds import JobRound
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Mode
 
@@ -78,3 +85,168 @@ class Feed:
                 linked.add(stage)
             if stage in linked:
                 self._member.to_stage(stage, message, tensors)
+
+
+_Key = tuple[Mode, int, int]
+
+
+class Outputs:
+    """Futures of awaited outputs. Call `expect` before feeding and `arrived` when an output comes; `drop` when a round
+    ends, `fail` when no output can come any more."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[_Key, asyncio.Future[dict[str, HostTensor]]] = {}
+        self._inferences = 0
+        self._failed: str | None = None
+
+    def next_inference(self) -> int:
+        self._inferences += 1
+        return self._inferences
+
+    def expect(self, mode: Mode, step: int, microbatch: int) -> asyncio.Future[dict[str, HostTensor]]:
+        """Return a future for an output. Raises `ExecutionError` after `fail`."""
+        if self._failed is not None:
+            raise ExecutionError(self._failed)
+        future: asyncio.Future[dict[str, HostTensor]] = asyncio.get_running_loop().create_future()
+        self._waiting[mode, step, microbatch] = future
+        return future
+
+    def arrived(self, mode: Mode, step: int, microbatch: int, tensors: dict[str, HostTensor]) -> bool:
+        """Deliver an output. Return False if it was not expected, unless `fail` was called."""
+        future = self._waiting.pop((mode, step, microbatch), None)
+        if future is not None and not future.done():
+            future.set_result(tensors)
+        return future is not None or self._failed is not None
+
+    def drop(self) -> None:
+        """Cancel all waits, because what was fed under an older fence never comes back."""
+        for future in self._waiting.values():
+            future.cancel()
+        self._waiting.clear()
+
+    def fail(self, reason: str) -> None:
+        self._failed = self._failed or reason
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ExecutionError(reason))
+        self._waiting.clear()
+
+
+class Traffic:
+    """Microbatches of a job's driver: feeds inputs to the stages of the present round and awaits their outputs."""
+
+    def __init__(self, present: JobRound, member: JobMember) -> None:
+        self._round = present
+        self._job = present.job
+        self._member = member
+        self._outputs = Outputs()
+        self._fed = Feed(member)
+
+    def begin_round(self) -> None:
+        self._outputs.drop()
+        self._fed = Feed(self._member)
+        self._round.start(self._fed.run())
+
+    def fail(self, reason: str) -> None:
+        """Fail all awaited outputs: no more can come."""
+        self._outputs.fail(reason)
+
+    def feed(self, mode: Mode, step: int, microbatch: int, batch: Batch, only: frozenset[int] | None = None) -> None:
+        present = self._round
+        for message, tensors in forwards(present.cut, present.fence, mode, step, microbatch, batch, only=only):
+            self._fed.put(message, tensors)
+
+    async def _loss(self, step: int, index: int, batch: Batch) -> float:
+        waiting = self._outputs.expect("eval", step, index)
+        self.feed("eval", step, index, batch)
+        return _scalar((await waiting)[LOSS])
+
+    async def evaluate(self, step: int) -> float:
+        """Return the mean loss over the evaluation set. At most twice as many microbatches are in flight as there are
+        stages."""
+        window = asyncio.Semaphore(2 * len(self._round.cut.stages))
+
+        async def one(index: int) -> float:
+            async with window:
+                return await self._loss(step, index, self._job.data.evaluation(index))
+
+        losses = await asyncio.gather(*(one(index) for index in range(self._job.evaluation_batches)))
+        return sum(losses) / len(losses)
+
+    async def probe(self, step: int) -> tuple[float, float]:
+        """Send a microbatch through every stage of every replica, twice. Return the first two losses that should be
+        equal and are not, otherwise any two."""
+        batch, count = self._job.data.microbatch(min(step, self._job.steps - 1), 0), self._round.cut.replicas
+        losses = [await self._loss(step, index, batch) for index in range(2 * count)]
+        # Each replica is compared only with itself if takeover is "any": replicas may then be different machines.
+        first = count if self._job.options.takeover == "any" else 1
+        pairs = list(zip(losses[:count] if first == count else [losses[0]] * len(losses), losses[first:], strict=False))
+        return next((pair for pair in pairs if pair[0].hex() != pair[1].hex()), pairs[0])
+
+    async def infer(self, step: int, batch: Batch) -> dict[str, HostTensor]:
+        """Return the job outputs other than the loss for one batch. Raises `ExecutionError` after `fail`."""
+        index = self._outputs.next_inference()
+        waiting = self._outputs.expect("infer", step, index)
+        self.feed("infer", step, index, batch)
+        return await waiting
+
+    async def bring(self, check: Check) -> None:
+        """Have all inputs of the checked stage sent to the verifier. The owner's machine also needs its snapshots."""
+        boundary, places = self._round.cut.stages[check.stage].boundary, self._round.machine.roles.places
+        addresses = tuple(self._round.deployment.members.get(check.referee, ()))
+        if check.referee == self._job.owner and (guard := self._round.machine.guards.get(check.stage)) is not None:
+            for step in (check.first, check.below):
+                self._round.pass_snapshot(guard, check.stage, step, check.referee, ())
+        for stage in sorted(boundary.others):
+            order = wire.Testify(
+                fence=self._round.fence,
+                stage=stage,
+                about=check.stage,
+                first=check.first,
+                below=check.below,
+                peer=check.referee,
+                addresses=addresses,
+            )
+            self._round.connections.tell(PeerId(places[stage]), order)
+        if check.stage not in self._round.machine.roles.fed:
+            return
+        for step in range(check.first, check.below):
+            for microbatch in filter(boundary.crosses, range(self._job.options.microbatches)):
+                batch = self._job.data.microbatch(step, microbatch)
+                fed = forwards(self._round.cut, self._round.fence, "train", step, microbatch, batch, only={check.stage})
+                for message, tensors in fed:
+                    await self._round.connections.send_state(PeerId(check.referee), message, tensors)
+
+    def on_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
+        """Handle an output. Never raises: a member that sends an invalid one counts as lost."""
+        if message.fence != self._round.fence:
+            return
+        if (wrong := self._take(message, tensors)) is not None:
+            self._round.connections.drop(self._round.peer_of(message.stage), wrong)
+
+    def _take(self, message: wire.Output, tensors: dict[str, HostTensor]) -> str | None:
+        """Return what is wrong with the output, None if nothing is."""
+        boundary = self._round.cut.stages[message.stage].boundary
+        if not boundary.crosses(message.microbatch):
+            return f"it sent an output of microbatch {message.microbatch}, which does not cross stage {message.stage}"
+        expected = boundary.job_outputs(message.mode)
+        if set(tensors) != set(expected) or not expected:
+            return f"expected outputs {list(expected)} of stage {message.stage}, got {list(tensors)}"
+        loss = tensors.get(LOSS)
+        if loss is not None and (loss.dtype, loss.shape) != ("float32", ()):
+            return f"expected a loss as a float32 scalar, got {loss.dtype}{list(loss.shape)}"
+        if message.mode != "train":
+            if not self._outputs.arrived(message.mode, message.step, message.microbatch, tensors):
+                return (
+                    f"it sent an output of {message.mode} microbatch {message.microbatch} of step {message.step}, "
+                    "which was not fed"
+                )
+        elif loss is not None:
+            arrived = events.LossArrived(message.step, message.microbatch, _scalar(loss))
+            self._round.tell(arrived, self._round.fence)
+        return None
+
+
+def _scalar(tensor: HostTensor) -> float:
+    """Return a float32 scalar as an exact Python float."""
+    return float(np.frombuffer(tensor.data, np.float32)[0])

@@ -9,14 +9,18 @@ side."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from fusionai.execution.training.codecs import Carried, joined
+from fusionai.execution.state import chunks, headers
+from fusionai.execution.training.codecs import Carried, joined, split
 from fusionai.execution.training.exchange import carried_shapes, check_values
 from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
+from fusionai.training.rounds import JobRound
 from fusionai.wire import messages as wire
 from fusionai.wire.codecs import Exchanged, Told
 
@@ -82,3 +86,78 @@ class Differences:
         for stage in sorted(self._come, reverse=True):
             merged |= self._come[stage]
         return merged
+
+
+class LocalUpdates:
+    """A driver's part in local updates: collects differences in the present round and sends agreements to stages.
+
+    `exchange` is None in a job that exchanges nothing.
+    """
+
+    def __init__(self, present: JobRound, exchange: Exchange | None) -> None:
+        self._round = present
+        self._exchange = exchange
+        self._differences = self._collector()
+        self._agreed_from = 0
+        """Agreements of earlier steps were forgotten."""
+
+    def _collector(self) -> Differences:
+        """Return a collector for the stages with trainable parameters; others take no part in exchanges."""
+        shapes = {stage: one.trainable for stage, one in enumerate(self._round.cut.stages)}
+        return Differences(
+            {stage: known for stage, known in shapes.items() if known}, self._round.job.options.sync_codec
+        )
+
+    def begin_round(self) -> None:
+        self._differences = self._collector()
+
+    def forget(self, below: int) -> None:
+        """Forget agreements that no stage will need again."""
+        below -= self._round.job.options.sync_lag
+        if self._exchange is not None and below > self._agreed_from:
+            self._agreed_from = below
+            self._round.start_lasting(asyncio.to_thread(self._exchange.forget, below))
+
+    def resume(self, stage: int, since: int) -> None:
+        """Send a stage the agreements it needs because it runs steps again or was waiting for one."""
+        if self._exchange is not None and self._round.cut.stages[stage].trainable:
+            self._round.start(self._push(self._exchange, stage, since - self._round.job.options.sync_lag))
+
+    async def _push(self, exchange: Exchange, stage: int, since: int) -> None:
+        for agreement in await asyncio.to_thread(exchange.known, since):
+            await self._send(stage, agreement)
+
+    async def _agree(self, exchange: Exchange, step: int, differences: dict[str, Carried]) -> None:
+        agreement = await exchange.agree(step, differences)
+        for stage in self._round.machine.roles.stages:
+            if self._round.cut.stages[stage].trainable:
+                await self._send(stage, agreement)
+
+    async def _send(self, stage: int, agreement: Agreement) -> None:
+        names = carried_shapes(self._round.cut.stages[stage].trainable, agreement.told)
+        pending = chunks((name, agreement.values[name]) for name in sorted(names))
+        while True:
+            chunk = next(pending, None)
+            body, packed = split(dict(chunk or ()))
+            message = wire.Agreement(
+                fence=self._round.fence,
+                stage=stage,
+                step=agreement.step,
+                last=chunk is None,
+                told=agreement.told,
+                packed=packed,
+                tensors=headers(body),
+            )
+            await self._round.send_state(stage, message, tuple(body.values()))
+            if chunk is None:
+                return
+
+    def take(self, peer: PeerId, message: wire.Difference, tensors: Mapping[str, HostTensor]) -> None:
+        """Take part of a stage's differences. Raises `ExecutionError` for one that is not expected from this peer."""
+        exchange = self._exchange
+        if exchange is None or message.stage not in self._round.machine.roles.stages_of(peer):
+            raise ExecutionError(
+                f"got a difference of stage {message.stage} from peer {short(peer)}, which does not send any."
+            )
+        if message.fence == self._round.fence and (whole := self._differences.take(message, tensors)) is not None:
+            self._round.start(self._agree(exchange, message.step, whole))

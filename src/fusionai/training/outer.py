@@ -27,13 +27,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM
-from fusionai.execution.accumulate import as_array
+from fusionai.execution.state import as_array
 from fusionai.execution.training.codecs import Carried, pack, unpack
 from fusionai.execution.training.exchange import OuterStep
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.training.job import StateSource
+from fusionai.training.deployment import StateSource
 from fusionai.training.local_updates import Agreement
 from fusionai.wire.codecs import Exchanged, Told
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fusionai.execution.accumulate import as_array
+from fusionai.execution.state import as_array
 from fusionai.execution.training.codecs import Carried, joined, split
 from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.tensors import HostTensor, host_tensor

@@ -1,14 +1,22 @@
 """Events that a running job reports to the terminal, TensorBoard, the report and the broker.
 
-`training.driver` emits them, `client` listens.
+`FaultLog` decides when a fault is over: when the next step is committed with all stages working. The loss of a standby
+stops nothing and is never waited for. `Timeline` shows where the time of a step went on each machine, on the driver's
+clock. A member's clock offset is taken from its answer to the attach; it is accurate to half a round trip, enough for a
+chart.
+
+`training.driver` emits events, `client` listens; `client.pool.fault_report` renders faults.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from fusionai.coordination.round.verification import Outcome
+from fusionai.coordination.round.verification import Check, Inspector, Outcome
+from fusionai.coordination.training.commands import TellFault, TellRestored
 from fusionai.scheduling.problem.types import Plan
 from fusionai.wire.messages import CommitRecord, Span
 
@@ -82,6 +90,22 @@ class Checked:
     reason: str
     tasks: int
     checked_tasks: int
+
+
+def checked(check: Check, outcome: Outcome, reason: str, inspector: Inspector | None) -> Checked:
+    """Return the event that reports the outcome of `check`. `inspector` counts the tasks; a check has one."""
+    assert inspector is not None
+    return Checked(
+        stage=check.stage,
+        peer=check.peer,
+        referee=check.referee,
+        first=check.first,
+        below=check.below,
+        outcome=outcome,
+        reason=reason,
+        tasks=inspector.tasks,
+        checked_tasks=inspector.checked_tasks,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +182,70 @@ Progress = (
     | BrokerAway
     | BrokerBack
 )
+
+
+@dataclass(slots=True)
+class FaultLog:
+    """Tracks the fault in progress. `now_s` returns monotonic seconds."""
+
+    tell: Callable[[Progress], None]
+    now_s: Callable[[], float]
+    _since_s: float | None = None
+    """Time at which the first unresolved fault was seen."""
+    _reason: str = ""
+    """Why a new plan was requested."""
+
+    def seen(self, fault: TellFault) -> None:
+        self.tell(FaultSeen(fault.kind, fault.peer, fault.stages, fault.step, fault.reason))
+        if fault.stages and self._since_s is None:
+            self._since_s = self.now_s()
+
+    def asked(self, reason: str) -> None:
+        self._reason = reason
+
+    def adopted(self, plan: Plan, reason: str) -> None:
+        """Report a plan as adopted. `reason`: why it was offered, if it was not requested after a fault."""
+        self.tell(PlanChanged(plan, self._reason or reason))
+        self._reason = ""
+
+    def restored(self, told: TellRestored) -> None:
+        if told.restored and self._since_s is not None:
+            self.tell(Restored(told.committed, told.base, told.restored, told.rollback))
+
+    def committed(self, step: int) -> None:
+        """Report that `step` was committed with every stage working."""
+        if self._since_s is not None:
+            self.tell(Recovered(step, self.now_s() - self._since_s))
+            self._since_s = None
+
+
+class Timeline:
+    """Spans of the current step and the time of the last commit."""
+
+    def __init__(self) -> None:
+        self._offset_s: dict[int, float] = {}
+        self._spans: dict[int, tuple[Span, ...]] = {}
+        self._last_commit_s: float | None = None
+
+    def clock(self, stage: int, their_now_s: float) -> None:
+        self._offset_s[stage] = time.monotonic() - their_now_s
+        self._last_commit_s = None
+
+    def spans(self, stage: int, spans: tuple[Span, ...]) -> None:
+        """Store a stage's spans since its last report, converted to the driver's clock."""
+        offset_s = self._offset_s.get(stage, 0.0)
+        self._spans[stage] = tuple(
+            Span(span.kind, span.microbatch, span.start_s + offset_s, span.end_s + offset_s) for span in spans
+        )
+
+    def step_done(
+        self, record: CommitRecord, losses: tuple[float, ...], replayed: bool, tokens_per_step: int
+    ) -> StepDone:
+        now_s = time.monotonic()
+        starts = [span.start_s for spans in self._spans.values() for span in spans if span.kind == "forward"]
+        began_s = self._last_commit_s if self._last_commit_s is not None else min(starts, default=now_s)
+        self._last_commit_s = now_s
+        step_s = max(now_s - began_s, 1e-9)
+        done = StepDone(record, losses, step_s, tokens_per_step / step_s, replayed, dict(self._spans))
+        self._spans.clear()
+        return done

@@ -4,7 +4,7 @@ The broker grants plans and signs tickets, but can't sign as the owner. A member
 brought, shows it to the members it dials, and admits only peers that the owner's signature names. Decides the fields,
 their canonical encoding, and the checks.
 
-Drivers sign with their host's `Seal`, `execution.roster` checks for a member; `tickets` are the broker's equivalent.
+Drivers sign with their host's `Seal`, `execution.member` checks for a member; `tickets` are the broker's equivalent.
 """
 
 from __future__ import annotations

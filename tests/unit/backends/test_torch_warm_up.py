@@ -16,7 +16,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import numpy as np
-import fusionai.execution.training.loading
+import fusionai.execution.training.stages
 from fusionai.backends.interface import Call
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.ir.validate import parse

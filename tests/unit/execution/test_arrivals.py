@@ -1,11 +1,11 @@
-"""What a stage takes from its neighbours: values as they were agreed on, packed as they were agreed to be."""
+"""A stage takes only values packed as agreed, and holds them. Shared gradients count once all their parts are there."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from fusionai.execution.training.arrivals import Arrivals
+from fusionai.execution.training.arrivals import Arrivals, Held
 from fusionai.execution.training.boundary import FEED, boundaries
 from fusionai.execution.training.codecs import Carried, pack
 from fusionai.ir.partition import cut_blocks
@@ -83,3 +83,76 @@ def test_a_packed_value_has_the_dtype_of_its_graph() -> None:
     arrived: dict[str, HostTensor] = {"y0": host_tensor("int64", (ROWS, WIDTH), bytes(8 * ROWS * WIDTH))}
     with pytest.raises(ExecutionError, match="expected 'y0' as float32, got int64"):
         arrivals(1, "int8").forward(forward(0, 1), arrived)
+
+
+class Anything(Arrivals):
+    """Takes whatever comes."""
+
+    def __init__(self) -> None:
+        return
+
+
+def held(limit_bytes: int = 1000) -> Held:
+    return Held(0, Anything(), limit_bytes)
+
+
+def part(number: int, parts: int, *, sender: int = 2, phase: str = "partial") -> wire.SharedGradient:
+    return wire.SharedGradient(
+        fence=Fence(1, 1, 1), step=5, sender=sender, receiver=0, phase=phase, part=number, parts=parts
+    )
+
+
+def values(**named: float) -> dict[str, HostTensor]:
+    return {
+        name: host_tensor("float32", (1,), np.array([value], np.float32).tobytes()) for name, value in named.items()
+    }
+
+
+def number(tensor: HostTensor) -> float:
+    return float(np.frombuffer(tensor.data, np.float32)[0])
+
+
+def test_it_is_there_when_all_of_it_is() -> None:
+    box = held()
+    assert not box.keep(part(0, 2), values(a=1))
+    assert box.keep(part(0, 1, sender=4), values(a=5, b=6)), "another sender's is whole by itself"
+    assert box.keep(part(1, 2), values(b=2))
+    taken = box.take_partials(5)
+    assert [(sender, {key: number(value) for key, value in entries}) for sender, entries in taken] == [
+        (2, {"a": 1, "b": 2}),
+        (4, {"a": 5, "b": 6}),
+    ]
+    assert box.nbytes == 0
+
+
+def test_what_is_sent_again_replaces_what_was_there() -> None:
+    """The first sender died after a part of it; who stands in sends everything."""
+    box = held()
+    assert not box.keep(part(0, 2), values(a=1))
+    assert not box.keep(part(0, 2), values(a=3))
+    assert box.nbytes == 4
+    assert box.keep(part(1, 2), values(b=4))
+    assert {key: number(value) for _, entries in box.take_partials(5) for key, value in entries} == {"a": 3, "b": 4}
+
+
+def test_sums_and_parts_are_told_apart() -> None:
+    box = held()
+    assert box.keep(part(0, 1, phase="total"), values(a=7))
+    assert box.take_partials(5) == []
+    assert len(box.take_totals(5)) == 1
+
+
+def test_too_much_is_refused() -> None:
+    box = held(limit_bytes=7)
+    assert not box.keep(part(0, 2), values(a=1))
+    with pytest.raises(ExecutionError, match="at most 7"):
+        box.keep(part(1, 2), values(b=1))
+    assert box.nbytes == 4
+
+
+def test_nothing_is_left() -> None:
+    box = held()
+    box.keep(part(0, 2), values(a=1))
+    box.drop()
+    assert box.nbytes == 0
+    assert not box.keep(part(1, 2), values(b=1)), "what was dropped does not count"

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from fusionai.execution.training import codec_kernels as turning
 from fusionai.execution.training import codecs
-from fusionai.execution.training import hadamard as turning
 from fusionai.execution.training.codecs import Packed, joined, pack, split, unpack, unpack_all
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor

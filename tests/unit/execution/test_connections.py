@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from fusionai.execution.links.connections import _Line  # pyright: ignore[reportPrivateUsage]
-from fusionai.execution.links.local import LocalChannel
+from fusionai.execution.links.connections import (
+    LocalChannel,
+    _MemberConnection,  # pyright: ignore[reportPrivateUsage]
+)
 from fusionai.execution.links.outbox import Outbox
 from fusionai.primitives.ids import PeerId
 
@@ -16,7 +18,7 @@ def test_only_answers_and_states_are_signs_of_life():
     async def story() -> list[bool]:
         control, _ = LocalChannel.pair(PEER, "control")
         state, _ = LocalChannel.pair(PEER, "state")
-        line = _Line(PEER, Outbox(control, lambda reason: None), state)
+        line = _MemberConnection(PEER, Outbox(control, lambda reason: None), state)
         seen = [line.sign_of_life()]
         control.stats.arrived_bytes += 100  # it tells of a lost link: that says nothing of the way there
         seen.append(line.sign_of_life())

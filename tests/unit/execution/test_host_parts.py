@@ -13,7 +13,7 @@ import pytest
 from fusionai.backends.interface import WorksIn
 from fusionai.execution import compute
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.links.local import LocalChannel
+from fusionai.execution.links.connections import LocalChannel
 from fusionai.execution.links.outbox import Outbox
 from fusionai.execution.links.peer_links import Links, dials
 from fusionai.execution.state import CHUNK_BYTES, chunks

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.execution.accumulate import as_bytes
 from fusionai.execution.sketches import SIZE, mark, step_key
+from fusionai.execution.state import as_bytes
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from harness.pool import tensor
 

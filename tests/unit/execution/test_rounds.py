@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from fusionai.coordination.round.liveness import DEADLINE_S, PING_S, SHORTEST_S
-from fusionai.execution.links.carrier import Carrier
-from fusionai.execution.links.peer_links import Links
+from fusionai.execution.links.peer_links import Links, StateConnections
 from fusionai.execution.state import headers
 from fusionai.execution.training.boundary import boundaries
 from fusionai.ir.partition import cut_blocks
@@ -514,7 +513,7 @@ def frame(message: wire.Message, tensors: Sequence[Any]) -> bytes:
 def test_a_snapshot_for_a_guard_that_falls_silent_fails_within_the_deadline():
     async def run() -> None:
         async with Far() as far:
-            carrier = Carrier(far.network.transport(peer_id(0)), now_s=far.clock.now_s)
+            carrier = StateConnections(far.network.transport(peer_id(0)), now_s=far.clock.now_s)
             entries = {"x": rows()}
             first = wire.Snapshot(fence=FENCE, stage=0, step=2, part=0, line=0, last=False, tensors=headers(entries))
             await carrier.send(peer_id(1), far.listener.addresses, OPENING, first, tuple(entries.values()))
@@ -531,7 +530,7 @@ def test_a_snapshot_for_a_guard_that_falls_silent_fails_within_the_deadline():
 
 def test_commits_move_the_line_of_snapshots_that_are_kept_here():
     async def body(running: Running) -> None:
-        store = running.stand.member._keeper.store
+        store = running.stand.member._snapshots.store
         entries = {"x": rows()}
         for stage, step in ((1, 0), (1, 5)):
             message = wire.Snapshot(
@@ -551,7 +550,7 @@ def test_detaching_forgets_snapshots_too():
         member = running.stand.member
         entries = {"x": rows()}
         message = wire.Snapshot(fence=FENCE, stage=1, step=2, part=0, line=0, last=True, tensors=headers(entries))
-        assert member._keeper.store.take(NEIGHBOUR, message, entries)
+        assert member._snapshots.store.take(NEIGHBOUR, message, entries)
         await running.control.send(wire.Detach(fence=FENCE))
         await asyncio.wait_for(running.stand.pool.doors[0].idle.wait(), PATIENCE_S)
         assert (member.stages, member.snapshots) == ((), ())

@@ -11,12 +11,11 @@ import pytest
 
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.host import Host
-from fusionai.execution.links.local import LocalChannel
+from fusionai.execution.links.connections import LocalChannel
 from fusionai.execution.links.peer_links import Links
 from fusionai.execution.serving import member as serving_member
-from fusionai.execution.serving.loading import identity_of
+from fusionai.execution.serving.loading import OwnWeights, identity_of
 from fusionai.execution.serving.member import ServingMember
-from fusionai.execution.serving.weights import OwnWeights
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.ids import PeerId
 from fusionai.wire import messages as wire

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionai.execution.retained import Retained
 from fusionai.execution.state import headers
-from fusionai.execution.training.held import Held
+from fusionai.execution.training.arrivals import Held
+from fusionai.execution.training.retained import Retained
 from fusionai.execution.training.snapshots import SnapshotStore
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.execution.weights.fetching import FetchLimits, fetch
-from fusionai.execution.weights.inlet import WeightInlet
+from fusionai.execution.weights.fetching import FetchLimits, WeightInlet, fetch
 from fusionai.execution.weights.server import MAX_CONNECTIONS, WeightDesk
 from fusionai.primitives.errors import ExecutionError, StorageError, TransportError
 from fusionai.primitives.ids import PeerId

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from fusionai.execution.accumulate import as_array
+from fusionai.execution.state import as_array
 from fusionai.execution.training.codecs import Carried, pack, unpack
 from fusionai.execution.training.exchange import OuterStep
 from fusionai.primitives.tensors import HostTensor, host_tensor

@@ -63,8 +63,8 @@ from fusionai.storage.reader import forget_after, latest, open_latest, sweep
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints
+from fusionai.training.deployment import TrainingJob
 from fusionai.training.driver import Driver
-from fusionai.training.job import TrainingJob
 from fusionai.transport.enrolment import Membership
 from fusionai.wire.messages import StageOptions
 

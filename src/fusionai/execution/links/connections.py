@@ -6,7 +6,7 @@ the peer that sent it. State is always read, even if nothing needs it, because a
 send it.
 
 Used by `training.driver` and `serving.driver`. `coordination.round.liveness` detects silent members. The owner's own
-stages are reached over in-process channels."""
+stages are reached over in-process channels (`LocalChannel`)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from typing import Final
 from fusionai.coordination.round.liveness import Silence
 from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
-from fusionai.execution.links.local import LocalChannel
 from fusionai.execution.links.outbox import Outbox
 from fusionai.execution.links.peer_links import open_job
-from fusionai.execution.part import Part
-from fusionai.execution.retained import Sent
-from fusionai.primitives.errors import FusionError, TransportError
+from fusionai.execution.member import Member
+from fusionai.primitives.errors import ChannelClosed, FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
-from fusionai.transport.interface import Channel
+from fusionai.transport.interface import Channel, ChannelStats, Envelope, Remote
 from fusionai.wire import messages as wire
+from fusionai.wire.messages import Message, Stream, Way
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ OPENING_S: Final = 3.0
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _MemberConnection:
     """The control and state connections to one member, and the tasks that read them."""
 
     peer: PeerId
@@ -81,7 +80,7 @@ class Connections:
         self,
         job: str,
         host: Host,
-        member: Part,
+        member: Member,
         *,
         on_message: MessageSink,
         serve_state: StateServer,
@@ -93,7 +92,7 @@ class Connections:
         self._on_message = on_message
         self._serve_state = serve_state
         self._on_lost = on_lost
-        self._lines: dict[PeerId, _Line] = {}
+        self._connections: dict[PeerId, _MemberConnection] = {}
         self._own: list[asyncio.Task[bool] | asyncio.Task[None]] = []
         self._silence = Silence()
         self._watching = asyncio.create_task(self._watch(), name="silence of members")
@@ -102,14 +101,14 @@ class Connections:
         self._pings = 0
 
     def is_open(self, peer: PeerId) -> bool:
-        line = self._lines.get(peer)
-        return line is not None and line.alive
+        connection = self._connections.get(peer)
+        return connection is not None and connection.alive
 
     async def open(self, peer: PeerId, deployment: Deployment, fence: wire.Fence) -> bool:
         """Connect to `peer` unless connected already. On failure, call `on_lost` with the reason and return False."""
         if self.is_open(peer):
             return True
-        former = self._lines.pop(peer, None)
+        former = self._connections.pop(peer, None)
         if former is not None:
             self._end(former)
         if peer == self._host.peer:
@@ -150,50 +149,52 @@ class Connections:
 
     def _adopt(self, peer: PeerId, control: Channel, state: Channel) -> None:
         def failed(reason: str) -> None:
-            self._lose(line, reason)
+            self._lose(connection, reason)
 
-        line = self._lines[peer] = _Line(peer, Outbox(control, failed), state)
-        line.tasks = [
-            asyncio.create_task(self._read(line, self._hear(line, control))),
-            asyncio.create_task(self._read(line, self._serve_state(peer, state))),
+        connection = self._connections[peer] = _MemberConnection(peer, Outbox(control, failed), state)
+        connection.tasks = [
+            asyncio.create_task(self._read(connection, self._hear(connection, control))),
+            asyncio.create_task(self._read(connection, self._serve_state(peer, state))),
         ]
         if peer != self._host.peer:
             self._silence.watch(peer, self._host.clock.now_s())
 
-    async def _hear(self, line: _Line, control: Channel) -> None:
+    async def _hear(self, connection: _MemberConnection, control: Channel) -> None:
         while True:
             message = (await control.receive()).message
-            line.answers += isinstance(message, wire.Pong)
-            self._on_message(line.peer, message)
+            connection.answers += isinstance(message, wire.Pong)
+            self._on_message(connection.peer, message)
 
-    async def _read(self, line: _Line, reading: Awaitable[None]) -> None:
+    async def _read(self, connection: _MemberConnection, reading: Awaitable[None]) -> None:
         try:
             await reading
         except FusionError as error:
-            self._lose(line, str(error))
+            self._lose(connection, str(error))
         except Exception as error:  # whatever arrived, the job must not wait for a connection that is no longer read
-            log.exception("a connection to peer %s failed", short(line.peer))
-            self._lose(line, f"{type(error).__name__}: {error}")
+            log.exception("a connection to peer %s failed", short(connection.peer))
+            self._lose(connection, f"{type(error).__name__}: {error}")
         else:
-            self._lose(line, "it ended a connection")
+            self._lose(connection, "it ended a connection")
 
     # -------------------------------------------------------------------------------------------------- silence
 
     async def _watch(self) -> None:
         while True:
             now_s = self._host.clock.now_s()
-            for line in list(self._lines.values()):
-                if line.peer == self._host.peer:
+            for connection in list(self._connections.values()):
+                if connection.peer == self._host.peer:
                     continue
-                if line.sign_of_life():
-                    self._silence.heard(line.peer, now_s)
+                if connection.sign_of_life():
+                    self._silence.heard(connection.peer, now_s)
                 self._pings += 1
-                line.control.post(wire.Ping(sequence=self._pings, sent_at_s=now_s))
-            taking = [p for p, line in self._lines.items() if line.control.channel.acknowledges is not False]
+                connection.control.post(wire.Ping(sequence=self._pings, sent_at_s=now_s))
+            taking = [
+                p for p, connection in self._connections.items() if connection.control.channel.acknowledges is not False
+            ]
             for peer, deadline_s in self._silence.tick(now_s, taking).items():
-                line = self._lines.get(PeerId(peer))
-                if line is not None:
-                    self._lose(line, f"it has been silent for {deadline_s:.3g} s")
+                connection = self._connections.get(PeerId(peer))
+                if connection is not None:
+                    self._lose(connection, f"it has been silent for {deadline_s:.3g} s")
             await asyncio.sleep(self._silence.ping_s)
 
     def is_doubtful(self, peer: PeerId) -> bool:
@@ -205,62 +206,60 @@ class Connections:
 
     def tell(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
         """Send on the control connection. Dropped if the member has none: its loss was reported already."""
-        line = self._lines.get(peer)
-        if line is not None:
-            line.control.post(message, tensors)
+        connection = self._connections.get(peer)
+        if connection is not None:
+            connection.control.post(message, tensors)
 
-    async def send_state(
-        self, peer: PeerId, message: wire.StateChunk | wire.Agreement | Sent, tensors: Sequence[HostTensor]
-    ) -> None:
+    async def send_state(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
         """Send on the state connection. Raises `TransportError` if the member has none."""
-        line = self._lines.get(peer)
-        if line is None:
+        connection = self._connections.get(peer)
+        if connection is None:
             raise TransportError(f"there is no connection to peer {short(peer)}.")
-        await line.state.send(message, tensors)
+        await connection.state.send(message, tensors)
 
     def drop(self, peer: PeerId, reason: str) -> None:
         """Count a member that broke the protocol as lost."""
-        line = self._lines.get(peer)
-        if line is not None:
-            self._lose(line, reason)
+        connection = self._connections.get(peer)
+        if connection is not None:
+            self._lose(connection, reason)
 
     def dismiss(self, keep: Iterable[str], fence: wire.Fence) -> None:
         """Detach all members that the plan no longer needs; `keep` names those it does."""
         kept = {*keep, self._host.peer}
-        for peer in [peer for peer in self._lines if peer not in kept]:
+        for peer in [peer for peer in self._connections if peer not in kept]:
             self.part_with(peer, fence, "the plan continues without this peer")
 
     def part_with(self, peer: PeerId, fence: wire.Fence, reason: str) -> None:
         """Detach one member. Does nothing if it is not connected."""
-        line = self._lines.pop(peer, None)
-        if line is None:
+        connection = self._connections.pop(peer, None)
+        if connection is None:
             return
         self._silence.forget(peer)
-        line.over = True
-        line.control.post(wire.Detach(fence=fence, reason=reason[:4000]))
-        task = asyncio.create_task(self._see_off(line))
+        connection.over = True
+        connection.control.post(wire.Detach(fence=fence, reason=reason[:4000]))
+        task = asyncio.create_task(self._see_off(connection))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
-    async def _see_off(self, line: _Line) -> None:
-        await line.control.close()
-        self._end(line)
+    async def _see_off(self, connection: _MemberConnection) -> None:
+        await connection.control.close()
+        self._end(connection)
 
-    def _lose(self, line: _Line, reason: str) -> None:
-        if self._closing or line.over:
+    def _lose(self, connection: _MemberConnection, reason: str) -> None:
+        if self._closing or connection.over:
             return
-        self._end(line)
-        if self._lines.get(line.peer) is line:
-            del self._lines[line.peer]
-            self._silence.forget(line.peer)
-        self._on_lost(line.peer, reason)
+        self._end(connection)
+        if self._connections.get(connection.peer) is connection:
+            del self._connections[connection.peer]
+            self._silence.forget(connection.peer)
+        self._on_lost(connection.peer, reason)
 
-    def _end(self, line: _Line) -> None:
-        line.over = True
-        line.control.abandon()
-        line.control.channel.abort()
-        line.state.abort()
-        for task in line.tasks:
+    def _end(self, connection: _MemberConnection) -> None:
+        connection.over = True
+        connection.control.abandon()
+        connection.control.channel.abort()
+        connection.state.abort()
+        for task in connection.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
 
@@ -268,14 +267,73 @@ class Connections:
         """Detach all members, flush what is queued, close."""
         self._closing = True
         self._watching.cancel()
-        lines, self._lines = list(self._lines.values()), {}
-        for line in lines:
-            line.control.post(wire.Detach(fence=fence, reason=reason))
-        await asyncio.gather(*(self._see_off(line) for line in lines))
+        connections, self._connections = list(self._connections.values()), {}
+        for connection in connections:
+            connection.control.post(wire.Detach(fence=fence, reason=reason))
+        await asyncio.gather(*(self._see_off(connection) for connection in connections))
         await asyncio.gather(*self._leaving, return_exceptions=True)
         for task in self._own:
             task.cancel()
-        tasks = [self._watching, *self._own, *(task for line in lines for task in line.tasks)]
+        tasks = [self._watching, *self._own, *(task for connection in connections for task in connection.tasks)]
         await asyncio.gather(*tasks, return_exceptions=True)
         with suppress(FusionError):
             await self._member.close()
+
+
+class LocalChannel:
+    """One end of an in-process channel. `pair` makes both ends."""
+
+    def __init__(self, peer: PeerId, stream: Stream) -> None:
+        self.remote = Remote(peer, "member")
+        self.stream: Stream = stream
+        self.way: Way = "lan"
+        self.stats = ChannelStats()
+        self._inbox: asyncio.Queue[Envelope | None] = asyncio.Queue()
+        self._other: LocalChannel | None = None
+        self._closed = False
+
+    @classmethod
+    def pair(cls, peer: PeerId, stream: Stream) -> tuple[LocalChannel, LocalChannel]:
+        one, other = cls(peer, stream), cls(peer, stream)
+        one._other, other._other = other, one
+        return one, other
+
+    async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
+        if self._closed or self._other is None or self._other.closed:
+            raise ChannelClosed("the local channel is closed.")
+        headers = getattr(message, "tensors", ())
+        named: dict[str, HostTensor] = {h.name: tensor for h, tensor in zip(headers, tensors, strict=True)}
+        self.stats.sent_frames += 1
+        self._other.stats.received_frames += 1
+        self._other.stats.arrived_bytes += 1  # nothing is encoded, but it counts as a sign of life
+        self._other._inbox.put_nowait(Envelope(message, named))
+
+    def send_at_once(self, message: Message, tensors: Sequence[HostTensor] = ()) -> bool:  # noqa: ARG002
+        """Send nothing and return False: messages on this channel are never urgent."""
+        return False
+
+    async def receive(self) -> Envelope:
+        envelope = await self._inbox.get()
+        if envelope is None:
+            self._inbox.put_nowait(None)
+            raise ChannelClosed("the local channel was closed.")
+        return envelope
+
+    async def close(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._inbox.put_nowait(None)
+        if self._other is not None:
+            self._other._inbox.put_nowait(None)
+
+    @property
+    def acknowledges(self) -> bool | None:
+        return None
+
+    @property
+    def closed(self) -> bool:
+        return self._closed

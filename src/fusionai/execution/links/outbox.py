@@ -1,11 +1,15 @@
-"""An ordered send queue in front of a channel, so that computing and sending overlap.
+"""Sending on one connection: an ordered queue in front of a channel, and pings that keep a connection alive.
 
-Messages are sent in the order of `post`. A lost channel is reported once through `on_lost`, and later posts are
-dropped: the poster learns of the loss from that event instead of an exception in the middle of other work. A message
-that can't be sent at all (a frame that is too large) also ends the channel, because the other side must not wait for
-it.
+`Outbox` lets computing and sending overlap. Messages are sent in the order of `post`. A lost channel is reported once
+through `on_lost`, and later posts are dropped: the poster learns of the loss from that event instead of an exception in
+the middle of other work. A message that can't be sent at all (a frame that is too large) also ends the channel, because
+the other side must not wait for it.
 
-`execution.training.member` and `training.driver` post; `transport` sends.
+`KeepaliveConnection` adds pings and pongs. Its owner reports arrivals to `coordination.round.liveness`, which decides
+about silence. Part of a frame counts as a sign of life too, so a large tensor on a slow link is never mistaken for a
+dead peer.
+
+`execution.links.peer_links` and `execution.links.connections` post; `transport` sends.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from typing import Final
 
 from fusionai.primitives.errors import FusionError, TransportError
 from fusionai.primitives.tensors import HostTensor
-from fusionai.transport.interface import Channel
+from fusionai.transport.interface import Channel, Envelope
+from fusionai.wire import messages as wire
 from fusionai.wire.messages import Message
 
 FLUSH_TIMEOUT_S: Final = 5.0
@@ -92,3 +97,61 @@ class Outbox:
         """Drop what is queued. The caller closes the channel."""
         self._abandoned = True
         self._task.cancel()
+
+
+MAX_UNSENT_ANSWERS: Final = 16
+"""Pongs that may wait unsent. A peer that does not read gets no more of them, since liveness needs only one."""
+
+
+class KeepaliveConnection:
+    """One connection. `on_lost` is called at most once, with the reason, and never after `drop`."""
+
+    def __init__(self, channel: Channel, on_lost: Callable[[KeepaliveConnection, str], None] | None = None) -> None:
+        self.channel = channel
+        self.posted = False
+        """Whether anything but pings and pongs was sent since the flag was last cleared."""
+        self._told = False
+        self._on_lost = on_lost
+        self._outbox = Outbox(channel, self.lost)
+        self._arrived_bytes = -1
+
+    @property
+    def usable(self) -> bool:
+        return not self._told and not self._outbox.lost and not self.channel.closed
+
+    def post(self, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
+        self.posted = True
+        self._outbox.post(message, tensors)
+
+    async def receive(self) -> Envelope:
+        """Return the next message other than a ping or pong. Raises what `Channel.receive` raises."""
+        while True:
+            envelope = await self.channel.receive()
+            match envelope.message:
+                case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
+                    if self._outbox.waiting < MAX_UNSENT_ANSWERS:
+                        self._outbox.post(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
+                case wire.Pong():
+                    pass
+                case _:
+                    return envelope
+
+    def beat(self, now_s: float) -> bool:
+        """Send a ping unless other messages already wait. Return whether anything arrived since the last call."""
+        if self._outbox.waiting == 0:
+            self._outbox.post(wire.Ping(sequence=0, sent_at_s=now_s))
+        before, self._arrived_bytes = self._arrived_bytes, self.channel.stats.arrived_bytes
+        return self._arrived_bytes != before
+
+    def lost(self, reason: str) -> None:
+        """End the connection and report the reason, unless it has ended already."""
+        if not self._told:
+            self.drop()
+            if self._on_lost is not None:
+                self._on_lost(self, reason)
+
+    def drop(self) -> None:
+        """End the connection without a report and discard what is queued."""
+        self._told = True
+        self._outbox.abandon()
+        self.channel.abort()

@@ -1,22 +1,26 @@
-"""Tensor connections of one job member: one per other peer, used in both directions.
+"""Connections of one job member to other members: tensor links, and state connections for snapshots.
+
+`Links` keeps one tensor connection per other peer, used in both directions. `StateConnections` dials one connection per
+receiver of snapshots or of a recheck's inputs, when it is first needed, and keeps it open. Sending on it waits for the
+network, so a snapshot never accumulates in memory.
 
 This module decides which side dials: always the job owner (its machine may be unreachable from outside), otherwise the
 peer with the smaller id. It decides when a link is lost: closed, refused, or silent for too long. It never inspects
-payloads and never redials by itself; the next round does.
+payloads and never redials a tensor link by itself; the next round does.
 
-`execution.training.member` posts and receives, `transport` connects, `coordination.round.liveness` measures silence.
-"""
+The members post and receive, `execution.training.snapshots` sends snapshots, `transport` connects,
+`coordination.round.liveness` measures silence."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from fusionai.coordination.round.liveness import Silence
-from fusionai.execution.links.keepalive import Line
+from fusionai.execution.links.outbox import KeepaliveConnection
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -92,7 +96,7 @@ class Links:
         self._on_lost = on_lost
         self._now_s = now_s
         self._silence = Silence()
-        self._lines: dict[PeerId, Line] = {}
+        self._connections: dict[PeerId, KeepaliveConnection] = {}
         self._waiting: dict[PeerId, asyncio.Future[None]] = {}
         """Futures that are resolved when a link to the peer is up."""
         self._dialling: dict[PeerId, _Dialling] = {}
@@ -102,32 +106,32 @@ class Links:
 
     def post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
         """Queue a message for `peer`. Raises `TransportError` if there is no usable link (`up` waits for one)."""
-        line = self._lines.get(peer)
-        if line is None or not line.usable:
+        connection = self._connections.get(peer)
+        if connection is None or not connection.usable:
             raise TransportError(f"there is no link to peer {short(peer)}.")
-        line.post(message, tensors)
+        connection.post(message, tensors)
 
     async def up(self, peer: PeerId) -> None:
         """Wait for a usable link. Raises `TransportError` after `LINK_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(LINK_TIMEOUT_S):
-                while (line := self._lines.get(peer)) is None or not line.usable:
+                while (connection := self._connections.get(peer)) is None or not connection.usable:
                     await asyncio.shield(self._waiting.setdefault(peer, asyncio.get_running_loop().create_future()))
         except TimeoutError:
             raise TransportError(f"no link to peer {short(peer)} within {LINK_TIMEOUT_S:g} s.") from None
 
     def begin_round(self, peers: Collection[PeerId]) -> None:
         """Close links to all other peers. Broken links may be dialled again."""
-        for peer in [peer for peer in self._lines if peer not in peers]:
-            self._lines.pop(peer).drop()
+        for peer in [peer for peer in self._connections if peer not in peers]:
+            self._connections.pop(peer).drop()
             self._silence.forget(peer)
-        for line in self._lines.values():
-            line.posted = False
+        for connection in self._connections.values():
+            connection.posted = False
 
     def dial(self, peer: PeerId, addresses: Sequence[str], opening: wire.OpenJob) -> None:
         """Open the link unless it exists. An attempt with an opening of an earlier round is cancelled."""
-        line = self._lines.get(peer)
-        if self._closing or (line is not None and line.usable):
+        connection = self._connections.get(peer)
+        if self._closing or (connection is not None and connection.usable):
             return
         under_way = self._dialling.get(peer)
         if under_way is not None:
@@ -156,9 +160,9 @@ class Links:
         """Adopt an open channel as the link to `peer` and read it until it ends."""
         if self._closing:
             return
-        line = Line(channel, lambda line, reason: self._lost(peer, line, reason))
-        former = self._lines.get(peer)
-        self._lines[peer] = line
+        connection = KeepaliveConnection(channel, lambda connection, reason: self._lost(peer, connection, reason))
+        former = self._connections.get(peer)
+        self._connections[peer] = connection
         self._silence.watch(peer, self._now_s())
         if (waiting := self._waiting.pop(peer, None)) is not None and not waiting.done():
             waiting.set_result(None)
@@ -169,29 +173,22 @@ class Links:
             former.drop()
         try:
             while True:
-                await self._on_message(peer, await line.receive())
+                await self._on_message(peer, await connection.receive())
         except FusionError as error:
             reason = str(error)
         except Exception as error:
             # A link that is no longer read must be reported as lost.
             log.exception("the link to peer %s failed", short(peer))
             reason = f"{type(error).__name__}: {error}"
-        line.lost(reason)
+        connection.lost(reason)
 
     def beat(self) -> None:
         """Call every `Silence.ping_s`: ping all peers and end links that were silent for too long."""
-        now_s = self._now_s()
-        for peer, line in self._lines.items():
-            if line.beat(now_s):
-                self._silence.heard(peer, now_s)
-        taking = [peer for peer, line in self._lines.items() if line.channel.acknowledges is not False]
-        for peer, deadline_s in self._silence.tick(now_s, taking).items():
-            if (line := self._lines.get(PeerId(peer))) is not None:
-                line.lost(f"it has been silent for {deadline_s:.3g} s")
+        _beat(self._connections, self._silence, self._now_s())
 
-    def _lost(self, peer: PeerId, line: Line, reason: str) -> None:
-        if self._lines.get(peer) is line:
-            del self._lines[peer]
+    def _lost(self, peer: PeerId, connection: KeepaliveConnection, reason: str) -> None:
+        if self._connections.get(peer) is connection:
+            del self._connections[peer]
             self._silence.forget(peer)
         if not self._closing:
             self._on_lost(peer, reason)
@@ -203,6 +200,81 @@ class Links:
             waiting.cancel()
         for task in self._tasks:
             task.cancel()
-        for line in self._lines.values():
-            line.drop()
+        for connection in self._connections.values():
+            connection.drop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class StateConnections:
+    """Sends messages to other members. `send` delivers the message or raises; it never retries."""
+
+    def __init__(self, transport: Transport, *, now_s: Callable[[], float]) -> None:
+        self._transport = transport
+        self._now_s = now_s
+        self._silence = Silence()
+        self._connections: dict[PeerId, KeepaliveConnection] = {}
+        self._opening: dict[PeerId, asyncio.Lock] = {}
+        self._readers: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def send(
+        self,
+        peer: PeerId,
+        addresses: Sequence[str],
+        opening: wire.OpenJob,
+        message: wire.Message,
+        tensors: Sequence[HostTensor],
+    ) -> None:
+        """Send one message and return when the network has taken it. Raises `RefusedError`, `TransportError`,
+        `TrustError`."""
+        async with self._opening.setdefault(peer, asyncio.Lock()):
+            connection = self._connections.get(peer)
+            if connection is None or not connection.usable:
+                if isinstance(message, wire.Snapshot) and message.part:
+                    raise TransportError(f"the connection to peer {short(peer)} ended within a snapshot.")
+                connection = await self._open(peer, addresses, opening)
+        await connection.channel.send(message, tensors)
+
+    async def _open(self, peer: PeerId, addresses: Sequence[str], opening: wire.OpenJob) -> KeepaliveConnection:
+        channel = await open_job(self._transport, addresses, peer, "state", opening)
+        if self._closing:
+            channel.abort()
+            raise TransportError(f"the connection to peer {short(peer)} is not needed: this member is closing.")
+        connection = self._connections[peer] = KeepaliveConnection(channel)
+        self._silence.watch(peer, self._now_s())
+        reader = asyncio.create_task(self._read(connection))
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
+        return connection
+
+    async def _read(self, connection: KeepaliveConnection) -> None:
+        """Read until the connection ends. The other side may send only pings and pongs."""
+        try:
+            message = (await connection.receive()).message
+            connection.lost(f"it sent a {type(message).__name__}")
+        except FusionError as error:
+            connection.lost(str(error))
+
+    def beat(self) -> None:
+        """Like `Links.beat`: ping all peers and end silent connections, so that the next `send` fails or opens a new
+        one."""
+        _beat(self._connections, self._silence, self._now_s())
+
+    async def close(self) -> None:
+        self._closing = True
+        for connection in self._connections.values():
+            connection.drop()
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+
+
+def _beat(connections: Mapping[PeerId, KeepaliveConnection], silence: Silence, now_s: float) -> None:
+    """Ping all peers and end the connections that were silent for too long."""
+    for peer, connection in connections.items():
+        if connection.usable and connection.beat(now_s):
+            silence.heard(peer, now_s)
+    taking = [peer for peer, connection in connections.items() if connection.channel.acknowledges is not False]
+    for peer, deadline_s in silence.tick(now_s, taking).items():
+        if (connection := connections.get(PeerId(peer))) is not None:
+            connection.lost(f"it has been silent for {deadline_s:.3g} s")

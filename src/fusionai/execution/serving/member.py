@@ -4,28 +4,25 @@ The member checks every message's fence, validates what it is asked to run befor
 stages. It outlives its driver's connection. All decisions about the job are the driver's. The peer's daemon uses it,
 and the engine's process uses it for the job owner's own stages.
 
-`execution.serving.stage` runs each stage, `execution.serving.weights` fetches weights, `execution.links.peer_links`
+`execution.serving.stage` runs each stage, `execution.serving.loading` fetches weights, `execution.links.peer_links`
 moves tensors. `execution.training.member` is the counterpart for training."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
-from fusionai.coordination.round.liveness import PING_S
-from fusionai.execution.allocator import return_code_pages, return_freed_memory
+from fusionai.execution.compute import return_code_pages, return_freed_memory
 from fusionai.execution.host import Host
 from fusionai.execution.links.outbox import Outbox
-from fusionai.execution.links.peer_links import Links, dials
-from fusionai.execution.member import DrivenPart, LinkLostSink
-from fusionai.execution.serving.loading import identity_of, prepare_stage
+from fusionai.execution.member import LinkLostSink, Member
+from fusionai.execution.serving.loading import StageWeights, identity_of, prepare_stage
 from fusionai.execution.serving.stage import ServingStage
 from fusionai.execution.serving.verifier import TextReferee
-from fusionai.execution.serving.weights import StageWeights
 from fusionai.execution.state import headers
 from fusionai.primitives.errors import (
     ExecutionError,
@@ -52,7 +49,7 @@ WORKING_BEATS: Final = 4
 """Number of ping intervals between two reports of what the stages compute (chosen)."""
 
 
-class ServingMember(DrivenPart):
+class ServingMember(Member):
     """Takes part in one serving job.
 
     `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_result`, `on_testimony` and
@@ -73,8 +70,6 @@ class ServingMember(DrivenPart):
         on_link_lost: LinkLostSink | None = None,
     ) -> None:
         super().__init__("serve", host, job, owner, opened, on_link_lost)
-        self.snapshots: tuple[wire.SnapshotAt, ...] = ()
-        """Always empty: only training keeps snapshots."""
         self._weights = weights
         self._on_result = on_result
         self._on_testimony = on_testimony
@@ -88,7 +83,6 @@ class ServingMember(DrivenPart):
         """Linked peers without a stage, which are guards."""
         self._guests: dict[Channel, PeerId] = {}
         """Members that fetch weights here, by connection."""
-        self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -137,8 +131,7 @@ class ServingMember(DrivenPart):
         """Serve a tensor connection dialled by a neighbour, or by a guard that may become one."""
         if peer not in self._placement.peers:
             self._visitors.add(peer)
-        with self._served():
-            await self._links.serve(peer, channel)
+        await super().serve_link(peer, channel)
 
     def _see_off(self) -> None:
         """Part with peers that the round's placement no longer names. The driver's machine chose its visitors
@@ -215,9 +208,6 @@ class ServingMember(DrivenPart):
         for referee in self._referees.values():
             self._start(referee.end())
         self._referees.clear()
-        if not self._enlisted:
-            self._enlisted = True
-            self._start(self._beat())
         self._keep_only(self._own | self._placement.guards)
         self._see_off()
         # The others drop their ends too, which is not a loss to report.
@@ -241,14 +231,10 @@ class ServingMember(DrivenPart):
         near = {stage + step for stage in self._own or self._placement.guards for step in (-1, 1)}
         return [neighbours[stage] for stage in sorted(near & neighbours.keys())]
 
-    def _dial(self, neighbour: wire.Neighbour) -> None:
-        """Open the link to a neighbour if this side dials and the link does not exist. A guard always dials, because
-        the others know no stage of it. The owner's machine, which may be unreachable, is the exception: it dials the
-        guards."""
-        other = PeerId(neighbour.peer)
-        turn = dials(self._host.peer, other, self.owner) if self._exchanges else other != self.owner
-        if other != self._host.peer and turn:
-            self._links.dial(other, neighbour.addresses, self._placement.opening)
+    def _dials(self, other: PeerId) -> bool:
+        """A standby always dials, because the others know no stage of it. The owner's machine, which may be
+        unreachable, is the exception: it dials the standbys."""
+        return super()._dials(other) if self._exchanges else other != self.owner
 
     def dial_guard(self, peer: PeerId, addresses: Sequence[str], fence: Fence, ticket: bytes) -> None:
         """Open the link to a guard from the driver's machine, for the tensors they exchange once the guard takes
@@ -260,11 +246,11 @@ class ServingMember(DrivenPart):
         """Load a stage and answer the driver. Later rounds may begin meanwhile; fetched weights stay useful for
         them."""
         try:
-            if self._is_present(load):
+            if self._is_of_here(load):
                 stage, fetched_bytes = self._at_hand(load), {}
                 if stage is None:
                     async with self._loading:
-                        if load.standby and not self._is_present(load):
+                        if load.standby and not self._is_of_here(load):
                             return  # streams may wait for another stage to load; the driver asks for this one again
                         try:
                             stage, fetched_bytes = await self._made(load, tensors)
@@ -272,7 +258,7 @@ class ServingMember(DrivenPart):
                             self._loads.pop(load.stage, None)
                     if load.stage not in self._own | self._placement.guards:
                         self._keep_only(self._own | self._placement.guards)
-                if self._is_present(load):
+                if self._is_of_here(load):
                     await self._answer(load, stage, fetched_bytes)
         except GraphError as error:
             self.failed(load.stage, load.fence, "bad_graph", str(error))
@@ -288,22 +274,11 @@ class ServingMember(DrivenPart):
         stage = self._stages.get(load.stage)
         return stage if stage is not None and stage.identity == identity_of(load) else None
 
-    @property
-    def _own(self) -> frozenset[int]:
-        """Stages that the round places here."""
-        return frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
-
-    def _is_present(self, load: wire.Load) -> bool:
-        """Return whether this load belongs to the present round; refuse it otherwise."""
+    def _is_of_here(self, load: wire.Load) -> bool:
+        """Return whether this load belongs to the present round; refuse it otherwise. Raises `ExecutionError` for a
+        stage that the round does not place on this peer."""
         placement = self._placement
-        if load.job != self.job:
-            raise ExecutionError(f"this connection is for job {self.job}, the load is for {load.job}.")
-        if load.fence < self.fence:
-            self.stale_dropped += 1
-            self.failed(load.stage, load.fence, "stale_fence", f"{self.job} is at {self.fence}")
-            return False
-        if not self._enlisted or load.fence != placement.fence:
-            self.failed(load.stage, load.fence, "bad_message", f"this member was not enlisted under {load.fence}")
+        if not self._is_present(load, partial(self.failed, load.stage, load.fence)):
             return False
         here = load.stage in placement.guards if load.standby else placement.places.get(load.stage) == placement.me
         if not here:
@@ -379,15 +354,6 @@ class ServingMember(DrivenPart):
         peers = {PeerId(neighbour.peer) for neighbour in self._linked()} | {self.owner}
         return all(await asyncio.gather(*(self._is_linked(peer, fence) for peer in peers - {self._host.peer})))
 
-    async def _is_linked(self, peer: PeerId, fence: Fence) -> bool:
-        try:
-            await self._links.up(peer)
-        except TransportError as error:
-            if fence == self._placement.fence:
-                self._link_lost(peer, str(error))
-            return False
-        return True
-
     async def _detach(self) -> None:
         self._keep_only(frozenset())
 
@@ -403,12 +369,9 @@ class ServingMember(DrivenPart):
             return None
         return self._host.memory_limit_bytes - sum(stage.reserved_bytes for stage in self._stages.values())
 
-    async def _beat(self) -> None:
-        for beat in itertools.count():
-            await asyncio.sleep(PING_S)
-            self._links.beat()
-            if beat % WORKING_BEATS == 0:
-                self._tell_work()
+    def _on_beat(self, beat: int) -> None:
+        if beat % WORKING_BEATS == 0:
+            self._tell_work()
 
     def _tell_work(self) -> None:
         """Report progress, so that the driver can tell a stage that works or loads for long from one that is stuck."""
@@ -508,13 +471,6 @@ class ServingMember(DrivenPart):
             named = {header.name: tensor for header, tensor in zip(message.tensors, tensors, strict=True)}
             self._on_result(message, named)
 
-    def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
-        """Post a message to another member. A missing link is reported to the driver, not raised."""
-        try:
-            self._links.post(peer, message, tensors)
-        except TransportError as error:
-            self._link_lost(peer, str(error))
-
     def _report(self, error: FusionError) -> None:
         """Fail all stages here, because a bad message addressed none in particular."""
         for stage in self.stages:
@@ -523,7 +479,7 @@ class ServingMember(DrivenPart):
     # -------------------------------------------------------------------------------------------------- the ends
 
     def _link_lost(self, peer: PeerId, reason: str) -> None:
-        """That of a guard, which has no part in passes, is nobody's loss."""
+        """A standby has no part in passes, so its lost links are not reported."""
         self._visitors.discard(peer)
         if self._exchanges:
             super()._link_lost(peer, reason)

@@ -3,7 +3,11 @@
 A page is overwritten when the driver assigns it to other positions; asking for rows that are no longer here raises an
 error. The driver numbers pages for all stages alike, so no more rows are kept than there are pages.
 
-Used by `execution.serving.stage`.
+`packed` makes the passes that rebuild caches. A session is cut at the same positions as if it were alone, so that its
+bits do not depend on the other sessions. The pieces are packed together, because a pass costs more than its positions
+alone.
+
+Used by `execution.serving.stage`; `serving.driver` packs tokens with it.
 """
 
 from __future__ import annotations
@@ -118,3 +122,28 @@ class Retained:
 
 def _rows(tensor: HostTensor, spec: RowSpec) -> Bytes:
     return np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape[1], spec.row_bytes)
+
+
+def packed(segments: Iterable[Segment], limit: int) -> list[tuple[Segment, ...]]:
+    """Return passes of at most `limit` positions, in order. No pass has two pieces of one session."""
+    passes: list[tuple[Segment, ...]] = []
+    pack: list[Segment] = []
+    room = limit
+    for segment in segments:
+        for part in _pieces(segment, limit):
+            if part.length > room:
+                passes.append(tuple(pack))
+                pack, room = [], limit
+            pack.append(part)
+            room -= part.length
+    return [*passes, tuple(pack)] if pack else passes
+
+
+def _pieces(segment: Segment, limit: int) -> list[Segment]:
+    """Cut a segment into pieces of at most `limit` positions. The first piece carries the pages."""
+    pieces: list[Segment] = []
+    for done in range(0, segment.length, limit):
+        length = min(limit, segment.length - done)
+        first, pages = (segment.first_page + len(segment.pages), ()) if done else (segment.first_page, segment.pages)
+        pieces.append(Segment(segment.session, segment.start + done, length, first, pages, segment.adapter))
+    return pieces

@@ -5,8 +5,9 @@ from the text's key and the value's name, 64 bytes in float32. For a difference 
 marks divided by the length of one is about |D| / |X|, within a factor of 2.5 in all but one of ten thousand cases. Each
 text has its own key, so revealing one reveals no other.
 
-A row's mark has the same bits whatever rows are marked with it, on every machine: `mark_kernels` adds a row's numbers
-in one fixed order, which a matrix product library does not.
+A row's mark has the same bits whatever rows are marked with it, on every machine: every sum adds a row's numbers one by
+one in ascending order, which a matrix product library does not. The product of a sign and a number is exact, so a fused
+multiply-add rounds the same as two operations.
 
 When tokens are computed one at a time, making marks would cost a good part of a pass. Rows therefore wait until there
 are `TOGETHER` of them, or until marks are asked for; then all rows of a text are marked in one call.
@@ -26,15 +27,14 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.execution.accumulate import as_array
 from fusionai.execution.serving.boundary import RowSpec
-from fusionai.execution.serving.sketch_kernels import signed_sums
 from fusionai.execution.sketches import SIZE, signs, step_key
+from fusionai.execution.state import as_array
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor
 from fusionai.scheduling.kernels.compiled import available, compiled
 from fusionai.wire.messages import Segment
@@ -328,3 +328,28 @@ def _marked(projection: Projection | None, rows: Mapping[str, Rows], found: _Fou
     marks = np.full((length, SIZE), np.nan, np.float32)
     marks[found.places] = made
     return marks
+
+
+def signed_sums(rows: Any, signs: Any, sums: Any) -> None:
+    """Write sums float32 [count, 16]: rows float32 [count, width] times signs float32 [width, 16] of 1 and -1."""
+    count, width = rows.shape
+    lanes = signs.shape[1]
+    totals = np.empty((4, lanes), np.float32)
+    row = 0
+    while row < count:
+        last = count - 1
+        # If fewer than four rows are left, the last row is repeated in place of the missing ones.
+        a, b, c, d = row, min(row + 1, last), min(row + 2, last), min(row + 3, last)
+        totals[:] = np.float32(0.0)
+        for at in range(width):
+            first, second, third, fourth = rows[a, at], rows[b, at], rows[c, at], rows[d, at]
+            for lane in range(lanes):
+                sign = signs[at, lane]
+                totals[0, lane] += first * sign
+                totals[1, lane] += second * sign
+                totals[2, lane] += third * sign
+                totals[3, lane] += fourth * sign
+        for number in range(min(4, count - row)):
+            for lane in range(lanes):
+                sums[row + number, lane] = totals[number, lane]
+        row += 4

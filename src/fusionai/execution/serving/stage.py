@@ -25,8 +25,7 @@ import numpy as np
 from fusionai.backends.serving import ServingProgram
 from fusionai.execution.compute import ComputeThread, Outcome, Timed
 from fusionai.execution.serving.boundary import RowSpec, ServingBoundary
-from fusionai.execution.serving.packing import packed
-from fusionai.execution.serving.retained import Retained
+from fusionai.execution.serving.retained import Retained, packed
 from fusionai.execution.serving.sketches import MarkBook
 from fusionai.execution.serving.verifier import TextReferee
 from fusionai.execution.state import headers

@@ -1,14 +1,22 @@
-"""Inner loops of `execution.training.codecs` over groups of numbers, compiled with numba.
+"""Arithmetic of `execution.training.codecs` over groups of numbers: compiled loops and the Hadamard rotation.
 
-Each loop does in one pass what `codecs` does with whole-array operations, in the same float32 operation order. Both
-give the same bits, so a machine without a compiler replays a step exactly. Compiled through
-`scheduling.kernels.compiled`."""
+The rotation multiplies each group by fixed random signs, then by a Hadamard matrix, which makes its numbers nearly
+normally distributed. Each compiled loop does in one pass what `codecs` does with whole-array operations, in the same
+float32 operation order. Both give the same bits, so a machine without a compiler replays a step exactly. Compiled
+through `scheduling.kernels.compiled`."""
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+from functools import cache
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
+
+from fusionai.scheduling.kernels.compiled import available, compiled
+from fusionai.wire.codecs import GROUPS
 
 
 def largest_bits(bits: Any, largest: Any) -> None:
@@ -62,3 +70,71 @@ def butterflies(x: Any) -> None:
                     x[group, at] = a + b
                     x[group, at + half] = a - b
             half *= 2
+
+
+Floats = npt.NDArray[np.float32]
+
+_FACTOR: Final = np.float32(1 / 8)
+"""Scale of a transformed group. All factors are powers of two, hence exact."""
+_WINDOWS: Final = 2**16
+"""Number of windows of the sign sequence; a group's signs are one window."""
+
+
+def turned(x: Floats, starts: npt.NDArray[np.int64]) -> Floats:
+    """Transform groups [groups, width]. Orthogonal up to a power of two. `starts`: where each group's signs begin."""
+    return butterflied(signed(x, starts)) * _FACTOR
+
+
+def turned_back(y: Floats, starts: npt.NDArray[np.int64]) -> Floats:
+    x = signed(butterflied(y), starts)
+    x *= np.float32(1 / (float(_FACTOR) * y.shape[1]))
+    return x
+
+
+def signed(x: Floats, starts: npt.NDArray[np.int64]) -> Floats:
+    """Multiply each group by its own signs. The signs are fixed for ever and do not depend on a library's random
+    numbers.
+
+    With equal signs for all groups, the quantisation errors of similar rows would be similar too. They would not cancel
+    out in sums over rows, such as gradients of weights, and similar rows are the normal case.
+    """
+    if available():
+        out = np.empty_like(x)
+        compiled(times_windows)(x, sequence(), starts, out)
+        return out
+    return x * sliding_window_view(sequence(), x.shape[1])[starts]
+
+
+def starts_of(groups: int) -> npt.NDArray[np.int64]:
+    """Return where in the sequence each group's signs begin: a hash of its number (final mix of MurmurHash3)."""
+    mixed = np.arange(groups, dtype=np.uint32)
+    mixed += np.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed ^= mixed >> np.uint32(shift)
+        mixed *= np.uint32(factor)
+    mixed ^= mixed >> np.uint32(16)
+    return (mixed % np.uint32(_WINDOWS)).astype(np.int64)
+
+
+@cache
+def sequence() -> Floats:
+    """Return the sequence of signs, 1 and -1, derived from SHA-256."""
+    length = _WINDOWS + max(group for groups in GROUPS.values() for group in groups)
+    digests = b"".join(hashlib.sha256(b"fusionai %d" % number).digest() for number in range(-(-length // 256)))
+    bits = np.unpackbits(np.frombuffer(digests, np.uint8))[:length]
+    return 1 - 2 * bits.astype(np.float32)
+
+
+def butterflied(x: Floats) -> Floats:
+    """Multiply each row by the Hadamard matrix. `x` is overwritten."""
+    if available():
+        compiled(butterflies)(x)
+        return x
+    rows, width = x.shape
+    half = 1
+    with np.errstate(invalid="ignore", over="ignore"):
+        while half < width:
+            pairs = x.reshape(rows, width // (2 * half), 2, half)
+            x = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
+            half *= 2
+    return x.reshape(rows, width)

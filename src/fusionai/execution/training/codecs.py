@@ -16,7 +16,7 @@ pack the difference from the mean of the earlier rows as the receiver decodes th
 The same tensor gives the same bits on every machine, so a replay sends the same bytes again. If a group contains a
 number that is not finite, the whole group decodes to NaN, so that the error stays visible.
 
-`wire.codecs` defines the packed sizes, `execution.training.hadamard` does the Hadamard transforms, and
+`wire.codecs` defines the packed sizes, `execution.training.codec_kernels` does the Hadamard transforms, and
 `execution.training.work` packs and unpacks in the compute thread."""
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.execution.accumulate import as_array, as_bytes
+from fusionai.execution.state import as_array, as_bytes
 from fusionai.execution.training import codec_kernels as kernels
-from fusionai.execution.training.hadamard import starts_of, turned, turned_back
+from fusionai.execution.training.codec_kernels import starts_of, turned, turned_back
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.kernels.compiled import available, compiled

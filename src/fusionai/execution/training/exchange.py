@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from fusionai.backends.interface import StageProgram
 from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM, RESIDUAL, TOLD
-from fusionai.execution.accumulate import as_array, as_bytes
+from fusionai.execution.state import as_array, as_bytes
 from fusionai.execution.training.codecs import Carried, pack, unpack
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor

@@ -5,23 +5,22 @@ stages. It outlives a driver's connection: the driver's next connection takes it
 the driver's. The peer's daemon uses it, and the driver's process uses it for the job owner's own stages.
 
 `execution.training.runtime` runs each stage, `execution.links.peer_links` moves tensors,
-`execution.training.snapshot_store` handles snapshots."""
+`execution.training.snapshots` handles snapshots."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from fusionai.coordination.round.liveness import PING_S
 from fusionai.execution.host import Host
-from fusionai.execution.links import envelopes
 from fusionai.execution.links.outbox import Outbox
-from fusionai.execution.links.peer_links import Links, dials
-from fusionai.execution.member import DrivenPart, LinkLostSink
-from fusionai.execution.retained import Sent
+from fusionai.execution.member import LinkLostSink, Member
+from fusionai.execution.training import retained as envelopes
+from fusionai.execution.training.retained import Sent
 from fusionai.execution.training.runtime import StageRuntime
-from fusionai.execution.training.snapshot_store import Keeper
+from fusionai.execution.training.snapshots import MemberSnapshots
 from fusionai.execution.training.stages import HELD_WITHOUT_LIMIT_BYTES, Stages
 from fusionai.execution.training.verifier import Referee
 from fusionai.primitives.errors import (
@@ -29,7 +28,6 @@ from fusionai.primitives.errors import (
     ExecutionError,
     FusionError,
     GraphError,
-    TransportError,
 )
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -42,7 +40,7 @@ log = logging.getLogger(__name__)
 OutputSink = Callable[[wire.Output, dict[str, HostTensor]], None]
 
 
-class JobMember(DrivenPart):
+class JobMember(Member):
     """Takes part in one job.
 
     `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_output` and `on_link_lost` are
@@ -64,8 +62,7 @@ class JobMember(DrivenPart):
         self._on_output = on_output
         self._stages = Stages(host, job, self)
         self._attaching = asyncio.Lock()
-        self._links = Links(host.transport, on_message=self._from_link, on_lost=self._link_lost, now_s=host.clock.now_s)
-        self._keeper = Keeper(
+        self._snapshots = MemberSnapshots(
             host.transport,
             self._placement,
             room_bytes=lambda: self._stages.snapshot_room_bytes,
@@ -87,7 +84,7 @@ class JobMember(DrivenPart):
     @property
     def snapshots(self) -> tuple[wire.SnapshotAt, ...]:
         """Complete snapshots kept here."""
-        return self._keeper.store.held
+        return self._snapshots.store.held
 
     # ------------------------------------------------------------------------------------------ reading channels
 
@@ -110,7 +107,7 @@ class JobMember(DrivenPart):
                 self._start(self._testify(asked))
             case wire.Resume() | wire.Commit() | wire.Export() as message:
                 if isinstance(message, wire.Commit) and message.fence == self._placement.fence:
-                    self._keeper.store.drop_below(message.line)
+                    self._snapshots.store.drop_below(message.line)
                 self._deliver(message, envelope.tensors)
             case other:
                 raise ExecutionError(
@@ -156,15 +153,10 @@ class JobMember(DrivenPart):
         except FusionError as error:
             self._report(error, runtime)
 
-    async def serve_link(self, peer: PeerId, channel: Channel) -> None:
-        """Serve a tensor connection that a neighbour dialled."""
-        with self._served():
-            await self._links.serve(peer, channel)
-
     async def serve_snapshots(self, peer: PeerId, channel: Channel) -> None:
         """Serve a state connection on which another member sends snapshots."""
         with self._served():
-            await self._keeper.serve(peer, channel)
+            await self._snapshots.serve(peer, channel)
 
     async def _from_link(self, peer: PeerId, envelope: Envelope) -> None:
         message = envelope.message
@@ -210,23 +202,22 @@ class JobMember(DrivenPart):
         for check in self._checks:
             check.cancel()
         self._checks.clear()
-        if not self._enlisted:
-            self._enlisted = True
-            self._start(self._beat())
-        own = frozenset(stage for stage, peer in self._placement.places.items() if peer == self._host.peer)
+        own = self._own
         # A stage that now runs elsewhere and is guarded here stays loaded until its snapshot is complete (recovery rule
         # 22).
-        left = self._placement.guards - own if enlist.partition == self._keeper.store.partition else frozenset[int]()
+        left = self._placement.guards - own if enlist.partition == self._snapshots.store.partition else frozenset[int]()
         self._start(self._stages.keep_only(own, aside=left, guarded=self._placement.guards))
         # A member without stages exchanges no tensors. The others drop their ends too, which is not a loss to report.
         linked = bool(own) or self.owner == self._host.peer
         self._links.begin_round(self._placement.peers if linked else frozenset())
-        self._keeper.begin_round(self._placement, enlist.partition)
+        self._snapshots.begin_round(self._placement, enlist.partition)
         if self.owner == self._host.peer:
             # The driver's machine feeds every member and hears from it, whatever stages it has itself.
             for neighbour in enlist.neighbours:
                 self._dial(neighbour)
-        return wire.Enlisted(fence=enlist.fence, fingerprint=self._host.fingerprint, snapshots=self._keeper.store.held)
+        return wire.Enlisted(
+            fence=enlist.fence, fingerprint=self._host.fingerprint, snapshots=self._snapshots.store.held
+        )
 
     async def _attach(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> None:
         """Load the stage if necessary, one stage at a time. Later rounds may begin meanwhile."""
@@ -253,7 +244,7 @@ class JobMember(DrivenPart):
             if told.fence != self._placement.fence or told.stage not in self._placement.guards:
                 self.stale_dropped += 1
                 return
-            kept_bytes = self._keeper.store.nbytes_beside(told.stage)
+            kept_bytes = self._snapshots.store.nbytes_beside(told.stage)
             try:
                 await self._stages.prepare(told, tensors, self._placement.places, kept_bytes)
             except FusionError as error:
@@ -264,38 +255,17 @@ class JobMember(DrivenPart):
     async def _made(self, attach: wire.Attach, tensors: Mapping[str, HostTensor]) -> StageRuntime | None:
         """Return the stage's runtime; None, after a refusal, if the attach is not (or no longer) of the present
         round."""
-        if attach.job != self.job:
-            raise ExecutionError(f"this connection is for job {self.job}, the attach is for {attach.job}.")
-        if not self._is_present(attach):
+        refuse = partial(self._refuse, attach)
+        if not self._is_present(attach, refuse):
             return None
         runtime = await self._stages.made(attach, tensors, self._placement.places)
-        if not self._is_present(attach):
+        if not self._is_present(attach, refuse):
             return None
         await self._stages.adopt(runtime)
         return runtime
 
-    def _is_present(self, attach: wire.Attach) -> bool:
-        """Return whether this attach belongs to the present round; refuse it otherwise."""
-        if attach.fence < self.fence:
-            self.stale_dropped += 1
-            self._refuse(attach, "stale_fence", f"{self.job} is at {self.fence}")
-            return False
-        if not self._enlisted or attach.fence != self._placement.fence:
-            self._refuse(attach, "bad_message", f"this member was not enlisted under {attach.fence}")
-            return False
-        return True
-
-    def _dial(self, neighbour: wire.Neighbour) -> None:
-        """Open the link to a neighbour if this side dials and the link does not exist."""
-        other = PeerId(neighbour.peer)
-        if other != self._host.peer and dials(self._host.peer, other, self.owner):
-            self._links.dial(other, neighbour.addresses, self._placement.opening)
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(PING_S)
-            self._links.beat()
-            self._keeper.beat()
+    def _on_beat(self, beat: int) -> None:  # noqa: ARG002
+        self._snapshots.beat()
 
     # ------------------------------------------------------------------------------- what runtimes and driver send
 
@@ -311,15 +281,11 @@ class JobMember(DrivenPart):
         self._post(peer, message, tensors)
 
     def _post(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor]) -> None:
-        """Post a message to another member. A missing link is reported to the driver, not raised. Messages of an
-        earlier fence are dropped, because their receiver may run elsewhere now."""
-        if _fence(message) != self._placement.fence:
+        """Drop messages of an earlier fence, because their receiver may run elsewhere now."""
+        if _fence(message) == self._placement.fence:
+            super()._post(peer, message, tensors)
+        else:
             self.stale_dropped += 1
-            return
-        try:
-            self._links.post(peer, message, tensors)
-        except TransportError as error:
-            self._link_lost(peer, str(error))
 
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None:
         if self._on_output is not None:
@@ -336,42 +302,32 @@ class JobMember(DrivenPart):
 
     async def linked(self, stages: Sequence[int]) -> bool:
         peers = {self._placement.peer_of(stage) for stage in stages} | {self.owner}
-        return all([await self._is_linked(peer) for peer in sorted(peers - {self._host.peer})])
-
-    async def _is_linked(self, peer: PeerId) -> bool:
-        fence = self._placement.fence
-        try:
-            await self._links.up(peer)
-        except TransportError as error:
-            if fence == self._placement.fence:
-                self._link_lost(peer, str(error))
-            return False
-        return True
+        return all([await self._is_linked(peer, self._placement.fence) for peer in sorted(peers - {self._host.peer})])
 
     async def to_guard(
         self, guard: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
     ) -> None:
-        await self._keeper.send(guard, addresses, message, tensors)
+        await self._snapshots.send(guard, addresses, message, tensors)
 
     def unguarded(self, guard: PeerId, reason: str) -> None:
         self.to_driver(wire.LinkLost(fence=self._placement.fence, peer=guard, reason=reason[:4000]))
 
     async def snapshot(self, stage: int, step: int) -> Mapping[str, HostTensor]:
-        return await self._keeper.whole(stage, step)
+        return await self._snapshots.whole(stage, step)
 
     async def _hand_on(self, order: wire.PassSnapshot) -> None:
         if order.fence != self._placement.fence:
             self.stale_dropped += 1
             return
         to_owner = order.peer == self.owner  # the owner rechecks from there
-        if to_owner and self._keeper.store.whole(order.stage, order.step) is None:
+        if to_owner and self._snapshots.store.whole(order.stage, order.step) is None:
             return
 
         async def send(message: wire.Snapshot, tensors: Sequence[HostTensor]) -> None:
             await self._give(PeerId(order.peer), order.addresses, message, tensors)
 
         try:
-            await self._keeper.hand_on(order, send)
+            await self._snapshots.hand_on(order, send)
         except FusionError as error:
             self._link_lost(PeerId(order.peer), f"the snapshot of stage {order.stage} could not be sent: {error}")
 
@@ -385,7 +341,7 @@ class JobMember(DrivenPart):
             return
         if self._placement.peer_of(stage) == self._host.peer:
             raise ExecutionError(f"the driver asked this peer to recheck stage {stage}, which it runs itself.")
-        kept_bytes = self._keeper.store.nbytes
+        kept_bytes = self._snapshots.store.nbytes
         try:
             async with self._attaching:
                 loaded = await self._stages.lent(told, tensors, self._placement.places, kept_bytes)
@@ -393,7 +349,7 @@ class JobMember(DrivenPart):
             referee = Referee(told, loaded, self._host.compute, held_limit_bytes=limit_bytes)
             self._referees[stage] = referee
             if not guarded:
-                self._keeper.judged.add(stage)
+                self._snapshots.judged.add(stage)
             self.to_driver(wire.Rechecking(fence=told.fence, stage=stage, first=told.first, below=told.below))
             begin, end = [await self._snapshot_for_check(stage, step, guarded) for step in (told.first, told.below)]
             answer = await referee.run(begin, end)
@@ -405,15 +361,15 @@ class JobMember(DrivenPart):
         finally:
             self._referees.pop(stage, None)
             if not guarded:
-                self._keeper.judged.discard(stage)
-                self._keeper.store.drop(stage)
+                self._snapshots.judged.discard(stage)
+                self._snapshots.store.drop(stage)
         self.to_driver(answer)
 
     async def _snapshot_for_check(self, stage: int, step: int, guarded: bool) -> Mapping[str, HostTensor]:
         """Return a snapshot for a recheck. A guard must have it already; for other members it is sent."""
         if not guarded:
-            return await self._keeper.whole(stage, step)
-        entries = self._keeper.store.whole(stage, step)
+            return await self._snapshots.whole(stage, step)
+        entries = self._snapshots.store.whole(stage, step)
         if entries is None:
             raise ExecutionError(f"the snapshot of step {step} of stage {stage} is not kept here any more.")
         return entries
@@ -467,12 +423,12 @@ class JobMember(DrivenPart):
             if not isinstance(message, wire.Snapshot):
                 self.testimony(peer, message, named)
         else:
-            await self._keeper.send(peer, addresses, message, tensors)
+            await self._snapshots.send(peer, addresses, message, tensors)
 
     def take_snapshot(self, peer: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> None:
         """Take a snapshot that the driver received, on the owner's machine. Raises `ExecutionError` if it is not
         needed."""
-        self._keeper.take(peer, message, tensors)
+        self._snapshots.take(peer, message, tensors)
 
     def _take_output(self, message: wire.Output, tensors: dict[str, HostTensor]) -> None:
         if self._on_output is None:
@@ -494,7 +450,7 @@ class JobMember(DrivenPart):
     def _snapshot_refused(self, stage: int, code: wire.RefusalCode, reason: str) -> None:
         """Report a snapshot that failed. The driver takes a failure of a stage that runs elsewhere as one of its
         snapshots."""
-        if (referee := self._referees.get(stage)) is not None and stage in self._keeper.judged:
+        if (referee := self._referees.get(stage)) is not None and stage in self._snapshots.judged:
             referee.fail(reason)
             return
         fence = self._placement.fence
@@ -506,7 +462,7 @@ class JobMember(DrivenPart):
             self.failed(failed.stage, failed.fence, "bad_message", str(error))
 
     async def _detach(self) -> None:
-        self._keeper.store.clear()
+        self._snapshots.store.clear()
         await self._stages.keep_only(frozenset())
 
     async def close(self) -> None:
@@ -514,7 +470,7 @@ class JobMember(DrivenPart):
         self._closed = True
         await self._detach()
         await self._links.close()
-        await self._keeper.close()
+        await self._snapshots.close()
         await self._end_tasks()
         await self._detach()  # what an attach under way had loaded meanwhile
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from fusionai.backends.interface import Call, StageProgram
 from fusionai.execution.sketches import mark
+from fusionai.execution.training.arrivals import ByConsumer
 from fusionai.execution.training.boundary import FEED, LOSS, Boundary
 from fusionai.execution.training.codecs import Carried, pack, unpack_all
-from fusionai.execution.training.held import ByConsumer
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
 from fusionai.wire.codecs import codec_between, packing

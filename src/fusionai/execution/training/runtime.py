@@ -3,9 +3,9 @@
 `coordination.training.stage` decides what to do next. A failed piece of work is reported to the machine and to the
 driver. A lost link is not a failure of the stage; the driver begins a new round for it.
 
-`execution.training.member` owns the runtimes of a job on this machine and moves their messages (`postman`).
-`execution.training.work` does the pieces of work, `held` keeps what arrived, `retained` what was sent, `copies` sends
-snapshots."""
+`execution.training.member` owns the runtimes of a job on this machine and moves their messages
+(`Postman`). `execution.training.work` does the pieces of work, `arrivals` holds what arrived, `retained` what was sent,
+`copies` sends snapshots."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 from fusionai.backends.interface import StageProgram
 from fusionai.backends.state import saved_entries, state_entries
 from fusionai.coordination.training import stage as machine
 from fusionai.coordination.training.exchanges import NO_EXCHANGES, exchanges_of
 from fusionai.coordination.training.stage import StageCommand, StageEvent, StageMachine, Work
-from fusionai.execution.compute import ComputeThread
-from fusionai.execution.retained import Retained, Sent
+from fusionai.execution.host import Host
 from fusionai.execution.state import chunks, headers
-from fusionai.execution.training.arrivals import Arrivals
+from fusionai.execution.training.arrivals import Arrivals, Held
 from fusionai.execution.training.boundary import Boundary
 from fusionai.execution.training.codecs import joined
 from fusionai.execution.training.copies import Chunk, Copies, Entries, StateCopy
 from fusionai.execution.training.exchange import carried_shapes, check_values
-from fusionai.execution.training.held import Held
-from fusionai.execution.training.postman import Postman
+from fusionai.execution.training.retained import Retained, Sent
 from fusionai.execution.training.work import Bench
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError, FusionError
@@ -55,10 +54,8 @@ class StageRuntime:
         boundary: Boundary,
         options: StageOptions,
         program: StageProgram,
-        compute: ComputeThread,
+        host: Host,
         postman: Postman,
-        fingerprint: str,
-        now_s: Callable[[], float],
         held_limit_bytes: int,
     ) -> None:
         self.job = job
@@ -68,10 +65,8 @@ class StageRuntime:
         self.program = program
         self.retained = Retained()
         self.held = Held(boundary.stage, Arrivals(graph, boundary, options.codecs), held_limit_bytes)
-        self._compute = compute
+        self._host = host
         self._postman = postman
-        self._fingerprint = fingerprint
-        self._now_s = now_s
         self._entries = frozenset(state_entries(graph, options.optimizer))
         self._trainable = {spec.key: spec.shape for spec in graph.params.values() if spec.trainable}
         """Key -> shape of trainable parameters."""
@@ -84,7 +79,7 @@ class StageRuntime:
             )
         )
         self._copies = Copies(
-            boundary.stage, program, _entries(graph, options), compute, self._send_copy, self._guard_lost
+            boundary.stage, program, _entries(graph, options), host.compute, self._send_copy, self._guard_lost
         )
         self._guard: tuple[PeerId, tuple[str, ...]] | None = None
         self._bench = Bench(
@@ -92,7 +87,7 @@ class StageRuntime:
             boundary=boundary,
             options=options,
             program=program,
-            compute=compute,
+            compute=host.compute,
             held=self.held,
             copies=self._copies,
             trainable=sorted(self._trainable),
@@ -265,8 +260,8 @@ class StageRuntime:
                         applied=applied,
                         prepared=prepared,
                         retained_from=retained_from,
-                        fingerprint=self._fingerprint,
-                        clock_s=self._now_s(),
+                        fingerprint=self._host.fingerprint,
+                        clock_s=self._host.clock.now_s(),
                     )
                 )
             case machine.ReportReady(applied):
@@ -286,7 +281,7 @@ class StageRuntime:
             case machine.ReportApplied(step):
                 post(wire.Applied(fence=self.fence, stage=self.stage, step=step))
             case machine.DropSums():
-                dropped = self._compute.run(self.program.discard)
+                dropped = self._host.compute.run(self.program.discard)
                 self.start(partial(_finish, dropped))
             case machine.DropHeld(below):
                 self.held.drop(below)
@@ -420,3 +415,38 @@ def _entries(graph: Graph, options: StageOptions) -> Entries:
 
 async def _finish(work: Awaitable[object]) -> None:
     await work
+
+
+class Postman(Protocol):
+    """Sends a runtime's messages. Methods report lost links instead of raising, except where they say otherwise."""
+
+    def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None: ...
+
+    def to_driver(self, message: wire.Message) -> None: ...
+
+    def failed(self, stage: int, fence: Fence, code: wire.RefusalCode, reason: str) -> None: ...
+
+    def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None: ...
+
+    async def state(self, message: wire.StateChunk | wire.Difference, tensors: Sequence[HostTensor]) -> None:
+        """Send on the driver's state connection. Raises `TransportError`."""
+        ...
+
+    async def linked(self, stages: Sequence[int]) -> bool:
+        """Wait for the links to these stages and the driver; return whether all are up. Reports a missing one
+        itself."""
+        ...
+
+    async def to_guard(
+        self, guard: PeerId, addresses: Sequence[str], message: wire.Snapshot, tensors: Sequence[HostTensor]
+    ) -> None:
+        """Send part of a snapshot to a guard. Raises `TransportError`, `RefusedError`, `TrustError`."""
+        ...
+
+    def unguarded(self, guard: PeerId, reason: str) -> None:
+        """Report that consecutive snapshots did not reach the guard."""
+        ...
+
+    async def snapshot(self, stage: int, step: int) -> Mapping[str, HostTensor]:
+        """Wait until the snapshot is complete here and return its entries, which the caller must not change."""
+        ...

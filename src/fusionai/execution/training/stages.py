@@ -1,27 +1,35 @@
 """The stages that one member runs, and the programs it holds ready for a takeover.
 
-This module decides when a loaded stage can serve an attach, and how much memory is left for others.
-`execution.training.member` owns it, `execution.training.loading` validates and loads, `execution.training.runtime`
-runs."""
+This module validates and loads stages, decides when a loaded stage can serve an attach, and how much memory is left for
+others. A program held ready was rehearsed: one microbatch of zeros forward and backward takes care of what a framework
+defers to the first pass (shapes, kernel selection and loading, threads, memory), which would delay a takeover.
+
+`execution.training.member` owns it, `ir.validate` checks graphs, `execution.training.runtime` runs."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
+from fusionai.backends.binding import largest
+from fusionai.backends.interface import Call, StageProgram
 from fusionai.backends.state import state_entries
-from fusionai.execution.allocator import return_freed_memory
+from fusionai.execution.compute import keep_freed_memory, return_freed_memory, spare_memory
 from fusionai.execution.host import Host
-from fusionai.execution.training.loading import LoadedStage, load_stage
-from fusionai.execution.training.postman import Postman
-from fusionai.execution.training.rehearsal import rehearse
-from fusionai.execution.training.runtime import Identity, StageRuntime
-from fusionai.primitives.errors import ExecutionError
+from fusionai.execution.training.boundary import LOSS, Boundary
+from fusionai.execution.training.runtime import Identity, Postman, StageRuntime
+from fusionai.ir.schema import Dim, Graph, content_hash
+from fusionai.ir.shapes import evaluate
+from fusionai.ir.validate import parse
+from fusionai.primitives.errors import ExecutionError, GraphError
 from fusionai.primitives.ids import PeerId
-from fusionai.primitives.tensors import HostTensor
+from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
 from fusionai.scheduling.standby.guards import ARRIVING
 from fusionai.wire import messages as wire
-from fusionai.wire.messages import Fence
+from fusionai.wire.messages import Fence, StageOptions
 
 HELD_WITHOUT_LIMIT_BYTES: Final = 8 * 2**30
 """Bytes of tensors a stage may hold for later work, and of snapshots, if the provider set no limit (chosen)."""
@@ -91,10 +99,8 @@ class Stages:
             boundary=loaded.boundary,
             options=attach.options,
             program=loaded.program,
-            compute=self._host.compute,
+            host=self._host,
             postman=self._postman,
-            fingerprint=self._host.fingerprint,
-            now_s=self._host.clock.now_s,
         )
 
     async def prepare(
@@ -200,3 +206,101 @@ async def _end_all(gone: list[StageRuntime], reason: str) -> None:
 async def _end(runtime: StageRuntime, reason: str) -> None:
     runtime.detach(reason)
     await runtime.close()
+
+
+def rehearse(loaded: LoadedStage, options: StageOptions) -> None:
+    """Run one microbatch of zeros. Raises what the backend raises.
+
+    The program's state is unusable afterwards: a takeover imports its own or initialises it.
+    """
+    graph, boundary, program = loaded.graph, loaded.boundary, loaded.program
+    symbols = largest(graph)
+
+    def zeros(values: Iterable[str]) -> dict[str, HostTensor]:
+        return {value: _zeros(graph.values[value].dtype, graph.values[value].shape, symbols) for value in values}
+
+    entries = state_entries(graph, options.optimizer)
+    missing = program.initialise()
+    program.import_state([(name, _zeros(entries[name].dtype, entries[name].shape, symbols)) for name in missing])
+    call = Call("train", 0, 0)
+    received = [*(value for port in boundary.receives for value in port.values), *boundary.aliases]
+    made = program.forward(call, zeros(received), boundary.wanted("train"))
+    wished = {value for port in boundary.returned for value in port.values if value in made}
+    wished |= {LOSS} & {*boundary.job_outputs("train")}
+    gradients = {name: _zeros(made[name].dtype, made[name].shape, symbols) for name in sorted(wished)}
+    program.backward(call, gradients)
+    if options.weight_lag:
+        program.weight_gradients(call)
+    program.gradient_norms()
+    program.discard()
+
+
+def _zeros(dtype: str, shape: Iterable[Dim], symbols: dict[str, int]) -> HostTensor:
+    sizes = tuple(evaluate(dim, symbols) for dim in shape)
+    plain = "int64" if dtype == "symint" else dtype
+    return host_tensor(plain, sizes, bytes(tensor_bytes(plain, sizes)))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStage:
+    """A validated stage and its program."""
+
+    graph: Graph
+    boundary: Boundary
+    program: StageProgram
+
+
+async def load_stage(
+    host: Host,
+    told: wire.Attach | wire.Prepare | wire.Recheck,
+    tensors: Mapping[str, HostTensor],
+    *,
+    places: Mapping[int, PeerId],
+    memory_limit_bytes: int | None,
+) -> LoadedStage:
+    """Validate and load one stage in the compute thread.
+
+    `places`: the peer of each of the job's stages. `memory_limit_bytes`: memory left for this stage. Raises
+    `GraphError` for a graph or boundary that is not valid, `ExecutionError` for a stage that this machine can't run.
+    """
+    told_as = type(told).__name__.lower()
+    graph_bytes = tensors.get("graph")
+    if graph_bytes is None:
+        raise GraphError(f"the {told_as} of stage {told.stage} carries no graph.")
+    try:
+        boundary = msgspec.msgpack.decode(told.boundary, type=Boundary)
+    except msgspec.MsgspecError as error:
+        raise GraphError(f"the boundary of stage {told.stage} does not fit its schema: {error}.") from None
+    if boundary.stage != told.stage:
+        raise GraphError(f"the {told_as} of stage {told.stage} carries the boundary of stage {boundary.stage}.")
+    if unknown := boundary.others - places.keys():
+        raise GraphError(f"stage {told.stage} exchanges tensors with {sorted(unknown)}, which are not in its plan.")
+    if len(told.options.codecs) not in (0, len(places) - 1):
+        raise GraphError(
+            f"the {told_as} of stage {told.stage} has {len(told.options.codecs)} codecs for {len(places)} stages."
+        )
+
+    def load() -> LoadedStage:
+        graph = parse(graph_bytes.data, host.graph_limits)
+        if content_hash(graph) != told.graph_hash:
+            raise GraphError(f"stage {told.stage}'s graph does not have the announced hash.")
+        boundary.check(graph)
+        if unsupported := host.backend.unsupported(node.op for node in graph.nodes):
+            raise ExecutionError(
+                f"backend {host.backend.name} can't run {', '.join(unsupported)} of stage {told.stage}."
+            )
+        # The allocator's settings are process-wide, so the stage loaded last decides.
+        if told.options.recompute or told.options.offload:
+            spare_memory()
+        else:
+            keep_freed_memory()
+        program = host.backend.load(
+            graph,
+            grad_inputs=boundary.grad_inputs,
+            options=told.options,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        return LoadedStage(graph, boundary, program)
+
+    loaded, _ = await host.compute.run(load)
+    return loaded

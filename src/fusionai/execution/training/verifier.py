@@ -21,13 +21,12 @@ from fusionai.backends.interface import Call
 from fusionai.backends.state import StateEntry, state_entries
 from fusionai.backends.tolerance import numbers
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.retained import Sent
 from fusionai.execution.state import chunks
-from fusionai.execution.training.arrivals import Arrivals
+from fusionai.execution.training.arrivals import Arrivals, Held
 from fusionai.execution.training.codecs import joined, unpack_all
-from fusionai.execution.training.held import Held
-from fusionai.execution.training.loading import LoadedStage
 from fusionai.execution.training.passes import Pass
+from fusionai.execution.training.retained import Sent
+from fusionai.execution.training.stages import LoadedStage
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire

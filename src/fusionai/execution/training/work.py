@@ -1,7 +1,7 @@
 """The pieces of work of one stage: backend calls in the compute thread, and the messages that result from them.
 
 `coordination.training.stage` says which piece is next; the owner of the bench (`Stage`) knows where messages go.
-`execution.training.runtime` has one bench and reports its results; `execution.training.held` keeps what arrived,
+`execution.training.runtime` has one bench and reports its results; `execution.training.arrivals` keeps what arrived,
 `backends` compute."""
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from fusionai.backends.interface import Call, StageProgram
 from fusionai.coordination.training.exchanges import exchanges_of
 from fusionai.coordination.training.stage import Work
 from fusionai.execution.compute import ComputeThread, Timed
-from fusionai.execution.retained import Sent
 from fusionai.execution.sketches import step_key
 from fusionai.execution.state import chunks, headers
+from fusionai.execution.training.arrivals import Held
 from fusionai.execution.training.boundary import Boundary, Port
 from fusionai.execution.training.codecs import Carried, split, unpack_all
 from fusionai.execution.training.copies import Chunk, Copies
 from fusionai.execution.training.exchange import OuterStep, adopt, differences, keep_anchor, keep_told
-from fusionai.execution.training.held import Held
 from fusionai.execution.training.passes import ByStage, Pass
+from fusionai.execution.training.retained import Sent
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire

@@ -4,15 +4,19 @@ Sources before the last share one queue, so a faster one delivers more. The last
 for pieces that no reachable and fast enough peer has. A piece that a slow source was asked for may also be requested
 from another; the first answer counts. A source without a piece may have it soon, because it is fetching as well.
 
-All members go round one ring of pieces, each from its own starting point (`weight_ring`). A peer is asked from its
-starting point on, since it fetches those pieces first. If it does not have a piece yet, it is left alone for a moment
-instead of being asked for the whole ring; meanwhile the owner serves from this member's own starting point.
+All members go round one ring of pieces, each from its own starting point. When a member reaches the next one's starting
+point, that member has the pieces from there on, so the owner sends each piece about once. Random orders would not
+achieve this: two members that reach a piece at about the same time would both request it from the owner. A peer is
+asked from its starting point on, since it fetches those pieces first. If it does not have a piece yet, it is left alone
+for a moment instead of being asked for the whole ring; meanwhile the owner serves from this member's own starting
+point.
 
 `execution.weights.fetching` sends the requests and reports answers to this board.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -220,3 +224,20 @@ def _shares(digest: bytes, pieces: Sequence[int], most: int, tensor: int) -> lis
         else:
             shares.append(Share(digest, piece, 1, tensor))
     return shares
+
+
+def ring(pieces: Mapping[bytes, int]) -> tuple[bytes, ...]:
+    """Return the digests in ring order. `pieces`: digest -> number of pieces. The order is the same for all members and
+    independent of layers, so that not all of them begin with the embedding."""
+    return tuple(sorted(pieces, key=lambda digest: hashlib.sha256(digest).digest()))
+
+
+def start(pieces: Mapping[bytes, int], member: str, members: Collection[str]) -> Place:
+    """Return the ring position where `member`, one of `members`, begins. Starting points are evenly spaced."""
+    order = sorted(members)
+    begin = sum(pieces.values()) * order.index(member) // len(order)
+    for tensor, digest in enumerate(ring(pieces)):
+        if begin < pieces[digest]:
+            return tensor, begin
+        begin -= pieces[digest]
+    return 0, 0

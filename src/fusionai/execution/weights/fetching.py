@@ -2,11 +2,11 @@
 
 It decides which source to ask, when to ask another one, and when to give up. Every piece is checked on arrival; a
 source that sends a wrong one is not asked again. A connection that ends is reopened a few times. What has arrived is
-kept, also across restarts. `weight_board` decides the order.
+kept, also across restarts. `execution.weights.board` decides the order.
 
     def reach(source):                                     # a new state connection for each source ...
         return dialled(transport, source, placement.opening)
-    # ... except the owner, which can't be dialled: use the connection it made, see `weight_inlet`
+    # ... except the owner, which can't be dialled: use the connection it made (`WeightInlet`)
     counted = await fetch(load.weights, load.sources, store, reach=reach, now_s=clock.now_s, me=host.peer,
                           on_progress=tell, on_refused=lambda peer, key: to_driver(WeightRefused(...)))
     with store.holding([spec.digest for spec in load.weights]):
@@ -23,17 +23,27 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from typing import Final
 
+from fusionai.execution.links.outbox import KeepaliveConnection
 from fusionai.execution.links.peer_links import open_job
-from fusionai.execution.weights.board import LEAST_REST, Board, Share
-from fusionai.execution.weights.ring import ring, start
-from fusionai.primitives.errors import ExecutionError, FusionError, StorageError, TransportError, TrustError
+from fusionai.execution.weights.board import LEAST_REST, Board, Share, ring, start
+from fusionai.primitives.errors import (
+    ChannelClosed,
+    ExecutionError,
+    FusionError,
+    StorageError,
+    TransportError,
+    TrustError,
+)
 from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.tensors import HostTensor
 from fusionai.primitives.units import format_bytes
 from fusionai.storage.weight_pieces import piece_bytes, pieces_of, spec_bytes
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Channel, Envelope, Transport
 from fusionai.wire import messages as wire
+from fusionai.wire.messages import Stream, Way
 from fusionai.wire.serving import PIECE_BYTES, WeightSource, WeightSpec
 
 log = logging.getLogger(__name__)
@@ -339,3 +349,62 @@ class _Fetch:
 
 def _span_bytes(spec: WeightSpec, first: int, count: int) -> int:
     return min((first + count) * PIECE_BYTES, spec_bytes(spec)) - first * PIECE_BYTES
+
+
+MAX_UNREAD: Final = 64
+"""Answers that may wait unread: those in flight, and those whose request was given up."""
+
+
+class WeightInlet:
+    """A `Channel` for one fetch after the other. Closing it ends the fetch, not the connection."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.remote = channel.remote
+        self.stream: Stream = channel.stream
+        self.way: Way = channel.way
+        self.stats = channel.stats
+        self._connection = KeepaliveConnection(channel)
+        self._answers: asyncio.Queue[Envelope | None] = asyncio.Queue()
+
+    async def serve(self) -> None:
+        """Read until the connection ends. Raises `ExecutionError` if anything but weights arrives."""
+        try:
+            while True:
+                envelope = await self._connection.receive()
+                if not isinstance(envelope.message, wire.WeightPieces | wire.Refused):
+                    raise ExecutionError(f"expected WeightPieces, got a {type(envelope.message).__name__}.")
+                if self._answers.qsize() >= MAX_UNREAD:
+                    raise ExecutionError("more answers arrived than were requested.")
+                self._answers.put_nowait(envelope)
+        except ChannelClosed:
+            return
+        finally:
+            self._connection.drop()
+            self._answers.put_nowait(None)
+
+    async def send(self, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
+        await self._connection.channel.send(message, tensors)
+
+    def send_at_once(self, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> bool:
+        return self._connection.channel.send_at_once(message, tensors)
+
+    async def receive(self) -> Envelope:
+        envelope = await self._answers.get()
+        if envelope is None:
+            self._answers.put_nowait(None)
+            raise ChannelClosed("the connection that the job's owner made has ended.")
+        return envelope
+
+    async def close(self) -> None:
+        """Do nothing: the driver ends the connection."""
+
+    def abort(self) -> None:
+        """Like `close`."""
+
+    @property
+    def closed(self) -> bool:
+        return self._connection.channel.closed
+
+    @property
+    def acknowledges(self) -> bool | None:
+        return self._connection.channel.acknowledges

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final, Protocol
 
-from fusionai.execution.links.keepalive import Line
+from fusionai.execution.links.outbox import KeepaliveConnection
 from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError, StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import host_tensor
@@ -57,7 +57,7 @@ class WeightDesk:
         self._pieces = pieces
         self._digests = set(digests)
         self._patience_s = patience_s
-        self._lines: set[Line] = set()
+        self._connections: set[KeepaliveConnection] = set()
 
     def allow(self, digests: Iterable[bytes]) -> None:
         """Serve these tensors: they belong to the job."""
@@ -65,20 +65,20 @@ class WeightDesk:
 
     async def answer(self, peer: PeerId, channel: Channel) -> None:
         """Serve one connection until it ends. A peer that breaks the protocol or does not read is disconnected."""
-        if len(self._lines) >= MAX_CONNECTIONS:
+        if len(self._connections) >= MAX_CONNECTIONS:
             await channel.send(
                 wire.Refused(
                     code="busy", reason=f"{MAX_CONNECTIONS} other members fetch weights here; try again later."
                 )
             )
             return
-        line = Line(channel)
-        self._lines.add(line)
+        connection = KeepaliveConnection(channel)
+        self._connections.add(connection)
         asks: asyncio.Queue[wire.WeightAsk] = asyncio.Queue(MAX_ASKS)
-        answering = asyncio.create_task(self._answer_all(peer, line, asks))
+        answering = asyncio.create_task(self._answer_all(peer, connection, asks))
         try:
             while True:
-                message = (await line.receive()).message
+                message = (await connection.receive()).message
                 if not isinstance(message, wire.WeightAsk):
                     raise ExecutionError(f"expected a WeightAsk, got a {type(message).__name__}.")
                 if asks.full():
@@ -90,43 +90,45 @@ class WeightDesk:
             log.warning("closing the connection on which peer %s fetches weights: %s", short(peer), error)
         finally:
             # Cleanup that does not wait comes first: this task may be cancelled while it waits and must not leave the
-            # line.
-            self._lines.discard(line)
-            line.drop()
+            # connection.
+            self._connections.discard(connection)
+            connection.drop()
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
 
-    async def _answer_all(self, peer: PeerId, line: Line, asks: asyncio.Queue[wire.WeightAsk]) -> None:
+    async def _answer_all(
+        self, peer: PeerId, connection: KeepaliveConnection, asks: asyncio.Queue[wire.WeightAsk]
+    ) -> None:
         try:
             while True:
                 ask = await asks.get()
                 data = await self._read(ask)
                 async with asyncio.timeout(self._patience_s):
-                    await self._send(peer, line, ask, data)
+                    await self._send(peer, connection, ask, data)
         except TimeoutError:
-            line.lost(f"it has not read its weights for {self._patience_s:g} s")
+            connection.lost(f"it has not read its weights for {self._patience_s:g} s")
         except FusionError as error:
-            line.lost(str(error))
+            connection.lost(str(error))
 
     async def _read(self, ask: wire.WeightAsk) -> bytes:
         if ask.digest not in self._digests:
             return b""
-        most = max(1, min(PIECES_AT_ONCE, PIECES_FOR_ALL // len(self._lines)))
+        most = max(1, min(PIECES_AT_ONCE, PIECES_FOR_ALL // len(self._connections)))
         try:
             return await asyncio.to_thread(self._pieces.pieces, ask.digest, ask.first, min(ask.count, most))
         except StorageError as error:
             log.warning("weights that should be here can't be read: %s", error)
             return b""
 
-    async def _send(self, peer: PeerId, line: Line, ask: wire.WeightAsk, data: bytes) -> None:
+    async def _send(self, peer: PeerId, connection: KeepaliveConnection, ask: wire.WeightAsk, data: bytes) -> None:
         if not data:
-            await line.channel.send(wire.WeightPieces(digest=ask.digest, first=ask.first))
+            await connection.channel.send(wire.WeightPieces(digest=ask.digest, first=ask.first))
             return
         tensor = host_tensor("uint8", (len(data),), data)
         headers = (describe("bytes", tensor),)
-        await line.channel.send(wire.WeightPieces(digest=ask.digest, first=ask.first, tensors=headers), (tensor,))
+        await connection.channel.send(wire.WeightPieces(digest=ask.digest, first=ask.first, tensors=headers), (tensor,))
         self.sent_bytes[peer] += len(data)
 
     def close(self) -> None:
-        for line in list(self._lines):
-            line.drop()
+        for connection in list(self._connections):
+            connection.drop()

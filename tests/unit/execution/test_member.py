@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.execution.roster import Roster
+from fusionai.execution.member import Roster
 from fusionai.primitives.errors import TrustError
 from fusionai.primitives.ids import PeerId
 from fusionai.wire import messages as wire

@@ -1,7 +1,8 @@
 """Boundary tensors that a stage has sent, kept so that a neighbour can replay (recovery rule 10).
 
 They are kept until the retention line (the oldest step that a recovery can start from) passes them, and are resent step
-by step, microbatch by microbatch. Used by `execution.training.runtime`.
+by step, microbatch by microbatch. `receiver` and `sender` say which stages a message goes to and claims to come from.
+Used by `execution.training.runtime` and `execution.training.member`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Final
 import msgspec
 
 from fusionai.execution.training.boundary import Boundary
+from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
@@ -78,3 +80,29 @@ def _key(message: Sent) -> _Key:
         case wire.SharedGradient():
             what = 2 + (message.phase == "total")
             return message.step, AFTER_ALL_MICROBATCHES, what, message.receiver, message.part
+
+
+def receiver(message: wire.Message) -> tuple[int, Fence]:
+    """Return the receiving stage and the fence. Raises `ExecutionError` for a message that addresses no stage."""
+    match message:
+        case wire.Forward(consumer=stage, fence=fence) | wire.Backward(producer=stage, fence=fence):
+            return stage, fence
+        case wire.SharedGradient(receiver=stage, fence=fence):
+            return stage, fence
+        case wire.Commit(stage=stage, fence=fence) | wire.Resume(stage=stage, fence=fence):
+            return stage, fence
+        case wire.Export(stage=stage, fence=fence):
+            return stage, fence
+        case _:
+            raise ExecutionError(f"a {type(message).__name__} has no place on a connection between members of a job.")
+
+
+def sender(message: wire.Message) -> int | None:
+    """Return the stage that a tensor message claims to come from, None for other messages."""
+    match message:
+        case wire.Forward(producer=stage) | wire.Backward(consumer=stage) | wire.SharedGradient(sender=stage):
+            return stage
+        case wire.Output(stage=stage):
+            return stage
+        case _:
+            return None

@@ -1,0 +1,246 @@
+"""The present round of a training job, as the parts of its driver share it: fence, plan, members and tasks.
+
+`JobRound` connects the members of a plan, sends each its whole part in the round, and ends the round's tasks when the
+next one begins. `training.driver` says when; `execution.links.connections` reaches the members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+
+import msgspec
+
+from fusionai.coordination.round.verification import Check
+from fusionai.coordination.training import commands, events
+from fusionai.coordination.training.driver import DriverMachine
+from fusionai.coordination.training.events import DriverEvent
+from fusionai.execution.deployment import Deployment
+from fusionai.execution.host import Host
+from fusionai.execution.links.connections import Connections
+from fusionai.execution.state import headers
+from fusionai.primitives.errors import FusionError, TransportError
+from fusionai.primitives.ids import PeerId
+from fusionai.primitives.tensors import HostTensor
+from fusionai.scheduling.problem.types import Plan
+from fusionai.training.deployment import Cut, TrainingJob, cut, stage_options
+from fusionai.training.inspection import Inspection
+from fusionai.transport.placements import Seal
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence, StageOptions
+
+log = logging.getLogger(__name__)
+
+Tell = Callable[[DriverEvent, Fence | None], None]
+"""Queues (event, fence of the event's round) for the machine; the fence is None for events that outlast rounds."""
+
+
+class JobRound:
+    """The round in force. `deployment` is the plan in force with its addresses and tickets, `model` its cut."""
+
+    def __init__(
+        self,
+        job: TrainingJob,
+        host: Host,
+        seal: Seal,
+        deployment: Deployment,
+        model: Cut,
+        *,
+        fence: Fence,
+        machine: DriverMachine,
+        connections: Connections,
+        inspection: Inspection | None,
+        tell: Tell,
+    ) -> None:
+        self.job = job
+        self.fence = fence
+        self.deployment = deployment
+        self.cut = model
+        self.machine = machine
+        self.connections = connections
+        self.tell = tell
+        self._host = host
+        self._seal = seal
+        self._inspection = inspection
+        self._placement = b""
+        """Signed placement of the present round."""
+        self._prepared: Fence | None = None
+        """The round whose standbys were asked to prepare their stages."""
+        self._ending: set[asyncio.Task[None]] = set()
+        """Tasks that end with the round."""
+        self._lasting: set[asyncio.Task[None]] = set()
+
+    # ---------------------------------------------------------------------------------------------------- members
+
+    def end(self, following: Fence) -> None:
+        """Adopt the next round's fence and cancel the tasks of the present one."""
+        self.fence = following
+        for task in self._ending:
+            task.cancel()
+
+    def cut_of(self, plan: Plan) -> Cut:
+        return self.cut if self.cut.holds(plan) else cut(self.job, plan)
+
+    def adopt(self, deployment: Deployment) -> None:
+        self.deployment, self.cut = deployment, self.cut_of(deployment.plan)
+
+    def begin(self, command: commands.SendAttach) -> None:
+        """Send the round to all members of the plan and detach the others."""
+        members = {*command.roles.places.values(), *command.guards.values(), self.job.owner}
+        self.connections.dismiss(members, self.fence)
+        self._placement = self._seal.placement(
+            self.job.job,
+            self.fence,
+            stages=((one.stage, one.peer) for one in self.deployment.neighbours()),
+            guards=command.guards.items(),
+        )
+        for member in sorted(members):
+            self.start(self._enlist(PeerId(member), command))
+
+    async def _enlist(self, peer: PeerId, command: commands.SendAttach) -> None:
+        """Connect to a member and send it its whole part in the round."""
+        if not await self.connections.open(peer, self.deployment, self.fence):
+            return
+        deployment, guards = self.deployment, command.guards
+        self.connections.tell(
+            peer,
+            wire.Enlist(
+                fence=self.fence,
+                job=self.job.job,
+                neighbours=deployment.neighbours(),
+                guards=tuple(stage for stage, guard in sorted(guards.items()) if guard == peer),
+                partition=self.cut.name,
+                ticket=deployment.tickets.get(peer, b""),
+                placement=self._placement,
+            ),
+        )
+        for stage in command.roles.stages_of(peer):
+            standby, part = guards.get(stage, ""), self.cut.stages[stage]
+            attach = wire.Attach(
+                fence=self.fence,
+                job=self.job.job,
+                stage=stage,
+                graph_hash=part.graph_hash,
+                boundary=self._boundary(stage),
+                options=self._options(stage),
+                retain=bool(guards),
+                guard=standby,
+                guard_addresses=tuple(deployment.members.get(standby, ())),
+                snapshot_every=command.roles.snapshot_every if standby else 0,
+                secret=self._inspection.secret_of(stage, peer) if self._inspection and guards else b"",
+                tensors=headers({"graph": part.encoded}),
+            )
+            self.connections.tell(peer, attach, (part.encoded,))
+
+    def prepare_standbys(self) -> None:
+        """Once per round, when its first step is committed: ask standbys to load their stages in advance."""
+        if self._prepared == self.fence:
+            return
+        self._prepared = self.fence
+        for stage, standby in sorted(self.machine.guards.items()):
+            part = self.cut.stages[stage]
+            message = wire.Prepare(
+                fence=self.fence,
+                stage=stage,
+                graph_hash=part.graph_hash,
+                boundary=self._boundary(stage),
+                options=self._options(stage),
+                tensors=headers({"graph": part.encoded}),
+            )
+            self.connections.tell(PeerId(standby), message, (part.encoded,))
+
+    def resume(self, command: commands.SendResume) -> None:
+        message = wire.Resume(
+            fence=self.fence,
+            stage=command.stage,
+            committed=command.committed,
+            source=command.source,
+            base=command.base,
+            records=command.records,
+            replaying=tuple(sorted(command.replaying)),
+            snapshot=command.snapshot,
+            line=command.line,
+        )
+        self.to(command.stage, message)
+
+    def recheck(self, check: Check, keys: tuple[wire.StepKey, ...]) -> None:
+        """Ask a verifier to rerun a stage's steps."""
+        part = self.cut.stages[check.stage]
+        message = wire.Recheck(
+            fence=self.fence,
+            stage=check.stage,
+            first=check.first,
+            below=check.below,
+            graph_hash=part.graph_hash,
+            boundary=self._boundary(check.stage),
+            options=self._options(check.stage),
+            records=tuple(self.machine.records[step] for step in range(check.first, check.below)),
+            keys=keys,
+            tensors=headers({"graph": part.encoded}),
+        )
+        self.connections.tell(PeerId(check.referee), message, (part.encoded,))
+
+    def pass_snapshot(self, holder: str, stage: int, step: int, peer: str, addresses: Sequence[str]) -> None:
+        """Ask the holder of a snapshot to send it to `peer`."""
+        message = wire.PassSnapshot(fence=self.fence, stage=stage, step=step, peer=peer, addresses=tuple(addresses))
+        self.connections.tell(PeerId(holder), message)
+
+    def _boundary(self, stage: int) -> msgspec.Raw:
+        return msgspec.Raw(msgspec.msgpack.encode(self.cut.stages[stage].boundary))
+
+    def _options(self, stage: int) -> StageOptions:
+        return stage_options(self.job.options, self.deployment.plan, stage)
+
+    def peer_of(self, stage: int) -> PeerId:
+        return PeerId(self.machine.roles.places[stage])
+
+    def to(self, stage: int, message: wire.Message) -> None:
+        """Send to the stage's peer on its control connection."""
+        self.connections.tell(self.peer_of(stage), message)
+
+    async def send_state(
+        self, stage: int, message: wire.StateChunk | wire.Agreement, tensors: Sequence[HostTensor]
+    ) -> None:
+        """Send to the stage's peer on its state connection. Raises `TransportError`."""
+        await self.connections.send_state(self.peer_of(stage), message, tensors)
+
+    async def decide_scale(self, step: int, norms: tuple[float, ...]) -> None:
+        """Compute the scale of the step's gradients and tell the machine."""
+        fence, limit = self.fence, float("inf") if self.job.clip_norm is None else self.job.clip_norm
+        (total_norm, scale), _ = await self._host.compute.run(lambda: self._host.backend.clip_scale(norms, limit))
+        self.tell(events.ScaleDecided(step, total_norm, scale), fence)
+
+    # ------------------------------------------------------------------------------------------------------ tasks
+
+    def start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """Run `work` in a task that ends with the round."""
+        return self._spawn(work, self._ending)
+
+    def start_lasting(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
+        """Run `work` in a task that outlasts the round."""
+        return self._spawn(work, self._lasting)
+
+    def _spawn(self, work: Coroutine[object, object, object], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+        async def reported() -> None:
+            try:
+                await work
+            except TransportError as error:  # the connection's owner reports the loss as an event
+                log.info("a connection of %s: %s", self.job.job, error)
+            except FusionError as error:
+                self.tell(events.CommandFailed(str(error)), None)
+            except Exception as error:  # the job must end with a reason instead of waiting for a failed task
+                log.exception("a command of %s failed", self.job.job)
+                self.tell(events.CommandFailed(f"{type(error).__name__}: {error}"), None)
+
+        task = asyncio.create_task(reported())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # for a task that was cancelled before it began
+        return task
+
+    async def close(self) -> None:
+        """Cancel the round's tasks and wait for the lasting ones."""
+        for task in self._ending:
+            task.cancel()
+        await asyncio.gather(*self._ending, *self._lasting, return_exceptions=True)
