@@ -1,13 +1,13 @@
-"""Simulates hours of a training job on a changing pool, event by event, with the shipped planner, takeover and broker.
+"""Simulates hours of a training job on a changing pool, event by event, with the shipped planner and machines.
 
-Between events a step takes what `step` simulates for the plan in force. Losses, replacements, allowed plans and returns
-are decided by the code that decides them in a real pool. The duration of a recovery follows from links, compute and
-`scenario.Timings`. Committed steps stay committed; `Course.lost_steps` counts violations.
+The driver's, stages' and broker's machines of a real pool decide on commits, checkpoints, recoveries, replacements and
+returns. A step takes what `step` simulates for the plan in force. The duration of a recovery follows from links,
+compute and `scenario.Timings`. Committed steps stay committed; `Course.lost_steps` counts violations.
 
 Not simulated: slow-downs, two jobs in one pool, and snapshots and tensors that compete for a link.
 
-`fates` draws what happens to machines, `machines` applies it, `job` is the driver's side, `broker` keeps the pool;
-`cli.simulate` shows the result.
+`fates` draws what happens to machines, `machines` applies it, `driver` and `member` run the job, `broker` keeps the
+pool; `cli.simulate` shows the result.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fusionai.primitives.errors import PlanError, UsageError
+from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Plan, Problem
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.broker import SimulatedBroker
+from fusionai.simulator.driver import Incident, SimulatedDriver
 from fusionai.simulator.fates import fates
-from fusionai.simulator.job import Incident, SimulatedJob
 from fusionai.simulator.machines import Machines
 from fusionai.simulator.scenario import Scenario
+from fusionai.simulator.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,8 @@ def simulate_course(problem: Problem, scenario: Scenario, *, every_beat: bool = 
     agenda = Agenda()
     broker = SimulatedBroker(agenda, owner.peer, every_beat=every_beat)
     machines = Machines(agenda, broker, [peer.peer for peer in problem.peers if peer.peer != owner.peer], scenario)
-    job = SimulatedJob(agenda, broker, machines, problem, scenario)
+    world = World(agenda, StageCosts(problem), owner.peer, scenario.weather, scenario.seed)
+    job = SimulatedDriver(world, broker, machines, problem, scenario)
     for event in fates(scenario.churn, machines.names, scenario.seed, lasted_s):
         agenda.at(event.at_s, lambda event=event: machines.happen(event))
     agenda.at(0.0, job.start)
@@ -100,9 +103,9 @@ def simulate_course(problem: Problem, scenario: Scenario, *, every_beat: bool = 
         plans=job.plans,
         lost_steps=job.lost_steps,
         redone_s=job.redone_s,
-        waiting_s=job.waited_s(),
-        working={peer: job.busy_s[peer] / lasted_s for peer in (owner.peer, *machines.names)},
+        waiting_s=job.replanner.waited_s(),
+        working={peer: job.busy_s(peer) / lasted_s for peer in (owner.peer, *machines.names)},
         present={owner.peer: 1.0} | {peer: machines.present_s(peer) / lasted_s for peer in machines.names},
         story=tuple(job.story),
-        takeovers=dict(job.takeovers),
+        takeovers=dict(job.replanner.takeovers),
     )

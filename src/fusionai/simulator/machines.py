@@ -1,6 +1,6 @@
 """The machines of a simulated pool, each present, frozen or away, and the effect of events on them.
 
-`fates` says what happens when. `broker` and `job` learn of it as a real broker and driver would.
+`fates` says what happens when. `broker` and `driver` learn of it as a real broker and driver would.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from fusionai.simulator.scenario import Scenario
 AGAIN_S: Final = 60.0
 """Seconds after which a machine whose return is due before it has left tries again (chosen)."""
 
+RELEASED_S: Final = 0.5
+"""Seconds after which a machine that may go, but still has a part in a job, looks again (chosen)."""
+
 Cause = Literal["crashed", "fell silent", "froze", "left"]
 
 
@@ -30,6 +33,10 @@ class Watcher(Protocol):
         """Note that the peer stopped, noticed after `noticed_after_s`. It loses its state unless it froze."""
 
     def woke(self, peer: str) -> None: ...
+
+    def uses(self, peer: str) -> bool:
+        """Return whether the peer has a part in the plan in force."""
+        ...
 
 
 @dataclass(slots=True)
@@ -116,9 +123,16 @@ class Machines:
             self._stop(peer, machine, "left", closed=True)
 
     def _released(self, peer: str) -> None:
-        """Let a machine go that the pool does not need any more."""
+        """Let a machine go that the pool does not need any more, once the job has adopted a plan without it."""
+        self._go_if_unused(peer, self._machines[peer].came_s)
+
+    def _go_if_unused(self, peer: str, came_s: float) -> None:
         machine = self._machines[peer]
-        if machine.phase != "away":
+        if machine.phase == "away" or machine.came_s != came_s:
+            return
+        if self.watcher.uses(peer):
+            self._agenda.after(RELEASED_S, partial(self._go_if_unused, peer, came_s))
+        else:
             self._go(peer, machine)
 
     def _stop(self, peer: str, machine: _Machine, cause: Cause, *, closed: bool) -> None:

@@ -134,11 +134,14 @@ class Line:
 class Network:
     """The links between a problem's peers. The same seed gives the same jitter."""
 
-    def __init__(self, agenda: Agenda, costs: StageCosts, weather: Weather = CALM, seed: int = 0) -> None:
+    def __init__(
+        self, agenda: Agenda, costs: StageCosts, weather: Weather = CALM, seed: int = 0, *, recording: bool = True
+    ) -> None:
         self.sent_bytes: defaultdict[str, float] = defaultdict(float)
         """Bytes by sender, over its uplink or an exceptional link."""
         self.transfers: list[Transfer] = []
-        """All transfers with a size, in the order of completion."""
+        """All transfers with a size, in the order of completion; none unless `recording`."""
+        self._recording = recording
         self._agenda = agenda
         self._costs = costs
         self._weather = weather
@@ -164,7 +167,8 @@ class Network:
         began = [self._agenda.now_s]
 
         def there() -> None:
-            self.transfers.append(Transfer(sender, receiver, began[0], self._agenda.now_s))
+            if self._recording:
+                self.transfers.append(Transfer(sender, receiver, began[0], self._agenda.now_s))
             deliver()
 
         if not hop.shared:

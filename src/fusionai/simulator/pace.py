@@ -1,6 +1,6 @@
 """How long a plan's steps take one after another, from simulating a few of them.
 
-`step` simulates; `job` lets steps pass at this pace.
+`step` simulates; `driver` lets steps pass at this pace.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ STEPS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`first_s`: duration of a step from an empty pipeline. `busy_s`: peer -> seconds it computes per step."""
+    """`first_s`: duration of a step from an empty pipeline. `busy_s`: peer -> seconds it computes per step. `probe_s`:
+    time of the first microbatch's way through all stages."""
 
     first_s: float
     gaps_s: tuple[float, ...]
     busy_s: Mapping[str, float]
+    probe_s: float
 
     @property
     def step_s(self) -> float:
@@ -57,4 +59,5 @@ class Paces:
         for span in run.spans:
             busy[span.peer] += (span.end_s - span.start_s) / STEPS
         gaps = tuple(after - before for before, after in pairwise(run.committed_s))
-        return Pace(run.committed_s[0], gaps, dict(busy))
+        first = (span.end_s for span in run.spans if (span.kind, span.step, span.microbatch) == ("forward", 0, 0))
+        return Pace(run.committed_s[0], gaps, dict(busy), max(first))

@@ -6,8 +6,8 @@ over the machines that remain and continues at the newest checkpoint. The cut st
 `FASTER`, or keeps the bits and the state is lost anyway. A job that demands equal bits (`exact`, `refuse`) only gets a
 new cut, over machines that all compute its bits. The caller decides when the grace period begins and ends.
 
-`takeover` places lost stages, `replicated` and `planner` cut anew; `client.pool.replanning` and `simulator.job` call
-this module."""
+`takeover` places lost stages, `replicated` and `planner` cut anew; `client.pool.replanning` and
+`simulator.replanning` call this module."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ The wait doubles with each consecutive loss. A machine that has joined again wai
 because a new process may work better. A process that fails repeatedly without ending waits for up to `LONGEST_RETRY_S`:
 each attempt costs a plan, a load of weights and a log line, and its cause has not changed.
 
-`client.pool.replanning` and `simulator.job` consult this module before they plan with the machine.
+`client.pool.replanning` and `simulator.replanning` consult this module before they plan with the machine.
 """
 
 from __future__ import annotations

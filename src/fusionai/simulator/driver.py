@@ -1,0 +1,496 @@
+"""The driver of a simulated job: performs the commands of the shipped `DriverMachine` in virtual time.
+
+The machine decides on commits, checkpoints, recovery rounds, replays, returns to the checkpoint, lost peers and the
+adoption of plans, as in a real job. Here its commands take time: messages and states over the links of `world`, plans
+and journal by `scenario.Timings`, steps by `pace`. Every step's votes and commit, every snapshot, checkpoint, fault and
+round goes through the machine. Microbatches of a steady step are fast-forwarded: its single loss and all votes arrive
+when `pace` says that the step is over. A step that a fault interrupts counts as not prepared by any stage.
+
+`machines` reports which machines stop and come, `replanning` finds plans, `course` starts everything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from fusionai.coordination.training import commands, events
+from fusionai.coordination.training import stage as staging
+from fusionai.coordination.training.driver import DriverMachine, DriverPhase, JobShape
+from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.planner import plan as planned
+from fusionai.scheduling.problem.types import Plan, Problem
+from fusionai.scheduling.standby.guards import without_guards
+from fusionai.simulator.broker import SimulatedBroker
+from fusionai.simulator.machines import Cause, Machines
+from fusionai.simulator.member import Attachment, Member, norms_of
+from fusionai.simulator.pace import Pace, Paces
+from fusionai.simulator.replanning import ENDLESS, LOOK_S, WATCH_S, Replanner
+from fusionai.simulator.scenario import Scenario
+from fusionai.simulator.step import FEED, SimulationError
+from fusionai.simulator.world import World
+from fusionai.training.deployment import ranges_of
+from fusionai.wire.messages import Fence, Refused
+
+
+@dataclass(slots=True, kw_only=True)
+class Incident:
+    """An event that stopped the job. Times are in seconds since the start."""
+
+    at_s: float
+    step: int
+    causes: list[str]
+    """For example `gpu-3 crashed (stage 1)`."""
+    planned_s: float | None = None
+    """When the new plan was available; None while the job waits for one, and if none was needed."""
+    recovered_s: float | None = None
+    """When the next step was committed; None if the simulated time ended before."""
+    restored: tuple[int, ...] = ()
+    """Stages that restored their state from a snapshot or the checkpoint."""
+    replayed_steps: int = 0
+    rollback: bool = False
+    """Whether all stages went back to the checkpoint."""
+    waited_for: str = ""
+    """Why no plan was found for a while."""
+
+    @property
+    def stopped_s(self) -> float | None:
+        return None if self.recovered_s is None else self.recovered_s - self.at_s
+
+
+@dataclass(slots=True, eq=False)
+class _StepUnderWay:
+    """The step being computed."""
+
+    step: int
+    began_s: float
+    due_s: float
+    stopped_s: float | None = None
+    """When one of its peers stopped."""
+    computed: bool = False
+    """Whether only the commit is missing, which a checkpoint may delay."""
+
+
+class SimulatedDriver:
+    """The driver's process; implements `machines.Watcher`."""
+
+    machine: DriverMachine
+
+    def __init__(
+        self, world: World, broker: SimulatedBroker, machines: Machines, problem: Problem, scenario: Scenario
+    ) -> None:
+        machines.watcher = self
+        world.to_driver, world.collect = self._hear, self._collect
+        self.world = world
+        self.plan: Plan | None = None
+        self.first_plan: Plan | None = None
+        self.undisturbed_step_s = 0.0
+        self.why_no_plan = ""
+        self.plans = 0
+        self.commits_s: list[float] = []
+        self.incidents: list[Incident] = []
+        self.story: list[tuple[float, str]] = []
+        self.lost_steps = 0
+        self.redone_s = 0.0
+        self.replanner = Replanner(self, broker, problem, scenario)
+        self._agenda = world.agenda
+        self._problem = problem
+        self._scenario = scenario
+        self._paces = Paces(problem, scenario.weather, scenario.timings.journal_s, scenario.seed)
+        self._busy_s: Counter[str] = Counter()
+        self._paced_steps = 0
+        """Steps of the current pace whose compute seconds are not in `_busy_s` yet."""
+        self._members = {name: Member(world, name, alive=False) for name in machines.names}
+        self._members[world.owner] = Member(world, world.owner)
+        self._connected: dict[str, Member] = {}
+        """Processes that the current round began with."""
+        self._queue: deque[events.DriverEvent] = deque()
+        self._draining = False
+        self._offers: dict[int, tuple[Plan, str]] = {}
+        """Version -> a plan to be adopted, and why."""
+        self._stopped_at_s: dict[str, float] = {}
+        self._open: Incident | None = None
+        self._lost_stage = False
+        """Whether a stage has lost its peer since the last plan was adopted."""
+        self._under_way: _StepUnderWay | None = None
+        self._row = 0
+        """Number of steps since the pipeline was filled."""
+        self._fed = -1
+        self._filled = False
+        """Whether a step that ends now leaves a full pipeline."""
+        self._committed: tuple[Fence, staging.Committed] | None = None
+        self._collected: tuple[Fence, int, set[int]] | None = None
+        self._fence = Fence(0, 0, 0)
+        """Fence of the round in force. The machine is ahead of it while commands from before a round are performed."""
+        self._checked: Fence | None = None
+        """Round whose result was checked."""
+
+    # ----------------------------------------------------------------------------------------------- the beginning
+
+    def start(self) -> None:
+        """Make the first plan as soon as enough machines are present."""
+        if self.plan is not None:
+            return
+        usable = self.replanner.usable()
+        peers = tuple(peer for peer in self._problem.peers if peer.peer in usable)
+        try:
+            found = planned(msgspec.structs.replace(self._problem, peers=peers))
+        except PlanError as error:
+            self.why_no_plan = error.message
+            self.replanner.wait()
+            return
+        minted = self.replanner.issue(found)
+        if isinstance(minted, Refused):
+            self.why_no_plan = minted.reason
+            self._agenda.after(LOOK_S, self.start)
+            return
+        self.first_plan, self.undisturbed_step_s = minted, self._paces.of(minted).step_s
+        self.replanner.stop_waiting()
+        self._offers[minted.version] = (minted, "the job begins")
+        shape = JobShape(
+            steps=ENDLESS,
+            microbatches=1,
+            canonical_order=tuple(norms_of(0)),
+            checkpoint_every=self._scenario.checkpoint_every,
+        )
+        self.machine = DriverMachine(shape, self.world.roles(minted), incarnation=1, learning_rate=_no_rate)
+        for command in self.machine.start():
+            self._perform(command)
+        self._agenda.after(WATCH_S, self.replanner.watch)
+
+    @property
+    def current(self) -> Plan:
+        assert self.plan is not None, "the job has begun"
+        return self.plan
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a peer of a stage has stopped, noticed or not."""
+        return any(not self._connected[stage.peer].responds for stage in self.current.stages)
+
+    def busy_s(self, peer: str) -> float:
+        """Seconds in which the peer computed in complete steps."""
+        self._count_busy()
+        return self._busy_s[peer]
+
+    def uses(self, peer: str) -> bool:
+        """Whether the peer has a part in the plan in force."""
+        return self.plan is not None and peer in self._members_of(self.plan)
+
+    # ------------------------------------------------------------------------------------------------------ events
+
+    def _hear(self, fence: Fence, event: events.DriverEvent) -> None:
+        if fence == self.machine.fence:
+            self.handle(event)
+
+    def handle(self, *given: events.DriverEvent) -> None:
+        """Give the machine these events in turn, and perform what it commands."""
+        self._queue.extend(given)
+        if self._draining:
+            return
+        self._draining = True
+        while self._queue:
+            for command in self.machine.handle(self._queue.popleft()):
+                self._perform(command)
+        self._draining = False
+        if self.machine.phase is DriverPhase.RUNNING:
+            if self._checked != self.machine.fence:
+                self._check_round()
+            self._begin_step()
+
+    def grant(self, plan: Plan, reason: str) -> None:
+        self._offers[plan.version] = (plan, reason)
+        self.handle(events.PlanGranted(self.world.roles(plan)))
+
+    def note_waiting(self, why: str) -> None:
+        if self._open is not None:
+            self._open.waited_for = why
+
+    def _perform(self, command: commands.DriverCommand) -> None:
+        match command:
+            case commands.SendAttach():
+                self._attach(command)
+            case commands.PassSnapshot(stage=stage, step=step, holder=holder, peer=peer):
+                fence, member = self.machine.fence, self._connected[holder]
+                self._send(holder, partial(member.pass_snapshot, fence, stage, step, peer))
+            case commands.SendResume():
+                self._resume(command)
+            case commands.SendProbe():
+                self._agenda.after(self._pace().probe_s, partial(self._probed, self.machine.fence))
+            case commands.Feed(step=step, only=None):
+                self._fed, self._row = step, self._row + 1 if self._filled else 0
+            case commands.Feed(step=step, only=frozenset() as only):
+                for stage in sorted(only):
+                    self._to_stage(stage, staging.ForwardArrived("train", step, 0, FEED))
+            case commands.DecideScale(step=step):
+                self.handle(events.ScaleDecided(step, 1.0, 1.0))
+            case commands.JournalCommit(record=record):
+                self.handle(events.CommitJournalled(record))
+            case commands.SendCommit():
+                self._send_commit(command)
+            case commands.StepCommitted(replayed=replayed):
+                self._note_commit(replayed=replayed)
+            case commands.WriteCheckpoint(step=step, ask=ask):
+                self._write_checkpoint(step, ask=ask)
+            case commands.AskPlan(without=without):
+                self.replanner.ask(without)
+            case commands.TellFault():
+                self._note_fault(command)
+            case commands.TellRestored():
+                self._note_restoration(command)
+            case commands.AnnounceReady():
+                pass
+            case _:
+                raise SimulationError(f"a simulated job can't perform {command}.")
+
+    # ------------------------------------------------------------------------------------------------------ rounds
+
+    def _attach(self, command: commands.SendAttach) -> None:
+        fence, roles = command.fence, command.roles
+        self._fence = fence
+        self._drop_step()
+        self._collected = None
+        if self.plan is None or roles.version != self.plan.version:
+            self._adopt(roles.version)
+        self.plan = without_guards(self.current, tuple(set(roles.guards.values()) - set(command.guards.values())))
+        names = sorted({*roles.places.values(), *command.guards.values()})
+        for name in self._connected.keys() - set(names):
+            self._members[name].clear()
+        self._connected = {name: self._members[name] for name in names}
+        attachment = Attachment(
+            fence=fence,
+            plan=self.current,
+            roles=roles,
+            guards=command.guards,
+            committed=self._committed,
+            connected=self._connected,
+        )
+        self._committed = None
+        for name, member in self._connected.items():
+            if not member.alive:  # the broker has not noticed its loss yet; the driver will
+                notice = partial(self._notice, member, "fell silent", self._agenda.now_s)
+                self._agenda.after(self._scenario.timings.silence_s, notice)
+            else:
+                self._send(name, partial(member.attach, attachment))
+
+    def _adopt(self, version: int) -> None:
+        before = self.plan
+        plan, reason = self._offers[version]
+        self._offers = {known: offer for known, offer in self._offers.items() if known > version}
+        self._count_busy()
+        self.plan = plan
+        self.plans += 1
+        self.replanner.adopted(before, plan, self.machine.step, after_loss=self._lost_stage)
+        if self._lost_stage:
+            recut = before is not None and ranges_of(before) != ranges_of(plan)
+            reason = "the model is cut anew" if recut else "others stand in"
+            if self._open is not None:
+                self._open.planned_s = self._agenda.now_s
+        self._lost_stage = False
+        self._say(f"plan {version}: {reason}")
+
+    def _resume(self, command: commands.SendResume) -> None:
+        resumed = staging.Resumed(
+            command.committed,
+            command.source,
+            command.base,
+            command.records,
+            command.replaying,
+            command.snapshot,
+            command.line,
+        )
+        stage, fence = command.stage, self.machine.fence
+        self._to_stage(stage, resumed)
+        if command.source == "import":
+            placement = self.current.stages[stage]
+            member = self._connected[placement.peer]
+            arrive = partial(member.import_state, fence, stage, command.base)
+            self._send(placement.peer, arrive, self.world.costs.state_bytes(placement))
+
+    def _probed(self, fence: Fence) -> None:
+        if fence != self.machine.fence:
+            return
+        if self.is_stalled:
+            self._agenda.after(LOOK_S, partial(self._probed, fence))
+        else:
+            self._hear(fence, events.ProbeAnswered((1.0, 1.0)))
+
+    def _check_round(self) -> None:
+        """Count official steps that a round lost, and the replay that it took."""
+        self._checked = self.machine.fence
+        places = [(self._connected[one.peer], one.stage) for one in self.current.stages]
+        stages = [member.stages[stage] for member, stage in places if member.alive]
+        applied = min((stage.machine.applied for stage in stages), default=self.machine.step)
+        self.lost_steps += max(0, self.machine.step - applied, len(self.commits_s) - self.machine.official)
+        self.redone_s += max((stage.replayed_s for stage in stages), default=0.0)
+
+    def _send(self, peer: str, action: partial[None], size_bytes: float = 0.0) -> None:
+        self.world.send(self.world.owner, peer, size_bytes, partial(self._connected[peer].run, action))
+
+    def _to_stage(self, stage: int, event: staging.StageEvent) -> None:
+        member = self._connected[self.machine.roles.places[stage]]
+        self._send(member.name, partial(member.to_stage, self.machine.fence, stage, event))
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def _begin_step(self) -> None:
+        if self._under_way is not None or self._fed != self.machine.step or self.is_stalled:
+            return
+        pace, now_s = self._pace(), self._agenda.now_s
+        seconds = pace.first_s if self._row == 0 else pace.gap_s(self._row - 1)
+        self._under_way = _StepUnderWay(self._fed, now_s, now_s + seconds)
+        self._foresee_end()
+
+    def _foresee_end(self) -> None:
+        assert self._under_way is not None, "a step is under way"
+        self._agenda.at(self._under_way.due_s, partial(self._finish_step, self._under_way, self._under_way.due_s))
+
+    def _finish_step(self, done: _StepUnderWay, due_s: float) -> None:
+        if self._under_way is not done or done.stopped_s is not None or done.due_s != due_s:
+            return
+        done.computed = True
+        self._filled = True
+        votes = [events.StagePrepared(one.stage, done.step, norms_of(one.stage)) for one in self.current.stages]
+        self.handle(events.LossArrived(done.step, 0, 1.0), *votes)
+        self._filled = False
+
+    def _drop_step(self) -> None:
+        step, self._under_way = self._under_way, None
+        self._fed = -1
+        if step is not None:
+            stopped_s = self._agenda.now_s if step.stopped_s is None else step.stopped_s
+            self.redone_s += max(0.0, stopped_s - step.began_s)
+
+    def _note_commit(self, *, replayed: bool) -> None:
+        step, self._under_way = self._under_way, None
+        assert step is not None, "a commit ends a step"
+        self._paced_steps += 1
+        if replayed:
+            self.redone_s += self._agenda.now_s - step.began_s
+            return
+        self.commits_s.append(self._agenda.now_s)
+        if self._open is not None:
+            self._open.recovered_s = self._agenda.now_s
+            self._open = None
+
+    def _send_commit(self, command: commands.SendCommit) -> None:
+        """Commit a step at the stages: at once if something follows from it, otherwise with the next such commit."""
+        committed = staging.Committed(command.record, command.line, command.save)
+        self._committed = (self._fence, committed)
+        plan = self.current
+        due = bool(plan.guards) and (command.record.step + 1) % plan.snapshot_every == 0
+        if due or command.save:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        if self._committed is None:
+            return
+        for placement in self.current.stages:
+            member = self._connected[placement.peer]
+            if (stage := member.stages.get(placement.stage)) is not None:
+                member.run(partial(stage.catch_up, *self._committed))
+
+    def _write_checkpoint(self, step: int, *, ask: bool) -> None:
+        self._collected = (self.machine.fence, step, set())
+        if ask:
+            self._catch_up()
+            for placement in self.current.stages:
+                self._to_stage(placement.stage, staging.ExportAsked(step))
+
+    def _collect(self, fence: Fence, stage: int, step: int) -> None:
+        if self._collected is None or self._collected[:2] != (fence, step):
+            return
+        stages = self._collected[2]
+        stages.add(stage)
+        if len(stages) == len(self.current.stages):
+            self._collected = None
+            self._hear(fence, events.CheckpointWritten(step))
+
+    def _count_busy(self) -> None:
+        if self._paced_steps:
+            self._busy_s.update({peer: self._paced_steps * one_s for peer, one_s in self._pace().busy_s.items()})
+            self._paced_steps = 0
+
+    def _pace(self) -> Pace:
+        return self._paces.of(self.current)
+
+    # ------------------------------------------------------------------------------------------------------ losses
+
+    def came(self, peer: str) -> None:
+        self._members[peer].end()
+        self._members[peer] = Member(self.world, peer)
+        if self.plan is None and self._agenda.now_s > 0:
+            self.start()
+
+    def stopped(self, peer: str, cause: Cause, noticed_after_s: float) -> None:
+        member = self._members[peer]
+        member.frozen = cause == "froze"
+        if not member.frozen:
+            member.end()
+        if self._connected.get(peer) is not member:
+            return
+        now_s = self._agenda.now_s
+        step = self._under_way
+        if step is not None and step.stopped_s is None and not step.computed and self.is_stalled:
+            step.stopped_s = now_s
+        self._agenda.after(noticed_after_s, partial(self._notice, member, cause, now_s))
+
+    def woke(self, peer: str) -> None:
+        """Resume a frozen peer. If its loss was noticed meanwhile, it keeps its state for a plan that includes it."""
+        member = self._members[peer]
+        if self._connected.get(peer) is not member:
+            member.clear()
+        member.wake()
+        if self.plan is None or self.machine.phase is not DriverPhase.RUNNING or self.is_stalled:
+            return
+        step = self._under_way
+        if step is None:
+            self._begin_step()
+        elif step.stopped_s is not None:
+            step.due_s += self._agenda.now_s - step.stopped_s
+            step.stopped_s = None
+            self._foresee_end()
+
+    def _notice(self, member: Member, cause: Cause, at_s: float) -> None:
+        """Give up the peer, unless it is back in time or was given up already."""
+        if self._connected.get(member.name) is member and not member.responds:
+            self._stopped_at_s[member.name] = at_s
+            self.handle(events.PeerLost(member.name, cause))
+
+    def _note_fault(self, fault: commands.TellFault) -> None:
+        name = self.world.costs.name(fault.peer)
+        self.replanner.note_loss(fault.peer)
+        if fault.kind == "guard":
+            guarded = ", ".join(str(guard.stage) for guard in self.current.guards if guard.peer == fault.peer)
+            self._say(f"{name} {fault.reason} (guard of stage {guarded})")
+            self.plan = without_guards(self.current, (fault.peer,))
+            return
+        self._lost_stage = True
+        what = f"{name} {fault.reason} (stage {', '.join(map(str, fault.stages))})"
+        self._say(what)
+        if self._open is None:
+            self._open = Incident(at_s=self._stopped_at_s[fault.peer], step=self.machine.official, causes=[])
+            self.incidents.append(self._open)
+        self._open.causes.append(what)
+        self._drop_step()
+
+    def _note_restoration(self, told: commands.TellRestored) -> None:
+        if self._open is not None and told.restored:
+            self._open.restored = tuple(stage for stage in told.restored if stage not in self.machine.roles.stateless)
+            self._open.replayed_steps += told.committed - told.base
+            self._open.rollback = self._open.rollback or told.rollback
+
+    # ------------------------------------------------------------------------------------------------------ little
+
+    def _members_of(self, plan: Plan) -> set[str]:
+        return {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
+
+    def _say(self, words: str) -> None:
+        self.story.append((self._agenda.now_s, words))
+
+
+def _no_rate(_: int) -> float:
+    return 0.0
