@@ -1,7 +1,7 @@
 """`plan(problem) -> Plan`: chooses which peer holds which blocks. Pure and deterministic; starts nothing.
 
 The same problem gives the same plan, in whatever order its peers are listed. Plans made here have one replica and one
-stage per peer; `many_holders` estimates what several stages per peer would gain.
+stage per peer.
 
 `solving` finds the pipeline and its bound. `eligibility` decides who may be used, `pipeline` what a step costs, `alone`
 what one machine would reach, `placement` writes the plan, and `guards` assigns spares to stages. `replicated` plans

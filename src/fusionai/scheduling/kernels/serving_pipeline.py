@@ -12,10 +12,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
+from fusionai.scheduling.kernels.compiled import Flags, Floats, Integers
 
 
 class LineTables(NamedTuple):
@@ -23,7 +21,7 @@ class LineTables(NamedTuple):
 
     seconds: Floats
     """[P, L + 1]: seconds of the blocks before each cut."""
-    fits: npt.NDArray[np.bool_]
+    fits: Flags
     """[P, L, L + 1]: True if the peer can hold blocks [start, end)."""
     enter_s: Floats
     leave_s: Floats

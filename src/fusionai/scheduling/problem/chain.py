@@ -11,14 +11,12 @@ from copy import copy
 from itertools import accumulate, pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.kernels.compiled import Floats
 from fusionai.scheduling.problem.levers import UPDATE_BYTES, Levers, levers_of_problem
 from fusionai.scheduling.problem.types import BlockCost, Plan, Problem
 from fusionai.wire.codecs import FOR_PLANS, Codec, bytes_on_link, gently, packing
-
-Floats = npt.NDArray[np.float64]
 
 
 class Chain:

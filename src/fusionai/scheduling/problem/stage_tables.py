@@ -13,13 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from fusionai.scheduling.kernels.compiled import Floats, Integers
 from fusionai.scheduling.problem.chain import Chain
 from fusionai.scheduling.problem.levers import Levers
-
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

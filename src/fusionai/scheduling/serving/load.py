@@ -20,7 +20,7 @@ from math import inf
 import msgspec
 import numpy as np
 
-from fusionai.scheduling.kernels.coverage import Floats
+from fusionai.scheduling.kernels.compiled import Floats
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, ServingNeeds, StagePlacement
 from fusionai.scheduling.serving.pipeline import retained_bytes, ring_bytes, stage_bytes, token_bytes

@@ -11,7 +11,7 @@ The bound is the least of these:
   chosen separately (Lagrangian relaxation), so every price gives a bound, and the lowest bound counts.
 - The job owner's ends process every token.
 
-`many_lines` reports the gap to this bound; `coverage_bound` is the counterpart for training.
+`parallel` reports the gap to this bound.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.scheduling.kernels.coverage import Floats
+from fusionai.scheduling.kernels.compiled import Floats
 from fusionai.scheduling.problem.embedding_and_head import ends_of, middle
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, ServingNeeds
 from fusionai.scheduling.serving.load import session_tokens, stage_room

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.scheduling.kernels.coverage import Floats, Integers
+from fusionai.scheduling.kernels.compiled import Floats, Integers
 from fusionai.scheduling.problem.pins import must_use
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, ServingNeeds
 from fusionai.scheduling.serving.pipeline import ring_bytes
