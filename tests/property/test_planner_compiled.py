@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from fusionai.scheduling.kernels.compiled import available
-from fusionai.scheduling.problem.limits import Limits
+from fusionai.scheduling.problem.constraints import Limits
 from fusionai.scheduling.problem.types import Problem
 from fusionai.scheduling.training.pipeline import Pipeline
 from fusionai.scheduling.training.search import search

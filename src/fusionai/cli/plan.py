@@ -34,16 +34,15 @@ from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.units import format_speed
-from fusionai.scheduling.crossings import Crossing, crossings
-from fusionai.scheduling.expense import expense
 from fusionai.scheduling.problem.calibration import paced
-from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.stage_costs import Crossing, StageCosts, crossings
 from fusionai.scheduling.problem.types import Lever, PeerProfile, Plan, Problem
 from fusionai.scheduling.serving.parallel import ManyLines, many_lines
+from fusionai.scheduling.standby.assignment import guarding
 from fusionai.scheduling.standby.continuation import numerics
-from fusionai.scheduling.standby.guards import guarding
+from fusionai.scheduling.token_cost import expense
 from fusionai.scheduling.training import replicated
-from fusionai.scheduling.training.lighter_codecs import lighter
+from fusionai.scheduling.training.replicated import lighter
 from fusionai.wire.codecs import Compression
 from fusionai.wire.messages import OptimizerSpec
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fusionai.cli.lines_view import lines_warnings
-from fusionai.scheduling.crossings import Crossing
-from fusionai.scheduling.expense import Expense
+from fusionai.scheduling.problem.stage_costs import Crossing
 from fusionai.scheduling.problem.types import Plan, StagePlacement
 from fusionai.scheduling.serving.parallel import METHOD, ManyLines
-from fusionai.scheduling.standby.guards import Guarding
+from fusionai.scheduling.standby.assignment import Guarding
+from fusionai.scheduling.token_cost import Expense
 
 
 def figures(

@@ -24,6 +24,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Guard, Plan, Problem
+from fusionai.scheduling.standby.assignment import without_guards
 from fusionai.scheduling.standby.continuation import (
     Nothing,
     Otherwise,
@@ -33,11 +34,9 @@ from fusionai.scheduling.standby.continuation import (
     stand_in,
     widened,
 )
-from fusionai.scheduling.standby.guards import without_guards
 from fusionai.scheduling.standby.promotion import promoted
-from fusionai.scheduling.standby.settling import Loss, lost, sound
 from fusionai.scheduling.standby.straggling import COOL_DOWN
-from fusionai.scheduling.standby.takeover import Waiting, handed_over, reinforced
+from fusionai.scheduling.standby.takeover import Loss, Waiting, handed_over, lost, reinforced, sound
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.broker import SimulatedBroker
 from fusionai.simulator.machines import Cause, Machines

@@ -19,7 +19,7 @@ from fusionai.execution.training.runtime import Identity, StageRuntime
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.scheduling.standby.guards import ARRIVING
+from fusionai.scheduling.standby.assignment import ARRIVING
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 

@@ -25,7 +25,7 @@ class Ground(NamedTuple):
     """Input of the loops, for N kinds of machines, L blocks and W ways."""
 
     flops: Floats
-    """[W, L, L + 1], like the next five fields: see `stage_tables`."""
+    """[W, L, L + 1], like the next five fields: see `problem.chain`."""
     read_bytes: Floats
     slot_bytes: Floats
     trained_bytes: Floats

@@ -4,7 +4,7 @@ Dynamic programming over (set of peers used, last peer, blocks placed), one leve
 the same state only the faster one is kept. The time still to come is bounded by spreading the remaining blocks over the
 fastest unused peers.
 
-`serving_search` fills `LineTables` and reads the result; `compiled` makes machine code.
+`serving.search` fills `LineTables` and reads the result; `compiled` makes machine code.
 """
 
 from __future__ import annotations

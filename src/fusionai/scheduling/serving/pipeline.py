@@ -7,7 +7,7 @@
               probe + workspace
 
 The first block and the head belong to the job owner or to the chain. Predictions are for short contexts: the time of
-reading the cache is not included. `serving_search` builds lines of stages with these costs; `serving` writes the plan.
+reading the cache is not included. `serving.search` builds lines of stages with these costs; `serving` writes the plan.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
+from fusionai.scheduling.problem.constraints import Pins
 from fusionai.scheduling.problem.embedding_and_head import ends_of
 from fusionai.scheduling.problem.links import Hop, hop
-from fusionai.scheduling.problem.pins import Pins
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, ServingNeeds
 
 

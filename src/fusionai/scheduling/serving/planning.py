@@ -1,16 +1,15 @@
 """Plans generation: which peer holds which blocks so that a token takes the least time, and the number of cache pages.
 
-The fastest line of stages that fits into memory is found by exact search (`serving_search`). Memory must hold the
+The fastest line of stages that fits into memory is found by exact search (`serving.search`). Memory must hold the
 requested cache. If it can't, half of that cache is tried, then a quarter and so on down to one whole context. Most of
 the memory that is then left becomes further pages, up to every session's whole context. One more page is reserved for
 the probe. The first block (embedding) and the last (final norm, head) belong to the job owner if the roles `feed` and
 `loss` are placed there, which is the default. Tokens and logits then never leave that process.
 
-For several sessions, cuts are then evened out at a small cost for a single session (`serving_evening`).
+For several sessions, cuts are then evened out at a small cost for a single session (`serving.search`).
 
-`planner` calls this module for task `serve`. `serving_line` has the formulas, `serving_prediction` predicts the placed
-stages, and `guards` gives every stage a spare that holds its weights.
-"""
+`planner` calls this module for task `serve`. `serving.pipeline` has the formulas, `serving.prediction` predicts the
+placed stages, and `guards` gives every stage a spare that holds its weights."""
 
 from __future__ import annotations
 
@@ -24,10 +23,9 @@ from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.placement import pool_name
 from fusionai.scheduling.problem.calibration import paced
-from fusionai.scheduling.problem.eligibility import check_names, eligible
+from fusionai.scheduling.problem.constraints import check_names, check_pins, eligible, must_use
 from fusionai.scheduling.problem.embedding_and_head import ends_of, middle, place_of
 from fusionai.scheduling.problem.links import check_access, check_links, hop
-from fusionai.scheduling.problem.pins import check_pins, must_use
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import (
     PROMPT_TOKENS,
@@ -39,7 +37,6 @@ from fusionai.scheduling.problem.types import (
     ServingSizes,
     StagePlacement,
 )
-from fusionai.scheduling.serving.balancing import evened
 from fusionai.scheduling.serving.pipeline import (
     ServingLine,
     block_s,
@@ -49,9 +46,9 @@ from fusionai.scheduling.serving.pipeline import (
     token_bytes,
 )
 from fusionai.scheduling.serving.prediction import first_token_s, predict_serving, together
-from fusionai.scheduling.serving.search import FoundLine, Line, LineLimits, fastest_line
+from fusionai.scheduling.serving.search import FoundLine, Line, LineLimits, evened, fastest_line
 from fusionai.scheduling.serving.shortlist import shortlist
-from fusionai.scheduling.standby.guards import with_guards
+from fusionai.scheduling.standby.assignment import with_guards
 from fusionai.scheduling.training.one_machine import against_one
 
 SEARCH_BUDGET: Final = 100_000

@@ -4,7 +4,7 @@ A line has few stages. Of thousands of peers, the search gets those with the lea
 hop included, and some fast or large ones. The bound assigns the blocks to the best of all peers, so the certificate
 also covers the peers that were left out.
 
-`serving` calls this module for large pools; `serving_line` has the formulas that are written here for arrays.
+`serving` calls this module for large pools; `serving.pipeline` has the formulas that are written here for arrays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from fusionai.scheduling.kernels.compiled import Floats, Integers
-from fusionai.scheduling.problem.pins import must_use
+from fusionai.scheduling.problem.constraints import must_use
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, ServingNeeds
 from fusionai.scheduling.serving.pipeline import ring_bytes
 
