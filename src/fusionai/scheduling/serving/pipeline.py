@@ -155,3 +155,13 @@ class ServingLine:
 
 def _seconds(link: Hop, size_bytes: int) -> float:
     return size_bytes / link.bandwidth_bytes_per_s + link.latency_s
+
+
+def context_pages(needs: ServingNeeds) -> int:
+    """Return the cache pages of one whole context."""
+    return -(-needs.context_tokens // needs.page_tokens)
+
+
+def least_tokens(needs: ServingNeeds) -> int:
+    """Return the tokens of the smallest cache: one whole context in pages, plus the probe's page."""
+    return (context_pages(needs) + 1) * needs.page_tokens
