@@ -36,7 +36,6 @@ from typing import Any, Final
 import msgspec
 
 import truth
-from fusionai.scheduling.problem.credits import credits_needed
 from fusionai.scheduling.problem.types import (
     BlockCost,
     Certificate,
@@ -48,7 +47,7 @@ from fusionai.scheduling.problem.types import (
     StagePlacement,
 )
 from fusionai.scheduling.training import pipeline as planning
-from fusionai.scheduling.training.pipeline import Pipeline
+from fusionai.scheduling.training.pipeline import Pipeline, credits_needed
 from fusionai.simulator.step import Rules, StepRun, simulate_steps
 
 GOAL: Final = 0.95

@@ -36,7 +36,7 @@ from fusionai.corpus import python_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.training.small_memory import savings
+from fusionai.scheduling.problem.levers import savings
 from fusionai.training.progress import FaultSeen, StepDone
 from fusionai.transport.event_loop import run
 

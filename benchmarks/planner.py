@@ -3,17 +3,13 @@
     python benchmarks/planner.py [PART ...] [--seeds 20] [--json FILE]
 
     chains     one replica, at most 12 peers: the exact search
-    large      one replica, 24 to 5,000 peers: gap to the bound, and what several holders per block would bring
-    coverage   many holders per block, 64, 500 and 5,000 peers: gap to the certificate, gain over simple ways to do it
-    optimum    the same, at most 12 peers, against HiGHS (needs highspy; pools it solves within --oracle seconds)
-    tight      64 peers whose memory holds the model 1.3 times
-    huge       50,000 peers
+    large      one replica, 24 to 5,000 peers: gap to the bound
     latency    the line of stages a token crosses soonest: up to 14 peers, and 5,000
     alike      one replica, pools of equal machines and of ones that hardly differ
     lines      several serving lines side by side, 64 and 500 peers: gain over one, gap to the bound
 
 Pools mix consumer devices (`random_pools`), uplinks from 50 to 1000 Mbit/s. Times are CPU seconds of this process, one
-thread; what compiling or loading compiled loops took is told apart (`first`).
+thread; the first plan, which compiles or loads compiled loops, is reported as `first`.
 """
 
 from __future__ import annotations
@@ -28,20 +24,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, TypeVar
 
-import highspy
 import numpy as np
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.constructions import CONSTRUCTIONS
-from fusionai.scheduling.coverage import IN_FLIGHT, solve
-from fusionai.scheduling.kernels.coverage import Swarm, rate
-from fusionai.scheduling.many_holders import many_holders
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.problem.chain import Chain
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
 from fusionai.scheduling.serving.parallel import many_lines
-from fusionai.scheduling.swarm import swarm_of
-from random_pools import MODELS, alike_pool, serving_pool, training_pool
+from random_pools import alike_pool, serving_pool, training_pool
 
 Result = dict[str, Any]
 Value = TypeVar("Value")
@@ -57,16 +46,12 @@ def main() -> None:
     parts: dict[str, Callable[[argparse.Namespace], Result]] = {
         "chains": chains,
         "large": large,
-        "coverage": coverage,
-        "optimum": optimum,
-        "tight": tight,
-        "huge": huge,
         "latency": latency,
         "alike": alike,
         "lines": lines,
     }
     results: dict[str, Result] = {}
-    for name in arguments.parts or [part for part in parts if part != "huge"]:
+    for name in arguments.parts or list(parts):
         print(f"\n{name}", flush=True)
         results[name] = parts[name](arguments)
     if arguments.json is not None:
@@ -101,66 +86,17 @@ def large(arguments: argparse.Namespace) -> Result:
     for peers, model in ((24, "8B"), (64, "8B"), (500, "8B"), (5_000, "1.3B"), (5_000, "70B")):
         gaps: list[float] = []
         seconds: list[float] = []
-        gains: list[float] = []
         for seed in range(min(5, arguments.seeds) if peers == 5_000 else arguments.seeds):
             problem = training_pool(peers, model, seed)
             found, spent_s = _timed(lambda problem=problem: plan(problem))
-            more = many_holders(problem, found)
             seconds.append(spent_s)
             gaps.append(found.certificate.optimality_gap)
-            gains.append(1.0 if more is None else more.over_one_chain)
         print(
-            f"  {peers:5} peers, {model:>4}: gap {_spread([100 * gap for gap in gaps], '%')}; {_spread(seconds, 's')}; "
-            f"several holders pass {median(gains):.3g} x as much (median)",
+            f"  {peers:5} peers, {model:>4}: gap {_spread([100 * gap for gap in gaps], '%')}; {_spread(seconds, 's')}",
             flush=True,
         )
-        results[f"{peers} {model}"] = {"gaps": gaps, "seconds": seconds, "gains": gains}
+        results[f"{peers} {model}"] = {"gaps": gaps, "seconds": seconds}
     return results
-
-
-def coverage(arguments: argparse.Namespace) -> Result:
-    results: Result = {}
-    for peers in arguments.peers:
-        for model in MODELS:
-            cases = [(f"seed {seed}", training_pool(peers, model, seed)) for seed in range(arguments.seeds)]
-            results[f"{peers} {model}"] = _covered(f"{peers:5} peers, {model:>4}", cases)
-    return results
-
-
-def tight(arguments: argparse.Namespace) -> Result:
-    cases = [(f"seed {seed}", training_pool(64, "70B", seed, slots=1.3)) for seed in range(arguments.seeds)]
-    return _covered("64 peers, 70B, 1.3 x", cases)
-
-
-def huge(arguments: argparse.Namespace) -> Result:
-    del arguments
-    return _covered("50,000 peers, 70B", [(f"seed {seed}", training_pool(50_000, "70B", seed)) for seed in range(2)])
-
-
-def optimum(arguments: argparse.Namespace) -> Result:
-    """Pools of 4 to 12 peers, 8 layers, memory for 1.2 to 4 times the model."""
-    losses: list[float] = []
-    seconds: list[float] = []
-    open_pools = 0
-    for number in range(arguments.pools):
-        draw = random.Random(f"optimum {number}")
-        problem = training_pool(
-            draw.randint(4, 12), "8B", number, slots=draw.choice([1.2, 1.6, 2.5, 4.0]), layers=draw.choice([6, 8, 10])
-        )
-        swarm = swarm_of(Chain(problem, problem.blocks), problem.peers, IN_FLIGHT, loss_elsewhere=False)
-        best, bound = _by_highs(swarm, arguments.oracle)
-        found, spent_s = _timed(lambda swarm=swarm: solve(swarm))
-        seconds.append(spent_s)
-        if best < bound * (1 - 1e-4):
-            open_pools += 1
-            continue
-        losses.append(max(0.0, 1 - found.cover / best) if best > 0 else 0.0)
-    within = sum(loss <= 0.01 for loss in losses)
-    print(
-        f"  {len(losses)} pools solved by HiGHS ({open_pools} not in {arguments.oracle} s): {within} within 1 %, "
-        f"loss {_spread([100 * loss for loss in losses], '%')}; {_spread(seconds, 's')}"
-    )
-    return {"losses": losses, "seconds": seconds, "unsolved": open_pools}
 
 
 def latency(arguments: argparse.Namespace) -> Result:
@@ -238,81 +174,11 @@ def lines(arguments: argparse.Namespace) -> Result:
     return results
 
 
-def _covered(title: str, cases: list[tuple[str, Problem]]) -> Result:
-    first_s = 0.0
-    gaps: list[float] = []
-    seconds: list[float] = []
-    gains: dict[str, list[float]] = {name: [] for name in CONSTRUCTIONS}
-    refused = 0
-    for number, (_, problem) in enumerate(cases):
-        swarm, built_s = _timed(
-            lambda problem=problem: swarm_of(
-                Chain(problem, problem.blocks), problem.peers, IN_FLIGHT, loss_elsewhere=False
-            )
-        )
-        if number == 0:
-            _, first_s = _timed(lambda swarm=swarm: solve(swarm))
-        found, spent_s = _timed(lambda swarm=swarm: solve(swarm))
-        if found.cover <= 0:
-            refused += 1
-            continue
-        seconds.append(built_s + spent_s)
-        gaps.append(found.bound / found.cover - 1)
-        for name, construct in CONSTRUCTIONS.items():
-            other = float(construct(swarm).cover.min())
-            gains[name].append(found.cover / other if other > 0 else float("inf"))
-    if not gaps:
-        print(f"  {title}: all {refused} pools too small")
-        return {"refused": refused}
-    least = min(min(column) for column in gains.values())
-    print(
-        f"  {title}: gap {_spread([100 * gap for gap in gaps], '%')}; {_spread(seconds, 's')}, first {first_s:.2f} s; "
-        f"{refused} too small\n    median gain: "
-        + ", ".join(f"{name} {median(column):.2f}x" for name, column in gains.items())
-        + f"; least of all {least:.3f}x",
-        flush=True,
-    )
-    return {"gaps": gaps, "seconds": seconds, "first_s": first_s, "gains": gains, "refused": refused}
-
-
 def _served(peers: int, model: str, seed: int) -> Any:
     try:
         return plan(serving_pool(peers, model, seed))
     except PlanError:
         return None
-
-
-def _by_highs(swarm: Swarm, seconds: float) -> tuple[float, float]:
-    """What HiGHS reaches and what it proves, microbatches a second."""
-    model = highspy.Highs()
-    model.setOptionValue("output_flag", False)
-    model.setOptionValue("threads", 1)
-    model.setOptionValue("time_limit", float(seconds))
-    model.setOptionValue("mip_rel_gap", 1e-4)
-    peers, length = swarm.reach.shape
-    rates = {
-        (peer, start, end): rate(swarm, peer, start, end)
-        for peer in range(peers)
-        for start in range(length)
-        for end in range(start + 1, int(swarm.reach[peer, start]) + 1)
-    }
-    unit = max(rates.values(), default=1.0)
-    least = model.addVariable(lb=0.0, obj=-1.0)
-    covers: list[list[Any]] = [[] for _ in range(length)]
-    chosen: list[list[Any]] = [[] for _ in range(peers)]
-    for (peer, start, end), passed in rates.items():
-        taken = model.addVariable(lb=0.0, ub=1.0, type=highspy.HighsVarType.kInteger)
-        chosen[peer].append(taken)
-        for block in range(start, end):
-            covers[block].append(passed / unit * taken)
-    for terms in chosen:
-        if terms:
-            model.addConstr(sum(terms) <= 1)
-    for terms in covers:
-        model.addConstr(sum(terms) - least >= 0)
-    model.run()
-    info = model.getInfo()
-    return -info.objective_function_value * unit, -info.mip_dual_bound * unit
 
 
 def random_problem(peers: int, memory: str, draw: random.Random) -> Problem:
@@ -390,11 +256,8 @@ def _spread(values: list[float], unit: str) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="all but `huge` if none is named")
+    parser.add_argument("parts", nargs="*", help="all if none is named")
     parser.add_argument("--seeds", type=int, default=20, help="random pools per case")
-    parser.add_argument("--peers", type=int, nargs="+", default=[64, 500, 5_000], help="sizes of `coverage`")
-    parser.add_argument("--pools", type=int, default=200, help="pools of `optimum`")
-    parser.add_argument("--oracle", type=float, default=20.0, help="seconds HiGHS has per pool")
     parser.add_argument("--json", type=Path, help="write the results here")
     return parser.parse_args()
 

@@ -27,20 +27,10 @@ BYTES_PER_PARAMETER: Final = 2
 POOL_ROLES: Final = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 
 
-def training_pool(
-    peers: int,
-    model: str,
-    seed: int,
-    *,
-    compression: float = 4.0,
-    slots: float | None = None,
-    layers: int | None = None,
-) -> Problem:
-    """`compression` of what crosses a cut. `slots`: memories are scaled so that all together hold so many times the
-    model's layers. `layers`: other than the model's."""
+def training_pool(peers: int, model: str, seed: int, *, compression: float = 4.0) -> Problem:
+    """Return a training problem whose boundary tensors are compressed by the factor `compression`."""
     draw = random.Random(f"{peers} {model} {seed} {compression}")
-    own_layers, width, squares = MODELS[model]
-    count = layers or own_layers
+    count, width, squares = MODELS[model]
     parameters = squares * width**2
     crossing = int(2 * TOKENS * width / compression)
     blocks = tuple(
@@ -57,7 +47,7 @@ def training_pool(
         for number in range(count)
     )
     pool = [_peer(number, draw) for number in range(peers)]
-    problem = Problem(
+    return Problem(
         graph_hash="benchmark",
         blocks=blocks,
         peers=tuple(pool),
@@ -67,7 +57,6 @@ def training_pool(
         # Gradients in bf16, a float32 master copy and two 8-bit slots: 10 bytes per parameter.
         optimizer_bytes_per_trainable_byte=3.0,
     )
-    return problem if slots is None else _scaled(problem, slots)
 
 
 def alike_pool(peers: int, kinds: int, model: str, spread: float, seed: int) -> Problem:
@@ -140,20 +129,3 @@ def _peer(number: int, draw: random.Random) -> PeerProfile:
         uplink=Link(bandwidth_bytes_per_s=6.25e6 * 20 ** draw.random(), latency_s=draw.uniform(0.002, 0.03)),
         downlink=Link(bandwidth_bytes_per_s=1.25e8, latency_s=draw.uniform(0.002, 0.03)),
     )
-
-
-def _scaled(problem: Problem, slots: float) -> Problem:
-    """Every memory times the one factor with which all peers together hold `slots` times the layers."""
-    block = problem.blocks[0]
-    layer = block.parameter_bytes + 4.0 * block.trainable_bytes
-    crossing = 2 * (2 * block.output_bytes + 2 * block.gradient_bytes)
-
-    def held(factor: float) -> int:
-        return sum(max(0, int((factor * p.memory_bytes - crossing) // layer)) for p in problem.peers)
-
-    low, high = 0.0, 1e6
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (low, middle) if held(middle) >= slots * len(problem.blocks) else (middle, high)
-    peers = tuple(msgspec.structs.replace(p, memory_bytes=int(high * p.memory_bytes) + 1) for p in problem.peers)
-    return msgspec.structs.replace(problem, peers=peers)

@@ -19,7 +19,7 @@ from typing import Final
 import pytest
 
 from fusionai.coordination.round.liveness import LEARNING_S
-from fusionai.scheduling.standby.settling import SETTLE_S
+from fusionai.scheduling.standby.takeover import SETTLE_S
 from harness.besieged_job import kills_of, peers, seed_of
 from harness.killer import Habits, Killer, Role
 from harness.live_pool import LivePool

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.problem.limits import Limits
+from fusionai.scheduling.problem.constraints import Limits
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem
-from fusionai.scheduling.training.annealing import annealed
 from fusionai.scheduling.training.bound import Relaxation
 from fusionai.scheduling.training.improvement import improve
 from fusionai.scheduling.training.pipeline import Pipeline
-from fusionai.scheduling.training.search import search
+from fusionai.scheduling.training.search import annealed, search
 from harness.examples import examples
 from harness.problems import POOL_ROLES, problems
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from fusionai.scheduling.kernels.compiled import available
-from fusionai.scheduling.problem.limits import Limits
+from fusionai.scheduling.problem.constraints import Limits
 from fusionai.scheduling.problem.types import Problem
 from fusionai.scheduling.training.pipeline import Pipeline
 from fusionai.scheduling.training.search import search
@@ -51,8 +51,9 @@ def test_without_numba_kernels_run_as_they_stand() -> None:
         "import sys, random\n"
         "sys.modules['numba'] = None\n"
         "from planner import random_problem\n"
-        "from fusionai.scheduling import compiled, search\n"
+        "from fusionai.scheduling.kernels import compiled\n"
         "from fusionai.scheduling.planner import plan\n"
+        "from fusionai.scheduling.training import search\n"
         "search.GLANCE_BUDGET = 0\n"
         "assert plan(random_problem(4, 'roomy', random.Random(1))).certificate.exact\n"
         "assert not compiled.available()"

@@ -10,8 +10,8 @@ import pytest
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.kernels.compiled import available
 from fusionai.scheduling.planner import plan
+from fusionai.scheduling.problem.constraints import Limits
 from fusionai.scheduling.problem.embedding_and_head import with_front
-from fusionai.scheduling.problem.limits import Limits
 from fusionai.scheduling.problem.types import Plan, Problem, RolePlacement
 from fusionai.scheduling.training import bound as relaxation
 from fusionai.scheduling.training.bound import Relaxation

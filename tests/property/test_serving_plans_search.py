@@ -15,9 +15,8 @@ from fusionai.scheduling.kernels.compiled import available
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, ServingNeeds
 from fusionai.scheduling.serving import search as serving_search
-from fusionai.scheduling.serving.balancing import SLACK
 from fusionai.scheduling.serving.pipeline import ServingLine
-from fusionai.scheduling.serving.search import LineLimits, fastest_line
+from fusionai.scheduling.serving.search import SLACK, LineLimits, fastest_line
 from harness.examples import examples
 from harness.problems import problems
 

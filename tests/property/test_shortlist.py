@@ -9,11 +9,11 @@ import pytest
 
 from fusionai.scheduling.kernels.compiled import available
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.problem.limits import Limits
+from fusionai.scheduling.problem.constraints import Limits
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
-from fusionai.scheduling.training.annealing import annealed
 from fusionai.scheduling.training.bound import Relaxation
 from fusionai.scheduling.training.pipeline import Pipeline
+from fusionai.scheduling.training.search import annealed
 from fusionai.scheduling.training.solving import LISTED
 from harness.problems import POOL_ROLES
 
@@ -70,9 +70,9 @@ def test_a_required_machine_of_many_is_used() -> None:
 def test_annealing_and_the_bound_are_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     posed = problem(4, 24)
     pipeline, limits = Pipeline(posed, posed.peers), Limits(fewest=1, most=12)
-    monkeypatch.setattr("fusionai.scheduling.training.annealing.PERIODS", 3)
+    monkeypatch.setattr("fusionai.scheduling.training.search.PERIODS", 3)
     fast = annealed(pipeline, limits, rounds=2000)
-    monkeypatch.setattr("fusionai.scheduling.training.annealing.compiled", lambda kernel: kernel)
+    monkeypatch.setattr("fusionai.scheduling.training.search.compiled", lambda kernel: kernel)
     assert annealed(pipeline, limits, rounds=2000) == fast
 
 

@@ -1,7 +1,8 @@
 """Prints a layout of several serving pipelines side by side, and says that jobs can't run it yet.
 
 `cli.plan` shows it below the plan of one pipeline; `scheduling.serving.parallel` computes it; `dashboard.lines_chart`
-draws it as SVG; `holders_view` does the same for training."""
+draws it as SVG.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from fusionai.cli import console
 from fusionai.cli.apart_view import apart, apart_figures, show_apart
 from fusionai.cli.asked import Asked, captured, problem_of
 from fusionai.cli.catalogue_file import catalogue_option, read_catalogue
-from fusionai.cli.holders_view import show_holders
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.lines_view import show_lines
 from fusionai.cli.options import HowMany, home_option, lora_option
@@ -35,17 +34,15 @@ from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.units import format_speed
-from fusionai.scheduling.crossings import Crossing, crossings
-from fusionai.scheduling.expense import expense
-from fusionai.scheduling.many_holders import ManyHolders, many_holders
 from fusionai.scheduling.problem.calibration import paced
-from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.stage_costs import Crossing, StageCosts, crossings
 from fusionai.scheduling.problem.types import Lever, PeerProfile, Plan, Problem
 from fusionai.scheduling.serving.parallel import ManyLines, many_lines
+from fusionai.scheduling.standby.assignment import guarding
 from fusionai.scheduling.standby.continuation import numerics
-from fusionai.scheduling.standby.guards import guarding
+from fusionai.scheduling.token_cost import expense
 from fusionai.scheduling.training import replicated
-from fusionai.scheduling.training.lighter_codecs import lighter
+from fusionai.scheduling.training.replicated import lighter
 from fusionai.wire.codecs import Compression
 from fusionai.wire.messages import OptimizerSpec
 
@@ -235,7 +232,7 @@ def plan(
         excluded=(*found.excluded, *pool.absent),
     )
     names = {profile.peer: profile.name or profile.peer for profile in _everyone(pool)}
-    beside = _beside(problem, found, least_speed)
+    beside = many_lines(problem, found, MOST_SESSIONS, least_speed) if task == "serve" else None
     watch = guarding(found, problem)
     between = crossings(found, StageCosts(problem, found))
     cost = expense(found, _everyone(pool), pool.prices)
@@ -259,13 +256,8 @@ def plan(
     assumed = (*pool.assumed, *_unknown_bandwidths(found, pool))
     for sentence in assumed:
         console.line(f"Assumed: {sentence}")
-    match beside:
-        case None:
-            pass
-        case ManyHolders():
-            show_holders(beside, found, names)
-        case ManyLines():
-            show_lines(beside, found, names)
+    if beside is not None:
+        show_lines(beside, found, names)
     separate = apart(problem, found) if found.replicas == 1 else None
     if separate is not None:
         show_apart(separate, found, names)
@@ -296,14 +288,6 @@ def _level(served: ServingOptions, pool: PoolOnPaper) -> PrivacyLevel:
     does not describe the owner's machine or places feed or loss in the pool."""
     apart = pool.owner is None or "pool" in (pool.constraints.loss, pool.constraints.feed)
     return served.privacy if served.asked is not None or not apart else "encrypted"
-
-
-def _beside(problem: Problem, found: Plan, least_speed: float | None) -> ManyHolders | ManyLines | None:
-    """Return the estimate to compare the plan with: several holders of each block, or several serving pipelines. None
-    for a plan of replicas."""
-    if found.task == "serve":
-        return many_lines(problem, found, MOST_SESSIONS, least_speed)
-    return many_holders(problem, found) if found.replicas == 1 else None
 
 
 def _planned(problem: Problem, graph: Graph, pool: PoolOnPaper, asked: Asked) -> Plan:
@@ -417,11 +401,9 @@ def _draw(path: Path, found: Plan, between: tuple[Crossing, ...], names: Mapping
     console.line(f"Written: {path}.")
 
 
-def _draw_beside(path: Path, beside: ManyHolders | ManyLines) -> None:
-    from fusionai.dashboard.holders_chart import holders_picture
+def _draw_beside(path: Path, beside: ManyLines) -> None:
     from fusionai.dashboard.lines_chart import lines_picture
     from fusionai.storage.atomic import write_atomic
 
-    picture = holders_picture(beside) if isinstance(beside, ManyHolders) else lines_picture(beside)
-    write_atomic(path, picture.encode())
+    write_atomic(path, lines_picture(beside).encode())
     console.line(f"Written: {path}.")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fusionai.cli.holders_view import holders_warnings
 from fusionai.cli.lines_view import lines_warnings
-from fusionai.scheduling.crossings import Crossing
-from fusionai.scheduling.expense import Expense
-from fusionai.scheduling.many_holders import ManyHolders
+from fusionai.scheduling.problem.stage_costs import Crossing
 from fusionai.scheduling.problem.types import Plan, StagePlacement
 from fusionai.scheduling.serving.parallel import METHOD, ManyLines
-from fusionai.scheduling.standby.guards import Guarding
+from fusionai.scheduling.standby.assignment import Guarding
+from fusionai.scheduling.token_cost import Expense
 
 
 def figures(
@@ -20,7 +18,7 @@ def figures(
     crossings: Sequence[Crossing],
     cost: Expense,
     assumed: Sequence[str],
-    replicated: ManyHolders | ManyLines | None,
+    beside: ManyLines | None,
 ) -> dict[str, object]:
     """Return the figures of a plan, with peers' names instead of their ids where they are known."""
     found = watch.plan
@@ -74,7 +72,7 @@ def figures(
         "assumptions": list(assumed),
         "warnings": list(found.warnings),
         "serving": found.serving,
-        "replicas": _replicas(replicated, found, names),
+        "replicas": None if beside is None else lines(beside, found, names),
     }
 
 
@@ -91,51 +89,6 @@ def _saving(stage: StagePlacement) -> dict[str, object]:
             "offload_weights_saves_bytes": stage.offload_weights_saves_bytes,
         }
     return found
-
-
-def _replicas(
-    replicated: ManyHolders | ManyLines | None, found: Plan, names: Mapping[str, str]
-) -> dict[str, object] | None:
-    match replicated:
-        case None:
-            return None
-        case ManyHolders():
-            return replicas(replicated, found, names)
-        case ManyLines():
-            return lines(replicated, found, names)
-
-
-def replicas(holders: ManyHolders, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:
-    """Return the layout with several holders per block; `docs/planning.md` explains each key."""
-    layout = holders.layout
-    return {
-        "runnable": False,
-        "holdings": [
-            {
-                "peer": names.get(held.peer, held.peer),
-                "blocks": list(held.blocks),
-                "microbatches_per_s": held.rate_per_s,
-                "memory_bytes": held.memory_bytes,
-                "memory_limit_bytes": held.memory_limit_bytes,
-            }
-            for held in layout.holdings
-        ],
-        "idle": [names.get(peer, peer) for peer in layout.idle],
-        "holders": list(holders.holders),
-        "scarcest_block": layout.scarcest_block,
-        "steady_tokens_per_s": layout.tokens_per_s,
-        "bound_tokens_per_s": layout.certificate.bound_tokens_per_s,
-        "optimality_gap": layout.certificate.optimality_gap,
-        "method": layout.certificate.method,
-        "chain_steady_tokens_per_s": holders.chain_steady_tokens_per_s,
-        "over_one_chain": holders.over_one_chain,
-        "trip_s": holders.trip_s,
-        "exchange_s": holders.exchange_s,
-        "step_time_s": holders.step_time_s,
-        "tokens_per_s": holders.tokens_per_s,
-        "pays_from_microbatches": holders.pays_from_microbatches,
-        "warnings": list(holders_warnings(holders, chain)),
-    }
 
 
 def lines(found: ManyLines, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:

@@ -10,12 +10,12 @@ from typing import Final
 
 from fusionai.cli import console
 from fusionai.primitives.units import format_bytes, format_seconds, format_speed
-from fusionai.scheduling.crossings import Crossing
-from fusionai.scheduling.expense import Expense
+from fusionai.scheduling.problem.levers import savings
+from fusionai.scheduling.problem.stage_costs import Crossing
 from fusionai.scheduling.problem.types import PROMPT_TOKENS, Excluded, Plan, StagePlacement
-from fusionai.scheduling.standby.guards import Guarding
+from fusionai.scheduling.standby.assignment import Guarding
+from fusionai.scheduling.token_cost import Expense
 from fusionai.scheduling.training.compression import shown
-from fusionai.scheduling.training.small_memory import savings
 
 _BAR: Final = 10
 _NAMED: Final = 8

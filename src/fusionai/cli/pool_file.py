@@ -28,8 +28,8 @@ from fusionai.corpus.strict import convert, nearest
 from fusionai.primitives.errors import RecipeError, UsageError
 from fusionai.primitives.units import parse_bandwidth_bytes_per_s, parse_bytes, parse_seconds, parse_share
 from fusionai.scheduling.analysis.catalogue import Catalogue
-from fusionai.scheduling.expense import Prices
 from fusionai.scheduling.problem.types import Excluded, Link, PeerProfile
+from fusionai.scheduling.token_cost import Prices
 
 FIRST: Final = "first"
 LAST: Final = "last"

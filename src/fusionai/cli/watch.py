@@ -18,9 +18,9 @@ from fusionai.client.training.kills import Killed, Returned
 from fusionai.client.training.train import Noted, Planned
 from fusionai.dashboard.live import FaultLine, StepUpdate, TrainingView
 from fusionai.primitives.units import format_count, format_seconds
+from fusionai.scheduling.problem.levers import savings
 from fusionai.scheduling.problem.types import Plan
 from fusionai.scheduling.training.compression import shown
-from fusionai.scheduling.training.small_memory import savings
 from fusionai.training import progress
 from fusionai.training.progress import StepDone
 

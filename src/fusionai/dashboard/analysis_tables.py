@@ -17,6 +17,7 @@ from fusionai.scheduling.analysis.cases import (
     BOTH_INT4,
     DECODED,
     DECODING_LEVERS,
+    EFFECTS,
     FORWARD_LEVERS,
     FORWARDED,
     HALF,
@@ -35,7 +36,6 @@ from fusionai.scheduling.analysis.cases import (
     verdict,
 )
 from fusionai.scheduling.analysis.fleets import Assumptions, Fleet, Misfit, Outcome
-from fusionai.scheduling.analysis.measured import EFFECTS
 from fusionai.scheduling.analysis.sensitivity import swings
 
 Mark = Literal["", "good", "fair", "bad"]

@@ -1,7 +1,7 @@
 """Picture of several serving pipelines: the throughput, sessions and machines of each.
 
-Neighbours: `plan_chart` draws the plan of one pipeline and defines the colours; `holders_chart` does the same for
-training; `cli.plan` writes the file.
+Neighbours: `plan_chart` draws the plan of one pipeline and defines the colours; `cli.plan` writes the
+file.
 """
 
 from __future__ import annotations

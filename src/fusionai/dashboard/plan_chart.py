@@ -1,7 +1,7 @@
 """Picture of a plan: time per stage and link, memory used of what is lent, spares.
 
 The SVG is self-contained: it includes its colours for light and dark themes. Neighbours: `svg` (colours by role),
-`scheduling.crossings` (the links); `cli.plan` writes the file.
+`scheduling.problem.stage_costs` (the links); `cli.plan` writes the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fusionai.dashboard.svg import (
     quiet,
 )
 from fusionai.primitives.units import format_bytes, format_seconds
-from fusionai.scheduling.crossings import Crossing
+from fusionai.scheduling.problem.stage_costs import Crossing
 from fusionai.scheduling.problem.types import Plan, StagePlacement
 
 _WIDTH_IN: Final = 9.2

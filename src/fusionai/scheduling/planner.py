@@ -1,15 +1,17 @@
 """`plan(problem) -> Plan`: chooses which peer holds which blocks. Pure and deterministic; starts nothing.
 
 The same problem gives the same plan, in whatever order its peers are listed. Plans made here have one replica and one
-stage per peer; `many_holders` estimates what several stages per peer would gain.
+stage per peer.
 
-`solving` finds the pipeline and its bound. `eligibility` decides who may be used, `pipeline` what a step costs, `alone`
-what one machine would reach, `placement` writes the plan, and `guards` assigns spares to stages. `replicated` plans
+`solving` finds the pipeline and its bound. `constraints` decides which peers may be used, `pipeline` what a step costs,
+`one_machine` what one machine would reach, `placement` writes the plan, and `standby.assignment` assigns spares to
+stages. `replicated` plans
 several replicas, `serving` plans generation.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -18,20 +20,16 @@ from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_speed
 from fusionai.scheduling.placement import pool_name, written_out
 from fusionai.scheduling.problem.calibration import paced
-from fusionai.scheduling.problem.chain import Chain, check_blocks, logits_block
-from fusionai.scheduling.problem.eligibility import check_names, eligible
+from fusionai.scheduling.problem.chain import Chain, check_blocks, logits_block, stage_tables
+from fusionai.scheduling.problem.constraints import Limits, check_names, check_pins, eligible, must_use
 from fusionai.scheduling.problem.embedding_and_head import check_owners_memory, ends_of, middle, place_of, with_front
 from fusionai.scheduling.problem.levers import choices_of_problem, inability
-from fusionai.scheduling.problem.limits import Limits
 from fusionai.scheduling.problem.links import check_access, check_links
-from fusionai.scheduling.problem.pins import check_pins, must_use
-from fusionai.scheduling.problem.stage_tables import stage_tables
 from fusionai.scheduling.problem.types import BlockCost, Certificate, PeerProfile, Plan, Problem
 from fusionai.scheduling.serving.planning import serving_plan
-from fusionai.scheduling.standby.guards import with_guards
+from fusionai.scheduling.standby.assignment import with_guards
 from fusionai.scheduling.training.compression import lightened
 from fusionai.scheduling.training.cut_bits import dependence
-from fusionai.scheduling.training.equal_machines import without_surplus
 from fusionai.scheduling.training.one_machine import against_one, fastest_alone
 from fusionai.scheduling.training.pipeline import Pipeline, Suffix
 from fusionai.scheduling.training.solving import Solved, solved
@@ -257,3 +255,27 @@ def _check_owner(problem: Problem) -> None:
     if not owner.effective_flops_per_s > 0:
         raise PlanError(f"the job owner's measured speed is {owner.effective_flops_per_s} FLOP/s.")
     check_owners_memory(problem)
+
+
+def without_surplus(problem: Problem, peers: Sequence[PeerProfile], most: int) -> list[PeerProfile]:
+    """At most `most` of `peers` of each kind, which is enough for the best pipeline of `most` stages. Peers that a
+    setting or a link of the problem names all stay, and peers of the running plan are preferred."""
+    named = _named(problem)
+    running = {stage.peer for stage in problem.incumbent.stages} if problem.incumbent is not None else set[str]()
+    counts: Counter[tuple[object, ...]] = Counter()
+    kept: list[PeerProfile] = []
+    for peer in sorted(peers, key=lambda p: (p.peer not in running, p.peer)):
+        if peer.peer not in named:
+            link = (peer.uplink, peer.downlink, peer.scratch_bytes_per_s)
+            kind = (peer.effective_flops_per_s, peer.memory_bytes, peer.device == "cpu", *peer.savings, *link)
+            if counts[kind] >= most:
+                continue
+            counts[kind] += 1
+        kept.append(peer)
+    return sorted(kept, key=lambda p: p.peer)
+
+
+def _named(problem: Problem) -> set[str]:
+    """Peers that no other can replace: required or pinned ones, those with links of their own, and the job owner's."""
+    owner = set[str]() if problem.owner is None else {problem.owner.peer}
+    return owner | must_use(problem) | {end for key in problem.links for end in key.split(">")}

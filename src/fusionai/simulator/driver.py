@@ -23,7 +23,7 @@ from fusionai.coordination.training.driver import DriverMachine, DriverPhase, Jo
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan, Problem
-from fusionai.scheduling.standby.guards import without_guards
+from fusionai.scheduling.standby.assignment import without_guards
 from fusionai.simulator.broker import SimulatedBroker
 from fusionai.simulator.machines import Cause, Machines
 from fusionai.simulator.member import Attachment, Member, norms_of

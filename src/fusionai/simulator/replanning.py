@@ -28,7 +28,7 @@ from fusionai.scheduling.standby.continuation import (
     widened,
 )
 from fusionai.scheduling.standby.promotion import promoted
-from fusionai.scheduling.standby.settling import Loss, lost, sound
+from fusionai.scheduling.standby.takeover import Loss, lost, sound
 from fusionai.scheduling.standby.straggling import COOL_DOWN
 from fusionai.scheduling.standby.takeover import Waiting, handed_over, reinforced
 from fusionai.simulator.broker import SimulatedBroker

@@ -28,7 +28,7 @@ from fusionai.primitives.errors import FusionError, PlanError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan
-from fusionai.scheduling.standby.guards import without_guards
+from fusionai.scheduling.standby.assignment import without_guards
 from fusionai.storage.commits import CommitJournal
 from fusionai.training import inbox, progress
 from fusionai.training.checkpoints import Checkpoints, Saving

@@ -8,11 +8,10 @@ import msgspec
 import pytest
 
 from fusionai.cli.plan_view import picture, show_expense, show_plan
-from fusionai.scheduling.crossings import Crossing, crossings
-from fusionai.scheduling.expense import Expense
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.stage_costs import Crossing, StageCosts, crossings
 from fusionai.scheduling.problem.types import BlockCost, Excluded, Link, PeerProfile, Plan, Problem
+from fusionai.scheduling.token_cost import Expense
 
 NAMES = {"a" * 52: "desktop", "b" * 52: "laptop", "c" * 52: "attic", "o" * 52: "me"}
 

@@ -21,8 +21,8 @@ from fusionai.primitives.errors import RefusedError, TransportError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan
-from fusionai.scheduling.standby.gain_record import ENOUGH, SETTLING
-from fusionai.scheduling.standby.guards import without_guards
+from fusionai.scheduling.standby.assignment import without_guards
+from fusionai.scheduling.standby.promotion import ENOUGH, SETTLING
 from fusionai.scheduling.standby.straggling import Straggling
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory

@@ -20,7 +20,7 @@ from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.execution.state import headers
 from fusionai.execution.training.copies import FAILURES_TOLD
 from fusionai.primitives.tensors import HostTensor
-from fusionai.scheduling.standby.guards import ARRIVING
+from fusionai.scheduling.standby.assignment import ARRIVING
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import CommitRecord, Fence, SnapshotAt

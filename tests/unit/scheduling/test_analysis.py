@@ -12,15 +12,19 @@ from fusionai.scheduling.analysis import cases as analysis_cases
 from fusionai.scheduling.analysis.cases import (
     BEST,
     BOTH_INT4,
+    EFFECTS,
     FORWARDED,
     HALF,
     INT4,
     INT4_INT8,
     LLAMA_8B,
     LLAMA_70B,
+    LOCAL_PART,
     TRAINED,
     Comparison,
+    boundary_part,
     compare,
+    exchange_part,
     verdict,
 )
 from fusionai.scheduling.analysis.closed_form import GenerationTerms, PipelineTerms
@@ -39,7 +43,6 @@ from fusionai.scheduling.analysis.fleets import (
     train,
     train_in_one_box,
 )
-from fusionai.scheduling.analysis.measured import EFFECTS, LOCAL_PART, boundary_part, exchange_part
 from fusionai.scheduling.analysis.sensitivity import PART, scaled, swings
 from fusionai.scheduling.planner import plan
 from harness.closed_form_plans import problem_of

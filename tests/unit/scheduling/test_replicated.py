@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as one_chain
-from fusionai.scheduling.problem.reduction import reduction_s
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Link, Plan, Problem, SharedWeight
 from fusionai.scheduling.standby.takeover import Waiting, replaced
-from fusionai.scheduling.training.prediction import predict
+from fusionai.scheduling.training.prediction import predict, reduction_s
 from fusionai.scheduling.training.replicated import _chained, _of, plan, with_replicas
 from harness.examples import examples
 from harness.told_pool import problem, profile

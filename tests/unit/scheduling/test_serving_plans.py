@@ -17,7 +17,7 @@ from fusionai.scheduling.problem.types import (
     ServingNeeds,
     StagePlacement,
 )
-from fusionai.scheduling.standby.guards import guarding
+from fusionai.scheduling.standby.assignment import guarding
 from fusionai.scheduling.standby.takeover import Waiting, replaced
 
 POOL_ENDS = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))

@@ -32,7 +32,7 @@ from fusionai.primitives.errors import ExecutionError, RefusedError, TransportEr
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling.problem.embedding_and_head import check_ends
 from fusionai.scheduling.problem.types import Excluded, PeerProfile, Plan, Problem
-from fusionai.scheduling.standby import settling
+from fusionai.scheduling.standby import takeover as settling
 from fusionai.scheduling.standby.continuation import (
     GRACE_S,
     Nothing,

@@ -26,8 +26,7 @@ from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.scheduling.problem.types import Plan
 from fusionai.scheduling.standby.continuation import handed_on, keeps_bits, widened
-from fusionai.scheduling.standby.gain_record import Promises, promised, stepped
-from fusionai.scheduling.standby.promotion import Promotion, promoted
+from fusionai.scheduling.standby.promotion import Promises, Promotion, promised, promoted, stepped
 from fusionai.scheduling.standby.straggling import Better, better_plan, observed, watching
 from fusionai.scheduling.standby.takeover import handed_over, reinforced, told
 from fusionai.training import progress

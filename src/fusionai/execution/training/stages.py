@@ -27,7 +27,7 @@ from fusionai.ir.validate import parse
 from fusionai.primitives.errors import ExecutionError, GraphError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
-from fusionai.scheduling.standby.guards import ARRIVING
+from fusionai.scheduling.standby.assignment import ARRIVING
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, StageOptions
 

@@ -1,13 +1,17 @@
 """Defines the comparison table: the models, networks and levers, and for each cell whether the fleet is comparable.
 
-`analysis` computes each cell. The reports of `fusion analyze` and `docs/analysis.md` are written from the result of
-`compare`.
-"""
+A lever that saves bytes but slows learning gains nothing. So each lever that changes what is computed is listed with
+its measured effect on the loss of real training jobs. The models were small and trained briefly; each entry says so,
+and nothing is extrapolated.
+
+`analysis.fleets` computes each cell. The reports of `fusion analyze` and `docs/analysis.md` are written from the result
+of `compare`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Final, Literal
 
 from fusionai.scheduling.analysis.fleets import (
@@ -26,7 +30,70 @@ from fusionai.scheduling.analysis.fleets import (
     train,
     train_in_one_box,
 )
-from fusionai.scheduling.analysis.measured import LOCAL_PART, LOCAL_STEPS, boundary_part
+from fusionai.wire.codecs import Codec, Exchanged, bytes_on_link, packing
+
+FLOAT_BYTES: Final = 4
+HALF_BYTES: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """Effect of one lever. `part`: bytes relative to half precision. `losses`: relative change of the held-out loss
+    caused by the lever (loss with it / loss without it - 1), one per seed. `how`: the training jobs, `command`: the
+    program that ran them."""
+
+    lever: str
+    part: float
+    losses: tuple[float, ...]
+    how: str
+    command: str
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.losses)
+
+
+def boundary_part(codec: Codec) -> float:
+    """Bytes of a boundary tensor relative to half precision, averaged over the forward and the backward direction."""
+    ways = [bytes_on_link(packing(codec, forward=forward), FLOAT_BYTES) for forward in (True, False)]
+    return fmean(ways) / HALF_BYTES
+
+
+def exchange_part(codec: Exchanged) -> float:
+    """Bytes that replicas with local updates exchange, relative to half precision."""
+    return bytes_on_link(codec, FLOAT_BYTES) / HALF_BYTES
+
+
+LOCAL_STEPS: Final = 50
+LOCAL_PART: Final = exchange_part("int2") * 56 * LOCAL_STEPS / 1500
+"""Bytes of exchanges over a job of 1,500 steps, relative to half precision every `LOCAL_STEPS` steps. Replicas exchange
+more often after the warm-up, which makes 56 exchanges instead of 30."""
+_BOUNDARIES: Final = "Llama type, 14M parameters, source text, 200 steps of 8 x 128 tokens, 3 stages in a pool"
+EFFECTS: Final[tuple[Effect, ...]] = (
+    Effect(
+        lever="8-bit boundary",
+        part=boundary_part("int8"),
+        losses=(-0.0003, -0.0069, 0.0016),
+        how=_BOUNDARIES,
+        command="benchmarks/compression.py",
+    ),
+    Effect(
+        lever="2-bit boundary",
+        part=boundary_part("uneven"),
+        losses=(0.0058, -0.0188, -0.0036),
+        how=_BOUNDARIES,
+        command="benchmarks/compression.py",
+    ),
+    Effect(
+        lever="local updates",
+        part=LOCAL_PART,
+        losses=(0.0090, -0.0011, 0.0060),
+        how="Llama type, 0.2M parameters, source text, 1,500 steps of 2 replicas x 64 x 128 tokens in a pool, agreeing "
+        "every 50, in 320 steps after the warm-up every 10",
+        command="benchmarks/local_updates.py",
+    ),
+)
+
 
 Task = Literal["train", "decode", "forward"]
 Verdict = Literal["holds", "within 2x", "fails", "does not fit"]
@@ -115,7 +182,7 @@ TRAINING_LEVERS: Final[dict[str, Levers]] = {
 }
 """Levers of the training cells by name. `local updates`: replicas exchange in 2 bits, once in 50 steps and more often
 early on. "no recomputation" shows what recomputation costs; memory may not allow training without it.
-`analysis_measured` has the effect of each lever on the loss, except of 64x compression: that figure is from the
+`analysis.cases` has the effect of each lever on the loss, except of 64x compression: that figure is from the
 literature, for models designed for it, and this software has no such codec."""
 HALF: Final = "fp16"
 INT4: Final = "4-bit weights"

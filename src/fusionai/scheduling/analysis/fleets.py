@@ -5,7 +5,7 @@ number that is not in the catalogue is a named assumption (`Assumptions`). The f
 favours it. Parameters are counted with the optimizer's state (16 bytes each in mixed precision). Activations are
 recomputed; if the inputs in flight don't fit beside the state, the outcome is marked as crowded.
 
-`closed_form` has the formulas, `analysis_cases` the models, networks and levers, `catalogue` the devices.
+`closed_form` has the formulas, `analysis.cases` the models, networks and levers, `catalogue` the devices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measures how far the comparison moves when one of its numbers is wrong by a fifth.
 
-This module chooses the cells and the numbers that are varied; a fraction (`_part`) grows to 1 at most. `analysis_cases`
+This module chooses the cells and the numbers that are varied; a fraction (`_part`) grows to 1 at most. `analysis.cases`
 has the comparison itself; the reports show both.
 """
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
+from fusionai.scheduling.kernels.compiled import Flags, Floats, Integers
 
 _MODULUS = 2147483647
 _FACTOR = 48271
@@ -36,7 +34,7 @@ class Tables(NamedTuple):
     """Memory of one microbatch in flight."""
     needless: Integers
     """[W]: mask of the ways that are no better if this way has room for all microbatches."""
-    able: npt.NDArray[np.bool_]
+    able: Flags
     """[P, W]: True if the peer's backend supports the way."""
     pinned: Integers
     """[L]: the peer that must hold the block, -1 if none must. Empty: no pins."""
@@ -56,7 +54,7 @@ class Tables(NamedTuple):
     bandwidth: Floats
     """[P + 1, P + 1], bytes per second from row to column."""
     latency_s: Floats
-    shared: npt.NDArray[np.bool_]
+    shared: Flags
     """[P + 1, P + 1]: True if the hop occupies both access links."""
     up: Floats
     down: Floats
@@ -97,7 +95,7 @@ class Labels(NamedTuple):
     """Number of the suffix without its first stage."""
     after: Integers
     """Number of the next suffix of the same state; 0 at the end of the list."""
-    beaten: npt.NDArray[np.bool_]
+    beaten: Flags
     first: Integers
     """[slots]: hash table with the first suffix of each state, 0 for a free slot (the tail is not in it). A state lies
     in the first free slot from its key on."""
@@ -492,7 +490,7 @@ def anneal(
     tail_stages: int,
     fewest: int,
     most: int,
-    required: npt.NDArray[np.bool_],
+    required: Flags,
     order: Integers,
     cuts: Integers,
     count: int,

@@ -1,6 +1,6 @@
 """Compiles numeric loops to machine code where numba is installed; the results are the same either way.
 
-Kernels are plain functions over numpy arrays in modules named `*_kernels`. `compiled(kernel)` returns the same function
+Kernels are plain functions over numpy arrays in modules of this package. `compiled(kernel)` returns the same function
 as machine code; the kernels it calls are compiled with it. Without numba it returns the function itself, which is
 slower. Numba is loaded by the first call of `compiled`, never by an import. The machine code is cached on disk beside
 the kernels (or in the user's cache directory), so only the first run of an installation waits for the compiler.
@@ -17,6 +17,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, Final, ParamSpec, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

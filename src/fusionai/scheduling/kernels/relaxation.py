@@ -13,10 +13,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
+from fusionai.scheduling.kernels.compiled import Flags, Floats, Integers
 
 _FAR = 1 << 40
 _SLACK = 1 + 1e-9
@@ -27,14 +25,14 @@ class Ground(NamedTuple):
     """Input of the loops, for N kinds of machines, L blocks and W ways."""
 
     flops: Floats
-    """[W, L, L + 1], like the next five fields: see `stage_tables`."""
+    """[W, L, L + 1], like the next five fields: see `problem.chain`."""
     read_bytes: Floats
     slot_bytes: Floats
     trained_bytes: Floats
     stage_bytes: Floats
     flight_bytes: Floats
     needless: Integers
-    able: npt.NDArray[np.bool_]
+    able: Flags
     """[N, W]"""
     speed: Floats
     """[N, W]"""
@@ -52,9 +50,9 @@ class Ground(NamedTuple):
     latency_s: Floats
     """[N]: latency of uplink plus downlink; 0 if some pair has a link of its own and there are more than `PAIRED`
     kinds."""
-    plain: npt.NDArray[np.bool_]
+    plain: Flags
     """[N]: whether every transfer uses the machine's access link."""
-    paired: npt.NDArray[np.bool_]
+    paired: Flags
     """[N]: whether some pair with the machine has a link of its own."""
     room: Integers
     """[N]: number of machines of the kind."""
@@ -356,7 +354,7 @@ def priced(
     period_s: float,
     fewest: int,
     most: int,
-    required: npt.NDArray[np.bool_],
+    required: Flags,
     prices_s: Floats,
     target_s: float,
     rounds: int,

@@ -4,7 +4,7 @@ Dynamic programming over (set of peers used, last peer, blocks placed), one leve
 the same state only the faster one is kept. The time still to come is bounded by spreading the remaining blocks over the
 fastest unused peers.
 
-`serving_search` fills `LineTables` and reads the result; `compiled` makes machine code.
+`serving.search` fills `LineTables` and reads the result; `compiled` makes machine code.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
+from fusionai.scheduling.kernels.compiled import Flags, Floats, Integers
 
 
 class LineTables(NamedTuple):
@@ -23,7 +21,7 @@ class LineTables(NamedTuple):
 
     seconds: Floats
     """[P, L + 1]: seconds of the blocks before each cut."""
-    fits: npt.NDArray[np.bool_]
+    fits: Flags
     """[P, L, L + 1]: True if the peer can hold blocks [start, end)."""
     enter_s: Floats
     leave_s: Floats

@@ -1,24 +1,23 @@
 """Prices ranges of blocks: FLOPs, memory and boundary bytes of the model as a chain of blocks, by prefix sums.
 
 Cut `c` lies before the block at position `c`: cut 0 is the feed's side, cut `length` the loss's side. Ranges are
-half-open positions into the chain. `pipeline` adds peers and links; `levers` defines how memory may be saved.
-"""
+half-open positions into the chain. `StageTables` has the costs of all ranges with every set of levers, as arrays.
+`pipeline` adds peers and links; `levers` defines how memory may be saved."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from fusionai.primitives.errors import PlanError
+from fusionai.scheduling.kernels.compiled import Floats, Integers
 from fusionai.scheduling.problem.levers import UPDATE_BYTES, Levers, levers_of_problem
 from fusionai.scheduling.problem.types import BlockCost, Plan, Problem
 from fusionai.wire.codecs import FOR_PLANS, Codec, bytes_on_link, gently, packing
-
-Floats = npt.NDArray[np.float64]
 
 
 class Chain:
@@ -213,3 +212,49 @@ def _longest(values: list[float]) -> Floats:
 def _upper(table: Floats) -> Floats:
     """The table with 0 for empty ranges."""
     return np.triu(table, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StageTables:
+    """Costs for W ways and L blocks. Arrays are [W, L, L + 1], 0 for an empty range."""
+
+    ways: tuple[Levers, ...]
+    flops: Floats
+    """Operations of forward and backward of one microbatch."""
+    read_bytes: Floats
+    """Weights that one microbatch reads from a file or host memory."""
+    slot_bytes: Floats
+    """Optimizer state that an update reads and writes in a file."""
+    trained_bytes: Floats
+    """Weights that an update reads and writes in a file or host memory."""
+    resident_bytes: Floats
+    flight_bytes: Floats
+    """Memory of one microbatch in flight."""
+    needless: Integers
+    """[W]: mask of the ways with all levers of this way and more. They are useless if this way has room for all
+    microbatches."""
+
+    def with_flight(self, chain: Chain) -> StageTables:
+        """Return a copy with the boundary sizes of `chain`."""
+        return replace(self, flight_bytes=np.array([chain.flight_table(way) for way in self.ways]))
+
+
+def stage_tables(chain: Chain, ways: Sequence[Levers]) -> StageTables:
+    """Return the tables of all ranges of `chain`."""
+    none = np.zeros((chain.length, chain.length + 1))
+    return StageTables(
+        ways=tuple(ways),
+        flops=np.array([chain.flops_table(way) for way in ways]),
+        read_bytes=np.array([2 * chain.weights_table() if way.offload_weights else none for way in ways]),
+        slot_bytes=np.array([2 * chain.slots_table() if way.offload else none for way in ways]),
+        trained_bytes=np.array([2 * chain.trained_table() if way.offload_weights else none for way in ways]),
+        resident_bytes=np.array([chain.resident_table(way) for way in ways]),
+        flight_bytes=np.array([chain.flight_table(way) for way in ways]),
+        needless=np.array(
+            [
+                sum(1 << index for index, other in enumerate(ways) if other != way and set(way.names) <= {*other.names})
+                for way in ways
+            ],
+            dtype=np.int64,
+        ),
+    )

@@ -1,16 +1,18 @@
 """Defines the levers by which a training stage saves memory at the price of time, and which of them a problem allows.
 
 No lever changes a bit of any result, so the planner may choose. `chain` prices ranges of blocks with levers,
-`small_memory` chooses stage by stage, `wire.messages.StageOptions` carries the choice to the stages.
+`levers` chooses stage by stage, `wire.messages.StageOptions` carries the choice to the stages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from fusionai.scheduling.problem.types import Lever, PeerProfile, Problem, StagePlacement
+from fusionai.primitives.units import format_bytes, format_seconds
+from fusionai.scheduling.problem.types import Lever, PeerProfile, Plan, Problem, StagePlacement
 from fusionai.wire.messages import Saving
 
 
@@ -148,3 +150,25 @@ def unable_to_save(stage: StagePlacement, peer: PeerProfile) -> str | None:
 
 def levers_of_stage(stage: StagePlacement) -> Levers:
     return Levers(recompute=stage.recompute, offload=stage.offload, offload_weights=stage.offload_weights)
+
+
+def savings(plan: Plan) -> Iterator[str]:
+    """Yield a sentence per lever and stage: what it does, what it saves and what it costs."""
+    for stage in plan.stages:
+        if stage.recompute:
+            times = stage.compute_s / (stage.compute_s - stage.recompute_s) - 1 if stage.recompute_s else 0.0
+            yield (
+                f"Stage {stage.stage} makes activations again in backward: saves "
+                f"{format_bytes(stage.recompute_saves_bytes)}, costs {times:.0%} more compute."
+            )
+        if stage.offload:
+            yield (
+                f"Stage {stage.stage} has its optimizer's state in a file: saves "
+                f"{format_bytes(stage.offload_saves_bytes)}, costs {format_seconds(stage.offload_s)} a step."
+            )
+        if stage.offload_weights:
+            yield (
+                f"Stage {stage.stage} has its weights away until a block needs them: saves "
+                f"{format_bytes(stage.offload_weights_saves_bytes)}, costs "
+                f"{format_seconds(stage.offload_weights_s)} a step."
+            )

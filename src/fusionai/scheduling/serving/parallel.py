@@ -2,13 +2,12 @@
 decides whether to report them.
 
 Lines share no machine except the job owner's. Each serves its own sessions: as many as its memory holds and as get a
-token within `SLOWER` times the seconds that the plan predicts for a single session (`line_load`). The objective is the
-tokens a second of all lines under that limit. The plan's line is the first. Further lines copy a known line on similar
-machines, the least capable ones that suffice. If there are none left, the fastest line of the remaining machines
-becomes a new pattern.
+token within `SLOWER` times the seconds that the plan predicts for a single session (`serving.load`). The objective is
+the tokens a second of all lines under that limit. The plan's line is the first. Further lines copy a known line on
+similar machines, the least capable ones that suffice. If there are none left, the fastest line of the remaining
+machines becomes a new pattern.
 
-`lines_bound` has the upper bound, `serving` plans lines, `cli.lines_view` shows them; `many_holders` is the counterpart
-for training.
+`serving.load` has the upper bound, `serving` plans lines, `cli.lines_view` shows them.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ import numpy as np
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, ServingNeeds, StagePlacement
-from fusionai.scheduling.serving.load import Load, LoadedLine, stage_room
-from fusionai.scheduling.serving.parallel_bound import bound_tokens_per_s
+from fusionai.scheduling.serving.load import Load, LoadedLine, bound_tokens_per_s, stage_room
 from fusionai.scheduling.serving.pipeline import block_s
 from fusionai.scheduling.serving.planning import serving_plan
 

@@ -7,7 +7,7 @@
               probe + workspace
 
 The first block and the head belong to the job owner or to the chain. Predictions are for short contexts: the time of
-reading the cache is not included. `serving_search` builds lines of stages with these costs; `serving` writes the plan.
+reading the cache is not included. `serving.search` builds lines of stages with these costs; `serving` writes the plan.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
 
+from fusionai.scheduling.problem.constraints import Pins
 from fusionai.scheduling.problem.embedding_and_head import ends_of
 from fusionai.scheduling.problem.links import Hop, hop
-from fusionai.scheduling.problem.pins import Pins
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, ServingNeeds
 
 
@@ -155,3 +155,13 @@ class ServingLine:
 
 def _seconds(link: Hop, size_bytes: int) -> float:
     return size_bytes / link.bandwidth_bytes_per_s + link.latency_s
+
+
+def context_pages(needs: ServingNeeds) -> int:
+    """Return the cache pages of one whole context."""
+    return -(-needs.context_tokens // needs.page_tokens)
+
+
+def least_tokens(needs: ServingNeeds) -> int:
+    """Return the tokens of the smallest cache: one whole context in pages, plus the probe's page."""
+    return (context_pages(needs) + 1) * needs.page_tokens

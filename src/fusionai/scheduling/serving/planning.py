@@ -1,16 +1,15 @@
 """Plans generation: which peer holds which blocks so that a token takes the least time, and the number of cache pages.
 
-The fastest line of stages that fits into memory is found by exact search (`serving_search`). Memory must hold the
+The fastest line of stages that fits into memory is found by exact search (`serving.search`). Memory must hold the
 requested cache. If it can't, half of that cache is tried, then a quarter and so on down to one whole context. Most of
 the memory that is then left becomes further pages, up to every session's whole context. One more page is reserved for
 the probe. The first block (embedding) and the last (final norm, head) belong to the job owner if the roles `feed` and
 `loss` are placed there, which is the default. Tokens and logits then never leave that process.
 
-For several sessions, cuts are then evened out at a small cost for a single session (`serving_evening`).
+For several sessions, cuts are then evened out at a small cost for a single session (`serving.search`).
 
-`planner` calls this module for task `serve`. `serving_line` has the formulas, `serving_prediction` predicts the placed
-stages, and `guards` gives every stage a spare that holds its weights.
-"""
+`planner` calls this module for task `serve`. `serving.pipeline` has the formulas, `serving.prediction` predicts the
+placed stages, and `guards` gives every stage a spare that holds its weights."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.placement import pool_name
 from fusionai.scheduling.problem.calibration import paced
-from fusionai.scheduling.problem.eligibility import check_names, eligible
+from fusionai.scheduling.problem.constraints import check_names, check_pins, eligible, must_use
 from fusionai.scheduling.problem.embedding_and_head import ends_of, middle, place_of
 from fusionai.scheduling.problem.links import check_access, check_links, hop
-from fusionai.scheduling.problem.pins import check_pins, must_use
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import (
     PROMPT_TOKENS,
     Certificate,
+    Excluded,
     PeerProfile,
     Plan,
     Problem,
@@ -39,19 +38,20 @@ from fusionai.scheduling.problem.types import (
     ServingSizes,
     StagePlacement,
 )
-from fusionai.scheduling.serving.balancing import evened
 from fusionai.scheduling.serving.pipeline import (
     ServingLine,
     block_s,
+    context_pages,
+    least_tokens,
     retained_bytes,
     ring_bytes,
     stage_bytes,
     token_bytes,
 )
 from fusionai.scheduling.serving.prediction import first_token_s, predict_serving, together
-from fusionai.scheduling.serving.search import FoundLine, Line, LineLimits, fastest_line
-from fusionai.scheduling.serving.shortlist import shortlist
-from fusionai.scheduling.standby.guards import with_guards
+from fusionai.scheduling.serving.search import FoundLine, Line, LineLimits, evened, fastest_line
+from fusionai.scheduling.serving.shortlist import shortlist, with_fastest
+from fusionai.scheduling.standby.assignment import with_guards
 from fusionai.scheduling.training.one_machine import against_one
 
 SEARCH_BUDGET: Final = 100_000
@@ -78,10 +78,33 @@ def serving_plan(problem: Problem, budget: int | None = None, *, compared: bool 
     """
     problem = paced(problem)
     needs = _checked(problem)
+    usable, refused = _usable(problem, needs)
+    line, found, cache_tokens = _found_in_pool(problem, needs, usable, budget)
+    assert found.best is not None, "a line was found"
+    best = found.best
+    if needs.sessions > 1:
+        single = _single(line, _limits(problem, line, cache_tokens), needs)
+        most_s = inf if single is None else max(single[0], found.seconds)
+        best = best._replace(cuts=evened(line, best, found.seconds, cache_tokens, most_s=most_s))
+    alone = _alone(problem, usable, needs)
+    plan = msgspec.structs.replace(
+        _written(problem, needs, line, found, best, cache_tokens, usable),
+        excluded=tuple(refused),
+        single_peer_tokens_per_s=None if alone is None else 1 / alone[1],
+    )
+    if alone is not None and compared:
+        sentence = against_one(problem, plan, alone[0], 1 / alone[1], lambda open_: serving_plan(open_, compared=False))
+        if sentence is not None:
+            plan = msgspec.structs.replace(plan, warnings=(sentence, *plan.warnings))
+    return with_guards(plan, problem)
+
+
+def _usable(problem: Problem, needs: ServingNeeds) -> tuple[list[PeerProfile], list[Excluded]]:
+    """Return the usable and the refused peers. Raises `PlanError` if no peer can be used."""
     pool_blocks = middle(problem)
     check_pins(problem, pool_blocks)
     smallest = min(
-        stage_bytes([block], needs, retained_bytes(problem.blocks, end, needs), _least_tokens(needs))
+        stage_bytes([block], needs, retained_bytes(problem.blocks, end, needs), least_tokens(needs))
         for end, block in enumerate(pool_blocks, ends_of(problem).first + 1)
     )
     usable, refused = eligible(problem, pool_blocks, smallest)
@@ -91,13 +114,20 @@ def serving_plan(problem: Problem, budget: int | None = None, *, compared: bool 
             f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
             hint="Let more peers join, or mend what stands in the way.",
         )
-    line, found, cache_tokens = _found_in_pool(problem, needs, usable, budget)
-    assert found.best is not None, "a line was found"
-    best = found.best
-    if needs.sessions > 1:
-        single = _single(line, _limits(problem, line, cache_tokens), needs)
-        most_s = inf if single is None else max(single[0], found.seconds)
-        best = best._replace(cuts=evened(line, best, found.seconds, cache_tokens, most_s=most_s))
+    return usable, refused
+
+
+def _written(
+    problem: Problem,
+    needs: ServingNeeds,
+    line: ServingLine,
+    found: FoundLine,
+    best: Line,
+    cache_tokens: int,
+    usable: list[PeerProfile],
+) -> Plan:
+    """Return the plan of `best`, which is the pipeline of `found` with evened cuts. The caller adds the refused peers
+    and the speed of one machine."""
     pages = _pages(line, best, needs, cache_tokens)
     stages = _stages(line, best, needs, pages * needs.page_tokens)
     costs = StageCosts(problem)
@@ -105,12 +135,11 @@ def serving_plan(problem: Problem, budget: int | None = None, *, compared: bool 
     passes, together_per_s = together(stages, costs, needs)
     prompt_tokens = min(PROMPT_TOKENS, needs.context_tokens)
     warnings = _warnings(problem, line, needs, found, cache_tokens, pages)
-    alone = _alone(problem, usable, needs)
     used = {stage.peer for stage in stages if "stage" in stage.roles}
     bound = max(1 / found.bound_s, 1 / prediction.step_s)
     gap = bound * prediction.step_s - 1
     exact = found.proven and gap < ROUNDING
-    plan = Plan(
+    return Plan(
         task="serve",
         graph_hash=problem.graph_hash,
         stages=tuple(msgspec.structs.replace(stage, in_flight=passes) for stage in stages),
@@ -119,14 +148,12 @@ def serving_plan(problem: Problem, budget: int | None = None, *, compared: bool 
         microbatches=1,
         step_time_s=prediction.step_s,
         tokens_per_s=1 / prediction.step_s,
-        single_peer_tokens_per_s=None if alone is None else 1 / alone[1],
         bottleneck=prediction.bottleneck,
-        excluded=tuple(refused),
         warnings=tuple(warnings),
         certificate=Certificate(
             method="best-first search over peers, order and cuts"
             + ("" if found.proven else ", cut off")
-            + ("" if best.cuts == found.best.cuts else "; stages evened out"),
+            + ("" if found.best is not None and best.cuts == found.best.cuts else "; stages evened out"),
             exact=exact,
             bound_tokens_per_s=bound,
             optimality_gap=0.0 if exact else gap,
@@ -145,11 +172,6 @@ def serving_plan(problem: Problem, budget: int | None = None, *, compared: bool 
             prompt_tokens_per_s=prompt_tokens / first_token_s(stages, costs, prompt_tokens, needs.pass_tokens),
         ),
     )
-    if alone is not None and compared:
-        sentence = against_one(problem, plan, alone[0], 1 / alone[1], lambda open_: serving_plan(open_, compared=False))
-        if sentence is not None:
-            plan = msgspec.structs.replace(plan, warnings=(sentence, *plan.warnings))
-    return with_guards(plan, problem)
 
 
 def _found_in_pool(
@@ -165,7 +187,7 @@ def _found_in_pool(
     In large pools only a shortlist is searched, but the bound covers all usable peers.
     """
     listed = shortlist(problem, needs, usable, middle(problem), room=room)
-    line = ServingLine(problem, needs, _with_fastest(problem, needs, usable, listed.peers))
+    line = ServingLine(problem, needs, with_fastest(problem, needs, usable, listed.peers))
     _check_owner(line, needs)
     if line.count == len(usable):
         return line, *_found(problem, line, needs, budget, SEARCH_BUDGET)
@@ -179,33 +201,14 @@ def _found_in_pool(
     return line, replace(found, bound_s=min(found.bound_s, listed.bound_s + line.ends_s)), cache_tokens
 
 
-def _with_fastest(
-    problem: Problem, needs: ServingNeeds, usable: list[PeerProfile], listed: list[PeerProfile]
-) -> list[PeerProfile]:
-    """Return `listed` plus the machine that passes a token fastest among those that hold all pool blocks and one
-    context."""
-    if len(listed) == len(usable):
-        return listed
-    blocks = middle(problem)
-    needed = stage_bytes(blocks, needs, blocks[-1].output_bytes if needs.retain else 0, _least_tokens(needs))
-
-    def token_s(peer: PeerProfile) -> float:
-        latency_s = peer.uplink.latency_s + peer.downlink.latency_s
-        return sum(block_s(block, peer) for block in blocks) + latency_s
-
-    roomy = [peer for peer in usable if peer.memory_bytes >= needed]
-    fastest = min(roomy, key=lambda peer: (token_s(peer), peer.peer), default=None)
-    return listed if fastest is None or fastest in listed else [*listed, fastest]
-
-
 def _found(
     problem: Problem, line: ServingLine, needs: ServingNeeds, budget: int | None, usual: int
 ) -> tuple[FoundLine, int]:
     """Return the fastest line with room for as much of the wanted cache as possible, and that number of cache
     tokens."""
-    least_tokens = _least_tokens(needs)
+    fewest_tokens = least_tokens(needs)
     wanted_pages = -(-needs.cache_tokens // needs.page_tokens) + 1
-    cache_tokens = max(wanted_pages * needs.page_tokens, least_tokens)
+    cache_tokens = max(wanted_pages * needs.page_tokens, fewest_tokens)
     while line.owner is not None and line.owner_bytes(cache_tokens) > line.owner.memory_bytes:
         cache_tokens = _halved(cache_tokens, needs)  # `_check_owner` made sure that the least fits
     limits = _limits(problem, line, cache_tokens)
@@ -220,19 +223,14 @@ def _found(
             again = fastest_line(line, limits, budget=usual if budget is None else budget, settle=budget is None)
             assert again.best is not None, "one machine holds it"
             return again, limits.cache_tokens
-        if limits.cache_tokens <= least_tokens:
+        if limits.cache_tokens <= fewest_tokens:
             raise _infeasible(line, limits)
         limits = _limits(problem, line, _halved(limits.cache_tokens, needs))
 
 
-def _least_tokens(needs: ServingNeeds) -> int:
-    """Return the tokens of the smallest cache: one whole context in pages, plus the probe's page."""
-    return (_context_pages(needs) + 1) * needs.page_tokens
-
-
 def _halved(cache_tokens: int, needs: ServingNeeds) -> int:
-    """Return the tokens of half the pages, at least `_least_tokens`."""
-    return max(cache_tokens // needs.page_tokens // 2 * needs.page_tokens, _least_tokens(needs))
+    """Return the tokens of half the pages, at least `least_tokens`."""
+    return max(cache_tokens // needs.page_tokens // 2 * needs.page_tokens, least_tokens(needs))
 
 
 def _single(line: ServingLine, limits: LineLimits, needs: ServingNeeds) -> tuple[float, int] | None:
@@ -243,12 +241,12 @@ def _single(line: ServingLine, limits: LineLimits, needs: ServingNeeds) -> tuple
     if limits.fewest > 1 or limits.required.bit_count() > 1:
         return None
     best: tuple[float, int] | None = None
-    least_tokens = _least_tokens(needs)
+    fewest_tokens = least_tokens(needs)
     for peer in range(line.count):
         if limits.required & ~(1 << peer) or not line.allowed(peer, 0, line.length):
             continue
         tokens = limits.cache_tokens
-        while tokens > least_tokens and line.bytes(0, line.length, tokens) > line.lent_bytes(peer, tokens):
+        while tokens > fewest_tokens and line.bytes(0, line.length, tokens) > line.lent_bytes(peer, tokens):
             tokens = _halved(tokens, needs)
         if line.bytes(0, line.length, tokens) > line.lent_bytes(peer, tokens):
             continue
@@ -293,7 +291,7 @@ def _pages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: int
 
     The room is that of every machine, the job owner's included. The pages never exceed all sessions' whole contexts.
     """
-    pages = min(needs.sessions * _context_pages(needs) + 1, MOST_PAGES)
+    pages = min(needs.sessions * context_pages(needs) + 1, MOST_PAGES)
     rooms = [(line.lent_bytes(peer, 0) - line.bytes(a, b, 0), line.token_bytes(a, b)) for peer, a, b in _placed(best)]
     if line.owner is not None:
         free_bytes = line.owner.memory_bytes - line.owner_bytes(0)
@@ -305,10 +303,6 @@ def _pages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: int
     most = min([pages, *(room // (each * needs.page_tokens) for room, each in rooms if each)])
     sure = min(cache_tokens // needs.page_tokens, most)
     return sure + int((most - sure) * FILLED)
-
-
-def _context_pages(needs: ServingNeeds) -> int:
-    return -(-needs.context_tokens // needs.page_tokens)
 
 
 def _placed(best: Line) -> list[tuple[int, int, int]]:
@@ -372,7 +366,7 @@ def _alone(problem: Problem, usable: list[PeerProfile], needs: ServingNeeds) -> 
     owner = problem.owner
     machines = [*usable, *([] if owner is None else [owner])]
     operators = {op for block in problem.blocks for op in block.ops}
-    needed = stage_bytes(problem.blocks, needs, 0, _least_tokens(needs))
+    needed = stage_bytes(problem.blocks, needs, 0, least_tokens(needs))
 
     def token_s(machine: PeerProfile) -> float:
         seconds = sum(block_s(block, machine) for block in problem.blocks)
@@ -490,7 +484,7 @@ def _check_owner(line: ServingLine, needs: ServingNeeds) -> None:
         raise PlanError(f"the job owner's backend {owner.backend!r} can't run {', '.join(missing)} of its ends.")
     if not owner.effective_flops_per_s > 0:
         raise PlanError(f"the job owner's measured speed is {owner.effective_flops_per_s} FLOP/s.")
-    needed = line.owner_bytes(_least_tokens(needs))
+    needed = line.owner_bytes(least_tokens(needs))
     if needed > owner.memory_bytes:
         raise PlanError(
             f"the model's ends need {format_bytes(needed)} with the job owner, who has "

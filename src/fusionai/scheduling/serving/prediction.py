@@ -2,7 +2,7 @@
 
 A single session gets one token per trip through all stages. Many sessions share passes: `together` finds the number of
 passes in flight that gives the most tokens per second in total. A pass is no faster than the busiest machine's part in
-it. `serving`, `takeover` and `regrowth` compare plans with these predictions; `serving_line` explains the terms.
+it. `serving`, `takeover` and `regrowth` compare plans with these predictions; `serving.pipeline` explains the terms.
 """
 
 from __future__ import annotations

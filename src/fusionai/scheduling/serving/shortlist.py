@@ -4,7 +4,7 @@ A line has few stages. Of thousands of peers, the search gets those with the lea
 hop included, and some fast or large ones. The bound assigns the blocks to the best of all peers, so the certificate
 also covers the peers that were left out.
 
-`serving` calls this module for large pools; `serving_line` has the formulas that are written here for arrays.
+`serving` calls this module for large pools; `serving.pipeline` has the formulas that are written here for arrays.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.scheduling.kernels.coverage import Floats, Integers
-from fusionai.scheduling.problem.pins import must_use
+from fusionai.scheduling.kernels.compiled import Floats, Integers
+from fusionai.scheduling.problem.constraints import must_use
+from fusionai.scheduling.problem.embedding_and_head import middle
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, ServingNeeds
-from fusionai.scheduling.serving.pipeline import ring_bytes
+from fusionai.scheduling.serving.pipeline import block_s, least_tokens, ring_bytes, stage_bytes
 
 LARGE: Final = 40
 """Number of peers up to which the search examines all of them."""
@@ -68,6 +69,25 @@ def shortlist(
         bound = max(bound, _poured_s(least + np.minimum(into, cap) / held, most, len(blocks)) - float(cap))
     bound *= 1 - 1e-12
     return Shortlist([usable[i] for i in sorted(chosen)], bound)
+
+
+def with_fastest(
+    problem: Problem, needs: ServingNeeds, usable: list[PeerProfile], listed: list[PeerProfile]
+) -> list[PeerProfile]:
+    """Return `listed` plus the machine that passes a token fastest among those that hold all pool blocks and one
+    context."""
+    if len(listed) == len(usable):
+        return listed
+    blocks = middle(problem)
+    needed = stage_bytes(blocks, needs, blocks[-1].output_bytes if needs.retain else 0, least_tokens(needs))
+
+    def token_s(peer: PeerProfile) -> float:
+        latency_s = peer.uplink.latency_s + peer.downlink.latency_s
+        return sum(block_s(block, peer) for block in blocks) + latency_s
+
+    roomy = [peer for peer in usable if peer.memory_bytes >= needed]
+    fastest = min(roomy, key=lambda peer: (token_s(peer), peer.peer), default=None)
+    return listed if fastest is None or fastest in listed else [*listed, fastest]
 
 
 def _block_seconds(peers: Sequence[PeerProfile], blocks: Sequence[BlockCost]) -> Floats:

@@ -21,7 +21,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Guard, PeerProfile, Plan, Problem, StagePlacement, TolerantTakeover
-from fusionai.scheduling.standby.guards import may_guard, with_guards
+from fusionai.scheduling.standby.assignment import may_guard, with_guards
 from fusionai.scheduling.standby.straggling import GAIN
 from fusionai.scheduling.standby.takeover import Waiting, handed_over, replaced, told
 from fusionai.scheduling.training.cut_bits import same_sums

@@ -4,9 +4,8 @@ A new division makes every stage load again and every session be recomputed. It 
 and the pool has been unchanged for a while, and the new plan must be faster by the factor `GAIN`. After each move the
 next one waits longer, so that a machine that comes and goes causes at most one move per hour.
 
-Training jobs use `going_on.widened` instead, which counts in steps. `client.serving.watch` observes the pool and calls
-this module; `serving` plans, `serving_prediction` predicts both plans' speed.
-"""
+Training jobs use `continuation.widened` instead, which counts in steps. `client.serving.watch` observes the pool and
+calls this module; `serving` plans, `serving.prediction` predicts both plans' speed."""
 
 from __future__ import annotations
 

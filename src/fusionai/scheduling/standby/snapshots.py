@@ -28,9 +28,9 @@ from typing import Final
 import msgspec
 
 from fusionai.primitives.units import format_bytes, format_seconds
-from fusionai.scheduling.problem.reduction import reduced_bytes
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Plan, Problem, StagePlacement
+from fusionai.scheduling.training.prediction import reduced_bytes
 
 MOST_STEPS: Final = 64
 """Largest interval K, in steps; chosen."""

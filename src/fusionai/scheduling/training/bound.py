@@ -11,7 +11,7 @@ until no machine is used more often than it exists. Machines without a path shor
 from the box. The box with the least bound is divided next. Equal machines form one kind, with as many uses as machines.
 
 `planner` reports the gap to this bound, `solving` asks which machines a shorter step may still use, `search` prunes
-with the cost of what lies before a stage, and `relaxation_kernels` has the loops.
+with the cost of what lies before a stage, and `kernels.relaxation` has the loops.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 from fusionai.scheduling.kernels.compiled import available, compiled
 from fusionai.scheduling.kernels.relaxation import Floats, Ground, Integers, arcs, before, priced, through
-from fusionai.scheduling.problem.limits import Limits
+from fusionai.scheduling.problem.constraints import Limits
 from fusionai.scheduling.training.pipeline import Pipeline
 
 PAIRED: Final = 72

@@ -4,7 +4,7 @@ At every cut, gradients of values that cross it are summed in the order of a sin
 things still depend on the cut: large parameters shared by blocks on several machines, whose sums cross once per step;
 boundaries packed by a codec; and backends that compile a whole stage (JAX), whose rounding depends on the stage.
 
-`going_on` and `client.pool.watch` ask before they change the cut, `planner` adds the sentences to plans.
+`continuation` and `client.pool.watch` ask before they change the cut, `planner` adds the sentences to plans.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import inf
 from typing import Final
 
-from fusionai.scheduling.problem.limits import Limits
+from fusionai.scheduling.problem.constraints import Limits
 from fusionai.scheduling.training.pipeline import Pipeline, Suffix
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]

@@ -15,23 +15,22 @@ Each stage works in one of several ways (`levers`: recomputing activations, opti
 way sets the stage's compute, memory and update. `fold` finds the ways that make the step of given stages shortest.
 
 For equal stages the step is M*tau + (P-1)(t_c + t_n + 2a), plus the commit. The microbatches in flight at stage k are
-those that `credits` computes, at most M and at most what memory holds. The data feed's transfers and jitter are not
-modelled.
+those that `credits_needed` computes, at most M and at most what memory holds. The data feed's transfers and jitter are
+not modelled.
 
-`stage_tables` has the costs of block ranges by way, and `links` the hops. `search` and `improvement` build pipelines
-with this model.
-"""
+`problem.chain` has the costs of block ranges by way, and `problem.links` the hops. `search` and `improvement` build
+pipelines with this model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import pairwise
-from math import floor
+from math import ceil, floor
 from typing import Final, NamedTuple
 
-from fusionai.scheduling.problem.chain import Chain
-from fusionai.scheduling.problem.credits import SPARE, credits_needed
+from fusionai.scheduling.problem.chain import Chain, stage_tables
+from fusionai.scheduling.problem.constraints import Pins
 from fusionai.scheduling.problem.embedding_and_head import ends_of, front_of, tail_chain
 from fusionai.scheduling.problem.levers import (
     choices_of_problem,
@@ -41,8 +40,6 @@ from fusionai.scheduling.problem.levers import (
     weights_bytes_per_s,
 )
 from fusionai.scheduling.problem.links import Hop, hop
-from fusionai.scheduling.problem.pins import Pins
-from fusionai.scheduling.problem.stage_tables import stage_tables
 from fusionai.scheduling.problem.types import PeerProfile, Problem
 from fusionai.wire.codecs import Codec
 
@@ -422,3 +419,48 @@ def _unbeaten(suffixes: list[Suffix]) -> list[Suffix]:
         if not any(other.transit_s <= one.transit_s and other.update_s <= one.update_s for other in kept):
             kept.append(one)
     return kept
+
+
+TARGET: Final = 0.97
+"""Fraction of the closed form's speed that is aimed at: the idle time this leaves in a period saves credits if delays
+are short."""
+SPARE: Final = 1
+"""Credits beyond what the timetable needs."""
+_EXACT: Final = 1e-9
+
+
+def credits_needed(compute_s: Sequence[float], round_trip_s: Sequence[float], period_s: float) -> tuple[int, ...]:
+    """Return the microbatches each stage must have in flight so that links and neighbours don't delay it, first to
+    last.
+
+    `compute_s`: forward and backward time of each stage; `round_trip_s[k]`: both transfers, latencies and waits between
+    stages k and k + 1; `period_s`: period of the closed form, above 0. Stage k gets at least as many credits as there
+    are stages from k on, and as Little's law needs for the closed form's period; a longer round trip never gives fewer.
+
+    Little's law alone (round trip / period, + 2) gives too few: a stage that is rarely idle can begin a backward only
+    when its forwards leave room. So a microbatch that comes back a little late waits for the next period, and all
+    stages before it wait too. In a schedule of period T stage k begins the backward of a microbatch
+
+        x_k = x_(k+1) + c_(k+1) + r_k        c: forward and backward of a microbatch, r: round trip between both stages
+
+    after the end of its forward. If the time left before the next forward is too short for the backward
+    (x_k mod T > T - c_k), it begins at the next multiple of T. Then floor(x_k / T) + 1 microbatches are in flight at
+    stage k. With free links that is the number of stages from k on, as in 1F1B; with an r that is small against T, but
+    larger than the idle time, it is twice that number. One credit is added because the stage machine takes the next
+    microbatch that has arrived instead of following a timetable. The last stage needs one: its backward follows its
+    forward at once. Stages that defer weight gradients need fewer, and get the same number.
+    """
+    turn_s = period_s / TARGET
+    needed = [1]
+    since_s = trip_s = 0.0  # From the end of a forward to the begin of its backward, with waits and without.
+    for stage in range(len(compute_s) - 2, -1, -1):
+        away_s = compute_s[stage + 1] + round_trip_s[stage]
+        trip_s += away_s
+        turns, late_s = divmod(since_s + away_s, turn_s)
+        since_s += away_s
+        if late_s > turn_s - compute_s[stage] + _EXACT * turn_s:
+            turns += 1
+            since_s = turns * turn_s
+        least = max(len(needed) + 1, ceil((trip_s + compute_s[stage]) / period_s - _EXACT))
+        needed.append(max(least, int(turns) + 1 + SPARE))
+    return tuple(reversed(needed))

@@ -1,13 +1,18 @@
 """Predicts how long a training step takes for a given placement.
 
 Applies the formulas of `pipeline` to a placement that already exists: stages keep their microbatches in flight, and a
-peer may hold several stages, which then share its compute and its lines. Replicas run side by side, so a period takes
-one microbatch through each of them. The job owner's process and line are shared by all replicas.
+peer may hold several stages, which then share its compute and its access link. Replicas run side by side, so a period
+takes one microbatch through each of them. All replicas share the job owner's process and access link.
 
 A step is committed when every stage has reported to the job owner that its gradients are summed. A stage begins the
 next step when the owner has confirmed that. The first stage of a chain finishes last and begins first: it waits for one
 message to the owner and one back (docs/recovery.md). The other stages receive the confirmation before their next
 microbatch arrives.
+
+With several replicas, every stage of the first one is the home of its parameters. The other replicas send it their
+gradients. The home adds them in the order of replicas, which fixes the bits of the sum, and sends the sums back.
+Gradients are sent when a stage has finished all its microbatches, sums when the last gradient has arrived. All homes
+work at once, so the slowest link determines the time. `coordination.training.stage` runs the summation.
 
 `takeover` and `straggling` compare placements with these predictions; `pipeline` explains the terms.
 """
@@ -20,9 +25,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fusionai.primitives.units import format_seconds
-from fusionai.scheduling.problem.reduction import reduction_s
 from fusionai.scheduling.problem.stage_costs import StageCosts
-from fusionai.scheduling.problem.types import StagePlacement
+from fusionai.scheduling.problem.types import Plan, StagePlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +107,42 @@ def commit_s(stages: Sequence[StagePlacement], costs: StageCosts) -> float:
 def first_stages(stages: Sequence[StagePlacement]) -> list[StagePlacement]:
     """Return the first stage of every replica."""
     return [stage for index, stage in enumerate(stages) if not index or stages[index - 1].replica != stage.replica]
+
+
+def reduction_s(stages: Sequence[StagePlacement], costs: StageCosts) -> float:
+    """Return the seconds of sending gradients to the homes and sums back; 0 for one replica."""
+    homes = [stage for stage in stages if stage.replica == 0]
+    others = [stage for stage in stages if stage.replica > 0]
+    pairs = [(one, home, size) for home in homes for one in others if (size := costs.shared_bytes(one, home)) > 0]
+    there = [(one.peer, home.peer, size) for one, home, size in pairs]
+    back = [(home.peer, one.peer, size) for one, home, size in pairs]
+    return _longest_s(there, costs) + _longest_s(back, costs)
+
+
+def reduced_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement) -> float:
+    """Return the gradient bytes that `stage` sends in a step; retained once, however many replicas receive them."""
+    return costs.shared_bytes(stage, stage) if plan.replicas > 1 else 0.0
+
+
+def held_per_byte(replicas: int) -> float:
+    """Return the additional memory for summing, in bytes per byte of trainable parameters.
+
+    The value is that of the stage that holds most. A home holds its own gradients, those of all other replicas and the
+    sums while they are sent; other stages hold their gradients and the sums.
+    """
+    return 0.0 if replicas == 1 else float(replicas)
+
+
+def _longest_s(transfers: Sequence[tuple[str, str, float]], costs: StageCosts) -> float:
+    """Return the seconds of simultaneous transfers, each given as (sender, receiver, bytes)."""
+    up: defaultdict[str, float] = defaultdict(float)
+    down: defaultdict[str, float] = defaultdict(float)
+    longest_s = latency_s = 0.0
+    for sender, receiver, size in transfers:
+        link = costs.hop(sender, receiver)
+        longest_s = max(longest_s, size / link.bandwidth_bytes_per_s)
+        latency_s = max(latency_s, link.latency_s)
+        if link.shared:
+            up[sender] += size / costs.profiles[sender].uplink.bandwidth_bytes_per_s
+            down[receiver] += size / costs.profiles[receiver].downlink.bandwidth_bytes_per_s
+    return max([longest_s, *up.values(), *down.values()]) + latency_s

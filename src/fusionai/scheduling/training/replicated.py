@@ -14,8 +14,10 @@ The bound of such a plan assumes that all machines compute all the time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from math import fsum
+from typing import Final
 
 import msgspec
 
@@ -23,14 +25,16 @@ from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.planner import plan as one_chain
 from fusionai.scheduling.problem.calibration import paced
-from fusionai.scheduling.problem.reduction import held_per_byte, reduction_s
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Certificate, Plan, Problem, StagePlacement
-from fusionai.scheduling.standby.guards import with_guards
+from fusionai.scheduling.standby.assignment import with_guards
 from fusionai.scheduling.training.cut_bits import dependence
-from fusionai.scheduling.training.prediction import predict
+from fusionai.scheduling.training.prediction import held_per_byte, predict, reduction_s
 from fusionai.scheduling.training.replica_groups import COUNTS, Group, divide
-from fusionai.wire.codecs import Codec
+from fusionai.wire.codecs import FOR_PLANS, LADDER, Codec
+
+WORTH: Final = 1.25
+"""Least speedup over the next larger codec of the result for a codec to be listed, chosen."""
 
 
 def plan(problem: Problem) -> Plan:
@@ -200,3 +204,39 @@ def _against(found: Plan, chained: Plan | None) -> Plan:
             f"{format_speed(chained.tokens_per_s)} tokens/s instead of {format_speed(speed)}."
         )
     return msgspec.structs.replace(found, single_peer_tokens_per_s=alone, warnings=(*warnings, *found.warnings))
+
+
+@dataclass(frozen=True, slots=True)
+class Lighter:
+    """A smaller codec and a lower limit of the speed with it."""
+
+    compression: Codec
+    tokens_per_s: float
+
+
+def lighter(problem: Problem, found: Plan) -> tuple[Lighter, ...]:
+    """Return the codecs smaller than that of `problem` which each speed the job up by `WORTH`.
+
+    `found`: the plan without them. Codecs are planned among its machines only; other machines, of which there may be
+    thousands, could make the gain larger."""
+    if problem.task != "train" or problem.compression not in LADDER:
+        return ()
+    compute_s = found.microbatches * max(stage.compute_s for stage in found.stages)
+    if found.step_time_s < WORTH * compute_s:
+        return ()  # Computing limits the step, so a smaller codec can't reach WORTH.
+    used = {stage.peer for stage in found.stages}
+    posed = msgspec.structs.replace(
+        problem,
+        peers=tuple(peer for peer in problem.peers if peer.peer in used),
+        links={pair: link for pair, link in problem.links.items() if used.issuperset(pair.split(">"))},
+        excluded=(),
+        spares_wanted=None,
+    )
+    worth: list[Lighter] = []
+    best = found.tokens_per_s
+    for codec in FOR_PLANS[LADDER.index(problem.compression) + 1 :]:
+        speed = plan(msgspec.structs.replace(posed, compression=codec)).tokens_per_s
+        if speed >= WORTH * best:
+            worth.append(Lighter(codec, speed))
+            best = speed
+    return tuple(worth)

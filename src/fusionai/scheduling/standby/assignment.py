@@ -1,4 +1,4 @@
-"""Assigns warm standbys (guards) to stages and, through `snapshots`, the interval K at which they get snapshots.
+"""Assigns warm standbys to stages and, through `snapshots`, the interval K at which they get snapshots.
 
 A guard keeps the newest snapshots of its stage and takes the stage over when its peer is lost. All stages with state
 get a guard, unless they run in the job owner's own process. First each spare takes one stage, and costly stages get
@@ -17,18 +17,17 @@ not depend on the order in which spares are listed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from fusionai.primitives.units import format_bytes, format_seconds
-from fusionai.scheduling.problem.eligibility import refusal
+from fusionai.scheduling.problem.constraints import refusal
 from fusionai.scheduling.problem.levers import unable_to_save
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Excluded, Guard, PeerProfile, Plan, Problem, StagePlacement
-from fusionai.scheduling.standby.matching import matched
 from fusionai.scheduling.standby.snapshots import MOST_STEPS, SnapshotInterval, room_to_retain, snapshot_interval
 
 KEPT: Final = 2
@@ -212,3 +211,28 @@ class _Watch:
             # The weights of all guarded stages, and the caches of the one stage that is taken over.
             return state + max(stage.memory_bytes - self.costs.state_bytes(stage) for stage in guarded)
         return max(ARRIVING * state, running + KEPT * state)
+
+
+def matched(choices: Sequence[Sequence[str]], taken: Mapping[int, str] | None = None) -> dict[int, str]:
+    """Assign to as many of `choices` as possible one of its entries, each entry once; `choices[i]` best first.
+
+    Returns index -> entry. `taken`: initial pairs. An index in `taken` stays matched, though possibly to another entry.
+    """
+    holder = {entry: index for index, entry in (taken or {}).items()}
+    placed = set(holder.values())
+
+    def place(index: int, tried: set[str]) -> bool:
+        free = [entry for entry in choices[index] if entry not in holder and entry not in tried]
+        for entry in (*free[:1], *choices[index]):
+            if entry in tried:
+                continue
+            tried.add(entry)
+            if entry not in holder or place(holder[entry], tried):
+                holder[entry] = index
+                return True
+        return False
+
+    for index in range(len(choices)):
+        if index not in placed:
+            place(index, set())
+    return {index: entry for entry, index in sorted(holder.items(), key=lambda pair: pair[1])}

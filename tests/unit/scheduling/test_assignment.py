@@ -6,8 +6,7 @@ import msgspec
 
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import BlockCost, Guard, Link, PeerProfile, Plan, Problem
-from fusionai.scheduling.standby.guards import guarding, with_guards, without_guards
-from fusionai.scheduling.standby.matching import matched
+from fusionai.scheduling.standby.assignment import guarding, matched, with_guards, without_guards
 
 STATE = 1_000_000 + 2 * 1_000_000
 """Of one block: parameters and two AdamW slots."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusionai.scheduling.standby.settling import (
+from fusionai.scheduling.standby.takeover import (
     LONGEST_RETRY_S,
     LONGEST_SETTLE_S,
     SETTLE_S,

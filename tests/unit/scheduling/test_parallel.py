@@ -12,9 +12,8 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
-from fusionai.scheduling.serving.load import LoadedLine, session_tokens
+from fusionai.scheduling.serving.load import LoadedLine, bound_tokens_per_s, session_tokens
 from fusionai.scheduling.serving.parallel import ManyLines, many_lines
-from fusionai.scheduling.serving.parallel_bound import bound_tokens_per_s
 from fusionai.scheduling.serving.planning import serving_plan
 from fusionai.scheduling.serving.prediction import round_trip_s
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.scheduling.problem.credits import SPARE, TARGET, credits_needed
+from fusionai.scheduling.training.pipeline import SPARE, TARGET, credits_needed
 from harness.examples import examples
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem
-from fusionai.scheduling.standby.gain_record import BENEFIT, ENOUGH, FORGOTTEN_S, SETTLING, Promises, promised, stepped
+from fusionai.scheduling.standby.promotion import BENEFIT, ENOUGH, FORGOTTEN_S, SETTLING, Promises, promised, stepped
 
 WHOLE = SETTLING + ENOUGH
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fusionai.scheduling.crossings import crossings
-from fusionai.scheduling.expense import Prices, expense
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.problem.stage_costs import StageCosts
+from fusionai.scheduling.problem.stage_costs import StageCosts, crossings
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem
+from fusionai.scheduling.token_cost import Prices, expense
 
 BLOCKS = tuple(
     BlockCost(

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.chain import Chain
+from fusionai.scheduling.problem.constraints import Limits
 from fusionai.scheduling.problem.embedding_and_head import with_front
-from fusionai.scheduling.problem.limits import Limits
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, StagePlacement
-from fusionai.scheduling.training.annealing import annealed
 from fusionai.scheduling.training.bound import Relaxation
 from fusionai.scheduling.training.pipeline import Pipeline
 from fusionai.scheduling.training.prediction import predict
+from fusionai.scheduling.training.search import annealed
 from harness.examples import examples
 from harness.problems import OWNER_ROLES, problems, profiles
 

@@ -15,12 +15,12 @@ from fusionai.scheduling.problem.levers import (
     Levers,
     choices_of_problem,
     offload_s,
+    savings,
     weights_s,
 )
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
 from fusionai.scheduling.standby.takeover import replaced
-from fusionai.scheduling.training.small_memory import savings
 
 POOL_ROLES = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 STATE, ACTIVATIONS, CROSSING = 4_000_000, 2_000_000, 100_000

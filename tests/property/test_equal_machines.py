@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
-from fusionai.scheduling.planner import plan
-from fusionai.scheduling.problem.limits import Limits, limits_among
+from fusionai.scheduling.planner import plan, without_surplus
+from fusionai.scheduling.problem.constraints import Limits, limits_among
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
 from fusionai.scheduling.training import solving
-from fusionai.scheduling.training.equal_machines import without_surplus
 from fusionai.scheduling.training.pipeline import Pipeline
 from harness.examples import examples
 from harness.problems import POOL_ROLES, problems
