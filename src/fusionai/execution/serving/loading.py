@@ -1,6 +1,6 @@
 """From a `Load` message to a stage without weights, with everything validated before it runs.
 
-`execution.serving.member` calls it, `ir.validate` checks graphs, `backends.serving` prepares programs.
+`execution.serving.member` calls it, `ir.validate` checks graphs, `backends.interface` prepares programs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import cast
 
 import msgspec
 
-from fusionai.backends.serving import ServingBackend, ServingProgram
-from fusionai.backends.whole_serving import WholeServing
+from fusionai.backends.interface import ServingBackend, ServingProgram
+from fusionai.backends.serving.cacheless import WholeServing
 from fusionai.execution.host import Host
 from fusionai.execution.serving.boundary import ServingBoundary
 from fusionai.execution.serving.stage import Identity, ServingPostman, ServingStage, retained_bytes
