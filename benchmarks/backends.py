@@ -34,9 +34,9 @@ from torch import nn
 from fusionai.backends.interface import Backend, Call, StageProgram
 from fusionai.backends.registry import open_backend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.self_check import draw_inputs, reference_module
-from fusionai.capture.source import ConfigSource, FactorySource
-from fusionai.capture.state import to_host
+from fusionai.capture.checking.self_check import draw_inputs, reference_module
+from fusionai.capture.models.source import ConfigSource, FactorySource
+from fusionai.capture.models.state import to_host
 from fusionai.capture.tasks import ExampleInput
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.atomic import write_atomic

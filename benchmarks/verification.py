@@ -41,7 +41,7 @@ import torch
 from fusionai.backends.interface import Backend, Call
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.coordination.round.reputation import NEEDED, Reputation, drawn, floor
 from fusionai.coordination.round.verification import Check
 from fusionai.execution.compute import ComputeThread

@@ -31,7 +31,7 @@ import torch
 from fusionai.backends.interface import Backend
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.coordination.round.reputation import Reputation
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.serving.boundary import ServingBoundary, serving_boundaries

@@ -12,8 +12,7 @@ import torch
 from msgspec import structs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusionai.backends.interface import Call
-from fusionai.backends.serving import FEW_POSITIONS, TILE_POSITIONS, ServingBackend, ServingProgram
+from fusionai.backends.interface import FEW_POSITIONS, TILE_POSITIONS, Call, ServingBackend, ServingProgram
 from fusionai.backends.torch import serving
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.packed_linear import pack

@@ -10,7 +10,7 @@ import torch
 
 from fusionai.backends.registry import open_backend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.ir.serving import require_servable, serving_graph
 from fusionai.primitives.errors import GraphError
 from fusionai.wire.serving import Segment, ServeOptions

@@ -17,7 +17,7 @@ from fusionai.backends.interface import Backend, Call, StageProgram
 from fusionai.backends.state import as_stored, state_entries
 from fusionai.backends.tolerance import TOLERANCES
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, Stored
 from fusionai.ir.stored import stored_bytes, with_stored

@@ -17,10 +17,10 @@ import torch
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Backend, Call
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.same_draws import SameDraws
-from fusionai.capture.self_check import from_host, reference_module
-from fusionai.capture.source import FactorySource
-from fusionai.capture.state import to_host
+from fusionai.capture.checking.comparison import SameDraws
+from fusionai.capture.checking.self_check import from_host, reference_module
+from fusionai.capture.models.source import FactorySource
+from fusionai.capture.models.state import to_host
 from fusionai.execution.training.boundary import FEED, boundaries
 from fusionai.execution.training.passes import Pass
 from fusionai.ir.graph import cheap_nodes, reads

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusionai.capture.build import build
 from fusionai.capture.capture import aliases
-from fusionai.capture.huggingface import HuggingFaceModel, resolve
-from fusionai.capture.source import ConfigSource, DirectorySource, ModelSource
-from fusionai.capture.state import StateSource, index_checkpoint
+from fusionai.capture.models.build import build
+from fusionai.capture.models.huggingface import HuggingFaceModel, resolve
+from fusionai.capture.models.source import ConfigSource, DirectorySource, ModelSource
+from fusionai.capture.models.state import StateSource, index_checkpoint
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointReader, CheckpointWriter
 from harness.model_files import model_tensors

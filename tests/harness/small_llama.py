@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from harness.serving_pool import model_weights
 
 VOCABULARY = 61

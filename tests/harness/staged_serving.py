@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from fusionai.backends.interface import Backend
-from fusionai.backends.serving import ServingBackend
-from fusionai.backends.whole_serving import WholeServing
-from fusionai.capture.build import construct_real
+from fusionai.backends.interface import Backend, ServingBackend
+from fusionai.backends.serving.cacheless import WholeServing
 from fusionai.capture.capture import Captured
-from fusionai.capture.causality import require_causal
-from fusionai.capture.state import Checkpoint, to_host
+from fusionai.capture.checking.check import require_causal
+from fusionai.capture.models.build import construct_real
+from fusionai.capture.models.state import Checkpoint, to_host
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import FROM_SEGMENTS, LOGITS, require_servable, serving_graph

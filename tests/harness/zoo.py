@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusionai.capture.source import ConfigSource, FactorySource, ModelSource, architecture_of
+from fusionai.capture.models.source import ConfigSource, FactorySource, ModelSource, architecture_of
 from fusionai.capture.tasks import ExampleInput, Task
 from harness.complex_models import ComplexRotary, FourierMixing, FrequencyFilters
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusionai.backends.interface import Call
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.ir.blocks import block_hashes
 from fusionai.ir.cost import block_costs, forward_flops
 from fusionai.ir.graph import cheap_nodes, reads

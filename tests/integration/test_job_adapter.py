@@ -14,11 +14,11 @@ from torch import nn
 
 from fusionai.backends.state import saved_entries, state_entries
 from fusionai.backends.torch.backend import TorchBackend
-from fusionai.capture.adapter import Adapter, Lora, StartedLora, adapter_config
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.self_check import self_check
-from fusionai.capture.source import DirectorySource
-from fusionai.ir.held import held_in_front, sent_bytes
+from fusionai.capture.checking.self_check import self_check
+from fusionai.capture.models.adapter import Adapter, Lora, StartedLora, adapter_config
+from fusionai.capture.models.source import DirectorySource
+from fusionai.ir.blocks import held_in_front, sent_bytes
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ModelError
 from fusionai.storage.adapter_files import CONFIG_FILE, WEIGHTS_FILE, encode_adapter_config

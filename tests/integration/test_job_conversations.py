@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.optimizers import make_optimizer
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.corpus.chat_source import ChatSource
 from fusionai.corpus.recipe import recipe_from_table
 from fusionai.corpus.source import open_source

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.primitives.ids import PeerId
 from fusionai.training import progress
 from fusionai.wire import messages as wire

@@ -14,7 +14,7 @@ from torch import nn
 
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource, FactorySource
+from fusionai.capture.models.source import ConfigSource, FactorySource
 from fusionai.training import progress
 from fusionai.training.driver import Driver
 from fusionai.wire.messages import OptimizerSpec

@@ -14,7 +14,7 @@ import pytest
 from fusionai.backends.interface import Backend
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.training import progress
 from harness.liars import LIES, Lie, LyingBackend
 from harness.pool import Data, Job, MemoryPool, Run, peer_id, tokens

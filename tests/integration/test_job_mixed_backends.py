@@ -17,7 +17,7 @@ import pytest
 
 from fusionai.backends.tolerance import TOLERANCES
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.training import progress
 from fusionai.wire import messages as wire
 from harness.backend_kinds import Kinds

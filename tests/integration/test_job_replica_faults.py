@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.training import progress
 from fusionai.wire import messages as wire
 from harness.pool import Data, Run, peer_id, tokens

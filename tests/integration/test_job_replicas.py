@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.optimizers import make_optimizer
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.execution.training.work import Bench
 from fusionai.training import progress
 from fusionai.wire import messages as wire

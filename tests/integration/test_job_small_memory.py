@@ -11,7 +11,7 @@ import pytest
 
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.primitives.ids import PeerId
 from fusionai.training import progress
 from fusionai.wire import messages as wire

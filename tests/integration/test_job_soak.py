@@ -22,7 +22,7 @@ import pytest
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.capture.capture import capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Guard
 from fusionai.training import progress

@@ -9,7 +9,7 @@ import pytest
 
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from harness.one_process import assert_same_state, assert_same_weights, plain, transformers_model
 from harness.pool import Data, Job, MemoryPool, Run, tokens
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fusionai.backends.torch.backend import TorchBackend
-from fusionai.capture.adapter import Lora
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import DirectorySource
+from fusionai.capture.models.adapter import Lora
+from fusionai.capture.models.source import DirectorySource
 from fusionai.ir.schema import Stored, content_hash
 from fusionai.ir.stored import pack_stored, stored_bytes, with_stored
 from fusionai.training import progress

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.client.serving.serve import Served, ServeRequest, serving
 from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus.recipe import load_recipe

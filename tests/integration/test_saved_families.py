@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fusionai.capture.build import build
 from fusionai.capture.capture import aliases
-from fusionai.capture.source import ConfigSource, DirectorySource
-from fusionai.capture.state import StateSource, index_checkpoint
+from fusionai.capture.models.build import build
+from fusionai.capture.models.source import ConfigSource, DirectorySource
+from fusionai.capture.models.state import StateSource, index_checkpoint
 from fusionai.primitives.errors import ModelError
 from harness.saved import Saved, equal, saved, through_files
 from harness.zoo import models, untraced

@@ -14,10 +14,10 @@ import torch
 
 from fusionai.backends.interface import Backend
 from fusionai.backends.registry import open_backend
-from fusionai.capture.adapter_slots import slots_of
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import DirectorySource
-from fusionai.ir.ends import ends
+from fusionai.capture.models.adapter import slots_of
+from fusionai.capture.models.source import DirectorySource
+from fusionai.ir.partition import ends
 from fusionai.ir.serving import require_servable, serving_graph
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ExecutionError, ModelError

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Guard
 from fusionai.serving import progress

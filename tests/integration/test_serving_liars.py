@@ -15,7 +15,7 @@ import pytest
 from fusionai.backends.interface import Backend
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.execution.serving.stage import ServingStage
 from fusionai.primitives.errors import ExecutionError
 from fusionai.scheduling.problem.types import Guard

@@ -13,7 +13,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Guard
 from fusionai.serving.interface import Generation, Sampling

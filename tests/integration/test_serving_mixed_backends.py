@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.scheduling.problem.types import Guard
 from fusionai.serving import progress
 from fusionai.serving.interface import Emitted, Finished, Generation, Sampling

@@ -19,7 +19,7 @@ from fusionai.backends.interface import Call, StageProgram
 from fusionai.backends.torch import reference
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import DirectorySource
+from fusionai.capture.models.source import DirectorySource
 from fusionai.execution.training.boundary import boundaries
 from fusionai.execution.training.passes import Pass
 from fusionai.ir.partition import cut_blocks

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource, DirectorySource
+from fusionai.capture.models.source import ConfigSource, DirectorySource
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
 

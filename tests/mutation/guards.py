@@ -1,6 +1,6 @@
 """Breaks the guards of the machines one at a time and asks the tests: do they notice?
 
-    python tests/mutation/guards.py [--module stage] [--processes 2] [--json FILE] [--only TEXT] [--list]
+    python tests/mutation/guards.py [--module training.stage] [--processes 2] [--json FILE] [--only TEXT] [--list]
 
 A mutant is noticed when a test fails, when its module can't even be imported, or when the tests don't come to an end.
 Each runs in a process forked for it, with the mutant in place of the module and the module's tests in this order: its
@@ -81,14 +81,16 @@ SERVING_PARTS: Final = ("driver", "rounds", "standbys", "takeovers", "lateness",
 SUBJECTS: Final = {
     subject.name: subject
     for subject in (
-        Subject("stage", ("unit/coordination/test_stage*.py", *JOBS)),
-        Subject("driver", ("unit/coordination/test_driver*.py", *JOBS)),
-        Subject("restoring", ("unit/coordination/test_restoring*.py", "unit/coordination/test_driver*.py", *JOBS)),
-        Subject("roles", ("unit/coordination/test_roles*.py", "unit/coordination/test_driver*.py", *JOBS)),
-        Subject("silence", ("unit/coordination/test_silence*.py", "property/test_silence*.py")),
-        Subject("lease", ("unit/coordination/test_lease.py", "unit/coordination/test_decisions.py")),
-        Subject("membership", ("unit/coordination/test_membership.py", "unit/coordination/test_dec*.py", BROKER)),
-        Subject("plan_version", ("unit/coordination/test_plan_version.py", "unit/coordination/test_decisions.py")),
+        Subject("training.stage", ("unit/coordination/test_stage*.py", *JOBS)),
+        Subject("training.driver", ("unit/coordination/test_driver*.py", *JOBS)),
+        *(Subject(f"training.{part}", ("unit/coordination/test_driver*.py", *JOBS)) for part in ("votes", "saves", "verifying")),
+        Subject("round.faults", ("unit/coordination/test_driver*.py", *JOBS)),
+        Subject("training.restoring", ("unit/coordination/test_restoring*.py", "unit/coordination/test_driver*.py", *JOBS)),
+        Subject("training.roles", ("unit/coordination/test_roles*.py", "unit/coordination/test_driver*.py", *JOBS)),
+        Subject("round.liveness", ("unit/coordination/test_silence*.py", "property/test_silence*.py")),
+        Subject("broker.lease", ("unit/coordination/test_lease.py", "unit/coordination/test_decisions.py")),
+        Subject("broker.membership", ("unit/coordination/test_membership.py", "unit/coordination/test_dec*.py", BROKER)),
+        Subject("broker.plan_version", ("unit/coordination/test_plan_version.py", "unit/coordination/test_decisions.py")),
         Subject("machine", ("unit/coordination/test_machine.py",)),
         *(Subject(f"serving.{part}", SERVING) for part in SERVING_PARTS),
         Subject("serving.batching", (*BATCHES, *SERVING)),
@@ -100,30 +102,30 @@ SUBJECTS: Final = {
 
 ACCEPTED: Final[dict[tuple[str, str], str]] = {
     (
-        "driver",
+        "training.driver",
         "DriverMachine._feed: self._fed[0] - 1  ->  self._fed[0] - 2",
     ): "either lies below the step that would be fed next, and nothing else is asked of it",
     (
-        "driver",
+        "training.driver",
         "DriverMachine._leaves_alone: living.items() <= dict(roles.places).items()"
         "  ->  living.items() < dict(roles.places).items()",
     ): "asked when somebody with a stage is lost: a plan over the same cut has one place more than there are living",
     (
-        "driver",
+        "training.driver",
         "DriverMachine._without_guard: self._restoration and peer in self._restoration.holders.values()"
         "  ->  peer in self._restoration.holders.values()",
     ): "whoever loads does so by a restoration, so there is one; the type checker wants it said",
     (
-        "driver",
+        "training.driver",
         "DriverMachine._change_plan_if_quiet: self._pending is None or busy or self.phase is not DriverPhase.RUNNING"
         "  ->  self._pending is None or busy",
     ): "asked only while the job runs; a decision that ends it just before had its whole step fed, so it is busy",
     (
-        "silence",
+        "round.liveness",
         "Silence._advance: passed_s <= 0  ->  passed_s < 0",
     ): "when no time has passed there is nothing to add",
     (
-        "silence",
+        "round.liveness",
         "_Rhythm.heard: self.gaps[-1][1] <= gap_s  ->  self.gaps[-1][1] < gap_s",
     ): "of two equal gaps the earlier is kept too, and forgotten first: the longest is the same at any time",
     (

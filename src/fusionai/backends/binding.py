@@ -2,14 +2,22 @@
 
 Framework-free and shared by all backends; called before anything is allocated. Neighbours: `ir.shapes` evaluates the
 expressions.
+
+Also here: `check_indices`, because compiled code returns NaN for an index outside a table instead of an error, and
+operators on sizes (plain integers), the same on every backend, with an upper limit on every size.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
-from fusionai.ir.schema import Graph, Node
+import numpy as np
+
+from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.ir.shapes import bounds, evaluate, symbols_of
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
@@ -81,3 +89,66 @@ def _check(graph: Graph, symbols: Mapping[str, int], name: str, dim: int | str, 
     low, high = bounds(dim, graph.symbols)
     if not low <= size <= high:
         raise ExecutionError(f"input {name!r} has size {size} where {dim} must be from {low} to {high}.")
+
+
+TABLES: Final = {
+    "aten.embedding.default": (0, 1),
+    "aten.index_select.default": (0, 2),
+    "fusion.expert_linear": (1, 2),
+}
+"""Operator -> positions of its table and of its indices among the arguments. Indices refer to the table's first
+dimension, or to dimension `args[1]` of index_select."""
+
+
+def check_indices(graph: Graph, nodes: Sequence[Node], inputs: Mapping[str, HostTensor]) -> None:
+    """Raise `ExecutionError` naming the node and the first index out of range."""
+    for node in nodes:
+        places = TABLES.get(node.op)
+        if places is None or len(node.args) <= max(places):
+            continue
+        table, indices = node.args[places[0]], node.args[places[1]]
+        if not isinstance(table, Ref) or not isinstance(indices, Ref) or indices.name not in inputs:
+            continue
+        dim = node.args[1] if node.op == "aten.index_select.default" else 0
+        size = graph.values[table.name].shape[dim] if isinstance(dim, int) else None
+        given = inputs[indices.name]
+        if not isinstance(size, int) or not given.nbytes or given.dtype not in ("int64", "int32"):
+            continue
+        values = np.frombuffer(given.data, given.dtype)
+        outside = values[(values < 0) | (values >= size)]
+        if outside.size:
+            raise ExecutionError(f"{describe(node)}: expected indices from 0 to {size - 1}, got {int(outside[0])}.")
+
+
+MAX_SIZE: Final = 2**48
+"""Upper limit on a size computed in a graph; chosen. Without it, repeated products could fill the memory with a single
+integer."""
+
+
+def _bounded(compute: Callable[..., int]) -> Callable[..., int]:
+    def run(*sizes: int) -> int:
+        size = compute(*sizes)
+        if abs(size) > MAX_SIZE:
+            raise ExecutionError(f"a size computed in the graph is above {MAX_SIZE}.")
+        return size
+
+    return run
+
+
+def _size_of(x: Any, dim: int) -> int:
+    return x.shape[dim]
+
+
+SIZES: Final[Mapping[str, Callable[..., int]]] = MappingProxyType(
+    {
+        "sym.add": _bounded(operator.add),
+        "sym.sub": _bounded(operator.sub),
+        "sym.mul": _bounded(operator.mul),
+        "sym.floordiv": _bounded(operator.floordiv),
+        "sym.mod": _bounded(operator.mod),
+        "sym.neg": _bounded(lambda size: -size),
+        "sym.max": _bounded(max),
+        "sym.min": _bounded(min),
+        "aten.sym_size.int": _size_of,
+    }
+)

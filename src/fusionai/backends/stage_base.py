@@ -3,6 +3,10 @@
 Rejects what is out of order, with the same messages on every backend; computes nothing. A backend's program adds
 tensors: the value of a parameter or slot (`_copy`), and what its forward keeps for backward (`Held`).
 
+Also finds the parameters that may be offloaded between uses. The result of some operators may share memory with an
+operand, so a node that reads such a result reads the parameter. A parameter stays in place if a value that shares its
+memory leaves the stage. Buffers stay in place because steps rewrite them.
+
 Neighbours: `binding` binds sizes, `state` names entries, `backends.torch.program` and the other backends' programs
 compute.
 """
@@ -10,13 +14,14 @@ compute.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Generic, Literal, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final, Generic, Literal, TypeVar
 
 from fusionai.backends.binding import nearest
 from fusionai.backends.interface import NOTHING_BEGUN, Call
-from fusionai.backends.movable_weights import block_weights
 from fusionai.backends.state import StateEntry, gradient_bytes, state_entries
+from fusionai.ir.graph import reads
+from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
@@ -177,3 +182,34 @@ def check_gradient(name: str, gradient: HostTensor, shape: tuple[int, ...], dtyp
         raise ExecutionError(
             f"expected the gradient of {name!r} as {dtype} {list(shape)}, got {gradient.dtype} {list(gradient.shape)}."
         )
+
+
+_SHARING: Final = frozenset({"view", "copy", "dropout"})
+"""Categories of operators whose result may share memory with an operand. Some copies are included, because they return
+their operand where nothing changes."""
+
+
+def movable_weights(graph: Graph) -> dict[str, frozenset[str]]:
+    """Return value -> keys of the movable parameters that the value is, or whose memory it may share."""
+    shared = {value: frozenset({spec.key}) for value, spec in graph.params.items() if spec.kind == "parameter"}
+    for node in graph.nodes:
+        if OPERATORS[node.op].category in _SHARING:
+            keys = _of(shared, reads(node))
+            shared.update(dict.fromkeys(node.outputs, keys) if keys else {})
+    staying = _of(shared, [*graph.outputs.values(), *graph.state_writes]) | set(graph.state_writes.values())
+    return {value: keys - staying for value, keys in shared.items() if keys - staying}
+
+
+def block_weights(graph: Graph) -> dict[int, frozenset[str]]:
+    """Return block -> keys of the movable parameters that its nodes read."""
+    shared = movable_weights(graph)
+    found: dict[int, frozenset[str]] = {}
+    for node in graph.nodes:
+        keys = _of(shared, reads(node))
+        if keys:
+            found[node.block] = found.get(node.block, frozenset()) | keys
+    return found
+
+
+def _of(shared: dict[str, frozenset[str]], values: Iterable[str]) -> frozenset[str]:
+    return frozenset[str]().union(*(shared[value] for value in values if value in shared))

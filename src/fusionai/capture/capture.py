@@ -3,8 +3,8 @@
 Runs the steps in order: build without weights, trace, lower to the IR, number the blocks, validate. Allocates no
 weights. The graph is plain data that may be sent to peers; everything else here stays in the job owner's process.
 
-Neighbours: `capture.build`, `capture.export` and `capture.lowering` do the steps; `capture.self_check` compares the
-graph with the module; `client` ships the graph and streams `Captured.state`.
+Neighbours: `capture.models.build`, `capture.tracing.export` and `capture.graph.lowering` do the steps;
+`capture.checking.self_check` compares the graph with the module; `client` ships the graph and streams `Captured.state`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from fusionai.capture.adapter import located
-from fusionai.capture.adapter_slots import Slots
-from fusionai.capture.build import Adapters, Built, build
-from fusionai.capture.conversion import left_out
-from fusionai.capture.copies import Unlike
-from fusionai.capture.evaluation import Apart, with_evaluation
-from fusionai.capture.experts import by_products
-from fusionai.capture.export import export, output_dims
-from fusionai.capture.lowering import PREFIX, Lowered, Unsupported, lower
-from fusionai.capture.mode_reads import mode_reads
-from fusionai.capture.model_inputs import model_inputs
-from fusionai.capture.recurrence import semantic_recurrences
-from fusionai.capture.repetition import repeated_layers
-from fusionai.capture.routing import derived_routers
-from fusionai.capture.same_draws import drawn_in_evaluation
-from fusionai.capture.source import ModelSource
-from fusionai.capture.state import Checkpoint, StateSource, group, index_checkpoint
+from fusionai.capture.checking.comparison import drawn_in_evaluation
+from fusionai.capture.examples import model_inputs
+from fusionai.capture.graph.copies import Unlike
+from fusionai.capture.graph.evaluation import Apart, with_evaluation
+from fusionai.capture.graph.lowering import PREFIX, Lowered, Unsupported, lower
+from fusionai.capture.graph.repetition import repeated_layers
+from fusionai.capture.models.adapter import Slots, located
+from fusionai.capture.models.build import Adapters, Built, build
+from fusionai.capture.models.conversion import left_out
+from fusionai.capture.models.source import ModelSource
+from fusionai.capture.models.state import Checkpoint, StateSource, group, index_checkpoint
 from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs
+from fusionai.capture.tracing.by_mode import mode_reads
+from fusionai.capture.tracing.experts import by_products, derived_routers
+from fusionai.capture.tracing.export import export, output_dims
+from fusionai.capture.tracing.recurrence import semantic_recurrences
 from fusionai.ir.blocks import assign_blocks
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, ParamSpec

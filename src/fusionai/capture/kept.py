@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 import fusionai.ir
-from fusionai.capture.source import ConfigSource, DirectorySource, ModelSource
+from fusionai.capture.models.source import ConfigSource, DirectorySource, ModelSource
 from fusionai.ir.schema import Graph, decode, encode
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import GraphError, StorageError
@@ -106,8 +106,8 @@ def _code() -> str:
     """Return a hash of the source files of `capture` and `ir`."""
     found = hashlib.sha256()
     for place in (Path(__file__).parent, *(Path(one) for one in fusionai.ir.__path__)):
-        for path in sorted(place.glob("*.py")):
-            found.update(path.name.encode())
+        for path in sorted(place.rglob("*.py")):
+            found.update(path.relative_to(place).as_posix().encode())
             found.update(hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()
 

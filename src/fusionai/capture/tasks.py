@@ -1,8 +1,8 @@
 """What a captured graph computes around a module: its inputs, its outputs, its loss.
 
 Defines the inputs of each task, how they are passed to the module's forward, and the loss, with exactly the operations
-of transformers' loss functions so that its bits are the same. Neighbours: `capture.export` traces a `TaskModule`.
-"""
+of transformers' loss functions so that its bits are the same. Neighbours: `capture.tracing.export` traces a
+`TaskModule`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fusionai.capture.adapter_slots import chosen_of
+from fusionai.capture.models.adapter import chosen_of
 from fusionai.ir.serving import ADAPTERS
 from fusionai.primitives.errors import ModelError
 

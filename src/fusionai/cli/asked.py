@@ -13,14 +13,14 @@ from typing import Literal
 import msgspec
 
 from fusionai.capture.kept import kept
-from fusionai.capture.source import parse_source
+from fusionai.capture.models.source import parse_source
 from fusionai.cli import console
 from fusionai.cli.pool_file import FIRST, LAST, PoolOnPaper
 from fusionai.cli.pool_tables import ConstraintsTable
 from fusionai.cli.serving_options import ServingOptions
 from fusionai.client.serving.problem import serving_problem
 from fusionai.ir.cost import block_costs
-from fusionai.ir.ends import ends
+from fusionai.ir.partition import ends
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import serving_graph
 from fusionai.primitives.errors import UsageError
@@ -149,8 +149,8 @@ def captured(model: str, asked: Asked, home: Path) -> Graph:
         # Printed before PyTorch is imported, which takes seconds.
         console.note(f"Capturing the graph of {model} with PyTorch; this takes some seconds.")
         with loading():
-            from fusionai.capture.adapter import Lora
             from fusionai.capture.capture import capture
+            from fusionai.capture.models.adapter import Lora
 
         return capture(
             source,

@@ -1,6 +1,6 @@
 """`fusion check`: reports a model's operators, blocks and parameters, and what of it is unsupported.
 
-Prints the report and exits with 1 if the model can't be trained. `capture.check` examines the model.
+Prints the report and exits with 1 if the model can't be trained. `capture.checking.check` examines the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusionai.primitives.garbage import loading
 from fusionai.primitives.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from fusionai.capture.check import BlockReport, CheckReport
+    from fusionai.capture.checking.check import BlockReport, CheckReport
 
 
 @click.command()
@@ -52,9 +52,9 @@ def check(model: str, task: Task, lora: int | None, operators: bool, compare: bo
     The first dimension of each tensor is the batch.
     """
     with loading():
-        from fusionai.capture import check as capture_check
-        from fusionai.capture.adapter import Lora
-        from fusionai.capture.source import architecture_of, parse_source
+        from fusionai.capture.checking import check as capture_check
+        from fusionai.capture.models.adapter import Lora
+        from fusionai.capture.models.source import architecture_of, parse_source
 
     adapter = None if lora is None else Lora(lora, 2.0 * lora)
     report = capture_check.check(

@@ -15,7 +15,7 @@ from typing import Final, Literal, get_args
 import click
 import msgspec
 
-from fusionai.backends.trained import trained
+from fusionai.backends.state import trained
 from fusionai.cli import console
 from fusionai.cli.apart_view import apart, apart_figures, show_apart
 from fusionai.cli.asked import Asked, captured, problem_of

@@ -19,8 +19,9 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Final
 
 import msgspec
@@ -28,6 +29,7 @@ import msgspec
 from fusionai.ir.graph import cheap_nodes, consumers, producers, reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
+from fusionai.primitives.tensors import tensor_bytes
 
 LABELS: Final = "labels"
 """Input whose dependants belong to the loss."""
@@ -323,3 +325,60 @@ def _renamed(arg: Arg, names: dict[str, str]) -> Arg:
 def _masked(path: str) -> str:
     """Mask only the first number, which is the layer's; `experts.3` inside it stays."""
     return _NUMBER.sub("#", path, count=1)
+
+
+COPY: Final = "aten.clone.default"
+"""An operator that is not a view: a copy kept for a replay must not change with the parameter."""
+
+
+def held_in_front(graph: Graph) -> Graph:
+    """Return a graph of the same computation. Node ids stay; the copies have higher ids and come first."""
+    learning = {value for value, spec in graph.params.items() if spec.trainable}
+    readers: dict[str, Node] = {}
+    for node in graph.nodes:
+        for value in reads(node):
+            if node.block > 0 and value in learning:
+                readers.setdefault(value, node)
+    names = {value: _free(f"{value}_sent", graph.values) for value in readers}
+    first = 1 + max((node.id for node in graph.nodes), default=-1)
+    copies = [
+        Node(id=first + number, op=COPY, args=(Ref(value),), outputs=(names[value],), path=node.path, block=0)
+        for number, (value, node) in enumerate(readers.items())
+    ]
+    later = [_reading(node, names) if node.block > 0 else node for node in graph.nodes]
+    values = {names[value]: ValueSpec(graph.values[value].shape, graph.values[value].dtype) for value in readers}
+    return msgspec.structs.replace(graph, nodes=(*copies, *later), values={**graph.values, **values})
+
+
+def sent_bytes(graph: Graph) -> int:
+    """Return the bytes of the copies that a graph of `held_in_front` sends per microbatch.
+
+    The same amount returns as gradients.
+    """
+    copied = [value for node in graph.nodes if node.op == COPY and node.block == 0 for value in reads(node)]
+    specs = [graph.params[value] for value in copied if value in graph.params and graph.params[value].trainable]
+    return sum(tensor_bytes(spec.dtype, spec.shape) for spec in specs if prod(spec.shape))
+
+
+def _reading(node: Node, names: Mapping[str, str]) -> Node:
+    return msgspec.structs.replace(
+        node,
+        args=tuple(_arg(arg, names) for arg in node.args),
+        kwargs={name: _arg(arg, names) for name, arg in node.kwargs.items()},
+    )
+
+
+def _arg(arg: Arg, names: Mapping[str, str]) -> Arg:
+    match arg:
+        case Ref(name):
+            return Ref(names.get(name, name))
+        case ListArg(items):
+            return ListArg(tuple(_arg(item, names) for item in items))
+        case _:
+            return arg
+
+
+def _free(name: str, taken: Mapping[str, object]) -> str:
+    while name in taken:
+        name += "_"
+    return name

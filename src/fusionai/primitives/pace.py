@@ -1,6 +1,6 @@
 """Measured speed of a device: three figures for training, and two per weight format for serving.
 
-Decides only how the figures add up to a time. `backends.pace` measures them, profiles carry them,
+Decides only how the figures add up to a time. `backends.measurement` measures them, profiles carry them,
 `scheduling.problem.calibration` plans with them."""
 
 from __future__ import annotations

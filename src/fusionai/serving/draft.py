@@ -5,7 +5,7 @@ same random number as the generation does at that position, so that two models w
 same token. After each pass only guesses that turned out wrong are recomputed. Decides which generations it follows, and
 which tokens it guesses.
 
-Neighbours: it implements `proposing.Proposer`, `speculating` asks for guesses, `backends.serving` computes.
+Neighbours: it implements `proposing.Proposer`, `speculating` asks for guesses, `backends.interface` computes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fusionai.backends.serving import ServingBackend, ServingProgram
+from fusionai.backends.interface import ServingBackend, ServingProgram
 from fusionai.coordination.serving.pages import Match, Pages
 from fusionai.execution.compute import ComputeThread, Timed
 from fusionai.ir.schema import Graph

@@ -4,7 +4,7 @@ Decides which adapters are supported: plain ones that add `B(A(x))` times a scal
 a configuration (replaced weights, trained biases, other computations) is refused by name, because ignoring it would
 give another model. Weights are read from safetensors only.
 
-`capture.adapter` puts an adapter into a module, `capture.adapter_slots` into one that serves several adapters,
+`capture.models.adapter` puts an adapter into a module, `capture.models.adapter` into one that serves several adapters,
 `checkpoint` writes these files.
 """
 

@@ -5,9 +5,8 @@ and one stacked tensor in memory. An `Assembly` says how one is built from the o
 can be read without the rest. Decides what a well-formed assembly is; sizes are checked against the tensors before
 anything is allocated. Needs no framework.
 
-`capture.conversion` computes assemblies, `weight_manifest` reads by them, `checkpoint` writes by them, `reader` reads
-the written tensors.
-"""
+`capture.models.conversion` computes assemblies, `weight_manifest` reads by them, `checkpoint` writes by them, `reader`
+reads the written tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Splits or joins a model's keys into the tensors that its files hold. Decides when a tensor is complete.
 
-`checkpoint` writes the tensors, `assembly` is the form of a layout, `capture.conversion` computes one.
+`checkpoint` writes the tensors, `assembly` is the form of a layout, `capture.models.conversion` computes one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Names of the weights' files in a model directory of Hugging Face layout, and the index of several files.
 
-`capture.huggingface` reads pretrained models by them; `checkpoint` writes the same layout.
+`capture.models.huggingface` reads pretrained models by them; `checkpoint` writes the same layout.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.backends import scratch
-from fusionai.backends.scratch import scratch_bytes_per_s
+from fusionai.backends import measurement as scratch
+from fusionai.backends.measurement import scratch_bytes_per_s
 
 
 def test_it_is_measured_and_nothing_is_left(tmp_path: Path) -> None:

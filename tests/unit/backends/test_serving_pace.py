@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from fusionai.backends.torch import serving_pace
-from fusionai.backends.torch.serving_pace import (
+from fusionai.backends.torch import probe as serving_pace
+from fusionai.backends.torch.probe import (
     ATTENDED,
     GROUPS,
     HEAD_WIDTH,

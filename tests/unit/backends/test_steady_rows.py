@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from fusionai.backends.torch.steady_rows import TRIED, in_steady_calls, steady_counts, tried
+from fusionai.backends.torch.packed_linear import TRIED, in_steady_calls, steady_counts, tried
 
 IN, OUT = 48, 20
 WEIGHT = torch.randn((OUT, IN), generator=torch.Generator().manual_seed(3))

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fusionai.backends.counters import DropoutKey
-from fusionai.backends.torch.attention import attention
-from fusionai.backends.torch.dropout import scaled_mask
+from fusionai.backends.torch.semantic import attention, scaled_mask
 
 KEY = DropoutKey(seed=1, step=2, microbatch=3)
 PLAIN = {"window": None, "softcap": None, "sinks": None, "key_mask": None, "dropout": 0.0, "key": KEY, "node": 9}

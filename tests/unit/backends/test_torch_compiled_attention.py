@@ -11,9 +11,8 @@ import torch
 
 pytest.importorskip("numba", reason="attention of prompts is machine code, made by numba")
 
-from fusionai.backends.layer_shapes import LayerShape
-from fusionai.backends.paged_table import Span
-from fusionai.backends.serving import TILE_POSITIONS
+from fusionai.backends.interface import TILE_POSITIONS
+from fusionai.backends.serving.page_table import LayerShape, Span
 from fusionai.backends.torch import compiled_attention as wrapper
 from fusionai.backends.torch.attention_kernels import KEYS, WIDE
 from fusionai.backends.torch.compiled_attention import attention_scratch_bytes, compiled_attention

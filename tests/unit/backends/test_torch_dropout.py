@@ -8,8 +8,8 @@ import torch
 
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Call
-from fusionai.backends.torch import dropout as module
-from fusionai.backends.torch.dropout import dropout, scaled_mask
+from fusionai.backends.torch import semantic as module
+from fusionai.backends.torch.semantic import dropout, scaled_mask
 from fusionai.wire.messages import OptimizerSpec
 
 CPU = torch.device("cpu")

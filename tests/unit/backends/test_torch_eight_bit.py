@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusionai.backends.torch import eight_bit
-from fusionai.backends.torch.eight_bit import BLOCK, decode, encode, zero_code
+from fusionai.backends.torch import optimizers as eight_bit
+from fusionai.backends.torch.optimizers import BLOCK, decode, encode, zero_code
 
 SIGNED = pytest.mark.parametrize("signed", [True, False])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusionai.backends.torch.experts import expert_linear
+from fusionai.backends.torch.semantic import expert_linear
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from fusionai.backends.torch.scans import CHUNK, linear_attention, linear_scan
+from fusionai.backends.torch.semantic import CHUNK, linear_attention, linear_scan
 
 LIMIT = 1e-12
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusionai.backends.layer_shapes import first_key
-from fusionai.backends.paged_table import Span
-from fusionai.backends.serving import TILE_POSITIONS
-from fusionai.backends.torch.tiled_attention import BLOCK_KEYS, tiled_attention, tiles
+from fusionai.backends.interface import TILE_POSITIONS
+from fusionai.backends.serving.page_table import Span, first_key
+from fusionai.backends.torch.paged_attention import BLOCK_KEYS, tiled_attention, tiles
 
 WIDTH, GROUPS, SHARED = 16, 3, 2
 LONG = BLOCK_KEYS + 3 * TILE_POSITIONS + 5

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from fusionai.backends.torch.wide_pages import PAGE_BYTES, WidePages, taken_bytes
+from fusionai.backends.torch.row_blocks import PAGE_BYTES, WidePages, taken_bytes
 
 SHAPES = [((3, 5), torch.float32), ((7,), torch.bfloat16), ((2, 4, 16, 2), torch.bfloat16), ((1,), torch.float32)]
 
@@ -55,7 +55,7 @@ def test_a_system_without_wide_pages_gives_others(monkeypatch: pytest.MonkeyPatc
         def madvise(self, *_: int) -> None:
             raise OSError("no.")
 
-    monkeypatch.setattr("fusionai.backends.torch.wide_pages.mmap.mmap", Plain)
+    monkeypatch.setattr("fusionai.backends.torch.row_blocks.mmap.mmap", Plain)
     assert WidePages(64).take((16,), torch.float32).shape == (16,)
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     assert WidePages(64).take((16,), torch.float32).shape == (16,)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fusionai.capture.capture import capture
-from fusionai.capture.source import FactorySource
+from fusionai.capture.models.source import FactorySource
 from fusionai.ir.graph import cheap_nodes
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph

@@ -16,14 +16,14 @@ from torch import nn
 from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
 from fusionai.backends.counters import DropoutKey
-from fusionai.backends.torch.attention import attention as backend_attention
-from fusionai.capture.attention import MaskRule, attention, mask_rule
+from fusionai.backends.torch.semantic import attention as backend_attention
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.check import check
-from fusionai.capture.self_check import self_check
-from fusionai.capture.shapes import spell
-from fusionai.capture.source import ConfigSource, FactorySource
+from fusionai.capture.checking.check import check
+from fusionai.capture.checking.self_check import self_check
+from fusionai.capture.graph.shapes import spell
+from fusionai.capture.models.source import ConfigSource, FactorySource
 from fusionai.capture.tasks import ExampleInput
+from fusionai.capture.tracing.attention import MaskRule, attention, mask_rule
 from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ModelError
 from harness.patience import CEILING_S
@@ -117,7 +117,7 @@ def test_a_learned_position_table_limits_the_sequence() -> None:
 
 @pytest.mark.slow
 def test_a_large_model_is_checked_with_fewer_layers(tiny: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusionai.capture.self_check.LARGEST_PARAMETERS", tiny.n_parameters - 1)
+    monkeypatch.setattr("fusionai.capture.checking.self_check.LARGEST_PARAMETERS", tiny.n_parameters - 1)
     result = self_check(tiny)
     assert result.reduced
     assert result.parameters < tiny.n_parameters
@@ -204,7 +204,7 @@ def test_a_billion_parameters_without_their_memory() -> None:
     code = (
         "import json, resource, torch, transformers\n"
         "from fusionai.capture.capture import capture\n"
-        "from fusionai.capture.source import ConfigSource\n"
+        "from fusionai.capture.models.source import ConfigSource\n"
         "captured = capture(ConfigSource({'model_type': 'llama', 'hidden_size': 2048, 'intermediate_size': 5632,\n"
         "    'num_hidden_layers': 22, 'num_attention_heads': 32, 'num_key_value_heads': 4}))\n"
         "peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from fusionai.capture.build import build, rebuild
-from fusionai.capture.initialisation import Program
-from fusionai.capture.source import ConfigSource, FactorySource
+from fusionai.capture.models.build import build, rebuild
+from fusionai.capture.models.initialisation import Program
+from fusionai.capture.models.source import ConfigSource, FactorySource
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import InitOp
 from fusionai.primitives.errors import ModelError

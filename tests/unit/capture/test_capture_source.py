@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from fusionai.capture.build import build
-from fusionai.capture.huggingface import resolve
-from fusionai.capture.source import (
+from fusionai.capture.models.build import build
+from fusionai.capture.models.huggingface import resolve
+from fusionai.capture.models.source import (
     CodeSource,
     ConfigSource,
     DirectorySource,
@@ -134,7 +134,7 @@ def test_code_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_describing_a_model_loads_no_framework() -> None:
     code = (
-        "import sys; from fusionai.capture.source import parse_source; parse_source('gpt2');"
+        "import sys; from fusionai.capture.models.source import parse_source; parse_source('gpt2');"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=CEILING_S)

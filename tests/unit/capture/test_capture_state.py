@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.self_check import from_host, self_check
-from fusionai.capture.source import ConfigSource, DirectorySource, FactorySource
-from fusionai.capture.state import to_host
+from fusionai.capture.checking.self_check import from_host, self_check
+from fusionai.capture.models.source import ConfigSource, DirectorySource, FactorySource
+from fusionai.capture.models.state import to_host
 from fusionai.primitives.errors import ModelError
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def test_pretrained_weights_come_from_the_file(saved: Path, pretrained: Captured
 
 
 def test_weights_are_read_one_at_a_time(pretrained: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fusionai.capture.state as state
+    import fusionai.capture.models.state as state
 
     read: list[str] = []
     original = state._read

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.self_check import self_check
-from fusionai.capture.source import ConfigSource, FactorySource
+from fusionai.capture.checking.self_check import self_check
+from fusionai.capture.models.source import ConfigSource, FactorySource
 from fusionai.capture.tasks import ExampleInput, Task
 from fusionai.ir.schema import DeviceArg, Graph
 from fusionai.primitives.errors import ModelError

@@ -10,12 +10,12 @@ import torch
 from torch import fx, nn
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.complex_parts import REFUSED, is_complex, real_parts
-from fusionai.capture.complex_rules import RULES
-from fusionai.capture.export import decompositions
-from fusionai.capture.self_check import self_check
-from fusionai.capture.source import FactorySource
+from fusionai.capture.checking.self_check import self_check
+from fusionai.capture.models.source import FactorySource
 from fusionai.capture.tasks import ExampleInput
+from fusionai.capture.tracing.complex_parts import REFUSED, is_complex, real_parts
+from fusionai.capture.tracing.complex_rules import RULES
+from fusionai.capture.tracing.export import decompositions
 from fusionai.ir.schema import content_hash
 from fusionai.primitives.errors import ModelError
 from harness.complex_models import POSITIONS, ComplexRotary

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusionai.capture.huggingface import resolve
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.huggingface import resolve
+from fusionai.capture.models.source import ConfigSource
 from fusionai.primitives.errors import ModelError
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}

@@ -8,9 +8,9 @@ import torch
 from fusionai.backends.interface import Call
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import capture
-from fusionai.capture.self_check import from_host, reference_module, relative_difference, self_check
-from fusionai.capture.source import ConfigSource
-from fusionai.capture.state import to_host
+from fusionai.capture.checking.self_check import from_host, reference_module, relative_difference, self_check
+from fusionai.capture.models.source import ConfigSource
+from fusionai.capture.models.state import to_host
 from fusionai.wire.messages import StageOptions
 
 CONFIG = {

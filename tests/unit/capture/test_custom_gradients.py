@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.custom_gradients import GradientWatch, watched_gradients
-from fusionai.capture.self_check import self_check
-from fusionai.capture.source import FactorySource
+from fusionai.capture.checking.self_check import self_check
+from fusionai.capture.models.source import FactorySource
+from fusionai.capture.tracing.custom_gradients import GradientWatch, watched_gradients
 from fusionai.primitives.errors import ModelError
 
 Function: Any = torch.autograd.Function

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.fourier import LARGEST, Fourier
-from fusionai.capture.self_check import self_check
-from fusionai.capture.source import FactorySource
+from fusionai.capture.checking.self_check import self_check
+from fusionai.capture.models.source import FactorySource
 from fusionai.capture.tasks import ExampleInput
+from fusionai.capture.tracing.fourier import LARGEST, Fourier
 from fusionai.primitives.errors import ModelError
 from harness.complex_models import FourierMixing, FrequencyFilters
 

@@ -14,7 +14,7 @@ import pytest
 
 from fusionai.capture import kept as kept_module
 from fusionai.capture.kept import MOST_KEPT, kept
-from fusionai.capture.source import CodeSource, ConfigSource, DirectorySource, HubSource, ModelSource
+from fusionai.capture.models.source import CodeSource, ConfigSource, DirectorySource, HubSource, ModelSource
 from fusionai.ir.schema import Graph
 from harness.stand import layers
 
@@ -135,3 +135,13 @@ def test_a_plan_of_a_known_model_loads_no_framework(tmp_path: Path) -> None:
     assert "torch" in first[-1]
     assert second[-1] == "loaded"
     assert second[:-1] == first[:-1]
+
+
+def test_a_graph_depends_on_the_code_in_every_room_of_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = tmp_path / "tracing"
+    room.mkdir()
+    (room / "export.py").write_text("before")
+    monkeypatch.setattr(kept_module, "__file__", str(tmp_path / "kept.py"))
+    before = kept_module._code()
+    (room / "export.py").write_text("after")
+    assert kept_module._code() != before

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fusionai.capture.capture import capture
-from fusionai.capture.check import check
-from fusionai.capture.recurrence import semantic_recurrences
-from fusionai.capture.source import ConfigSource, FactorySource, architecture_of
+from fusionai.capture.checking.check import check
+from fusionai.capture.models.source import ConfigSource, FactorySource, architecture_of
 from fusionai.capture.tasks import ExampleInput, Task
+from fusionai.capture.tracing.recurrence import semantic_recurrences
 from fusionai.primitives.errors import ModelError
 from harness.zoo import models
 

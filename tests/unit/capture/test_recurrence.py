@@ -11,10 +11,10 @@ import torch
 from fusionai.backends.interface import Call
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.recurrence import semantic_recurrences
-from fusionai.capture.self_check import from_host, self_check
-from fusionai.capture.source import ConfigSource
-from fusionai.capture.state import to_host
+from fusionai.capture.checking.self_check import from_host, self_check
+from fusionai.capture.models.source import ConfigSource
+from fusionai.capture.models.state import to_host
+from fusionai.capture.tracing.recurrence import semantic_recurrences
 from fusionai.wire.messages import StageOptions
 from harness.zoo import models
 

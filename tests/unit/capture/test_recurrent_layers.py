@@ -8,8 +8,8 @@ from torch import nn
 
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import capture
-from fusionai.capture.self_check import self_check
-from fusionai.capture.source import FactorySource
+from fusionai.capture.checking.self_check import self_check
+from fusionai.capture.models.source import FactorySource
 from harness.cut_training import SEED, Problem, Stages, cuts, plain_gradients
 
 pytestmark = pytest.mark.slow

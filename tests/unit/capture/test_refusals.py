@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from fusionai.capture.capture import capture
-from fusionai.capture.source import FactorySource
+from fusionai.capture.models.source import FactorySource
 from fusionai.primitives.errors import ModelError
 
 Body = Callable[[nn.Module, torch.Tensor], torch.Tensor]

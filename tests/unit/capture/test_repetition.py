@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fusionai.capture.capture import capture
-from fusionai.capture.self_check import self_check
-from fusionai.capture.source import FactorySource
+from fusionai.capture.checking.self_check import self_check
+from fusionai.capture.models.source import FactorySource
 from fusionai.ir.schema import content_hash
 from harness.zoo import Model, models
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusionai.capture.capture import capture
-from fusionai.capture.resizing import resizing
-from fusionai.capture.self_check import self_check
-from fusionai.capture.source import FactorySource
+from fusionai.capture.checking.self_check import self_check
+from fusionai.capture.models.source import FactorySource
+from fusionai.capture.tracing.resizing import resizing
 
 OPERATORS = torch.ops.aten
 ASKED: list[dict[str, Any]] = [

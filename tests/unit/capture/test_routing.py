@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fusionai.capture.capture import capture
-from fusionai.capture.routing import derived_routers
-from fusionai.capture.same_draws import drawn_in_evaluation
-from fusionai.capture.self_check import self_check
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.checking.comparison import drawn_in_evaluation
+from fusionai.capture.checking.self_check import self_check
+from fusionai.capture.models.source import ConfigSource
+from fusionai.capture.tracing.experts import derived_routers
 from harness.zoo import models
 
 pytestmark = pytest.mark.slow

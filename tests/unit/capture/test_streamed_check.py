@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from fusionai.capture.adapter import Lora
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.self_check import SelfCheck, self_check
-from fusionai.capture.shrinking import TooLarge
-from fusionai.capture.source import ConfigSource, FactorySource
+from fusionai.capture.checking.self_check import SelfCheck, self_check
+from fusionai.capture.checking.shrinking import TooLarge
+from fusionai.capture.models.adapter import Lora
+from fusionai.capture.models.source import ConfigSource, FactorySource
 from fusionai.ir.schema import Node, Ref
 from fusionai.primitives.errors import ModelError
 
@@ -264,9 +264,9 @@ def test_modules_as_people_write_them(inner: Callable[[], nn.Module], shape: tup
 
 
 def test_values_saved_for_backward_may_lie_in_a_file(model: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusionai.capture.offloaded.SAVED_BYTES", 0)
-    monkeypatch.setattr("fusionai.capture.offloaded._SMALL_BYTES", 0)
-    monkeypatch.setattr("fusionai.capture.offloaded.KEPT_BYTES", 0)
+    monkeypatch.setattr("fusionai.capture.checking.offloaded.SAVED_BYTES", 0)
+    monkeypatch.setattr("fusionai.capture.checking.offloaded._SMALL_BYTES", 0)
+    monkeypatch.setattr("fusionai.capture.checking.offloaded.KEPT_BYTES", 0)
     result = streamed(model)
     assert (result.forward_diff, result.gradient_diff) == (0.0, 0.0)
 
@@ -294,7 +294,7 @@ def test_a_disk_without_room_is_said(model: Captured, monkeypatch: pytest.Monkey
 
 
 def test_progress_is_told(model: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusionai.capture.streamed_check._LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("fusionai.capture.checking.streamed_check._LINE_EVERY_S", 0.0)
     lines: list[str] = []
     self_check(model, memory_bytes=0, progress=lines.append)
     for part in ("initialisation", "evaluation of the module", "training of the graph", "gradients of the graph"):
@@ -339,7 +339,7 @@ def test_a_configuration_that_can_not_be_made_smaller_is_compared_whole(
     def refused(*_: Any) -> Captured:
         raise TooLarge("there is none.")
 
-    monkeypatch.setattr("fusionai.capture.self_check.smaller", refused)
+    monkeypatch.setattr("fusionai.capture.checking.self_check.smaller", refused)
     result = streamed(captured)
     assert (result.streamed, result.parameters) == (True, captured.n_parameters)
     assert (result.forward_diff, result.gradient_diff, result.evaluation_diff) == (0.0, 0.0, 0.0)

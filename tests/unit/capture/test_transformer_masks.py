@@ -11,8 +11,8 @@ from torch import nn
 
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.self_check import reference_module, self_check
-from fusionai.capture.source import FactorySource
+from fusionai.capture.checking.self_check import reference_module, self_check
+from fusionai.capture.models.source import FactorySource
 from fusionai.capture.tasks import ExampleInput
 from harness.cut_training import SEED, Problem, Stages, cuts, plain_gradients
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.source import ConfigSource
+from fusionai.capture.models.source import ConfigSource
 from fusionai.execution.training.boundary import FEED, boundaries, replicated
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.errors import GraphError, PlanError

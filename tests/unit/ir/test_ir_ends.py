@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fusionai.capture.capture import capture
-from fusionai.capture.source import FactorySource
-from fusionai.ir.ends import ends
+from fusionai.capture.models.source import FactorySource
+from fusionai.ir.partition import ends
 from fusionai.ir.serving import serving_graph
 from fusionai.primitives.errors import GraphError
 from harness.small_llama import captured_llama

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fusionai.ir.cost import matrix_bytes, serving_costs
 from fusionai.ir.schema import Graph, Node, ParamSpec, Ref, ValueSpec
-from fusionai.ir.serving_cost import matrix_bytes, serving_costs
 
 
 def graph(*, window: int | None = None) -> Graph:

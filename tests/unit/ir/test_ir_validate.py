@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fusionai.ir.limits import Limits
 from fusionai.ir.schema import FloatArg, Graph, InitOp, ListArg, Ref, ValueSpec, encode
-from fusionai.ir.validate import parse, validate
+from fusionai.ir.validate import Limits, parse, validate
 from fusionai.primitives.errors import GraphError
 
 replace = msgspec.structs.replace

@@ -1,6 +1,6 @@
 """Elementwise operators as torch defines them; every name is in `ir.operators`.
 
-Where a function has a kink, its gradient is torch's. Neighbours: `promotion` chooses dtypes, `operators` joins the
+Where a function has a kink, its gradient is torch's. Neighbours: `dtypes` chooses dtypes, `operators` joins the
 tables.
 """
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fusionai.backends.jax.promotion import Scalar, floating, is_floating, promoted, result_type
+from fusionai.backends.jax.dtypes import Scalar, floating, is_floating, promoted, result_type
 
 Operand = jax.Array | Scalar
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fusionai.backends.jax.promotion import Scalar
+from fusionai.backends.jax.dtypes import Scalar
 from fusionai.primitives.errors import ExecutionError
 
 

@@ -15,17 +15,14 @@ from typing import Any, Final
 
 import jax
 
-from fusionai.backends.jax.attention import attention
-from fusionai.backends.jax.dropout import dropout, uniform
+from fusionai.backends.binding import SIZES
 from fusionai.backends.jax.elementwise import ELEMENTWISE
 from fusionai.backends.jax.lookups import LOOKUPS
-from fusionai.backends.jax.losses import LOSSES
-from fusionai.backends.jax.norms import NORMS, batch_norm, batch_norm_functional
+from fusionai.backends.jax.norms import LOSSES, NORMS, batch_norm, batch_norm_functional
 from fusionai.backends.jax.products import PRODUCTS
 from fusionai.backends.jax.reductions import REDUCTIONS
-from fusionai.backends.jax.scans import SCANS
+from fusionai.backends.jax.semantic import SCANS, attention, dropout, uniform
 from fusionai.backends.jax.shaping import SHAPING
-from fusionai.backends.size_arithmetic import SIZES
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fusionai.backends.jax.promotion import DTYPES
+from fusionai.backends.jax.dtypes import DTYPES
 from fusionai.backends.state import OWN_FLOAT32, optimizer_slots
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.messages import OptimizerSpec

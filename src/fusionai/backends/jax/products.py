@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fusionai.backends.jax.promotion import Scalar
+from fusionai.backends.jax.dtypes import Scalar
 
 Sizes = int | Sequence[int]
 _LETTERS: Final = "DHW"

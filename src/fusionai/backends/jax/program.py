@@ -3,12 +3,12 @@
 Forward and backward are compiled once for each set of sizes. Backward needs what `jax.vjp` keeps, which the compiled
 forward returns. Gradients are summed microbatch by microbatch. Buffers that a training microbatch rewrites are rebound,
 and the values of the last applied step are kept until the next, so that a discarded step leaves no trace. Neighbours:
-`tracing` turns the graph into a function, `footprint` checks it beforehand, `optimizers` updates.
+`tracing` turns the graph into a function and checks its memory beforehand, `optimizers` updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,20 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fusionai.backends.binding import bind_symbols, largest
+from fusionai.backends.binding import bind_symbols, check_indices, largest
 from fusionai.backends.counters import DropoutKey, folds
-from fusionai.backends.indices import check_indices
 from fusionai.backends.interface import NOTHING_BEGUN, Call
-from fusionai.backends.jax.footprint import footprint_bytes
-from fusionai.backends.jax.host import to_host, to_jax
+from fusionai.backends.jax.dtypes import DTYPES, Device, is_floating, to_host, to_jax
 from fusionai.backends.jax.operators import Context
 from fusionai.backends.jax.optimizers import StageOptimizer
-from fusionai.backends.jax.promotion import DTYPES, Device, is_floating
-from fusionai.backends.jax.reach import reached
-from fusionai.backends.jax.tracing import Program, Value, program_of
+from fusionai.backends.jax.tracing import Program, Value, footprint_bytes, program_of
 from fusionai.backends.stage_base import StageBase, check_gradient, key_of
 from fusionai.backends.state import StateEntry, check_entry
+from fusionai.ir.graph import reads
 from fusionai.ir.init import initialise
+from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph
 from fusionai.ir.stored import pack_stored
 from fusionai.primitives.errors import ExecutionError
@@ -372,3 +370,12 @@ def _scaled(gradient: jax.Array, factor: jax.Array) -> jax.Array:
 @jax.jit
 def _norm(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32))))
+
+
+def reached(graph: Graph, roots: Collection[str]) -> frozenset[str]:
+    """Return the values that these values (`roots`) depend on through differentiable operators."""
+    found = set(roots)
+    for node in reversed(graph.nodes):
+        if OPERATORS[node.op].differentiable and not found.isdisjoint(node.outputs):
+            found.update(reads(node))
+    return frozenset(found)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fusionai.backends.jax.promotion import Scalar, floating, is_floating
+from fusionai.backends.jax.dtypes import Scalar, floating, is_floating
 
 Dims = int | Sequence[int] | None
 

@@ -1,6 +1,6 @@
 """One serving stage on JAX: weights in the job's format, parts compiled for each number of rows.
 
-Neighbours: `parted_serving` cuts the graph and has caches and attention, `tracing` runs nodes.
+Neighbours: `serving.parted` cuts the graph and has caches and attention, `tracing` runs nodes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fusionai.backends.binding import largest
-from fusionai.backends.jax.footprint import footprint_bytes
-from fusionai.backends.jax.host import to_jax
+from fusionai.backends.jax.dtypes import DTYPES, Device, is_floating, to_jax
 from fusionai.backends.jax.operators import Context
-from fusionai.backends.jax.promotion import DTYPES, Device, is_floating
-from fusionai.backends.jax.tracing import Value, program_of
-from fusionai.backends.parted_serving import Array, Compute, Part, PartedServing
-from fusionai.backends.serving_base import awaited
+from fusionai.backends.jax.tracing import Value, footprint_bytes, program_of
+from fusionai.backends.serving.base import awaited
+from fusionai.backends.serving.parted import Array, Compute, Part, PartedServing
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import BATCH, SEQUENCE
 from fusionai.ir.shapes import evaluate
@@ -33,7 +31,7 @@ _CONTEXT: Final = Context(training=False, keys={})
 
 
 class JaxServingProgram(PartedServing):
-    """Implements `backends.serving.ServingProgram`."""
+    """Implements `backends.interface.ServingProgram`."""
 
     def __init__(self, graph: Graph, *, options: ServeOptions, device: Device, memory_limit_bytes: int | None) -> None:
         super().__init__(graph, options)

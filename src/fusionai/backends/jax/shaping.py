@@ -1,6 +1,6 @@
 """Operators that rearrange, copy, join and make tensors, as torch defines them.
 
-Neighbours: `operators` joins the tables, `promotion` names dtypes.
+Neighbours: `operators` joins the tables, `dtypes` names dtypes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fusionai.backends.jax.promotion import Scalar, is_floating, result_type
+from fusionai.backends.jax.dtypes import Scalar, is_floating, result_type
 
 Ints = Sequence[int]
 

@@ -3,6 +3,11 @@
 Sizes are plain integers during tracing: a compiled program has fixed sizes. Under `bf16`, products take bfloat16 and
 reductions float32, as with torch's autocast. With `recompute`, the nodes of each block form a unit that keeps only its
 inputs and is recomputed in backward. Neighbours: `operators` has the functions, `program` compiles.
+
+The memory that a stage needs is computed by tracing shapes: every output's size is compared with the graph's
+declaration, and what a microbatch keeps for its backward is what `jax.vjp` keeps, without the parameters, which are
+counted elsewhere. Frozen weights in fewer bits (`ir.stored`) are unpacked inside functions that backward recomputes, so
+that only the packed bytes are kept.
 """
 
 from __future__ import annotations
@@ -10,18 +15,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fusionai.backends.binding import describe
+from fusionai.backends.jax.dtypes import DTYPES, is_floating
 from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN, Context
-from fusionai.backends.jax.promotion import DTYPES
-from fusionai.backends.jax.stored import opened
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, ParamSpec, Ref
+from fusionai.ir.shapes import evaluate
+from fusionai.ir.stored import group_of, stored_bytes
 from fusionai.primitives.errors import ExecutionError, FusionError
 
 Value = jax.Array | int
@@ -181,3 +189,98 @@ def _with(args: list[Any], options: dict[str, Any], one: Any, other: Any) -> tup
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def opened(data: jax.Array, spec: ParamSpec) -> jax.Array:
+    """Return flat uint8 unpacked as float32 in the parameter's shape."""
+    shape, count = tuple(spec.shape), prod(spec.shape)
+    columns = shape[-1]
+    match spec.stored:
+        case "int8":
+            codes = jax.lax.bitcast_convert_type(data[:count], jnp.int8).reshape(-1, columns)
+            found = codes.astype(jnp.float32) * _halves(data[count:]).reshape(-1, 1)
+        case "int4":
+            group = group_of(shape)
+            assert group is not None, "a graph is checked before it is loaded"
+            codes = data[: count // 2]
+            levels = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(-1, group).astype(jnp.float32)
+            pairs = _halves(data[count // 2 :]).reshape(-1, 2)
+            found = (levels - 8) * pairs[:, :1] + pairs[:, 1:]
+        case _:
+            found = _halves(data)
+    return found.reshape(shape)
+
+
+def _halves(data: jax.Array) -> jax.Array:
+    """Return bfloat16 given as bytes as float32."""
+    return jax.lax.bitcast_convert_type(data.reshape(-1, 2), jnp.bfloat16).astype(jnp.float32)
+
+
+def footprint_bytes(
+    graph: Graph, program: Program, symbols: Mapping[str, int], grad_inputs: Collection[str], *, training: bool
+) -> int:
+    """Return the bytes of one microbatch in flight. Raises `ExecutionError` if an output differs from its
+    declaration."""
+    sizes = {name: evaluate(name, symbols) for name in program.inputs if graph.values[name].dtype == "symint"}
+    given = {
+        name: jax.ShapeDtypeStruct(_shape(graph, name, symbols), DTYPES[graph.values[name].dtype])
+        for name in program.inputs
+        if name not in sizes
+    }
+    params = {name: _held(graph.params[name]) for name in program.params}
+    keys = {node.id: jax.ShapeDtypeStruct((2,), jnp.uint32) for node in program.nodes}
+
+    def run(
+        floats: dict[str, Any], others: dict[str, Any], keys: dict[int, Any]
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        own = {**floats, **others}
+        inputs = {name: own[name] for name in given}
+        outputs, writes = program.run(
+            Context(training, keys), {**inputs, **sizes}, {name: own[name] for name in params}
+        )
+        _compare(graph, program, outputs, symbols)
+        carrying = {name: value for name, value in outputs.items() if not isinstance(value, int)}
+        floating = {name: value for name, value in carrying.items() if is_floating(value.dtype)}
+        return floating, {**{name: value for name, value in carrying.items() if name not in floating}, **writes}
+
+    everything = {**given, **params}
+    trained = {name for name, spec in graph.params.items() if spec.trainable} | set(grad_inputs)
+    floats = {name: value for name, value in everything.items() if name in trained and is_floating(value.dtype)}
+    others = {name: value for name, value in everything.items() if name not in floats}
+    if not training:
+        made, aside = jax.eval_shape(run, floats, others, keys)
+        return _bytes([*given.values(), *made.values(), *aside.values()])
+    made, pull, aside = jax.eval_shape(
+        lambda floats, others, keys: jax.vjp(lambda own: run(own, others, keys), floats, has_aux=True),
+        floats,
+        others,
+        keys,
+    )
+    kept = _bytes(jax.tree_util.tree_leaves(pull)) - _bytes(params.values())
+    return max(0, kept) + _bytes([*given.values(), *made.values(), *aside.values()])
+
+
+def _held(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+    if spec.stored:
+        return jax.ShapeDtypeStruct((stored_bytes(spec.shape, spec.stored),), jnp.uint8)
+    return jax.ShapeDtypeStruct(tuple(spec.shape), DTYPES[spec.dtype])
+
+
+def _compare(graph: Graph, program: Program, outputs: Mapping[str, Value], symbols: Mapping[str, int]) -> None:
+    for meaning, value in outputs.items():
+        name = program.outputs[meaning]
+        if isinstance(value, int):
+            continue
+        declared = _shape(graph, name, symbols)
+        if tuple(value.shape) != declared:
+            raise ExecutionError(
+                f"output {meaning!r} has shape {list(value.shape)}, but the graph declares {list(declared)}."
+            )
+
+
+def _shape(graph: Graph, name: str, symbols: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(evaluate(dim, symbols) for dim in graph.values[name].shape)
+
+
+def _bytes(values: Any) -> int:
+    return sum(int(np.prod(value.shape)) * jnp.dtype(value.dtype).itemsize for value in values)

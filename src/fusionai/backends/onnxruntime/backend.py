@@ -18,14 +18,13 @@ import onnxruntime as ort
 import psutil
 from onnx import TensorProto, helper
 
-from fusionai.backends.arithmetic import arithmetic
+from fusionai.backends.binding import SIZES
 from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
+from fusionai.backends.measurement import arithmetic
 from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET
-from fusionai.backends.onnxruntime.operators import OPERATORS
 from fusionai.backends.onnxruntime.program import OnnxStageProgram
 from fusionai.backends.onnxruntime.serving import FORMATS, OnnxServingProgram
-from fusionai.backends.onnxruntime.sessions import PROVIDERS
-from fusionai.backends.size_arithmetic import SIZES
+from fusionai.backends.onnxruntime.sessions import OPERATORS, PROVIDERS
 from fusionai.ir.operators import OPERATORS as ALLOWED
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError, UsageError
@@ -39,8 +38,8 @@ SIZE: Final = 512
 
 
 class OnnxBackend:
-    """Implements `backends.interface.Backend` and `backends.serving.ServingBackend`. `threads` limits the threads of a
-    session."""
+    """Implements `backends.interface.Backend` and `backends.interface.ServingBackend`. `threads` limits the threads of
+    a session."""
 
     name = "onnxruntime"
 
@@ -102,7 +101,7 @@ class OnnxBackend:
     def serve(
         self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None
     ) -> OnnxServingProgram:
-        """See `backends.serving.ServingBackend`."""
+        """See `backends.interface.ServingBackend`."""
         return OnnxServingProgram(
             graph,
             options=options,

@@ -18,8 +18,7 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from fusionai.backends.binding import describe
-from fusionai.backends.size_arithmetic import SIZES
+from fusionai.backends.binding import SIZES, describe
 from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, Ref
 from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ExecutionError, FusionError

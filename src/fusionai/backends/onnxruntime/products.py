@@ -230,7 +230,7 @@ def _attention(
     key_mask: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Compute dense attention as `backends.torch.attention` does: q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T,
+    """Compute dense attention as `backends.torch.semantic` does: q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T,
     Dv]."""
     batch, heads, queries = (q.size(at) for at in range(3))
     shared, keys = k.size(1), k.size(2)

@@ -10,11 +10,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from fusionai.backends.binding import bind_symbols, largest
+from fusionai.backends.binding import bind_symbols, check_indices, largest
 from fusionai.backends.counters import DropoutKey
-from fusionai.backends.indices import check_indices
 from fusionai.backends.interface import NOTHING_BEGUN, Call
-from fusionai.backends.onnxruntime.drawing import drawing, keys
+from fusionai.backends.onnxruntime.semantic import drawing, keys
 from fusionai.backends.onnxruntime.sessions import Array, Weights, require_operators, session_of
 from fusionai.backends.stage_base import StageBase
 from fusionai.backends.state import StateEntry, check_entry

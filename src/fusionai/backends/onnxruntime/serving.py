@@ -1,7 +1,7 @@
 """One serving stage on ONNX Runtime: a session per part, for any number of rows.
 
 If a part's sizes are multiples of the rows (experts), it gets one session for each group size. Only float32 weights are
-supported. Neighbours: `parted_serving` cuts the graph and has caches and attention, `sessions` builds and runs.
+supported. Neighbours: `serving.parted` cuts the graph and has caches and attention, `sessions` builds and runs.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 from fusionai.backends.onnxruntime.building import ROWS, Size, SizesError
 from fusionai.backends.onnxruntime.sessions import Array, Weights, require_operators, session_of
-from fusionai.backends.parted_serving import Compute, Part, PartedServing
-from fusionai.backends.serving_base import awaited
+from fusionai.backends.serving.base import awaited
+from fusionai.backends.serving.parted import Compute, Part, PartedServing
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import BATCH, SEQUENCE
@@ -27,7 +27,7 @@ FORMATS: Final = ("fp32",)
 
 
 class OnnxServingProgram(PartedServing):
-    """Implements `backends.serving.ServingProgram`."""
+    """Implements `backends.interface.ServingProgram`."""
 
     def __init__(
         self,

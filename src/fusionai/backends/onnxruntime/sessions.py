@@ -2,20 +2,29 @@
 
 Weights are given to a session by reference, so several sessions share them. Neighbours: `building` makes the models,
 `program` and `serving` run them.
+
+The operator table maps names to ONNX builders and resolves no name that it receives. A builder gets the model under
+construction, then the arguments of torch's operator. Losses, and operators whose result sizes depend on the data, are
+not supported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
 from fusionai.backends.binding import describe
+from fusionai.backends.onnxruntime.arithmetic import ARITHMETIC
 from fusionai.backends.onnxruntime.building import Builder, Size, Tensor
-from fusionai.backends.onnxruntime.operators import OPERATORS
+from fusionai.backends.onnxruntime.products import PRODUCTS
+from fusionai.backends.onnxruntime.reductions import REDUCTIONS
+from fusionai.backends.onnxruntime.semantic import DRAWING, SCANS
+from fusionai.backends.onnxruntime.shaping import SHAPING
 from fusionai.ir.schema import Graph, Node
 from fusionai.primitives.errors import ExecutionError
 
@@ -103,3 +112,8 @@ def session_of(
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+OPERATORS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+    {**ARITHMETIC, **SHAPING, **REDUCTIONS, **PRODUCTS, **SCANS, **DRAWING}
+)

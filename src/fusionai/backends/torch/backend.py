@@ -1,22 +1,31 @@
 """The torch backend: CPU, CUDA and MPS. Chooses the device, and sets threads and determinism for the whole process.
 
+Keeps torch's compiler out of processes that never compile, because importing it costs a second and 70 MB per process.
+Sizes are computed on the `meta` device, whose kernels are Python functions marked "not to be compiled". To honour the
+mark, torch imports the compiler at the first call of such a function, which could be in the middle of a takeover. Torch
+caches the unmarked function on the marked one; `without_compiler` fills that cache in advance. Results do not change.
+If a later torch marks functions differently, the import happens as before, and a test fails.
+
 Neighbours: `program` is a loaded stage, `probe` measures the device, `operators` lists what can run.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+import torch._decomp
+import torch._refs
+import torch._refs.nn.functional
 
 from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
-from fusionai.backends.pace import with_pace
-from fusionai.backends.torch.clipping import clip_scale
-from fusionai.backends.torch.eager import without_compiler
+from fusionai.backends.measurement import with_pace
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
-from fusionai.backends.torch.optimizers import StageOptimizer
+from fusionai.backends.torch.optimizers import StageOptimizer, clip_scale
 from fusionai.backends.torch.probe import calls_per_s, describe_device, measure_speeds
 from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.backends.torch.serving import TorchServingProgram
@@ -29,7 +38,7 @@ from fusionai.wire.serving import ServeOptions
 
 
 class TorchBackend:
-    """Implements `backends.interface.Backend` and `backends.serving.ServingBackend`.
+    """Implements `backends.interface.Backend` and `backends.interface.ServingBackend`.
 
     `threads` limits torch's threads in this process; None leaves them."""
 
@@ -98,7 +107,7 @@ class TorchBackend:
     def serve(
         self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None
     ) -> TorchServingProgram:
-        """See `backends.serving.ServingBackend`."""
+        """See `backends.interface.ServingBackend`."""
         missing = self.unsupported(node.op for node in graph.nodes)
         if missing:
             raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
@@ -132,3 +141,42 @@ def _choose(device: str) -> torch.device:
     if not available[device]:
         raise UsageError(f"torch sees no {device} device here.", hint="Run `fusion doctor` to list its devices.")
     return torch.device(device)
+
+
+def without_compiler() -> None:
+    """Prepare torch's Python kernels. Does nothing when called again, or if the compiler is already loaded."""
+    mark = getattr(torch, "_disable_dynamo", None)
+    if mark is None:
+        return
+    marked = mark(_nothing).__code__
+    seen: set[types.FunctionType] = set()
+    waiting = [kernel for kernel in _python_kernels() if isinstance(kernel, types.FunctionType)]
+    while waiting:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        around = [value for value in _closed_over(function) if isinstance(value, types.FunctionType)]
+        if function.__code__ is marked:
+            for inner in around:
+                inner.__dict__.setdefault("__dynamo_disable", inner)
+        waiting += around
+
+
+def _closed_over(function: types.FunctionType) -> Iterator[object]:
+    """Yield the objects in a function's closure, among them the function that a wrapper wraps; `__wrapped__` may name
+    another."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # the cell is still empty
+            yield cell.cell_contents
+
+
+def _python_kernels() -> Iterator[object]:
+    for table in torch._decomp.global_decomposition_table.values():
+        yield from table.values()
+    for module in (torch._refs, torch._refs.nn.functional):
+        yield from vars(module).values()
+
+
+def _nothing() -> None:
+    """Function that is marked only to learn what a marked function looks like."""

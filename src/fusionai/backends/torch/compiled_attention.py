@@ -1,7 +1,7 @@
 """Attention of a prompt's positions in one compiled call that reads a cache's pages and rings directly.
 
 Checks whether the compiled kernel is available and divides heads among threads. Available only on CPUs and with numba;
-`tiled_attention` does the same with the framework's operators. A row's bits follow from its own position, so any number
+`paged_attention` does the same with the framework's operators. A row's bits follow from its own position, so any number
 of threads gives the same bits. Neighbours: `attention_kernels` computes, `paged_attention` calls, `serving` counts the
 scratch memory.
 """
@@ -17,8 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from fusionai.backends.layer_shapes import LayerShape
-from fusionai.backends.paged_table import Span
+from fusionai.backends.serving.page_table import LayerShape, Span
 from fusionai.backends.torch.blocked_linear import in_threads
 from fusionai.backends.torch.compile_once import compiled_once
 from fusionai.backends.torch.paged_cache import LayerCache

@@ -2,7 +2,7 @@
 
 Every name comes from the hand-written list `ir.operators.OPERATORS`; a graph can only pick entries of the finished
 table. Operators that depend on the mode or on counters get the run's `Context` and the node's id as first arguments.
-Neighbours: `interpreter` binds these to a graph's values, `attention` and `dropout` implement semantic operators.
+Neighbours: `interpreter` binds these to a graph's values, `semantic` implements semantic operators.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from typing import Any, Final
 
 import torch
 
+from fusionai.backends.binding import SIZES
 from fusionai.backends.counters import DropoutKey
-from fusionai.backends.size_arithmetic import SIZES
-from fusionai.backends.torch.attention import attention
 from fusionai.backends.torch.deferral import Left
-from fusionai.backends.torch.dropout import dropout, uniform
-from fusionai.backends.torch.experts import expert_linear
-from fusionai.backends.torch.scans import linear_attention, linear_scan
+from fusionai.backends.torch.semantic import attention, dropout, expert_linear, linear_attention, linear_scan, uniform
 from fusionai.ir.operators import OPERATORS
 from fusionai.primitives.errors import ExecutionError
 

@@ -7,12 +7,24 @@ optimizer classes, because the classes import torch's compiler, which costs a se
 State in 8 bits is decoded, updated by the same functions and coded again, a piece at a time. The next step always
 starts from the coded state, so a state that went through a checkpoint gives the same bits.
 
-Neighbours: `eight_bit` codes, `slots` stores the state; `program` owns the parameters and calls `step` per commit.
+8-bit state: blocks of `BLOCK` elements share one float32 scale, their largest magnitude. An element is stored as the
+nearest of 256 values between -1 and 1, times the scale: those of dynamic tree quantisation (T. Dettmers et al., "8-bit
+optimizers via block-wise quantization", 2022, arXiv 2110.02861, section 2), seven decades, each with twice as many
+steps as the one below. Second moments are never negative and use a table without signs and with twice the steps.
+Blocks have 256 elements, as in current bitsandbytes, instead of the paper's 2048; that costs 1.6 % more memory. The two
+known libraries are not used: one needs a compiler on every machine, the other a hundred megabytes of kernels, and a new
+version of either could change the bits.
+
+Clipping has three steps: norms and multiplication run where the gradients are, the scale where the driver is. Together
+they equal `torch.nn.utils.clip_grad_norm_` bit for bit, because they make the same calls in the same order.
+
+Neighbours: `slots` stores the state; `program` owns the parameters and calls `step` per commit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Final
 
 import torch
@@ -20,7 +32,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from fusionai.backends.state import ASIDE, EIGHT_BIT_BLOCK, SCALE, optimizer_slots
-from fusionai.backends.torch.eight_bit import decode, encode, zero_code
+from fusionai.backends.state import EIGHT_BIT_BLOCK as BLOCK
 from fusionai.backends.torch.host import DTYPE_NAMES, DTYPES
 from fusionai.backends.torch.slots import MemorySlots, Slots
 from fusionai.primitives.errors import ExecutionError
@@ -274,3 +286,103 @@ def make_optimizer(
             return torch.optim.AdamW(groups, lr=learning_rate, betas=spec.betas, eps=spec.eps)
         case "sgd":
             return torch.optim.SGD(groups, lr=learning_rate, momentum=spec.momentum, nesterov=spec.nesterov)
+
+
+def clip_scale(norms: Sequence[float], max_norm: float, device: torch.device) -> tuple[float, float]:
+    """Return (n = norm of the stacked float32 norms, min(max_norm / (n + 1e-6), 1.0))."""
+    if not norms:
+        return 0.0, 1.0
+    stacked = torch.tensor(list(norms), dtype=torch.float32, device=device)
+    total = torch.linalg.vector_norm(stacked, 2.0)
+    scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    return total.item(), scale.item()
+
+
+def parameter_norms(gradients: Sequence[torch.Tensor]) -> list[float]:
+    """Return the Euclidean norm of each tensor, exactly as `torch.nn.utils.clip_grad_norm_` computes it."""
+    if not gradients:
+        return []
+    if gradients[0].device.type in ("cpu", "cuda"):
+        norms = torch._foreach_norm(list(gradients), 2.0)  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        norms = [torch.linalg.vector_norm(gradient, 2.0) for gradient in gradients]
+    if len({norm.dtype for norm in norms}) == 1:
+        return torch.stack(list(norms)).tolist()
+    return [norm.item() for norm in norms]
+
+
+def scale_gradients(gradients: Sequence[torch.Tensor], scale: float) -> None:
+    """Multiply the gradients in place as `torch.nn.utils.clip_grad_norm_` does."""
+    factor = torch.tensor(scale, dtype=torch.float32, device=gradients[0].device)
+    if gradients[0].device.type in ("cpu", "cuda"):
+        torch._foreach_mul_(list(gradients), factor)  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+_LEVELS: Final = 256
+"""Values that 8 bits can code."""
+_DECADES: Final = 7
+"""Powers of ten that the values cover."""
+_CELLS: Final = 1 << 16
+"""Cells of the lookup table: the upper half of a float32 (sign, exponent, seven more bits) selects its two possible
+codes."""
+
+
+def encode(values: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (codes uint8 [n], scales float32 [ceil(n / BLOCK)]) of float32 [n]."""
+    count = values.numel()
+    blocks = -(-count // BLOCK)
+    padded = values if count == blocks * BLOCK else torch.nn.functional.pad(values, (0, blocks * BLOCK - count))
+    rows = padded.view(blocks, BLOCK)
+    scales = rows.abs().amax(dim=1)
+    # A block of zeros has scale 0 and decodes to zeros whatever its codes.
+    scaled = (rows / torch.where(scales == 0, 1.0, scales)[:, None]).view(-1)
+    low, threshold = _cells(signed, values.device)
+    cell = (scaled.view(torch.int32) >> 16) + (_CELLS >> 1)
+    codes = low.index_select(0, cell).add_(scaled > threshold.index_select(0, cell))
+    return codes[:count], scales
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    """Return the float32 [n] that `encode` coded."""
+    values = _levels(signed, codes.device).index_select(0, codes.to(torch.int32))
+    return values.mul_(scales.repeat_interleave(BLOCK)[: codes.numel()])
+
+
+def zero_code(*, signed: bool) -> int:
+    """Return the code of 0.0."""
+    return int((_levels(signed, torch.device("cpu")) == 0).nonzero()[0])
+
+
+@cache
+def _levels(signed: bool, device: torch.device) -> torch.Tensor:
+    """Return the 256 values in ascending order."""
+    found = [0.0, 1.0]
+    for decade in range(_DECADES):
+        steps = 2**decade if signed else 2 ** (decade + 1)
+        width = 0.9 / steps
+        middles = [(0.1 + width * (step + 0.5)) * 10.0 ** (decade - _DECADES + 1) for step in range(steps)]
+        found += middles
+        found += [-middle for middle in middles] if signed else []
+    assert len(found) == _LEVELS
+    return torch.tensor(sorted(found), dtype=torch.float32, device=device)
+
+
+@cache
+def _cells(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, for each upper half of a float32 in the order of signed integers, its lower code and the threshold above
+    which the next code applies."""
+    levels = _levels(signed, torch.device("cpu"))
+    middles = (levels[1:] + levels[:-1]) / 2
+    upper = torch.arange(-(_CELLS >> 1), _CELLS >> 1, dtype=torch.int32) << 16
+    ends = torch.stack([upper.view(torch.float32), (upper | 0xFFFF).view(torch.float32)])
+    # A NaN makes its block's scale NaN, so its code does not matter.
+    ends = torch.where(ends.isfinite().all(dim=0), ends, 0.0)
+    low = torch.bucketize(ends.amin(dim=0), middles)
+    high = torch.bucketize(ends.amax(dim=0), middles)
+    # No cell is so wide that it has three nearest values.
+    assert bool((high - low <= 1).all())
+    threshold = torch.where(high > low, middles[low.clamp(max=_LEVELS - 2)], float("inf"))
+    return low.to(torch.uint8).to(device), threshold.to(device)

@@ -17,8 +17,7 @@ import torch
 
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.operators import LOOKUPS, PLAIN, guarded
-from fusionai.backends.torch.packed_linear import PackedLinear
-from fusionai.backends.torch.steady_rows import aligned
+from fusionai.backends.torch.packed_linear import PackedLinear, aligned
 from fusionai.ir.graph import reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, Node, Ref

@@ -2,7 +2,7 @@
 layout.
 
 Once per pass, a `PassLayout` is computed: the slot of each row, and where each session's keys are. Layers then copy
-rows in and read a session's keys as one tensor, without a copy if its pages are consecutive. Neighbours: `paged_table`
+rows in and read a session's keys as one tensor, without a copy if its pages are consecutive. Neighbours: `page_table`
 assigns pages, `paged_attention` reads, `serving` allocates.
 """
 
@@ -14,8 +14,7 @@ from typing import Final
 
 import torch
 
-from fusionai.backends.layer_shapes import CACHE_NAMES, LayerShape, first_key, ring_tokens
-from fusionai.backends.paged_table import Span
+from fusionai.backends.serving.page_table import CACHE_NAMES, LayerShape, Span, first_key, ring_tokens
 from fusionai.backends.torch.host import DTYPES
 from fusionai.wire.serving import ServeOptions
 

@@ -23,20 +23,18 @@ import torch
 from fusionai.backends.binding import bind_symbols, largest
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import NOTHING_BEGUN, Call
-from fusionai.backends.movable_weights import movable_weights
-from fusionai.backends.stage_base import ContextKey, StageBase, check_gradient, key_of
+from fusionai.backends.stage_base import ContextKey, StageBase, check_gradient, key_of, movable_weights
 from fusionai.backends.state import StateEntry, check_entry
-from fusionai.backends.torch.clipping import parameter_norms, scale_gradients
 from fusionai.backends.torch.deferral import Left, add_to, deferrable, finish
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
+from fusionai.backends.torch.offloaded_weights import OffloadedWeights, cast_once
 from fusionai.backends.torch.operators import Context
-from fusionai.backends.torch.optimizers import PIECE, StageOptimizer, slot_shapes
+from fusionai.backends.torch.optimizers import PIECE, StageOptimizer, parameter_norms, scale_gradients, slot_shapes
 from fusionai.backends.torch.recomputation import Segment, free, run_in_segments, segments
 from fusionai.backends.torch.sizes import META, input_shapes, measure
 from fusionai.backends.torch.slots import DiskSlots, Slots
 from fusionai.backends.torch.stored import EMBEDDING, Reading, StoredWeight
-from fusionai.backends.torch.weights_away import WeightsAway, cast_once
 from fusionai.ir.graph import reads
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, ParamSpec
@@ -116,10 +114,10 @@ class TorchStageProgram(StageBase[_InFlight]):
         self._deferrable = deferrable(graph, self._passed_on) if self._defers else frozenset[int]()
         self._movable = movable_weights(graph) if options.offload_weights else {}
         self._check_memory()
-        self._away: WeightsAway | None = None
+        self._away: OffloadedWeights | None = None
         if options.offload_weights:
             keys = sorted({key for keys in self._movable.values() for key in keys})
-            self._away = WeightsAway({key: self._entries[f"model/{key}"] for key in keys}, scratch, device)
+            self._away = OffloadedWeights({key: self._entries[f"model/{key}"] for key in keys}, scratch, device)
         self._tensors = {key: self._empty(key, spec) for key, spec in self._specs.items()}
         self._trainable = {key: self._tensors[key] for key, spec in self._specs.items() if spec.trainable}
         self._parameter_storages = {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()} - {0}

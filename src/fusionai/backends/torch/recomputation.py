@@ -5,10 +5,10 @@ its tensors. The autograd graph is that of a plain run, and only its saved tenso
 in the same order, with the same bits, even for weights that several segments share. Dropout follows from counters, so
 its masks are equal too. The method is that of T. Chen et al., "Training deep nets with sublinear memory cost", 2016
 (arXiv 1604.06174), with one segment per block instead of the square root of their number. `torch.utils.checkpoint` does
-the same but loads torch's compiler, see `eager`.
+the same but loads torch's compiler, see `backend.without_compiler`.
 
 Neighbours: `interpreter` has the steps, `program` runs them through this module, `sizes` counts what is kept,
-`weights_away` loads a segment's parameters before it runs.
+`offloaded_weights` loads a segment's parameters before it runs.
 """
 
 from __future__ import annotations

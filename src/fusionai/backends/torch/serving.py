@@ -2,47 +2,54 @@
 
 The graph is compiled as for training and evaluation, with other kernels for products, lookups and attention. A pass is
 checked as a whole before anything changes or is allocated. Neighbours: `packed_siblings` merges nodes, `packed_graph`
-chooses kernels, `paged_table` keeps the sessions, `paged_cache` the memory, `serving_sizes` computes the memory needed
-beforehand.
+chooses kernels, `page_table` keeps the sessions, `paged_cache` the memory.
+
+A prompt chunk fills caches at every position, but the head's product, which is the largest of all, and the layer before
+it are needed at the last position only: after the last attention only the wanted rows are computed. The memory needed
+is computed before anything is allocated: weights as kept, caches, programs for single rows, and the values of the
+largest pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
+from fusionai.backends.binding import largest
 from fusionai.backends.counters import DropoutKey
-from fusionai.backends.layer_shapes import one_by_one
-from fusionai.backends.paged_table import Span
-from fusionai.backends.serving_base import ServingBase, array_of
+from fusionai.backends.serving.base import ServingBase, array_of
+from fusionai.backends.serving.page_table import LayerShape, Span, one_by_one
 from fusionai.backends.torch.blocked_linear import kernels as row_kernels
 from fusionai.backends.torch.blocked_linear import scratch_bytes
 from fusionai.backends.torch.compiled_attention import attention_scratch_bytes
-from fusionai.backends.torch.host import to_host, to_torch
+from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.operators import Context
-from fusionai.backends.torch.packed_graph import kernels, products
-from fusionai.backends.torch.packed_siblings import join_siblings
+from fusionai.backends.torch.packed_graph import kernels, only_packed, products
+from fusionai.backends.torch.packed_linear import packed_bytes
+from fusionai.backends.torch.packed_siblings import Joined, join_siblings
 from fusionai.backends.torch.paged_attention import cached_attention
 from fusionai.backends.torch.paged_cache import LayerCache, PassLayout, lay_out
 from fusionai.backends.torch.row_program import RowPlace, RowProgram, needed_bytes, planned
-from fusionai.backends.torch.serving_rows import RowsBehind
-from fusionai.backends.torch.serving_sizes import check_sizes
 from fusionai.backends.torch.serving_weights import ServingWeights
+from fusionai.backends.torch.sizes import META, input_shapes, measure
 from fusionai.ir.schema import Graph, Node
-from fusionai.ir.serving import SEQUENCE
-from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.wire.serving import ServeOptions
+from fusionai.ir.serving import BATCH, SEQUENCE, row_dimension, split_behind_attention
+from fusionai.ir.shapes import evaluate
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
+from fusionai.wire.serving import ServeOptions, WeightFormat
 
 _CONTEXT = Context(training=False, key=DropoutKey(0, 0, 0))
 
 
 class TorchServingProgram(ServingBase):
-    """Implements `backends.serving.ServingProgram`."""
+    """Implements `backends.interface.ServingProgram`."""
 
     def __init__(
         self, graph: Graph, *, options: ServeOptions, device: torch.device, memory_limit_bytes: int | None
@@ -246,3 +253,109 @@ def _picked(tensors: Mapping[str, HostTensor], rows: Sequence[int]) -> dict[str,
         array = np.ascontiguousarray(array_of(tensor)[:, list(rows)])
         chosen[name] = host_tensor(tensor.dtype, array.shape, array.data)
     return chosen
+
+
+Params = Callable[[Collection[str]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsBehind:
+    """The two halves of a graph. `before` fills the caches of all its attention nodes."""
+
+    graph: Graph
+    before: Interpreter
+    after: Interpreter
+
+    @classmethod
+    def of(
+        cls, graph: Graph, wanted: Collection[str], device: torch.device, kernels: Mapping[int, Callable[..., Any]]
+    ) -> RowsBehind | None:
+        """Return the halves; None if dividing the graph would save nothing."""
+        halves = split_behind_attention(graph, wanted)
+        if halves is None:
+            return None
+        first, second = (
+            compile_graph(half, frozenset(half.outputs), with_state_writes=False, device=device, kernels=kernels)
+            for half in halves
+        )
+        return cls(graph, first, second)
+
+    def run(
+        self, context: Context, inputs: Mapping[str, Any], params: Params, rows: Sequence[int], device: torch.device
+    ) -> dict[str, Any]:
+        """Return the outputs at `rows`, by meaning."""
+        made, _ = self.before.run(context, inputs, params(self.before.params))
+        if not rows:
+            return {meaning: self._nothing(meaning, device) for meaning in self.after.outputs}
+        index = torch.tensor(list(rows), dtype=torch.int64, device=device)
+        values = {name: self._rows(name, made.get(name, inputs.get(name)), index) for name in self.after.inputs}
+        outputs, _ = self.after.run(context, values, params(self.after.params))
+        return outputs
+
+    def _rows(self, name: str, value: Any, index: torch.Tensor) -> Any:
+        along = row_dimension(self.graph, name)
+        return value if along is None else value.index_select(along, index)
+
+    def _nothing(self, meaning: str, device: torch.device) -> torch.Tensor:
+        spec = self.graph.values[self.graph.outputs[meaning]]
+        sizes = [evaluate(dim, {**dict.fromkeys(self.graph.symbols, 1), SEQUENCE: 0}) for dim in spec.shape]
+        return torch.empty(sizes, dtype=DTYPES[spec.dtype], device=device)
+
+
+def check_sizes(
+    graph: Graph,
+    joined: Joined,
+    options: ServeOptions,
+    layers: Sequence[LayerShape],
+    rows_bytes: int,
+    memory_limit_bytes: int | None,
+    *,
+    in_blocks: bool,
+) -> None:
+    """Raise `ExecutionError` if weights, caches, programs for single rows (`rows_bytes`) and the largest pass exceed
+    the limit, or if a value's size differs from the graph's declaration."""
+    weights_bytes = weight_bytes(graph, options.weights, in_blocks=in_blocks)
+    cache_bytes = sum(shape.nbytes(options) for shape in layers)
+    held_bytes = weights_bytes + cache_bytes + rows_bytes + _import_bytes(graph, joined)
+    if memory_limit_bytes is not None and held_bytes > memory_limit_bytes:
+        raise ExecutionError(
+            f"the stage takes {weights_bytes} bytes of weights as {options.weights}, {cache_bytes} of caches and "
+            f"{rows_bytes} for decoding, {held_bytes} during the import of weights; the limit is {memory_limit_bytes}.",
+            hint="Use fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
+        )
+    symbols = largest(graph)
+    if SEQUENCE in symbols:
+        symbols[SEQUENCE] = max(graph.symbols[SEQUENCE][0], min(symbols[SEQUENCE], options.pass_tokens))
+    if BATCH in symbols:
+        symbols[BATCH] = graph.symbols[BATCH][0]
+    measure(
+        graph,
+        compile_graph(graph, frozenset(graph.outputs), with_state_writes=False, device=META),
+        input_shapes(graph, symbols),
+        symbols,
+        Context(training=False, key=DropoutKey(0, 0, 0)),
+        grad_inputs=frozenset(),
+        limit_bytes=None if memory_limit_bytes is None else memory_limit_bytes - held_bytes,
+    )
+
+
+def weight_bytes(graph: Graph, form: WeightFormat, *, in_blocks: bool = False) -> int:
+    """Return the bytes of all parameters as they are kept: packed for products, plain for other readers."""
+    uses = products(graph)
+    plainless = only_packed(graph, uses)
+    total_bytes = 0
+    for name, spec in graph.params.items():
+        orientations = {use.transposed for use in uses.values() if use.weight == name}
+        for transposed in orientations:
+            rows, columns = reversed(spec.shape) if transposed else spec.shape
+            total_bytes += packed_bytes(rows, columns, form, in_blocks=in_blocks)
+        if not orientations or name not in plainless:
+            total_bytes += tensor_bytes(spec.dtype, spec.shape)
+    return total_bytes
+
+
+def _import_bytes(graph: Graph, joined: Joined) -> int:
+    """Return the bytes of the largest tensor, which exists unpacked while it is packed; a stacked one exists together
+    with its parts."""
+    alone = max((prod(spec.shape) * 4 for spec in graph.params.values()), default=0)
+    return max(alone, *(2 * 4 * prod(joined.graph.params[name].shape) for name in joined.parts), 0)

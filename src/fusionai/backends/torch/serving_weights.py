@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from fusionai.backends.binding import nearest
-from fusionai.backends.serving_base import check_weight
+from fusionai.backends.serving.base import check_weight
 from fusionai.backends.torch.host import DTYPES, to_torch
 from fusionai.backends.torch.packed_graph import Held, Use, lookup_tables, only_packed, products
 from fusionai.backends.torch.packed_linear import PackedLinear, block_pages, pack

@@ -6,7 +6,7 @@ limit the file. The file has no name, so the system removes it with the process.
 system writes the pages when it chooses. The design is ZeRO-Infinity's NVMe offload (S. Rajbhandari et al., 2021, arXiv
 2104.07857) for one stage, without overlap.
 
-Neighbours: `optimizers` computes with it, `weights_away` reads blocks from it, `program` chooses the storage.
+Neighbours: `optimizers` computes with it, `offloaded_weights` reads blocks from it, `program` chooses the storage.
 """
 
 from __future__ import annotations

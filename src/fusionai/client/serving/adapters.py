@@ -3,7 +3,7 @@
 DIR is a directory in PEFT layout, or the output of `fusion train` with [adapter]: a job's directory (its newest
 checkpoint is used) or one of its checkpoints. Of the weights only the header is read.
 
-`storage.adapter_files` reads the files, `capture.adapter_slots` adds adapters to the graph, `client.serving.serve`
+`storage.adapter_files` reads the files, `capture.models.adapter` adds adapters to the graph, `client.serving.serve`
 calls this."""
 
 from __future__ import annotations

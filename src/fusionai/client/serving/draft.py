@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import cast
 
-from fusionai.backends.interface import Backend
-from fusionai.backends.serving import ServingBackend
+from fusionai.backends.interface import Backend, ServingBackend
 from fusionai.client.serving.model import ServedFiles, ServedModel, open_model
 from fusionai.execution.compute import ComputeThread
 from fusionai.ir.serving import SEQUENCE

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fusionai.capture.adapter_slots import slots_of
 from fusionai.capture.capture import Captured, capture
-from fusionai.capture.causality import require_causal
-from fusionai.capture.huggingface import model_directory
-from fusionai.capture.source import DirectorySource, HubSource, parse_source
+from fusionai.capture.checking.check import require_causal
+from fusionai.capture.models.adapter import slots_of
+from fusionai.capture.models.huggingface import model_directory
+from fusionai.capture.models.source import DirectorySource, HubSource, parse_source
 from fusionai.client.serving.adapters import CHECKPOINTS, ServedAdapter
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import LOGITS, SEQUENCE, require_servable, serving_graph

@@ -1,6 +1,6 @@
 """Builds the planning problem for serving a graph: its costs, the machines, and the needs of all sessions together.
 
-`ir.serving_cost` computes the costs, `scheduling.serving.planning` plans, `client.serving.serve` and `cli.asked` call
+`ir.cost` computes the costs, `scheduling.serving.planning` plans, `client.serving.serve` and `cli.asked` call
 this."""
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
+from fusionai.ir.cost import serving_costs
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import LOGITS
-from fusionai.ir.serving_cost import serving_costs
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, RolePlacement, ServingNeeds
 

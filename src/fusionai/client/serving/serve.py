@@ -23,9 +23,8 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
-from fusionai.backends.interface import DeviceReport
+from fusionai.backends.interface import TILE_POSITIONS, DeviceReport
 from fusionai.backends.registry import open_backend
-from fusionai.backends.serving import TILE_POSITIONS
 from fusionai.client.pool.background import in_background
 from fusionai.client.pool.beginning import first_deployment, nobody
 from fusionai.client.pool.job_trust import job_trust
@@ -47,9 +46,9 @@ from fusionai.client.serving.watch import ServingWatch
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
-from fusionai.ir.ends import ends
+from fusionai.ir.cost import balance_tokens
+from fusionai.ir.partition import ends
 from fusionai.ir.serving import SEQUENCE
-from fusionai.ir.serving_cost import balance_tokens
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, UsageError
 from fusionai.primitives.garbage import set_aside_what_stays

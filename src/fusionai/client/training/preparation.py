@@ -18,14 +18,13 @@ from typing import Any, Final
 
 import msgspec
 
-from fusionai.backends.state import state_bytes_ratio
-from fusionai.backends.trained import trained
-from fusionai.capture.adapter import Lora, StartedLora, adapter_config
+from fusionai.backends.state import state_bytes_ratio, trained
 from fusionai.capture.capture import Captured, capture
+from fusionai.capture.checking.self_check import self_check
+from fusionai.capture.checking.shrinking import TooLarge
 from fusionai.capture.examples import examples_of
-from fusionai.capture.self_check import self_check
-from fusionai.capture.shrinking import TooLarge
-from fusionai.capture.source import (
+from fusionai.capture.models.adapter import Lora, StartedLora, adapter_config
+from fusionai.capture.models.source import (
     CodeSource,
     ConfigSource,
     DirectorySource,
@@ -48,9 +47,9 @@ from fusionai.corpus.tables import (
     NewAdapter,
     TextData,
 )
+from fusionai.ir.blocks import held_in_front, sent_bytes
 from fusionai.ir.cost import block_costs
-from fusionai.ir.ends import ends
-from fusionai.ir.held import held_in_front, sent_bytes
+from fusionai.ir.partition import ends
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.stored import stored_bytes, with_stored
 from fusionai.primitives.errors import ModelError, RecipeError

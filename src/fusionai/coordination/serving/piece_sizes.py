@@ -6,7 +6,7 @@ computes in `TARGET_S`, half of that where others wait for their next token. A p
 its last stage waits for the first piece, and its first stage has nothing left to do, for at most `FILLING` of the time;
 but no piece takes a stage less than `FIXED_TIMES` what one token takes it: that is what reading the weights takes,
 whatever the piece's length. A piece ends at a multiple of a tile, whose bits do not depend on the piece it is computed
-in (`backends.torch.tiled_attention`): lengths may follow the clock, tokens don't.
+in (`backends.torch.paged_attention`): lengths may follow the clock, tokens don't.
 
 Neighbours: `stage_times` estimates, `batching` asks; `serving` halves lengths where nothing came back.
 """

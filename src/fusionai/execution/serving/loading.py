@@ -16,8 +16,8 @@ from typing import Protocol, cast
 
 import msgspec
 
-from fusionai.backends.serving import ServingBackend, ServingProgram
-from fusionai.backends.whole_serving import WholeServing
+from fusionai.backends.interface import ServingBackend, ServingProgram
+from fusionai.backends.serving.cacheless import WholeServing
 from fusionai.execution.host import Host
 from fusionai.execution.serving.boundary import ServingBoundary
 from fusionai.execution.serving.stage import Identity, ServingPostman, ServingStage, retained_bytes

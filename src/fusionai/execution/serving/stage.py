@@ -4,9 +4,8 @@ recovery.
 It validates passes and limits how many may wait; passes are computed in order of arrival. The driver assigns pages to
 sessions and handles failures.
 
-`execution.serving.member` delivers messages and sends, `backends.serving` computes, `execution.serving.retained` keeps
-rows, `execution.serving.sketches` marks what passes through if it may be checked.
-"""
+`execution.serving.member` delivers messages and sends, `backends.interface` computes, `execution.serving.retained`
+keeps rows, `execution.serving.sketches` marks what passes through if it may be checked."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from typing import Final, Protocol
 import msgspec
 import numpy as np
 
-from fusionai.backends.serving import ServingProgram
+from fusionai.backends.interface import ServingProgram
 from fusionai.execution.compute import ComputeThread, Outcome, Timed
 from fusionai.execution.serving.boundary import RowSpec, ServingBoundary
 from fusionai.execution.serving.retained import Retained, packed

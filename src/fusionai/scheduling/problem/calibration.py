@@ -14,7 +14,7 @@ have the same calls and bytes per operation, or if all machines compute the same
 call and of a byte. Models consist mostly of similar layers, so the error is small.
 
 The functions are pure, and converting twice has no further effect. `replicated`, `planner` and `StageCosts` convert
-first. `backends.pace` measures the speeds, and `ir.cost` counts operations, calls and bytes.
+first. `backends.measurement` measures the speeds, and `ir.cost` counts operations, calls and bytes.
 """
 
 from __future__ import annotations

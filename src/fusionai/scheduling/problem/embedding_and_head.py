@@ -5,7 +5,7 @@ model (`primitives.privacy`) keeps more on both sides: the blocks before the fir
 first blocks are planned like a pinned stage: the owner becomes a peer for these blocks only, and its machine and access
 link count for both ends.
 
-`planner` plans the middle, `pipeline` prices the ends, `ir.ends` counts the end blocks of a graph.
+`planner` plans the middle, `pipeline` prices the ends, `ir.partition` counts the end blocks of a graph.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class BlockCost(_Data, frozen=True, kw_only=True):
 class ServingNeeds(_Data, frozen=True, kw_only=True):
     """Requirements of a serving job on its stages.
 
-    If a problem has them, its block costs are those of one position of a pass (`ir.serving_cost`), with weights in the
+    If a problem has them, its block costs are those of one position of a pass (`ir.cost`), with weights in the
     format in which they are kept.
     """
 

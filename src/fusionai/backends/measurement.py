@@ -1,0 +1,300 @@
+"""Measures a device's speed in training beyond large matrix products: per operation, per call and per byte moved.
+
+A transformer block is run forward and backward as a stage runs it, in three sizes: one so small that its time is the
+overhead of calling its operators, one so narrow that memory traffic is a large share, and one so wide that computing
+dominates. Three times determine three unknowns (`primitives.pace`). Operations, calls and bytes are counted as
+`ir.cost` counts those of every job, so the figures hold for jobs counted that way, not for matrix products alone.
+
+Also measured: how fast a stage's file of optimizer state or weights is read and written. Unlike a stage, the
+measurement waits for the disk and drops the file from the page cache where the system allows that, because a machine
+that offloads state or weights is short of memory. `arithmetic` names what determines the exact bits of CPU results
+besides the framework: instruction sets (a hypervisor or environment variables may hide some) and kernel libraries.
+
+Neighbours: the backends' probes call this, `scheduling.problem.calibration` plans with the result.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final, Protocol, cast
+
+import numpy as np
+
+from fusionai.backends.interface import Call, Speeds, StageProgram
+from fusionai.ir.cost import block_costs
+from fusionai.ir.schema import Arg, Dim, Graph, InitOp, ListArg, Node, ParamSpec, Ref, ValueSpec
+from fusionai.ir.validate import validate
+from fusionai.primitives.environment import arithmetic_limits, scratch_directory
+from fusionai.primitives.pace import Pace
+from fusionai.primitives.tensors import host_tensor
+from fusionai.wire.messages import StageOptions
+
+SMALL: Final = (32, 8, 1)
+"""Width, tokens and rows of the small block: its arithmetic takes negligible time compared with calling its
+operators."""
+NARROW: Final = {"cpu": (128, 256, 1), "mps": (256, 512, 8), "cuda": (512, 1024, 16)}
+"""Width, tokens and rows of the narrow block per device: memory traffic is a large share of its time."""
+LARGE: Final = {"cpu": (512, 128, 1), "mps": (1024, 512, 1), "cuda": (2048, 1024, 1)}
+"""Width, tokens and rows of the wide block per device: matrix products dominate its time."""
+HEADS: Final = 8
+"""Attention heads of every block."""
+LEAST_PER_S: Final = 1e-9
+"""Lower limit for a counted quantity (operations, calls or bytes) per second of run time. A smaller count is treated as
+this; dividing by it would otherwise overflow."""
+Seconds = Callable[[Callable[[], object]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Counted work of a block, and its measured run time."""
+
+    flops: float
+    calls: int
+    moved_bytes: float
+    took_s: float
+
+
+class _Trains(Protocol):
+    device: str
+
+    def load(self, graph: Graph, *, grad_inputs: Sequence[str], options: StageOptions) -> StageProgram: ...
+
+
+def with_pace(speeds: Speeds, backend: _Trains, seconds: Seconds) -> Speeds:
+    """Return `speeds` with the pace of the backend's device, or with None if the pace can't be measured."""
+    return replace(speeds, pace=measured_pace(backend, seconds))
+
+
+def measured_pace(backend: _Trains, seconds: Seconds) -> Pace | None:
+    """Return the measured pace of the backend's device.
+
+    `seconds` returns the measured run time of one call of its argument. Returns None if the measurement makes no sense,
+    for example because other work disturbed it: a large block took no longer than a small one.
+    """
+    runs = [_Run(backend, *size) for size in (SMALL, NARROW[backend.device], LARGE[backend.device])]
+    for run in runs:
+        # Compilation happens at the first microbatch and again at the second, whose gradients are added to the first's.
+        run()
+        run()
+    small, narrow, large = (Sample(run.flops, run.calls, run.moved_bytes, seconds(run)) for run in runs)
+    if not 0 < small.took_s < min(narrow.took_s, large.took_s):
+        return None
+    if backend.device == "cpu":
+        return fitted((small, narrow, large))
+    # Calls are queued while the device computes earlier ones: in a large block they add no time.
+    computed = fitted([replace(sample, calls=0) for sample in (narrow, large)])
+    return (
+        None
+        if computed is None
+        else Pace(flops_per_s=computed.flops_per_s, call_s=small.took_s / small.calls, byte_s=computed.byte_s)
+    )
+
+
+def fitted(samples: Sequence[Sample]) -> Pace | None:
+    """Return the pace that fits `samples` best by the squares of relative errors, with no figure below zero.
+
+    If noise would make the cost of calls or bytes negative, that cost is set to zero. Returns None if the cost of
+    operations is not positive even then.
+    """
+    counted = np.array([(sample.flops, sample.calls, sample.moved_bytes) for sample in samples], dtype=np.float64)
+    relative = counted / np.array([[sample.took_s] for sample in samples])
+    # so that their coefficients are of one magnitude: operations are many and short
+    sizes = np.maximum(relative.max(axis=0), LEAST_PER_S)
+    relative /= sizes
+    found: list[tuple[float, Pace]] = []
+    for kept in ([0, 1, 2], [0, 1], [0, 2], [0]):
+        figures = np.zeros(3)
+        figures[kept] = np.linalg.lstsq(relative[:, kept], np.ones(len(samples)), rcond=None)[0]
+        flop_s, call_s, byte_s = (float(figure) for figure in figures / sizes)
+        if flop_s > 0 and call_s >= 0 and byte_s >= 0:
+            error = float(np.square(relative @ figures - 1).sum())
+            found.append((error, Pace(flops_per_s=1 / flop_s, call_s=call_s, byte_s=byte_s)))
+    return min(found, key=lambda one: one[0])[1] if found else None
+
+
+class _Run:
+    """A loaded block. A call runs one microbatch forward and backward."""
+
+    def __init__(self, backend: _Trains, width: int, tokens: int, rows: int) -> None:
+        graph = block_graph(width, tokens, rows)
+        (cost,) = block_costs(graph, {}, training=True)
+        self.flops = cost.forward_flops + cost.backward_flops
+        self.calls = cost.calls
+        self.moved_bytes = cost.moved_bytes
+        self._program = backend.load(graph, grad_inputs=("x",), options=StageOptions())
+        self._program.initialise()
+        self._hidden = host_tensor("float32", (rows, tokens, width), bytearray(4 * rows * tokens * width))
+
+    def __call__(self) -> None:
+        call = Call("train", 0, 0)
+        self._program.forward(call, {"x": self._hidden})
+        self._program.backward(call, {"y": self._hidden})
+
+
+def block_graph(width: int, tokens: int, rows: int) -> Graph:
+    """Return a graph x [rows, tokens, width] -> y: attention and a gated MLP, each after a norm, as in language
+    models."""
+    made = _Sketch((rows, tokens, width))
+    heads = (rows, HEADS, tokens, width // HEADS)
+    normed = made.norm(Ref("x"), "attention_norm")
+    turned = [
+        made.add(
+            "aten.transpose.int", made.reshaped(made.linear(normed, name, width), tokens, HEADS, -1), 1, 2, to=heads
+        )
+        for name in ("q", "k", "v")
+    ]
+    query, key, value = made.rotated(turned[0], heads), made.rotated(turned[1], heads), turned[2]
+    seen = made.add("fusion.attention", query, key, value, to=heads, scale=1.0, causal=True)
+    merged = made.add("aten.transpose.int", seen, 1, 2, to=(rows, tokens, HEADS, width // HEADS))
+    attended = made.linear(made.reshaped(merged, tokens, width), "o", width)
+    middle = made.add("aten.add.Tensor", Ref("x"), attended)
+    inner = made.norm(middle, "mlp_norm")
+    wide = (rows, tokens, 2 * width)
+    gate = made.add("aten.silu.default", made.linear(inner, "gate", 2 * width), to=wide)
+    mixed = made.add("aten.mul.Tensor", gate, made.linear(inner, "up", 2 * width), to=wide)
+    return made.graph(made.add("aten.add.Tensor", middle, made.linear(mixed, "down", width)))
+
+
+@dataclass
+class _Sketch:
+    """Collects the nodes of a graph; each method returns the value it makes. `shape`: shape of the hidden state."""
+
+    shape: tuple[int, int, int]
+    values: dict[str, ValueSpec] = field(default_factory=dict[str, ValueSpec])
+    params: dict[str, ParamSpec] = field(default_factory=dict[str, ParamSpec])
+    nodes: list[Node] = field(default_factory=list[Node])
+
+    def __post_init__(self) -> None:
+        self.values["x"] = ValueSpec(self.shape, "float32")
+
+    def add(self, op: str, *args: Arg, to: tuple[Dim, ...] | None = None, **options: Arg) -> Ref:
+        name = f"v{len(self.nodes)}"
+        self.values[name] = ValueSpec(self.shape if to is None else to, "float32")
+        self.nodes.append(Node(id=len(self.nodes), op=op, args=args, kwargs=options, outputs=(name,)))
+        return Ref(name)
+
+    def param(self, key: str, *shape: int, value: float) -> Ref:
+        spec = ParamSpec(
+            key=key,
+            kind="parameter",
+            shape=shape,
+            dtype="float32",
+            trainable=True,
+            order=len(self.params),
+            init=(InitOp(op="fill", args=(value,)),),
+        )
+        self.params[key], self.values[key] = spec, ValueSpec(shape, "float32")
+        return Ref(key)
+
+    def linear(self, x: Ref, key: str, width: int) -> Ref:
+        entering = self.values[x.name].shape
+        assert isinstance(entering[-1], int)
+        weight = self.param(key, width, entering[-1], value=1 / entering[-1])
+        return self.add("aten.linear.default", x, weight, to=(*entering[:-1], width))
+
+    def norm(self, x: Ref, key: str) -> Ref:
+        rows, tokens, width = self.shape
+        one = (rows, tokens, 1)
+        square = self.add("aten.pow.Tensor_Scalar", x, 2)
+        mean = self.add("aten.mean.dim", square, ListArg((-1,)), True, to=one)
+        scale = self.add("aten.rsqrt.default", self.add("aten.add.Scalar", mean, 1e-6, to=one), to=one)
+        return self.add("aten.mul.Tensor", self.add("aten.mul.Tensor", x, scale), self.param(key, width, value=1.0))
+
+    def reshaped(self, x: Ref, *sizes: int) -> Ref:
+        known = [size for size in sizes if size > 0]
+        rows, tokens, width = self.shape
+        left = tokens * width
+        for size in known:
+            left //= size
+        return self.add(
+            "aten.reshape.default",
+            x,
+            ListArg((rows, *sizes)),
+            to=(rows, *(left if size < 0 else size for size in sizes)),
+        )
+
+    def rotated(self, x: Ref, heads: tuple[int, ...]) -> Ref:
+        """Return x rotated like a rotary embedding, but by the same angle at every position."""
+        *outer, width = heads
+        halves = (*outer, width // 2)
+        first = self.add("aten.slice.Tensor", x, 3, 0, width // 2, to=halves)
+        second = self.add("aten.slice.Tensor", x, 3, width // 2, width, to=halves)
+        turned = self.add(
+            "aten.cat.default", ListArg((self.add("aten.neg.default", second, to=halves), first)), -1, to=heads
+        )
+        left = self.add("aten.mul.Scalar", x, 0.8, to=heads)
+        return self.add("aten.add.Tensor", left, self.add("aten.mul.Scalar", turned, 0.6, to=heads), to=heads)
+
+    def graph(self, result: Ref) -> Graph:
+        return validate(
+            Graph(
+                name="pace",
+                inputs=("x",),
+                outputs={"y": result.name},
+                values=self.values,
+                params=self.params,
+                nodes=tuple(self.nodes),
+            )
+        )
+
+
+_LIBRARIES = ("numpy", "numba", "llvmlite")
+
+
+@cache
+def arithmetic() -> tuple[str, ...]:
+    """Return the processor's architecture and instruction sets, library versions, and environment variables that limit
+    them."""
+    limits = (f"{name}={value}" for name, value in sorted(arithmetic_limits().items()))
+    return (platform.machine(), _instructions(), *(f"{name} {_version(name)}" for name in _LIBRARIES), *limits)
+
+
+def _instructions() -> str:
+    """Return the instruction sets that numpy detected. Every backend has loaded numpy anyway; asking LLVM would keep 44
+    MB of it in memory."""
+    found = getattr(import_module("numpy._core._multiarray_umath"), "__cpu_features__", None)
+    if not isinstance(found, dict):
+        return platform.processor()
+    known = cast("dict[str, bool]", found)
+    return " ".join(sorted(name for name, there in known.items() if there))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+TRIED_BYTES: Final = 64 * 2**20
+"""Bytes written and read back; chosen."""
+PIECE_BYTES: Final = 512 * 2**10
+"""Bytes per write and read."""
+
+
+def scratch_bytes_per_s(directory: Path | None = None) -> float:
+    """Return the bytes read and written per second of both together, or 0.0 if the file can't be written."""
+    piece = bytes(PIECE_BYTES)
+    try:
+        with tempfile.TemporaryFile(dir=directory or scratch_directory(), buffering=0) as file:
+            started_s = time.perf_counter()
+            for _ in range(TRIED_BYTES // PIECE_BYTES):
+                file.write(piece)
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            while file.read(PIECE_BYTES):
+                pass
+            return 2 * TRIED_BYTES / max(time.perf_counter() - started_s, 1e-9)
+    except OSError:
+        return 0.0

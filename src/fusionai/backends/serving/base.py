@@ -1,0 +1,214 @@
+"""Framework-free base of serving programs: checks passes, keeps sessions and rows. Computes nothing.
+
+A pass is checked as a whole before anything changes or is allocated, with the same error messages on every backend.
+Neighbours: `page_table` keeps the sessions and sizes the caches, `backends.torch.serving` and
+the other backends' programs compute.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fusionai.backends.binding import bind_symbols, describe, nearest
+from fusionai.backends.serving.page_table import SessionTable, Span, layer_shapes, ring_tokens
+from fusionai.ir.graph import needed_nodes, reads
+from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.ir.serving import ADAPTERS, BATCH, FROM_SEGMENTS, POSITIONS, RANDOM, SEQUENCE
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
+from fusionai.wire.serving import Segment, ServeOptions
+
+
+class ServingBase(ABC):
+    """Framework-independent part of `backends.interface.ServingProgram`."""
+
+    def __init__(self, graph: Graph, options: ServeOptions, *, whole: bool = False) -> None:
+        """`whole`: the stage keeps its inputs instead of keys and values.
+
+        Raises `ExecutionError` on an attention that can't use a cache, and on an operator that draws random numbers:
+        its keys would differ from pass to pass.
+        """
+        for node in graph.nodes:
+            if node.op == RANDOM:
+                raise ExecutionError(f"{describe(node)}: a serving stage can't draw random numbers.")
+        self._graph = graph
+        self._options = options
+        self._layers = () if whole else layer_shapes(graph, options)
+        self._keeps = whole or bool(self._layers)
+        self._windows = {
+            shape.window: ring_tokens(shape.window, options) for shape in self._layers if shape.window is not None
+        }
+        self._paged = whole or any(shape.window is None for shape in self._layers)
+        self._table = SessionTable(options, paged=self._paged, windows=self._windows)
+        self._inputs: dict[frozenset[str], frozenset[str]] = {}
+
+    @property
+    @abstractmethod
+    def missing(self) -> tuple[str, ...]: ...
+
+    @abstractmethod
+    def allocate(self) -> None: ...
+
+    @abstractmethod
+    def _computed(
+        self,
+        spans: tuple[Span, ...],
+        fed: Mapping[str, HostTensor],
+        wanted: frozenset[str],
+        rows: Sequence[int] | None,
+        positions: int,
+    ) -> dict[str, HostTensor]:
+        """Compute a pass that was checked and return the `wanted` values. `spans` is empty if the stage has no
+        attention."""
+
+    def run(
+        self,
+        segments: Sequence[Segment],
+        inputs: Mapping[str, HostTensor],
+        *,
+        wanted: Sequence[str],
+        rows: Sequence[int] | None = None,
+    ) -> dict[str, HostTensor]:
+        """See `ServingProgram.run`."""
+        names = frozenset(wanted)
+        fed = self._checked_inputs(segments, inputs, self._needed(names))
+        positions = self._positions(segments, fed)
+        if rows is not None and any(not 0 <= row < positions for row in rows):
+            raise ExecutionError(f"the pass has {positions} positions, but rows up to {max(rows)} are requested.")
+        self.allocate()
+        spans: tuple[Span, ...] = ()
+        if self._keeps:
+            spans = self._table.place(segments)
+        results = self._computed(spans, fed, names, rows, positions)
+        self._table.computed(spans)
+        return results
+
+    def forget(self, sessions: Iterable[int]) -> None:
+        self._table.forget(sessions)
+
+    def forget_all(self) -> None:
+        self._table.forget_all()
+
+    @property
+    def cached(self) -> dict[int, int]:
+        return self._table.cached
+
+    # -------------------------------------------------------------------------------------------------------- checks
+
+    def _needed(self, wanted: frozenset[str]) -> frozenset[str]:
+        """Return the graph inputs that these outputs need."""
+        for name in wanted:
+            if name not in self._graph.outputs:
+                raise ExecutionError(f"the stage has no output {name!r}{nearest(name, self._graph.outputs)}.")
+        if self.missing:
+            raise ExecutionError(
+                f"{len(self.missing)} weights have not been imported, among them {self.missing[0]}.",
+                hint="Import them first.",
+            )
+        if wanted not in self._inputs:
+            values = [self._graph.outputs[name] for name in wanted]
+            nodes = needed_nodes(self._graph, values)
+            # A pass that skipped an attention node would leave a gap in its cache.
+            done = {node.id for node in nodes}
+            left_out = [shape.node for shape in self._layers if shape.node not in done]
+            if left_out:
+                raise ExecutionError(
+                    f"{', '.join(sorted(wanted)) or 'nothing'} does not need attention node {left_out[0]}, whose cache "
+                    "every pass must fill."
+                )
+            read = {value for node in nodes for value in reads(node)} | set(values)
+            self._inputs[wanted] = frozenset(read.intersection(self._graph.inputs))
+        return self._inputs[wanted]
+
+    def _checked_inputs(
+        self, segments: Sequence[Segment], inputs: Mapping[str, HostTensor], needed: frozenset[str]
+    ) -> dict[str, HostTensor]:
+        """Return the inputs, with positions and adapters added, after checking their sizes against the graph's
+        declarations."""
+        for name in FROM_SEGMENTS:
+            if name in inputs:
+                raise ExecutionError(f"{name} is computed from the segments, it can't be an input.")
+        length = sum(segment.length for segment in segments)
+        if self._keeps and not segments:
+            raise ExecutionError("a stage with attention needs at least one segment, got none.")
+        if length > self._options.pass_tokens:
+            raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {length}.")
+        fed = dict(inputs)
+        if not segments and (missing := FROM_SEGMENTS & needed):
+            raise ExecutionError(f"the stage computes {min(missing)} from segments, got none.")
+        if POSITIONS in needed:
+            fed[POSITIONS] = _positions_of(segments)
+        if ADAPTERS in needed:
+            fed[ADAPTERS] = _adapters_of(segments, self._options.adapter_ranks)
+        symbols = bind_symbols(self._graph, fed, needed)
+        if symbols.get(BATCH, 1) != 1:
+            raise ExecutionError(f"a pass packs its sessions along the sequence, got a batch of {symbols[BATCH]}.")
+        found = symbols.get(SEQUENCE, length)
+        if found > self._options.pass_tokens:
+            raise ExecutionError(f"a pass takes {self._options.pass_tokens} positions at most, this has {found}.")
+        if segments and found != length and (self._keeps or not FROM_SEGMENTS.isdisjoint(fed)):
+            raise ExecutionError(f"the segments have {length} positions, the inputs {found}.")
+        return fed
+
+    def _positions(self, segments: Sequence[Segment], fed: Mapping[str, HostTensor]) -> int:
+        for name, tensor in fed.items():
+            for dim, size in zip(self._graph.values[name].shape, tensor.shape, strict=True):
+                if dim == SEQUENCE:
+                    return size
+        return sum(segment.length for segment in segments)
+
+
+def awaited(specs: Mapping[str, ParamSpec], waiting: Container[str], key: str, tensor: HostTensor) -> ParamSpec:
+    """Return the specification of weight `key`.
+
+    Raises `ExecutionError` if the stage has no such weight, if the weight came before, or if `tensor` does not fit it.
+    """
+    if key not in specs:
+        raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, specs)}.")
+    if key not in waiting:
+        raise ExecutionError(f"weight {key!r} came twice.")
+    check_weight(specs[key], tensor)
+    return specs[key]
+
+
+def check_weight(spec: ParamSpec, tensor: HostTensor) -> None:
+    """Raise `ExecutionError` unless `tensor` may be the weight that `spec` describes."""
+    if tensor.shape != spec.shape:
+        raise ExecutionError(f"expected weight {spec.key!r} of shape {list(spec.shape)}, got {list(tensor.shape)}.")
+    floats = spec.dtype in FLOAT_DTYPES and tensor.dtype in FLOAT_DTYPES
+    if tensor.dtype != spec.dtype and not floats:
+        raise ExecutionError(f"weight {spec.key!r} came as {tensor.dtype}, which can't become {spec.dtype}.")
+
+
+def array_of(tensor: HostTensor) -> npt.NDArray[Any]:
+    """Return a numpy view of the tensor's memory; its dtype must be one that numpy has."""
+    return np.frombuffer(tensor.data, dtype=tensor.dtype).reshape(tensor.shape)
+
+
+def _positions_of(segments: Sequence[Segment]) -> HostTensor:
+    """Return the position of every row: int64 [1, positions]."""
+    ranges = [np.arange(segment.start, segment.start + segment.length, dtype=np.int64) for segment in segments]
+    flat = np.concatenate(ranges)
+    return host_tensor("int64", (1, flat.size), flat.data)
+
+
+def _adapters_of(segments: Sequence[Segment], ranks: Sequence[int]) -> HostTensor:
+    """Return which adapter ranks apply at which position, as 0 or 1: float32 [1, positions, sum of all ranks].
+
+    Raises `ExecutionError` if a segment names an adapter that is not loaded.
+    """
+    ends = np.cumsum([0, *ranks])
+    mask = np.zeros((1, sum(segment.length for segment in segments), int(ends[-1])), np.float32)
+    at = 0
+    for segment in segments:
+        if segment.adapter > len(ranks):
+            raise ExecutionError(f"session {segment.session} needs adapter {segment.adapter}, there are {len(ranks)}.")
+        if segment.adapter:
+            mask[0, at : at + segment.length, ends[segment.adapter - 1] : ends[segment.adapter]] = 1.0
+        at += segment.length
+    return host_tensor("float32", mask.shape, mask.reshape(-1).data)

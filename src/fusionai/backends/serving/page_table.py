@@ -1,0 +1,270 @@
+"""Session table of a serving stage: page tables, rings, and cached positions. Checks whether a pass fits; holds no
+tensors.
+
+All segments of a pass are checked before anything changes. The positions of a pass count as cached only after the pass
+was computed. Page ids come from the caller and are never trusted. Neighbours: `parted` and `torch.paged_cache` hold
+the memory that these numbers refer to, `base` calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Final
+
+from fusionai.backends.interface import FEW_POSITIONS
+from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.tensors import ITEMSIZE_BYTES
+from fusionai.wire.serving import CacheFormat, Segment, ServeOptions
+
+
+@dataclass(slots=True)
+class Session:
+    """`length`: positions cached. `written`: end of the farthest position ever written to the session's ring."""
+
+    pages: list[int] = field(default_factory=list[int])
+    length: int = 0
+    ring: int = -1
+    written: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One segment's part of a pass: rows [first, first + length) of the pack are positions [start, end) of a session.
+    `pages`: the page table up to `end`."""
+
+    session: int
+    first: int
+    start: int
+    length: int
+    pages: tuple[int, ...]
+    ring: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class SessionTable:
+    """`paged`: True if some layer keeps all positions. `windows`: window -> positions in a ring for that window."""
+
+    def __init__(self, options: ServeOptions, *, paged: bool, windows: dict[int, int]) -> None:
+        self._options = options
+        self._paged = paged
+        self._windows = windows
+        self._sessions: dict[int, Session] = {}
+        self._free_rings = list(range(options.sessions - 1, -1, -1))
+        self._filled: dict[int, int] = {}
+        """Page -> how many of its positions, from the first on, are filled."""
+
+    def place(self, segments: Sequence[Segment]) -> tuple[Span, ...]:
+        """Check a pass and write its pages into the tables. Positions cached from each segment's start on are
+        dropped."""
+        changed = self._checked(segments)
+        spans: list[Span] = []
+        first = 0
+        for segment in segments:
+            session = self._sessions.setdefault(segment.session, Session())
+            if self._windows and session.ring < 0:
+                session.ring = self._free_rings.pop()
+            session.pages = changed[segment.session]
+            session.length = segment.start
+            if segment.start == 0:
+                session.written = 0
+            span = Span(
+                segment.session,
+                first,
+                segment.start,
+                segment.length,
+                tuple(session.pages[: self._pages_of(segment.start + segment.length)]),
+                session.ring,
+            )
+            if self._paged:
+                for page, begin, _ in self._written_pages(span):
+                    self._filled[page] = min(self._filled.get(page, 0), begin)
+            session.written = max(session.written, span.end)
+            spans.append(span)
+            first += segment.length
+        return tuple(spans)
+
+    def computed(self, spans: Iterable[Span]) -> None:
+        """Mark the positions of these spans as cached."""
+        for span in spans:
+            self._sessions[span.session].length = span.end
+            if self._paged:
+                for page, _, end in self._written_pages(span):
+                    self._filled[page] = end
+
+    def forget(self, sessions: Iterable[int]) -> None:
+        for number in sessions:
+            session = self._sessions.pop(number, None)
+            if session is not None and session.ring >= 0:
+                self._free_rings.append(session.ring)
+
+    def forget_all(self) -> None:
+        self.forget(list(self._sessions))
+        self._filled.clear()
+
+    @property
+    def cached(self) -> dict[int, int]:
+        return {number: session.length for number, session in self._sessions.items()}
+
+    def _checked(self, segments: Sequence[Segment]) -> dict[int, list[int]]:
+        """Return session -> its page table including the pages of this pass. Raises `ExecutionError`; changes
+        nothing."""
+        tables: dict[int, list[int]] = {}
+        writers: dict[int, int] = {}
+        for segment in segments:
+            number = segment.session
+            if number in tables:
+                raise ExecutionError(f"session {number} has two segments in one pass.")
+            session = self._sessions.get(number, Session())
+            table = self._table(session, segment)
+            self._check_start(session, segment, table)
+            if self._paged:
+                span = Span(number, 0, segment.start, segment.length, tuple(table), -1)
+                for page, _, _ in self._written_pages(span):
+                    if writers.setdefault(page, number) != number:
+                        raise ExecutionError(f"sessions {writers[page]} and {number} both write page {page}.")
+            tables[number] = table
+        new = sum(number not in self._sessions for number in tables)
+        if len(self._sessions) + new > self._options.sessions:
+            raise ExecutionError(
+                f"{len(self._sessions)} sessions exist and the pass adds {new}; the limit is {self._options.sessions}.",
+                hint="Forget finished sessions.",
+            )
+        return tables
+
+    def _table(self, session: Session, segment: Segment) -> list[int]:
+        if not segment.pages:
+            table = session.pages
+        elif segment.first_page > len(session.pages):
+            raise ExecutionError(
+                f"session {segment.session} has {len(session.pages)} pages, its pass writes from entry "
+                f"{segment.first_page} on."
+            )
+        else:
+            table = [*session.pages[: segment.first_page], *segment.pages]
+        for page in segment.pages:
+            if not 0 <= page < self._options.pages:
+                raise ExecutionError(
+                    f"session {segment.session} names page {page}; there are {self._options.pages} pages."
+                )
+        needed = self._pages_of(segment.start + segment.length)
+        if self._paged and len(table) < needed:
+            raise ExecutionError(
+                f"session {segment.session} has {len(table)} pages, {segment.start + segment.length} positions take "
+                f"{needed}."
+            )
+        return list(table)
+
+    def _check_start(self, session: Session, segment: Segment, table: Sequence[int]) -> None:
+        start = segment.start
+        known = session.length
+        if start > known and self._paged and not self._windows:
+            # The first positions may be in pages that another session filled.
+            known = self._filled_positions(table)
+        if start > known:
+            raise ExecutionError(
+                f"session {segment.session} starts at position {start}, but {known} are cached.",
+                hint="Send its tokens from position 0 on.",
+            )
+        for window, capacity in self._windows.items():
+            if start and max(0, start - window + 1) < session.written - capacity:
+                raise ExecutionError(
+                    f"session {segment.session} goes back to position {start}, but its window of {window} then needs "
+                    f"positions that its ring has overwritten: {session.written} were written.",
+                    hint="Send its tokens from position 0 on.",
+                )
+
+    def _filled_positions(self, table: Sequence[int]) -> int:
+        total = 0
+        for page in table:
+            filled = self._filled.get(page, 0)
+            total += filled
+            if filled < self._options.page_tokens:
+                break
+        return total
+
+    def _pages_of(self, positions: int) -> int:
+        return -(-positions // self._options.page_tokens)
+
+    def _written_pages(self, span: Span) -> Iterable[tuple[int, int, int]]:
+        """Yield (page, first position in it, end) for every page that a span writes."""
+        size = self._options.page_tokens
+        for entry in range(span.start // size, self._pages_of(span.end)):
+            yield span.pages[entry], max(0, span.start - entry * size), min(size, span.end - entry * size)
+
+
+CACHE_NAMES: Final[Mapping[CacheFormat, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Cache format -> dtype name of `primitives.tensors`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Cache shape of one attention node. `window` is None if all positions are kept, in pages. `heads` counts key and
+    value heads, `query_heads` the query heads."""
+
+    node: int
+    query_heads: int
+    heads: int
+    key_width: int
+    value_width: int
+    window: int | None
+
+    def nbytes(self, options: ServeOptions) -> int:
+        """Return the bytes of the whole cache."""
+        per_position = self.heads * (self.key_width + self.value_width) * ITEMSIZE_BYTES[CACHE_NAMES[options.cache]]
+        if self.window is None:
+            return options.pages * options.page_tokens * per_position
+        return options.sessions * ring_tokens(self.window, options) * per_position
+
+
+def layer_shapes(graph: Graph, options: ServeOptions) -> tuple[LayerShape, ...]:
+    """Return the cache shape of every attention node, in graph order. A window that no session can outgrow counts as
+    none.
+
+    Raises `ExecutionError` on an attention that can't use a cache.
+    """
+    found: list[LayerShape] = []
+    for node in graph.nodes:
+        if node.op != "fusion.attention":
+            continue
+        query, key, value = (_sizes(graph, node, number) for number in range(3))
+        if node.kwargs.get("causal") is not True or node.kwargs.get("key_mask") is not None:
+            raise ExecutionError(f"node {node.id}: attention with a cache must be causal and without a padding mask.")
+        window = node.kwargs.get("window")
+        longest = options.pages * options.page_tokens
+        ringed = window if isinstance(window, int) and window < longest else None
+        found.append(LayerShape(node.id, query[0], key[0], key[1], value[1], ringed))
+    return tuple(found)
+
+
+def ring_tokens(window: int, options: ServeOptions) -> int:
+    """Return the positions of a ring: one window and one pass, rounded up to whole pages."""
+    return -(-(window + options.pass_tokens) // options.page_tokens) * options.page_tokens
+
+
+def first_key(position: int, window: int | None) -> int:
+    """Return the earliest position that a query at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def one_by_one(span: Span) -> bool:
+    """Return whether a span's positions are computed as if each came alone."""
+    return span.start > 0 and span.length <= FEW_POSITIONS
+
+
+def _sizes(graph: Graph, node: Node, position: int) -> tuple[int, int]:
+    """Return (heads, width) of the node's queries (`position` 0), keys (1) or values (2)."""
+    arg = node.args[position] if position < len(node.args) else None
+    shape = graph.values[arg.name].shape if isinstance(arg, Ref) else ()
+    match shape:
+        case (_, int(heads), _, int(width)) if prod((heads, width)) > 0:
+            return heads, width
+        case _:
+            raise ExecutionError(
+                f"node {node.id}: its queries, keys and values must have fixed heads and widths, got {shape!r}."
+            )

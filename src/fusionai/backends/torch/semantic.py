@@ -1,0 +1,337 @@
+"""`fusion.attention` on dense tensors, for training and evaluation. Chooses the kernel; keeps no cache.
+
+If torch's fused kernel can express the request, the calls are those of transformers' `sdpa_attention_forward`, in the
+same order and on the same layouts, so forward and backward are equal bit for bit. Soft capping, sinks and dropout use
+the explicit formula of transformers' eager attention. Neighbours: `operators` maps the operator's name to this module.
+
+The other semantic operators: dropout and random numbers are pure functions of counters (`backends.counters` folds the
+keys, the part that depends on the element is here). `fusion.expert_linear` applies an expert's weight to each row.
+`fusion.linear_scan` and `fusion.linear_attention` are the recurrences of state-space and linear-attention models;
+`capture.tracing.recurrence` says which models' layers they stand for. The order of products and sums is fixed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import floor, prod
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
+
+from fusionai.backends.counters import FIRST_MULTIPLIER, SECOND_MULTIPLIER, UNIFORM_BITS, DropoutKey, folds
+from fusionai.backends.torch.host import DTYPE_NAMES
+
+MAX_GROUPED_HEAD_DIM = 256
+"""Widest head for which a fused kernel supports grouped queries."""
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    key_mask: torch.Tensor | None,
+    dropout: float,
+    key: DropoutKey,
+    node: int,
+) -> torch.Tensor:
+    """Return [B, Hq, S, Dv] for q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv].
+
+    `window`: a causal query sees itself and the `window - 1` positions before it; a query that is not causal sees up to
+    `window` positions on either side (transformers' two conventions). `key_mask` [B, T]: non-zero where a key may be
+    seen. `sinks` [Hq]: one extra logit per head, which takes weight but adds no value. `dropout`: probability of
+    dropping a weight, 0.0 outside training.
+    """
+    if softcap is not None or sinks is not None or dropout > 0.0:
+        mask = _visible(q, k, causal=causal, window=window, key_mask=key_mask)
+        return _explicit(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, key=key, node=node)
+    mask = None
+    if _needs_mask(k, window, key_mask):
+        mask = _visible(q, k, causal=causal, window=window, key_mask=key_mask)
+    return _fused(q, k, v, mask, scale=scale, causal=causal)
+
+
+def _fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, scale: float, causal: bool
+) -> torch.Tensor:
+    batch, heads, queries, _ = q.shape
+    groups = heads // k.shape[1]
+    grouped_kernel = False
+    if groups > 1:
+        if q.device.type == "mps" or (mask is None and k.shape[-1] == v.shape[-1] <= MAX_GROUPED_HEAD_DIM):
+            grouped_kernel = True
+        elif queries == 1:
+            q = q.reshape(batch, heads // groups, groups, q.shape[-1])
+        else:
+            k, v = _repeat(k, groups), _repeat(v, groups)
+    is_causal = queries > 1 and mask is None and causal
+    if is_causal and k.shape[2] > queries:
+        k, v = k[:, :, :queries, :], v[:, :, :queries, :]
+    if q.device.type == "meta" and mask is None and k.shape[-1] == v.shape[-1]:
+        # On the shape-only device torch would choose the kernel that keeps all weights; the kernels of real devices
+        # keep none.
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, is_causal, scale=scale)[
+            0
+        ].reshape(batch, heads, queries, v.shape[-1])
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=0.0, scale=scale, is_causal=is_causal, enable_gqa=grouped_kernel
+    )
+    return out.reshape(batch, heads, queries, v.shape[-1])
+
+
+def _explicit(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    dropout: float,
+    key: DropoutKey,
+    node: int,
+) -> torch.Tensor:
+    groups = q.shape[1] // k.shape[1]
+    k, v = _repeat(k, groups), _repeat(v, groups)
+    weights = torch.matmul(q, k.transpose(2, 3)) * scale
+    if softcap is not None:
+        weights = torch.tanh(weights / softcap) * softcap
+    if mask is not None:
+        lowest = torch.full((), torch.finfo(weights.dtype).min, dtype=weights.dtype, device=weights.device)
+        weights = weights + torch.where(mask, 0.0, lowest)
+    if sinks is None:
+        weights = torch.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
+    else:
+        column = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+        logits = torch.cat([weights, column], dim=-1)
+        logits = logits - logits.max(dim=-1, keepdim=True).values
+        weights = torch.softmax(logits, dim=-1, dtype=logits.dtype)[..., :-1]
+    if dropout > 0.0:
+        weights = weights * scaled_mask(
+            tuple(weights.shape), dropout, key, node, dtype=weights.dtype, device=weights.device
+        )
+    return torch.matmul(weights.to(v.dtype), v)
+
+
+def _needs_mask(k: torch.Tensor, window: int | None, key_mask: torch.Tensor | None) -> bool:
+    if window is not None and k.shape[2] >= window:
+        return True
+    # Reading the mask pays: without a mask, the fused kernel skips keys that causality hides.
+    return key_mask is not None and (key_mask.device.type == "meta" or not bool(key_mask.all()))
+
+
+def _visible(
+    q: torch.Tensor, k: torch.Tensor, *, causal: bool, window: int | None, key_mask: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return bool [B or 1, 1, S, T], True where query s may see key t; None if every query sees every key."""
+    queries = torch.arange(q.shape[2], device=q.device)[:, None]
+    keys = torch.arange(k.shape[2], device=q.device)[None, :]
+    visible = None
+    if causal:
+        visible = keys <= queries
+    if window is not None:
+        visible = visible & (keys > queries - window) if visible is not None else (keys - queries).abs() <= window
+    if visible is not None:
+        visible = visible[None, None]
+    if key_mask is not None:
+        seen = key_mask.to(torch.bool)[:, None, None, :]
+        visible = seen.expand(-1, 1, q.shape[2], -1) if visible is None else visible & seen
+    return visible
+
+
+def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:
+    if groups == 1:
+        return x
+    batch, heads, length, dim = x.shape
+    return x[:, :, None, :, :].expand(batch, heads, groups, length, dim).reshape(batch, heads * groups, length, dim)
+
+
+_MASK: Final = 0xFFFF_FFFF
+_CHUNK_ELEMENTS: Final = 1 << 22
+"""Elements hashed at a time. Hashing needs 16 bytes per element, so pieces keep the workspace at 64 MiB."""
+
+
+def scaled_mask(
+    shape: tuple[int, ...], p: float, key: DropoutKey, node: int, *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return a tensor of `shape` with 0 where dropped and 1 / (1 - p) where kept (all 0 for p = 1)."""
+    scale = 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
+    if device.type == "meta":
+        return torch.empty(shape, dtype=dtype, device=device)
+    count = prod(shape)
+    mask = torch.empty(count, dtype=dtype, device=device)
+    threshold = floor(p * 2**32)
+    for piece, hashed in _hashed(count, key, node, device):
+        mask[piece] = hashed >= threshold
+    return mask.mul_(scale).reshape(shape)
+
+
+def dropout(x: torch.Tensor, p: float, key: DropoutKey, node: int) -> torch.Tensor:
+    """Return x times its mask."""
+    return x * scaled_mask(tuple(x.shape), p, key, node, dtype=x.dtype, device=x.device)
+
+
+def uniform(x: torch.Tensor, key: DropoutKey, node: int) -> torch.Tensor:
+    """Return random numbers in [0, 1) with the shape and dtype of x; the values of x are not used."""
+    if x.device.type == "meta":
+        return torch.empty_like(x)
+    bits = UNIFORM_BITS[DTYPE_NAMES[x.dtype]]
+    drawn = torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+    for piece, hashed in _hashed(x.numel(), key, node, x.device):
+        drawn[piece] = hashed >> (32 - bits)
+    return drawn.mul_(2.0**-bits).reshape(x.shape)
+
+
+def _hashed(count: int, key: DropoutKey, node: int, device: torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield u(i) of the elements as int64, piece by piece."""
+    first, second = folds(key, node)
+    for start in range(0, count, _CHUNK_ELEMENTS):
+        stop = min(start + _CHUNK_ELEMENTS, count)
+        index = torch.arange(start, stop, dtype=torch.int64, device=device)
+        high = _mix(index >> 32).bitwise_xor_(second)
+        yield slice(start, stop), _mix(_mix(index.bitwise_and_(_MASK).bitwise_xor_(first)).bitwise_xor_(high))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = x ^ (x >> 16)
+    x.mul_(FIRST_MULTIPLIER).bitwise_and_(_MASK)
+    x ^= x >> 15
+    x.mul_(SECOND_MULTIPLIER).bitwise_and_(_MASK)
+    x ^= x >> 15
+    return x
+
+
+def expert_linear(
+    x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *, transposed: bool = False
+) -> torch.Tensor:
+    """Return [rows, out] for x [rows, in], weight [experts, out, in] (`transposed`: [experts, in, out]), experts int64
+    [rows].
+
+    Computes one product per expert that has rows. Gathering a weight for each row would take `rows` times a weight's
+    memory.
+    """
+    width = weight.shape[2 if transposed else 1]
+    if x.is_meta or not x.shape[0]:
+        return x.new_zeros(x.shape[0], width)
+    order = experts.argsort(stable=True)
+    counts = torch.bincount(experts, minlength=weight.shape[0]).tolist()
+    made = [
+        rows @ (one if transposed else one.t())
+        for one, rows in zip(weight.unbind(0), x[order].split(counts), strict=True)
+        if rows.shape[0]
+    ]
+    return torch.cat(made)[order.argsort()]
+
+
+CHUNK: Final = 64
+"""Positions whose mutual influence is computed at once."""
+
+
+def linear_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return all `h[t] = decay[t] * h[t - 1] + x[t]`, starting from a zero state.
+
+    decay, x and the result have the same shape [batch, positions, ...].
+    """
+    if decay.shape != x.shape:
+        raise ValueError(f"expected decays and inputs of one shape, got {list(decay.shape)} and {list(x.shape)}")
+    if x.is_meta or not x.numel():
+        return torch.empty_like(x)
+    result = _LinearScan.apply(decay, x)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+class _LinearScan(torch.autograd.Function):
+    """Linear scan, one position after the other, forward and backward: the bits of a plain loop, in linear time."""
+
+    @staticmethod
+    def forward(ctx: Any, decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        states = torch.empty_like(x, memory_format=torch.contiguous_format)
+        state = x[:, 0]
+        states[:, 0] = state
+        for position in range(1, x.shape[1]):
+            state = torch.addcmul(x[:, position], decay[:, position], state)
+            states[:, position] = state
+        ctx.save_for_backward(decay, states)
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        decay, states = ctx.saved_tensors
+        (arriving,) = gradients
+        of_x = torch.empty_like(states)
+        carried = arriving[:, -1]
+        of_x[:, -1] = carried
+        for position in range(states.shape[1] - 2, -1, -1):
+            carried = torch.addcmul(arriving[:, position], decay[:, position + 1], carried)
+            of_x[:, position] = carried
+        of_decay = torch.zeros_like(states)
+        torch.mul(of_x[:, 1:], states[:, :-1], out=of_decay[:, 1:])
+        return of_decay, of_x
+
+
+def linear_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the results of a state `S` [key width, value width] per head that decays, adds each position's key and
+    value, and is read by each query:
+
+    S = exp(decay) * S;  S = S + key (value - S' key)' * beta;  result = S' query
+
+    Without `beta` the value itself is added (Mamba-2, arXiv 2405.21060). With `beta` only the part that the state does
+    not hold yet is added (gated delta rule, arXiv 2412.06464). Positions are processed in chunks as in that paper
+    (section 3.3 and appendix A).
+
+    query and key [batch, positions, heads, key width], value [batch, positions, heads, value width], decay (at most 0)
+    and beta [batch, positions, heads]; the result has value's shape.
+    """
+    batch, positions, heads, width = value.shape
+    if value.is_meta or not value.numel():
+        return torch.empty_like(value)
+    chunk = min(CHUNK, positions)
+    missing = -positions % chunk
+
+    def chunked(x: torch.Tensor) -> torch.Tensor:
+        """Return x as [batch, heads, chunks, chunk, ...]."""
+        x = x.transpose(1, 2)
+        x = F.pad(x, (*(0, 0) * (x.dim() - 3), 0, missing))
+        return x.reshape(batch, heads, -1, chunk, *x.shape[3:])
+
+    q, k, v = chunked(query), chunked(key), chunked(value)
+    total = chunked(decay).cumsum(dim=3)
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=value.device).triu(1)
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(later, float("-inf")).exp()
+    inside = (q @ k.transpose(-1, -2)) * between
+    faded = k * total.exp()[..., None]
+    if beta is not None:
+        # A position's addition depends on those of earlier positions in the chunk: a triangular system.
+        share = chunked(beta)[..., None]
+        system = (k * share) @ k.transpose(-1, -2) * between
+        solved = torch.linalg.solve_triangular(
+            system, torch.cat([v * share, faded * share], dim=-1), upper=False, unitriangular=True
+        )
+        v, faded = solved[..., :width], solved[..., width:]
+    reading = q * total.exp()[..., None]
+    leaving = k * (total[..., -1:] - total).exp()[..., None]
+    fading = total[..., -1].exp()[..., None, None]
+    state = value.new_zeros(batch, heads, key.shape[-1], width)
+    made: list[torch.Tensor] = []
+    for at in range(q.shape[2]):
+        taken = v[:, :, at] if beta is None else v[:, :, at] - faded[:, :, at] @ state
+        made.append(reading[:, :, at] @ state + inside[:, :, at] @ taken)
+        state = state * fading[:, :, at] + leaving[:, :, at].transpose(-1, -2) @ taken
+    joined = torch.stack(made, dim=2).reshape(batch, heads, -1, width)
+    return joined[:, :, :positions].transpose(1, 2).contiguous()

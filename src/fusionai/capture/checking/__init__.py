@@ -1,0 +1,1 @@
+"""Comparison of a captured graph with its module, by running both."""

@@ -1,0 +1,297 @@
+"""Compare a captured graph with its module by numbers: the outputs, and in training the gradients.
+
+A model that fits in memory is compared whole. For a larger one a smaller model of the same kind is made from its
+configuration. Without a configuration the whole model is compared with its parameters in a file, up to a size above
+which it keeps fewer of its repeated layers. The module draws the same random numbers as the graph.
+
+Neighbours: `backends.torch` runs the graph, `capture.checking.shrinking` and `capture.checking.shrinking` make smaller
+modules, `capture.checking.streamed_check` compares if memory is short, `capture.checking.comparison` gives the module
+the graph's draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import psutil
+import torch
+from torch import nn
+
+from fusionai.backends.counters import DropoutKey
+from fusionai.backends.interface import Call, StageProgram
+from fusionai.backends.torch.backend import TorchBackend
+from fusionai.capture.capture import Captured
+from fusionai.capture.checking.comparison import (
+    SameDraws,
+    from_host,
+    gradient_difference,
+    magnitude,
+    relative_difference,
+    without_checkpoints,
+    without_draws,
+)
+from fusionai.capture.checking.shrinking import TooLarge, smaller, with_fewer_layers
+from fusionai.capture.checking.streamed_check import drawn_apart, streamed_differences
+from fusionai.capture.models.build import construct_real
+from fusionai.capture.models.state import to_host
+from fusionai.capture.tasks import InputSpec, TaskModule
+from fusionai.ir.schema import Graph
+from fusionai.primitives.errors import ModelError
+from fusionai.primitives.units import format_count
+from fusionai.wire.messages import StageOptions
+
+LARGEST_PARAMETERS: Final = 20_000_000
+"""Models of at most this many parameters are always compared whole in memory (chosen)."""
+LARGEST_REDUCED_PARAMETERS: Final = 30_000_000
+"""Largest smaller model: its check takes about a second."""
+LARGEST_STREAMED_PARAMETERS: Final = 4_000_000_000
+"""Largest model with its parameters in a file: about a minute of one core per billion parameters, and 8 bytes of disk
+each."""
+_CHECK_BYTES_PER_PARAMETER: Final = 24
+"""Values and gradients of the module and of the graph, and one temporary copy."""
+TOLERANCE: Final = 1e-5
+"""Largest accepted difference, relative to the largest magnitude of the tensor; ten times that for gradients."""
+_SIZES: Final = {"b": 2, "s": 9}
+"""Sizes of the random inputs, clipped to the graph's ranges (chosen)."""
+
+
+def _silent(_line: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """The result of a comparison.
+
+    `forward_diff` and `gradient_diff`: worst difference relative to the largest magnitude of its tensor.
+    `gradient_diff` is None for a graph that does not train, `evaluation_diff` for one that does not both train and
+    evaluate. `reduced`: a smaller model was compared, with `parameters` parameters. `streamed`: its parameters were in
+    a file. `notes`: in which ways the comparison differed from a job's run.
+    """
+
+    forward_diff: float
+    gradient_diff: float | None
+    evaluation_diff: float | None
+    parameters: int
+    reduced: bool
+    streamed: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        outputs = max(self.forward_diff, self.evaluation_diff or 0.0)
+        return outputs <= TOLERANCE and (self.gradient_diff is None or self.gradient_diff <= 10 * TOLERANCE)
+
+    @property
+    def how(self) -> str:
+        """Return in parentheses what was compared; empty for the whole model in memory."""
+        if self.reduced:
+            where = ", read from a file" if self.streamed else ""
+            return f" (a smaller copy, {format_count(self.parameters)} parameters{where})"
+        return f" (all {format_count(self.parameters)} parameters, read from a file)" if self.streamed else ""
+
+    @property
+    def words(self) -> str:
+        """Return the result as text."""
+        gradients = "" if self.gradient_diff is None else f", gradients by {self.gradient_diff:.1g}"
+        return f"graph and module differ by {self.forward_diff:.1g} relative at most{gradients}"
+
+
+def self_check(
+    captured: Captured,
+    *,
+    seed: int = 0,
+    memory_bytes: int | None = None,
+    most_parameters: int = LARGEST_STREAMED_PARAMETERS,
+    progress: Callable[[str], None] = _silent,
+) -> SelfCheck:
+    """Run graph and module on random inputs and compare: in training mode with gradients and equal draws if the graph
+    trains, and in evaluation.
+
+    `memory_bytes`: limit for a model compared whole in memory, by default half of the free memory. A larger one is
+    replaced by a smaller model of its kind. If none can be made, its parameters go to a file, and `progress` gets a
+    line every few seconds. A model with more than `most_parameters` keeps fewer of its repeated layers, which bounds
+    the time. Raises `ModelError` if the results differ by more than `TOLERANCE`, and `TooLarge` with the reason if no
+    comparison is possible on this machine.
+    """
+    checked, streamed = _chosen(captured, memory_bytes, most_parameters)
+    ranges = checked.graph.symbols
+    sizes = {name: min(max(size, ranges[name][0]), ranges[name][1]) for name, size in _SIZES.items() if name in ranges}
+    inputs = draw_inputs(checked.inputs, seed, sizes)
+    compare = _streamed if streamed else _in_memory
+    result, worst = compare(checked, inputs, seed, progress)
+    result = replace(result, reduced=checked is not captured)
+    if not result.ok:
+        evaluation = "" if result.evaluation_diff is None else f", evaluation by {result.evaluation_diff:.1e}"
+        parameter = f", the largest that of {worst}" if worst else ""
+        raise ModelError(
+            f"the captured graph of {captured.graph.name} differs from the module: outputs by "
+            f"{result.forward_diff:.1e}, gradients by {result.gradient_diff or 0.0:.1e}{parameter}{evaluation} "
+            f"(relative); outputs may differ by {TOLERANCE:.0e}, gradients by ten times that.",
+            hint="The model does something at run time that tracing could not see; please report it.",
+        )
+    return result
+
+
+def _chosen(captured: Captured, memory_bytes: int | None, most_parameters: int) -> tuple[Captured, bool]:
+    """Return the model to compare and whether its parameters go to a file. Raises `TooLarge` if nothing can be
+    compared."""
+    if _held_whole(captured, memory_bytes):
+        return captured, False
+    if captured.source.built.huggingface is not None:
+        try:
+            return smaller(captured, LARGEST_REDUCED_PARAMETERS), False
+        except TooLarge:
+            if captured.n_parameters > most_parameters:
+                raise
+    checked = captured if captured.n_parameters <= most_parameters else with_fewer_layers(captured, most_parameters)
+    return checked, not _held_whole(checked, memory_bytes)
+
+
+def _in_memory(
+    checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, _progress: Callable[[str], None]
+) -> tuple[SelfCheck, str]:
+    """Return the result of a comparison in memory, and no name of a parameter."""
+    module = reference_module(checked, seed)
+    task = TaskModule(module, checked.task, checked.input_names)
+    notes: list[str] = []
+    evaluation_diff: float | None = None
+    if checked.train and checked.evaluates:
+        # Before training, because evaluation does not change running statistics.
+        call = Call("eval", step=0, microbatch=0)
+        evaluation_diff, _ = _difference(checked, task.eval(), inputs, call, seed, notes)
+    call = Call("train" if checked.train else "eval", step=0, microbatch=0)
+    forward_diff, gradient_diff = _difference(checked, task.train(checked.train), inputs, call, seed, notes)
+    found = SelfCheck(forward_diff, gradient_diff, evaluation_diff, checked.n_parameters, reduced=False)
+    return replace(found, notes=tuple(notes)), ""
+
+
+def _streamed(
+    checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, progress: Callable[[str], None]
+) -> tuple[SelfCheck, str]:
+    """Return the result, and the parameter whose gradient differs most."""
+    found = streamed_differences(checked, inputs, seed, progress)
+    result = SelfCheck(
+        found.forward,
+        found.gradient,
+        found.evaluation,
+        checked.n_parameters,
+        reduced=False,
+        streamed=True,
+        notes=found.notes,
+    )
+    return result, found.worst
+
+
+def _difference(
+    checked: Captured,
+    task: TaskModule,
+    inputs: Mapping[str, torch.Tensor],
+    call: Call,
+    seed: int,
+    notes: list[str],
+) -> tuple[float, float | None]:
+    """Return the worst differences of the outputs and, in training with a loss, of the gradients. Appends to
+    `notes`."""
+    module, graph = task.module, checked.graph
+    trains = call.mode == "train"
+    training = trains and "loss" in graph.outputs
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    replay = SameDraws(graph, DropoutKey(seed, call.step, call.microbatch), training=trains)
+    with torch.set_grad_enabled(training), without_checkpoints():
+        with replay:
+            expected = task(dict(inputs))
+        if not replay.all_replayed:
+            # Compared without draws, both sides must agree.
+            notes.append(drawn_apart(training=trains))
+            graph, replay = without_draws(graph), SameDraws(graph, None, training=trains)
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
+            with replay:
+                expected = task(dict(inputs))
+    program = TorchBackend("cpu").load(graph, grad_inputs=(), options=StageOptions(seed=seed))
+    program.initialise()
+    program.import_state((f"model/{key}", tensor) for key, tensor in checked.state(checked.owed))
+    got = program.forward(call, {name: to_host(tensor) for name, tensor in inputs.items()})
+    forward_diff = max(relative_difference(got[name], value) for name, value in expected.items() if name in got)
+    if not training:
+        return forward_diff, None
+    if expected["loss"].requires_grad:
+        expected["loss"].backward()
+    program.backward(call, {"loss": to_host(torch.ones_like(expected["loss"]))})
+    return forward_diff, _gradient_difference(checked.source.built.parameters(module), program, checked.graph)
+
+
+def _held_whole(captured: Captured, memory_bytes: int | None) -> bool:
+    """Return whether module and graph are compared whole in memory. A large model with a configuration is made smaller
+    even if it would fit, so that its check takes about a second."""
+    needed_bytes = captured.n_parameters * _CHECK_BYTES_PER_PARAMETER
+    if memory_bytes is not None:
+        return needed_bytes <= memory_bytes
+    if captured.n_parameters <= LARGEST_PARAMETERS:
+        return True
+    return captured.source.built.huggingface is None and needed_bytes <= psutil.virtual_memory().available // 2
+
+
+def _gradient_difference(parameters: Mapping[str, nn.Parameter], program: StageProgram, graph: Graph) -> float:
+    """Return the worst difference over all parameters that the module trains; a missing gradient counts as zeros."""
+    trained = {spec.key for spec in graph.params.values() if spec.trainable}
+    exported = dict(program.export_gradients([key for key in parameters if key in trained]))
+    expected = {
+        key: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+        for key, parameter in parameters.items()
+        if parameter.requires_grad
+    }
+    largest = max(map(magnitude, expected.values()), default=0.0)
+    worst = 0.0
+    for key, wanted in expected.items():
+        got = from_host(exported[key], wanted.dtype) if key in exported else torch.zeros_like(wanted)
+        worst = max(worst, gradient_difference(got, wanted, largest))
+    return worst
+
+
+def reference_module(captured: Captured, seed: int) -> nn.Module:
+    """Return the owner's module in real memory with plain attention and the state that the graph starts from at
+    `seed`."""
+    program = TorchBackend("cpu").load(captured.graph, grad_inputs=(), options=StageOptions(seed=seed))
+    program.initialise()
+    program.import_state((f"model/{key}", tensor) for key, tensor in captured.state(captured.owed))
+    built = captured.source.built
+    module = construct_real(built)
+    tensors = {**built.parameters(module), **built.buffers(module)}
+    with torch.no_grad():
+        for entry, tensor in program.export_state(["model"]):
+            key = entry.removeprefix("model/")
+            if key in tensors:
+                held = torch.view_as_real(tensors[key]) if tensors[key].is_complex() else tensors[key]
+                held.copy_(from_host(tensor, held.dtype))
+    return module
+
+
+def draw_inputs(specs: tuple[InputSpec, ...], seed: int, sizes: Mapping[str, int] = _SIZES) -> dict[str, torch.Tensor]:
+    """Return random inputs of these sizes: tokens within the vocabulary, positions from 0, labels of which some are
+    ignored, otherwise rows of the example tensor or normal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: dict[str, torch.Tensor] = {}
+    for spec in specs:
+        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.dims]
+        if spec.example is not None:
+            drawn[spec.name] = _fitted(spec.example, shape)
+        elif spec.name == "position_ids":
+            drawn[spec.name] = torch.arange(shape[-1]).expand(shape).contiguous()
+        elif spec.dtype.is_floating_point:
+            drawn[spec.name] = torch.randn(shape, generator=generator, dtype=spec.dtype)
+        else:
+            drawn[spec.name] = torch.randint(0, spec.high, shape, generator=generator, dtype=spec.dtype)
+            if spec.name == "labels" and len(shape) == 2:
+                drawn[spec.name][:, -1] = -100
+    return drawn
+
+
+def _fitted(example: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """Repeat and cut the example to `shape`."""
+    for dim, size in enumerate(shape):
+        repeats = math.ceil(size / max(example.shape[dim], 1))
+        example = torch.cat([example] * repeats, dim=dim).narrow(dim, 0, size)
+    return example.contiguous()

@@ -1,0 +1,391 @@
+"""Compare a graph with its module, whole and at full width, if neither fits in memory: parameters stay in a file.
+
+The module runs unchanged on parameters that operators read from the file when they need them
+(`capture.checking.offloaded`). The graph runs the same way in the interpreter of `backends.torch`. The module's
+gradients go to the file one by one as backward makes them, and the graph's gradients are compared with them one by one.
+Memory holds the operands of one operator, recently read values, and a bounded part of what is saved for backward.
+
+`capture.checking.self_check` decides when this comparison is used and which difference is too large.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from fusionai.backends.counters import DropoutKey
+from fusionai.backends.torch.interpreter import compile_graph
+from fusionai.backends.torch.operators import Context
+from fusionai.capture.capture import Captured
+from fusionai.capture.checking.comparison import (
+    SameDraws,
+    from_host,
+    gradient_difference,
+    magnitude,
+    relative_difference,
+    without_checkpoints,
+    without_draws,
+)
+from fusionai.capture.checking.offloaded import ParameterFile, SavedTensors, offloaded
+from fusionai.capture.checking.shrinking import TooLarge
+from fusionai.capture.models.build import construct_empty
+from fusionai.capture.tasks import TaskModule
+from fusionai.capture.tracing import code_lines
+from fusionai.ir.init import initialise
+from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.primitives.errors import ExecutionError, FusionError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.primitives.units import format_bytes
+
+_LINE_EVERY_S: Final = 10.0
+"""Shortest time between two lines of progress, in seconds."""
+_CPU: Final = torch.device("cpu")
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Worst relative differences, as in `self_check.SelfCheck`. `worst`: the parameter whose gradient differs most.
+    `notes`: in which ways the comparison differed from a job's run."""
+
+    forward: float
+    gradient: float | None
+    evaluation: float | None
+    worst: str
+    notes: tuple[str, ...]
+
+
+def streamed_differences(
+    checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, progress: Progress
+) -> Differences:
+    """Run module and graph on `inputs`, in evaluation and in training with gradients, as far as the graph does either.
+    Raises `TooLarge` with place and reason if the module can't be run this way."""
+    with _as_too_large(checked.graph.name):
+        weights = _Weights(checked, seed, progress)
+    comparison = _Comparison(checked, weights, inputs, seed)
+    with weights.put_into(weights.module):
+        evaluation: float | None = None
+        if checked.train and checked.evaluates:
+            # Before training, because evaluation does not change running statistics.
+            evaluation = comparison.outputs(training=False)
+        if not checked.train:
+            return Differences(comparison.outputs(training=False), None, None, "", tuple(comparison.notes))
+        forward = comparison.outputs(training=True)
+    return Differences(forward, comparison.gradient, evaluation, comparison.worst, tuple(comparison.notes))
+
+
+def drawn_apart(*, training: bool) -> str:
+    """Return a note about draws whose order differs between module and graph."""
+    mode = "training" if training else "evaluation"
+    return f"In {mode} the module draws random numbers in another order than the graph: compared without draws."
+
+
+class _Comparison:
+    """Runs both sides in one mode after the other. `gradient` and `worst`: as in `Differences`, set once training has
+    run."""
+
+    def __init__(self, checked: Captured, weights: _Weights, inputs: Mapping[str, torch.Tensor], seed: int) -> None:
+        self._checked = checked
+        self._weights = weights
+        self._inputs = inputs
+        self._key = DropoutKey(seed, 0, 0)
+        self._task = TaskModule(weights.module, checked.task, checked.input_names)
+        self.notes: list[str] = []
+        self.gradient: float | None = None
+        self.worst = ""
+
+    def outputs(self, *, training: bool) -> float:
+        """Return the worst difference of the outputs; in training with a loss, compare gradients too."""
+        weights, graph = self._weights, self._checked.graph
+        with_gradients = training and "loss" in graph.outputs
+        self._task.train(training)
+        wanted = _Wanted(weights) if with_gradients else None
+        expected, graph = self._module(graph, wanted, training=training)
+        compared = None if wanted is None else _Compared(weights, wanted.largest)
+        got, writes = self._graph(graph, compared, training=training)
+        if compared is not None:
+            self.gradient, self.worst = compared.finish()
+        found = [relative_difference(got[name], value) for name, value in expected.items() if name in got]
+        moved = self._buffers()
+        found += [relative_difference(value, moved[key]) for key, value in writes.items()]
+        return max(found)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return the module's buffers by key, complex ones in the graph's form."""
+        buffers = self._checked.source.built.buffers(self._weights.module)
+        return {key: torch.view_as_real(buffer) if buffer.is_complex() else buffer for key, buffer in buffers.items()}
+
+    def _module(self, graph: Graph, wanted: _Wanted | None, *, training: bool) -> tuple[dict[str, torch.Tensor], Graph]:
+        """Return the module's outputs, and the graph without draws if the draws differ in order."""
+        module, weights = self._weights.module, self._weights
+        mode = "training" if training else "evaluation"
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        replay = SameDraws(graph, self._key, training=training)
+        with _as_too_large(graph.name), _saved(wanted is not None) as saving, without_checkpoints():
+            weights.begin(f"{mode} of the module")
+            with replay, saving():
+                expected = self._task(dict(self._inputs))
+            if not replay.all_replayed:
+                self.notes.append(drawn_apart(training=training))
+                graph, replay = without_draws(graph), SameDraws(graph, None, training=training)
+                with torch.no_grad():
+                    for name, buffer in module.named_buffers():
+                        buffer.copy_(buffers[name])
+                with replay, saving():
+                    expected = self._task(dict(self._inputs))
+            if wanted is not None and expected["loss"].requires_grad:
+                weights.begin("gradients of the module")
+                with weights.watched(weights.of_module, wanted):
+                    expected["loss"].backward()
+        return {name: value.detach() for name, value in expected.items()}, graph
+
+    def _graph(
+        self, graph: Graph, compared: _Compared | None, *, training: bool
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the graph's outputs, and the new values of buffers by key."""
+        weights = self._weights
+        weights.begin(f"{'training' if training else 'evaluation'} of the graph")
+        interpreter = compile_graph(graph, graph.outputs.keys(), with_state_writes=training, device=_CPU)
+        values = {
+            name: int(value) if graph.values[name].dtype == "symint" else value for name, value in self._inputs.items()
+            if name in interpreter.inputs
+        }  # fmt: skip
+        params = {value: weights.of_graph[spec.key] for value, spec in graph.params.items()}
+        with _saved(compared is not None) as saving:
+            with saving():
+                outputs, writes = interpreter.run(Context(training, self._key), values, params)
+            if compared is not None and outputs["loss"].requires_grad:
+                weights.begin("gradients of the graph")
+                with weights.watched(weights.of_graph, compared):
+                    outputs["loss"].backward()
+        return {name: value.detach() for name, value in outputs.items()}, writes
+
+
+class _Weights:
+    """The module without memory, its parameters, and the graph's parameters.
+
+    `of_module`, `of_graph`: by key. The graph's buffers and constants are in memory, as they are while capturing.
+    """
+
+    def __init__(self, checked: Captured, seed: int, progress: Progress) -> None:
+        built, specs = checked.source.built, {spec.key: spec for spec in checked.graph.params.values()}
+        self._progress = progress
+        self._said_s = self._begun_s = time.monotonic()
+        self._what = ""
+        self._read: set[str] = set()
+        self._read_bytes = 0
+        # A module that was built in real memory stays there: a second one would take as much again.
+        self.module = built.module if built.real else construct_empty(built)
+        parameters = built.parameters(self.module)
+        self._total_bytes = sum(parameter.nbytes for parameter in parameters.values())
+        self.file = ParameterFile({
+            key: (_dtype(parameter), tuple(parameter.shape), parameter.requires_grad)
+            for key, parameter in parameters.items()
+        })  # fmt: skip
+        progress(f"self-check: {format_bytes(self._total_bytes)} of parameters go to a file")
+        owed = _written(self.file, parameters, specs, seed, self.begin, self._noted)
+        self._state: dict[str, torch.Tensor] = {}
+        wanted = owed | {key for key, spec in specs.items() if spec.kind != "parameter"}
+        for key, tensor in checked.state(wanted):
+            if key in parameters:
+                self.file.write(key, from_host(tensor, parameters[key].dtype))
+                self._noted(key, parameters[key].nbytes)
+            else:
+                self._state[key] = _tensor(tensor)
+        buffers = built.buffers(self.module)
+        with torch.no_grad():
+            for key, value in self._state.items():
+                if key in buffers:
+                    held = torch.view_as_real(buffers[key]) if buffers[key].is_complex() else buffers[key]
+                    held.copy_(value)
+        self.of_module = {
+            key: self._leaf(key, parameter, trained=parameter.requires_grad) for key, parameter in parameters.items()
+        }
+        self.of_graph: dict[str, torch.Tensor] = {
+            key: self._leaf(key, parameters[key], trained=spec.trainable)
+            if spec.kind == "parameter"
+            else self._state[key]
+            for key, spec in specs.items()
+        }
+        self._places = {id(parameter): key for key, parameter in parameters.items()}
+
+    def begin(self, what: str) -> None:
+        """Start a phase: progress lines name it from now on."""
+        self._what = what
+        self._read.clear()
+        self._read_bytes = 0
+
+    def values(self, key: str) -> torch.Tensor:
+        value = self.file.read(key)
+        self._noted(key, value.nbytes)
+        return value
+
+    @contextmanager
+    def put_into(self, module: nn.Module) -> Iterator[None]:
+        """While open, `module` has the parameters of `of_module`. Restores buffers and mode at the end."""
+        mode, buffers = module.training, {name: buffer.clone() for name, buffer in module.named_buffers()}
+        before: list[tuple[nn.Module, str, nn.Parameter]] = [
+            (child, name, parameter)
+            for child in module.modules()
+            for name, parameter in child._parameters.items()
+            if parameter is not None
+        ]
+        try:
+            for child, name, parameter in before:
+                # Set with setattr instead of in the table, because recurrent layers keep a second list of their
+                # parameters.
+                setattr(child, name, self.of_module[self._places[id(parameter)]])
+            yield
+        finally:
+            for child, name, parameter in before:
+                setattr(child, name, parameter)
+            module.train(mode)
+            with torch.no_grad():
+                for name, buffer in module.named_buffers():
+                    buffer.copy_(buffers[name])
+
+    @contextmanager
+    def watched(self, leaves: Mapping[str, torch.Tensor], hook: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
+        """While open, pass each gradient to `hook` as backward makes it, without keeping it."""
+
+        def taken(key: str, leaf: torch.Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            assert gradient is not None
+            hook(key, gradient.to_dense() if gradient.layout != torch.strided else gradient)
+
+        handles = [
+            leaf.register_post_accumulate_grad_hook(partial(taken, key))
+            for key, leaf in leaves.items()
+            if leaf.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _leaf(self, key: str, parameter: nn.Parameter, *, trained: bool) -> torch.Tensor:
+        made = offloaded(parameter.detach().to("meta"), self.values, key).requires_grad_(trained)
+        made._is_param = True
+        return made
+
+    def _noted(self, key: str, nbytes: int) -> None:
+        if key not in self._read:
+            self._read.add(key)
+            self._read_bytes += nbytes
+        now_s = time.monotonic()
+        if now_s - self._said_s >= _LINE_EVERY_S:
+            self._said_s = now_s
+            share = self._read_bytes / max(1, self._total_bytes)
+            self._progress(f"self-check: {self._what}, {share:.0%} of the parameters ({now_s - self._begun_s:.0f} s)")
+
+
+def _written(
+    file: ParameterFile,
+    parameters: Mapping[str, nn.Parameter],
+    specs: Mapping[str, ParamSpec],
+    seed: int,
+    begin: Progress,
+    noted: Callable[[str, int], None],
+) -> set[str]:
+    """Write the values of parameters with an initialisation program, as at the start of a job. Returns the other
+    keys."""
+    begin("initialisation")
+    others: set[str] = set()
+    for key, parameter in parameters.items():
+        spec = specs.get(key)
+        if spec is None or spec.init is None:
+            others.add(key)
+            continue
+        value = torch.from_numpy(np.asarray(initialise(key, spec.shape, spec.dtype, spec.init, seed)))
+        # numpy has no bfloat16: its values come as raw bits.
+        file.write(key, value.view(parameter.dtype) if spec.dtype == "bfloat16" else value.to(parameter.dtype))
+        noted(key, parameter.nbytes)
+    return others
+
+
+class _Wanted:
+    """Takes the module's gradients and writes them to the file. `largest`: largest magnitude of them all."""
+
+    def __init__(self, weights: _Weights) -> None:
+        self._file = weights.file
+        self.largest = 0.0
+
+    def __call__(self, key: str, gradient: torch.Tensor) -> None:
+        self.largest = max(self.largest, magnitude(gradient))
+        self._file.write_gradient(key, gradient)
+
+
+class _Compared:
+    """Takes the graph's gradients and compares each with the module's. A gradient that only one side has is compared
+    with zeros."""
+
+    def __init__(self, weights: _Weights, largest: float) -> None:
+        self._weights = weights
+        self._largest = largest
+        self._rest = {key: leaf for key, leaf in weights.of_module.items() if leaf.requires_grad}
+        self._found: tuple[float, str] = (0.0, "")
+
+    def __call__(self, key: str, gradient: torch.Tensor) -> None:
+        if self._rest.pop(key, None) is not None:
+            wanted = self._weights.file.read_gradient(key)
+            self._take(key, gradient, torch.zeros_like(gradient) if wanted is None else wanted)
+
+    def finish(self) -> tuple[float, str]:
+        """Return the worst difference and the key of its parameter."""
+        for key in self._rest:
+            wanted = self._weights.file.read_gradient(key)
+            if wanted is not None:
+                self._take(key, torch.zeros_like(wanted), wanted)
+        return self._found
+
+    def _take(self, key: str, got: torch.Tensor, wanted: torch.Tensor) -> None:
+        self._found = max(self._found, (gradient_difference(got, wanted, self._largest), key))
+
+
+@contextmanager
+def _saved(used: bool) -> Iterator[Callable[[], AbstractContextManager[object]]]:
+    """Yield a function whose result is opened around a forward; the backward must run while this context is open."""
+    saved = SavedTensors()
+    try:
+        with torch.set_grad_enabled(used):
+            yield saved.hooks if used else nullcontext
+    finally:
+        saved.close()
+
+
+@contextmanager
+def _as_too_large(name: str) -> Iterator[None]:
+    """Raise `TooLarge` for any failure of running a module this way: the check was not made, but the model may be
+    correct."""
+    try:
+        yield
+    except ExecutionError as error:
+        raise TooLarge(f"{name} is too large to check in memory, and {error.message}", hint=error.hint) from error
+    except FusionError:
+        raise
+    except Exception as error:  # the owner's module may raise anything
+        where = code_lines.of_error(error)
+        lines = str(error).strip().splitlines() or [""]
+        raise TooLarge(
+            f"{name} is too large to check in memory, and with its parameters in a file it fails"
+            f"{where}: {type(error).__name__}: {lines[0]}.",
+            hint="Check a smaller model built the same way first.",
+        ) from error
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _tensor(tensor: HostTensor) -> torch.Tensor:
+    return from_host(tensor, getattr(torch, tensor.dtype))

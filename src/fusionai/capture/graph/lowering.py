@@ -1,0 +1,587 @@
+"""Convert an exported program to the IR: names, the closed argument grammar, semantic operators, dead code.
+
+Views become reshapes, because strides at capture mean nothing where the graph runs. Device constants become "the
+stage's device", results of multi-output operations belong to their node, assertions are dropped, and tied parameters
+become one. Operations that the IR can't express are collected as `Unsupported`, never guessed.
+
+Neighbours: `capture.tracing.export` traces, `ir.operators` lists the operators, `capture.graph.shapes` converts sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from fusionai.capture.graph.copies import Copies, renamed
+from fusionai.capture.graph.repetition import Repetition
+from fusionai.capture.graph.shapes import spell
+from fusionai.capture.tasks import InputSpec
+from fusionai.capture.tracing import code_lines
+from fusionai.capture.tracing.complex_parts import REFUSED
+from fusionai.ir.graph import reads
+from fusionai.ir.operators import OPERATORS
+from fusionai.ir.schema import (
+    Arg,
+    DeviceArg,
+    DTypeArg,
+    FloatArg,
+    ListArg,
+    MemoryFormatArg,
+    Node,
+    Ref,
+    ValueSpec,
+)
+from fusionai.primitives.tensors import ITEMSIZE_BYTES
+
+PREFIX: Final = "module."
+"""Prefix of the owner's module inside `TaskModule`."""
+
+_SIZE_OPS: Final[Mapping[Any, str]] = {
+    operator.add: "sym.add",
+    operator.sub: "sym.sub",
+    operator.mul: "sym.mul",
+    operator.floordiv: "sym.floordiv",
+    operator.mod: "sym.mod",
+    operator.neg: "sym.neg",
+    torch.sym_max: "sym.max",
+    torch.sym_min: "sym.min",
+}
+_DROPPED_KWARGS: Final = frozenset({"layout", "pin_memory", "non_blocking"})
+_ASSERTIONS: Final = ("aten._assert", "aten.sym_constrain", "aten._functional_assert", "aten._functional_sym_constrain")
+_SAME: Final = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"})
+"""Operators whose result is their operand: no node is emitted for them."""
+_REPETITION: Final = frozenset({"fusion.traced_layer.default", "fusion.repeated.default"})
+_SIZED_BY_VALUES: Final = frozenset(
+    {"aten.nonzero.default", "aten.masked_select.default", "aten._unique2.default", "aten.unique_dim.default"}
+    | {"aten.unique_consecutive.default", "aten.bincount.default", "aten.repeat_interleave.Tensor"}
+)
+"""Operators that a larger vocabulary would not make possible: the size of the result depends on data."""
+_RESHAPES: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
+_MEMORY_FORMATS: Final[Mapping[torch.memory_format, Literal["contiguous", "channels_last", "preserve"]]] = {
+    torch.contiguous_format: "contiguous",
+    torch.channels_last: "channels_last",
+    torch.preserve_format: "preserve",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """An operation that the IR can't express, the first module that uses it, and the line of the model's code (as
+    `capture.tracing.code_lines` formats it, empty if there is none)."""
+
+    op: str
+    path: str
+    reason: str
+    line: str
+
+
+@dataclass(slots=True)
+class Lowered:
+    """A graph under construction: the tables map value names to the module's names of parameters, buffers and
+    constants."""
+
+    nodes: list[Node] = field(default_factory=list)
+    values: dict[str, ValueSpec] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+    """Value -> name of a parameter of the module; tied parameters are one value, named by the first name."""
+    buffers: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, str] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    outputs: dict[str, str] = field(default_factory=dict)
+    state_writes: dict[str, str] = field(default_factory=dict)
+    unsupported: list[Unsupported] = field(default_factory=list)
+
+
+def lower(
+    program: ExportedProgram,
+    inputs: tuple[InputSpec, ...],
+    canonical: Mapping[str, str],
+    repetition: Repetition,
+) -> Lowered:
+    """Convert `program` to the IR. `canonical`: every name of a parameter or buffer -> its first name. Raises `Unlike`
+    if layers of `repetition` can't be copied."""
+    lowering = _Lowering(program, inputs, canonical, repetition)
+    lowering.run()
+    return lowering.result
+
+
+class _Consequence(Exception):
+    """This operation uses a refused one; only the cause is reported."""
+
+
+class _Refusal(Exception):
+    """This operation can't be expressed; the message says why."""
+
+
+class _Lowering:
+    def __init__(
+        self,
+        program: ExportedProgram,
+        inputs: tuple[InputSpec, ...],
+        canonical: Mapping[str, str],
+        repetition: Repetition,
+    ) -> None:
+        self.program = program
+        self.specs = inputs
+        self.canonical = canonical
+        self.result = Lowered()
+        self.names: dict[fx.Node, Arg | tuple[str, ...]] = {}
+        """FX node -> its replacement: a reference, a number, or the results of a multi-output node."""
+        self.tied: dict[str, str] = {}
+        """Canonical name -> the single value of that parameter."""
+        self.symbols: dict[str, str] = {}
+        self.constant_values: set[str] = set()
+        signature = program.graph_signature
+        tables = (
+            (signature.inputs_to_parameters, self.result.parameters),
+            (signature.inputs_to_buffers, self.result.buffers),
+            (signature.inputs_to_lifted_tensor_constants, self.result.constants),
+        )
+        self.given = {name: (target, table) for targets, table in tables for name, target in targets.items()}
+        """Placeholder -> (its name in the module, the table it belongs in). Built once, because the signature rebuilds
+        its dictionaries on every access."""
+        self.copies = Copies(self.result.nodes, self.result.values, self.tied, canonical, repetition)
+
+    def run(self) -> None:
+        user_inputs = iter(self.specs)
+        for node in self.program.graph.nodes:
+            try:
+                self.visit(node, user_inputs)
+            except _Consequence:
+                continue
+            except _Refusal as refusal:
+                self.refuse(node, _op_name(node), str(refusal))
+        self.drop_dead()
+        self.rename()
+
+    def visit(self, node: fx.Node, user_inputs: Iterator[InputSpec]) -> None:
+        refused = node.meta.get(REFUSED)
+        if refused is not None:
+            raise _Refusal(refused) if refused else _Consequence
+        match node.op:
+            case "placeholder" if node.name in self.given:
+                self.state(node, *self.given[node.name])
+            case "placeholder":
+                self.user_input(node, next(user_inputs))
+            case "call_function":
+                self.spell(node)
+            case "output":
+                self.outputs(node)
+            case _:
+                raise _Refusal("the trace kept a sub-graph (control flow)")
+
+    def state(self, node: fx.Node, target: str, table: dict[str, str]) -> None:
+        key = target.removeprefix(PREFIX)
+        key = self.canonical.get(key, key)
+        if key not in self.tied:
+            value = node.name.replace("_module_", "_", 1)
+            self.tied[key] = value
+            table[value] = key
+            self.result.values[value] = self.spec(node.meta["val"])
+            if table is self.result.constants:
+                self.constant_values.add(value)
+        self.names[node] = Ref(self.tied[key])
+
+    def user_input(self, node: fx.Node, spec: InputSpec) -> None:
+        for size, dim in zip(node.meta["val"].shape, spec.dims, strict=True):
+            if isinstance(dim, str) and isinstance(size, torch.SymInt):
+                self.symbols[str(size.node.expr)] = dim
+        self.result.inputs = (*self.result.inputs, spec.name)
+        self.result.values[spec.name] = self.spec(node.meta["val"])
+        self.names[node] = Ref(spec.name)
+
+    def spell(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args
+            results = self.names.get(source) if isinstance(source, fx.Node) else None
+            if not isinstance(results, tuple) or not isinstance(index, int):
+                raise _Consequence
+            self.names[node] = Ref(results[index])
+            return
+        name = _op_name(node)
+        if name.startswith(_ASSERTIONS):
+            return
+        if name in _REPETITION:
+            self.names[node] = self.copies.take(name, [self.argument(arg) for arg in node.args])
+            return
+        if node.target in _SIZE_OPS:
+            self.emit(node, _SIZE_OPS[node.target], node.args, {})
+            return
+        if isinstance(node.meta.get("val"), torch.SymBool | bool):
+            # Comparisons of sizes feed assertions. If one feeds anything else, the model branches on a size.
+            if any(user.op == "output" or not _op_name(user).startswith(_ASSERTIONS) for user in node.users):
+                raise _Refusal("it compares sizes and computes with the result")
+            return
+        if name in _SAME or (name == "aten.clone.default" and self.is_constant(node.args[0])):
+            self.names[node] = self.argument(node.args[0])
+            return
+        rewrite = _REWRITES.get(name)
+        if rewrite is not None:
+            rewrite(self, node)
+        elif name in _RESHAPES:
+            self.emit(node, "aten.reshape.default", node.args, node.kwargs)
+        else:
+            self.emit(node, name, node.args, node.kwargs)
+
+    def emit(self, node: fx.Node, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if op not in OPERATORS:
+            # Emitted all the same, so that a report can list the model's other problems.
+            by_values = "the size of its result depends on values of its operands"
+            self.refuse(node, op, by_values if op in _SIZED_BY_VALUES else "it is not in the operator vocabulary")
+        spelt_args = tuple(self.argument(arg) for arg in args)
+        spelt_kwargs = {name: self.argument(value) for name, value in kwargs.items() if name not in _DROPPED_KWARGS}
+        value = node.meta["val"]
+        if isinstance(value, tuple | list):
+            outputs = tuple(f"{node.name}.{index}" for index in range(len(value)))
+            specs = tuple(self.spec(item) for item in value)
+            self.names[node] = outputs
+        else:
+            outputs, specs = (node.name,), (self.spec(value),)
+            self.names[node] = Ref(node.name)
+        self.result.values.update(zip(outputs, specs, strict=True))
+        self.result.nodes.append(
+            Node(
+                id=len(self.result.nodes),
+                op=op,
+                args=spelt_args,
+                kwargs=spelt_kwargs,
+                outputs=outputs,
+                path=_path(node),
+            )
+        )
+
+    def argument(self, value: Any) -> Arg:
+        match value:
+            case fx.Node():
+                spelt = self.names.get(value)
+                if value not in self.names or isinstance(spelt, tuple):
+                    raise _Consequence
+                return spelt
+            case bool() | int() | str() | None:
+                return value
+            case float():
+                if math.isnan(value):
+                    return FloatArg("nan")
+                if math.isinf(value):
+                    return FloatArg("inf" if value > 0 else "-inf")
+                return value
+            case torch.dtype():
+                return DTypeArg(_dtype_name(value))
+            case torch.device():
+                return DeviceArg()
+            case torch.memory_format():
+                return MemoryFormatArg(_MEMORY_FORMATS[value])
+            case list() | tuple():
+                return ListArg(tuple(self.argument(item) for item in value))
+            case _:
+                raise _Refusal(f"it has an argument of type {type(value).__name__}")
+
+    def spec(self, value: Any) -> ValueSpec:
+        match value:
+            case torch.Tensor():
+                if value.layout is not torch.strided:
+                    raise _Refusal(f"it makes a tensor of layout {value.layout}")
+                return ValueSpec(tuple(self.dim(size) for size in value.shape), _dtype_name(value.dtype))
+            case torch.SymInt() | int():
+                return ValueSpec((), "symint")
+            case _:
+                raise _Refusal(f"it makes a {type(value).__name__}, not a tensor")
+
+    def dim(self, size: int | torch.SymInt) -> int | str:
+        if isinstance(size, int):
+            return size
+        try:
+            return spell(size.node.expr, self.symbols)
+        except ValueError as error:
+            raise _Refusal(f"the size of its result depends on the data ({error})") from None
+
+    def is_constant(self, value: Any) -> bool:
+        if not isinstance(value, fx.Node):
+            return False
+        spelt = self.names.get(value)
+        return isinstance(spelt, Ref) and spelt.name in self.constant_values
+
+    def outputs(self, node: fx.Node) -> None:
+        signature = self.program.graph_signature
+        by_name = {result.name: result for result in node.all_input_nodes}
+        for name, target in signature.buffers_to_mutate.items():
+            written = self.names.get(by_name[name])
+            key = target.removeprefix(PREFIX)
+            if isinstance(written, Ref):
+                self.result.state_writes[written.name] = self.canonical.get(key, key)
+        # The task returns a dictionary; the program's output tree holds its keys in order.
+        tree = self.program.call_spec.out_spec
+        meanings: list[Any] = [] if tree is None else tree.context
+        for meaning, name in zip(meanings, signature.user_outputs, strict=True):
+            value = self.names.get(by_name[name]) if name in by_name else None
+            if isinstance(value, Ref):
+                self.result.outputs[str(meaning)] = value.name
+
+    def refuse(self, node: fx.Node, op: str, reason: str) -> None:
+        path, line = _path(node), code_lines.of_recorded(node.meta.get("stack_trace"))
+        if all(found.op != op for found in self.result.unsupported):
+            self.result.unsupported.append(Unsupported(op, path, reason, line))
+
+    def drop_dead(self) -> None:
+        """Keep the nodes that outputs and state writes need, and number them in order."""
+        needed = {*self.result.outputs.values(), *self.result.state_writes}
+        kept: list[Node] = []
+        for node in reversed(self.result.nodes):
+            if needed.isdisjoint(node.outputs):
+                continue
+            kept.append(node)
+            needed.update(reads(node))
+        kept.reverse()
+        used = needed | {value for node in kept for value in node.outputs} | set(self.result.inputs)
+        # A buffer that is written but never read must stay in the table.
+        written = set(self.result.state_writes.values())
+        used |= {value for value, key in self.result.buffers.items() if key in written}
+        self.result.nodes = [
+            Node(
+                id=index, op=node.op, args=node.args, kwargs=node.kwargs, outputs=node.outputs, path=node.path,
+            )
+            for index, node in enumerate(kept)
+        ]  # fmt: skip
+        self.result.values = {name: spec for name, spec in self.result.values.items() if name in used}
+        for table in (self.result.parameters, self.result.buffers, self.result.constants):
+            for value in [value for value in table if value not in used]:
+                del table[value]
+
+    def rename(self) -> None:
+        """Name results by operator and number, so that the names do not depend on how the graph was made."""
+        result = self.result
+        taken = {*result.inputs, *result.parameters, *result.buffers, *result.constants}
+        counts: dict[str, int] = {}
+        names: dict[str, str] = {}
+        for node in result.nodes:
+            base = node.op.split(".")[1]
+            while True:
+                count = counts[base] = counts.get(base, -1) + 1
+                name = f"{base}_{count}" if count else base
+                if name not in taken:
+                    break
+            several = len(node.outputs) > 1
+            names.update({old: f"{name}.{i}" if several else name for i, old in enumerate(node.outputs)})
+        result.nodes = [renamed(node, names) for node in result.nodes]
+        result.values = {names.get(name, name): spec for name, spec in result.values.items()}
+        result.outputs = {meaning: names.get(name, name) for meaning, name in result.outputs.items()}
+        result.state_writes = {names.get(name, name): key for name, key in result.state_writes.items()}
+
+
+def _attention(lowering: _Lowering, node: fx.Node) -> None:
+    query, key, value, sinks, key_mask, scale, causal, window, softcap, dropout = node.args
+    kwargs = {
+        "scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": dropout, "sinks": sinks,
+        "key_mask": key_mask,
+    }  # fmt: skip
+    lowering.emit(node, "fusion.attention", (query, key, value), kwargs)
+
+
+def _linear_attention(lowering: _Lowering, node: fx.Node) -> None:
+    query, key, value, decay, beta = node.args
+    lowering.emit(node, "fusion.linear_attention", (query, key, value), {"decay": decay, "beta": beta})
+
+
+def _embedding_bag(lowering: _Lowering, node: fx.Node) -> None:
+    """Emit the operator for the bags alone; refuse a model that uses its other results."""
+    value = node.meta["val"]
+    if any(user.args[1] != 0 and user.users for user in node.users if user.target is operator.getitem):
+        raise _Refusal("the model uses results of it other than the bags")
+    given = dict(zip(_BAG_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
+    kwargs = {
+        "mode": given.get("mode", 0), "weights": given.get("per_sample_weights"),
+        "by_frequency": given.get("scale_grad_by_freq", False), "last_offset": given.get("include_last_offset", False),
+        "padding": given.get("padding_idx", -1),
+    }  # fmt: skip
+    node.meta["val"] = value[0]
+    lowering.emit(node, "fusion.embedding_bag", node.args[:3], kwargs)
+    node.meta["val"] = value
+    lowering.names[node] = (node.name,)
+
+
+_BAG_ARGUMENTS: Final = (
+    "weight", "indices", "offsets", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights", "include_last_offset",
+    "padding_idx",
+)  # fmt: skip
+
+
+def _expert_linear(lowering: _Lowering, node: fx.Node) -> None:
+    x, weight, experts, transposed = node.args
+    lowering.emit(node, "fusion.expert_linear", (x, weight, experts), {"transposed": transposed})
+
+
+def _dropout(lowering: _Lowering, node: fx.Node) -> None:
+    x, p, training = (*node.args, *node.kwargs.values())[:3]
+    if not isinstance(p, float | int) or not isinstance(training, bool | None):
+        raise _Refusal("its probability depends on the data")
+    if training is False or p == 0:
+        identity = lowering.argument(x)
+        pair = isinstance(node.meta["val"], tuple | list)
+        lowering.names[node] = (identity.name,) if pair and isinstance(identity, Ref) else identity
+        return
+    masks = [user for user in node.users if user.target is operator.getitem and user.args[1] == 1 and user.users]
+    if masks:
+        raise _Refusal("the model uses the dropout mask itself")
+    value = node.meta["val"]
+    if isinstance(value, tuple | list):
+        node.meta["val"] = value[0]
+    lowering.emit(node, "fusion.dropout", (x,), {"p": float(p)})
+    if isinstance(value, tuple | list):
+        node.meta["val"] = value
+        lowering.names[node] = (node.name,)
+
+
+def _new_empty(lowering: _Lowering, node: fx.Node) -> None:
+    # Zeros instead of uninitialised memory: it is overwritten anyway, and a graph must not reveal what a process held
+    # before.
+    lowering.emit(node, "aten.new_zeros.default", node.args, node.kwargs)
+
+
+def _fill(lowering: _Lowering, node: fx.Node) -> None:
+    if _op_name(node).endswith("Scalar"):
+        lowering.emit(node, "aten.full_like.default", node.args, node.kwargs)
+    else:
+        _copy(lowering, node)
+
+
+def _copy(lowering: _Lowering, node: fx.Node) -> None:
+    """Emit the source, expanded to the target's shape: the same result as `copy`, which has no derivative of its
+    own."""
+    args: tuple[Any, ...] = node.args
+    target, source = args[:2]
+    if source.meta["val"].dtype != node.meta["val"].dtype:
+        raise _Refusal("it writes a tensor of another dtype; cast it first")
+    if lowering.spec(source.meta["val"]) == lowering.spec(node.meta["val"]):
+        # The overwritten target has no part in the result. An alias makes a new value, because a buffer may be written
+        # with it.
+        lowering.emit(node, "aten.alias.default", (source,), {})
+        return
+    lowering.emit(node, "aten.expand_as.default", (source, target), {})
+
+
+def _normalise(lowering: _Lowering, node: fx.Node) -> None:
+    """Emit batch normalisation by running statistics. The further results, whose contents depend on the device, are
+    dropped."""
+    if any(user.args[1] != 0 and user.users for user in node.users if user.target is operator.getitem):
+        raise _Refusal("the model uses its saved statistics")
+    value = node.meta["val"]
+    node.meta["val"] = value[0]
+    x, weight, bias, mean, variance, momentum, eps = node.args
+    lowering.emit(node, "aten.batch_norm.default", (x, weight, bias, mean, variance, False, momentum, eps, False), {})
+    node.meta["val"] = value
+    lowering.names[node] = (node.name,)
+
+
+def _embedding(lowering: _Lowering, node: fx.Node) -> None:
+    """Emit an embedding whose gradient is dense even if the module asks for a sparse one: the same numbers, with zeros
+    in the other rows."""
+    lowering.emit(node, "aten.embedding.default", node.args[:4], {})
+
+
+def _semantic(op: str) -> Callable[[_Lowering, fx.Node], None]:
+    return lambda lowering, node: lowering.emit(node, op, node.args, {})
+
+
+def _other_name(op: str) -> Callable[[_Lowering, fx.Node], None]:
+    return lambda lowering, node: lowering.emit(node, op, node.args, node.kwargs)
+
+
+_ALIASES: Final[Mapping[str, str]] = {
+    "aten.multiply.Tensor": "aten.mul.Tensor",
+    "aten.multiply.Scalar": "aten.mul.Scalar",
+    "aten.divide.Tensor": "aten.div.Tensor",
+    "aten.divide.Scalar": "aten.div.Scalar",
+    "aten.divide.Tensor_mode": "aten.div.Tensor_mode",
+    "aten.divide.Scalar_mode": "aten.div.Scalar_mode",
+    "aten.true_divide.Tensor": "aten.div.Tensor",
+    "aten.true_divide.Scalar": "aten.div.Scalar",
+    "aten.subtract.Tensor": "aten.sub.Tensor",
+    "aten.subtract.Scalar": "aten.sub.Scalar",
+    "aten.negative.default": "aten.neg.default",
+    "aten.absolute.default": "aten.abs.default",
+    "aten.clip.default": "aten.clamp.default",
+    "aten.clip.Tensor": "aten.clamp.Tensor",
+    "aten.special_expm1.default": "aten.expm1.default",
+    "aten.special_log1p.default": "aten.log1p.default",
+    "aten.special_erf.default": "aten.erf.default",
+    "aten.special_expit.default": "aten.sigmoid.default",
+    "aten.special_erfc.default": "aten.erfc.default",
+    "aten.special_erfinv.default": "aten.erfinv.default",
+    "aten.special_exp2.default": "aten.exp2.default",
+    "aten.special_gammaln.default": "aten.lgamma.default",
+    "aten.special_xlogy.default": "aten.xlogy.Tensor",
+    "aten.fix.default": "aten.trunc.default",
+    "aten.unsafe_split.Tensor": "aten.split.Tensor",
+    "aten.unsafe_split_with_sizes.default": "aten.split_with_sizes.default",
+    "aten._unsafe_index.Tensor": "aten.index.Tensor",
+    "aten._unsafe_index_put.default": "aten.index_put.default",
+    "aten.vdot.default": "aten.dot.default",
+    "aten.concat.default": "aten.cat.default",
+    "aten.concatenate.default": "aten.cat.default",
+    "aten.swapaxes.default": "aten.transpose.int",
+    "aten.swapdims.default": "aten.transpose.int",
+    **{
+        f"aten.{long}.{form}": f"aten.{short}.{form}"
+        for long, short in {
+            "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
+        }.items()
+        for form in ("Tensor", "Scalar")
+    },
+}  # fmt: skip
+"""Other names of the same operators."""
+
+_REWRITES: Final[Mapping[str, Callable[[_Lowering, fx.Node], None]]] = {
+    **{alias: _other_name(op) for alias, op in _ALIASES.items()},
+    "fusion.attention.default": _attention,
+    "fusion.expert_linear.default": _expert_linear,
+    "aten._embedding_bag.default": _embedding_bag,
+    "aten.embedding.default": _embedding,
+    "fusion.in_training.default": _semantic("fusion.in_training"),
+    "fusion.linear_attention.default": _linear_attention,
+    "fusion.linear_scan.default": _semantic("fusion.linear_scan"),
+    "fusion.uniform.default": _semantic("fusion.uniform"),
+    "aten.dropout.default": _dropout,
+    "aten.min.other": _other_name("aten.minimum.default"),
+    "aten.max.other": _other_name("aten.maximum.default"),
+    "aten.native_dropout.default": _dropout,
+    "aten.new_empty.default": _new_empty,
+    "aten.copy.default": _copy,
+    "aten._native_batch_norm_legit_no_training.default": _normalise,
+    "aten.fill.Scalar": _fill,
+    "aten.fill.Tensor": _fill,
+}
+
+
+def spelt(op: str) -> bool:
+    """Return whether an operator can be expressed, whatever its arguments."""
+    return op in OPERATORS or op in _REWRITES or op in _RESHAPES or op in _SAME or op.startswith(_ASSERTIONS)
+
+
+def _op_name(node: fx.Node) -> str:
+    target = node.target
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def _path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = path if isinstance(path, str) and not path.startswith("_empty") else ""
+    return path.removeprefix("module").removeprefix(".") if path.startswith("module") else ""
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if dtype.is_complex:
+        raise _Refusal("it is complex: store its parts in a last dimension of 2 and apply torch.view_as_complex")
+    if name not in ITEMSIZE_BYTES:
+        raise _Refusal(f"it uses the dtype {name}")
+    return name

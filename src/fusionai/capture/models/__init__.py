@@ -1,0 +1,1 @@
+"""Sources of models: module construction, pretrained weights, adapters, initial values."""

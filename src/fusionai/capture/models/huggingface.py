@@ -1,0 +1,257 @@
+"""Hugging Face models by their configuration, through transformers' own classes. Reads no weights.
+
+Chooses the auto class of an architecture and finds the safetensors of a directory or hub model. Never loads remote code
+or a pickle. Neighbours: `capture.models.build` calls `construct`, possibly several times, `capture.models.state` reads
+the files in `weights` lazily."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch import nn
+
+from fusionai.capture.models.source import Architecture, ConfigSource, DirectorySource, HubSource
+from fusionai.capture.tracing.attention import ATTENTION, register
+from fusionai.primitives.errors import ModelError
+from fusionai.storage.adapter_files import WEIGHTS_FILE as ADAPTER_FILE
+from fusionai.storage.weights import INDEX_FILE, SINGLE_FILE, WeightIndex
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_STORED_KEYS = frozenset(
+    {"_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version"}
+    | {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}
+)
+"""Keys in files that are not fields of the configuration class."""
+_EARLIER_KEYS = frozenset({"rope_theta", "rope_scaling"})
+"""Fields of earlier versions that classes still read; candidates for what a misspelt field meant."""
+
+
+_HEADS: Mapping[Architecture, tuple[str, ...]] = {
+    "causal_lm": ("AutoModelForCausalLM",),
+    "masked_lm": ("AutoModelForMaskedLM",),
+    "seq2seq_lm": ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"),
+    "classification": (
+        "AutoModelForSequenceClassification",
+        "AutoModelForImageClassification",
+        "AutoModelForAudioClassification",
+    ),
+    "plain": ("AutoModel",),
+}
+"""Transformers' auto classes, tried in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceModel:
+    """A configuration and its weights. `weights`: safetensors files of a pretrained model, empty for a new one."""
+
+    config: PreTrainedConfig
+    architecture: Architecture
+    weights: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def construct(self) -> nn.Module:
+        """Construct the module in float32, with the semantic attention if its class allows replacing attention."""
+        register()
+        model_class = self._model_class()
+        # Some classes use the interface without declaring it: if their file imports it, they use it.
+        replaceable = getattr(model_class, "_supports_attention_backend", False) or hasattr(
+            sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"
+        )
+        # The default form of mixtures of experts sorts tokens by the data and calls an operator that only transformers
+        # has. `batched_mm` gathers each token's expert weights: slower, but plain operations of any framework.
+        return self._from_config(ATTENTION if replaceable else self._own_way(), experts_implementation="batched_mm")
+
+    def construct_plain(self) -> nn.Module:
+        """Construct the module in float32 as transformers itself would run it."""
+        return self._from_config(self._own_way())
+
+    def _own_way(self) -> str:
+        """Return the attention that transformers chooses. Falcon with ALiBi gives other results with the other one."""
+        return "sdpa" if getattr(self._model_class(), "_supports_sdpa", False) else "eager"
+
+    def _from_config(self, attention: str, **choices: str) -> nn.Module:
+        config = copy.deepcopy(self.config)
+        if self.architecture == "masked_lm":
+            config.is_decoder = False
+        # If several classes have the head, transformers takes the class named here.
+        config.architectures = config.architectures or [self._model_class().__name__]
+        return self._auto().from_config(config, attn_implementation=attention, dtype=torch.float32, **choices)
+
+    def _auto(self) -> Any:
+        """Return the first auto class of the architecture that knows such a configuration."""
+        import transformers
+
+        for name in _HEADS[self.architecture]:
+            auto = getattr(transformers, name)
+            if type(self.config) in auto._model_mapping:
+                return auto
+        raise ModelError(
+            f"transformers has no {self.architecture} model for {self.config.model_type!r}.",
+            hint="Choose another task or another model.",
+        )
+
+    def _model_class(self) -> type[nn.Module]:
+        classes = self._auto()._model_mapping[type(self.config)]
+        return classes[0] if isinstance(classes, list | tuple) else classes
+
+
+def resolve(source: ConfigSource | DirectorySource | HubSource) -> HuggingFaceModel:
+    """Read the configuration and find the weights. Raises `ModelError`."""
+    match source:
+        case ConfigSource(config=config, architecture=architecture):
+            made, notes = _from_fields(config)
+            return HuggingFaceModel(made, architecture, notes=notes)
+        case DirectorySource(path=path, architecture=architecture):
+            return _from_directory(path, architecture)
+        case HubSource(repository=repository, revision=revision, architecture=architecture):
+            return _from_directory(_download(repository, revision), architecture)
+
+
+def model_directory(source: DirectorySource | HubSource) -> Path:
+    """Return the directory of the model's files on this machine, downloading a hub model first. Raises `ModelError`."""
+    match source:
+        case DirectorySource(path=path):
+            return path
+        case HubSource(repository=repository, revision=revision):
+            return _download(repository, revision)
+
+
+def _from_fields(fields: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str, ...]]:
+    from transformers import CONFIG_MAPPING
+
+    model_type = str(fields.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, list(CONFIG_MAPPING), n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "See the list of models in the documentation of transformers."
+        raise ModelError(f"transformers has no model_type {model_type!r}.", hint=hint)
+    config_class = CONFIG_MAPPING[model_type]
+    known = set(config_class().to_dict()) | set(config_class.attribute_map) | _STORED_KEYS
+    notes: list[str] = []
+    for key in sorted(set(fields) - known):
+        if _has_effect(config_class, fields, key) or _is_named_by_the_model(config_class, key):
+            continue
+        near = difflib.get_close_matches(key, sorted(known | _EARLIER_KEYS), n=1, cutoff=0.8)
+        if near:
+            raise ModelError(
+                f"the configuration of {model_type} has no field {key!r}.", hint=f"Did you mean {near[0]!r}?"
+            )
+        notes.append(f"The configuration's field {key!r} is unknown to {model_type} and has no effect.")
+    try:
+        return config_class(**{key: value for key, value in fields.items() if key != "model_type"}), tuple(notes)
+    except Exception as error:
+        raise ModelError(f"the configuration of {model_type} is not valid: {_last_line(error)}.") from error
+
+
+def _has_effect(config_class: type[PreTrainedConfig], fields: Mapping[str, Any], key: str) -> bool:
+    """Return whether the class reads a field that it does not list, such as `rope_theta`, which becomes part of
+    `rope_parameters`. Also False if no configuration can be made with these fields."""
+    try:
+        with_it, without = (
+            config_class(**{name: value for name, value in fields.items() if name not in ("model_type", left_out)})
+            for left_out in ("", key)
+        )
+    except Exception:  # noqa: BLE001 - the error is reported where the configuration is made
+        return False
+    read = {name: value for name, value in with_it.to_dict().items() if name != key}
+    return read != {name: value for name, value in without.to_dict().items() if name != key}
+
+
+def _is_named_by_the_model(config_class: type[PreTrainedConfig], key: str) -> bool:
+    """Return whether the model's own code, or that of rotary embeddings, names a field that its configuration does not
+    list, such as Qwen3-MoE's `head_dim`."""
+    model = config_class.__module__.replace(".configuration_", ".modeling_")
+    for module in (model, "transformers.modeling_rope_utils"):
+        found = find_spec(module)
+        if found is not None and found.origin is not None:
+            code = Path(found.origin).read_text(encoding="utf-8")
+            if re.search(rf"\b{re.escape(key)}\b", code):
+                return True
+    return False
+
+
+def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(f"the configuration in {path} can't be used: {_last_line(error)}.") from error
+    weights = _weights(path)
+    if weights and (scheme := getattr(config, "quantization_config", None)):
+        method = scheme.get("quant_method") if isinstance(scheme, Mapping) else getattr(scheme, "quant_method", None)
+        raise ModelError(
+            f"the weights in {path} are quantized ({method}); only that method's own code can read them.",
+            hint="Use the model's plain weights, or load it with transformers, dequantize() it and save_pretrained.",
+        )
+    notes: tuple[str, ...] = ()
+    if not weights:
+        if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
+            raise ModelError(
+                f"{path} holds weights only as pickles, which are never loaded.",
+                hint="Save the model with save_pretrained of a recent transformers, which writes safetensors.",
+            )
+        notes = (f"{path} has no weights: the model starts from new weights, initialised from the seed.",)
+    return HuggingFaceModel(config, architecture, weights, notes)
+
+
+def _weights(path: Path) -> tuple[Path, ...]:
+    """Return the files that transformers would read; files in other layouts beside them hold the same weights again.
+    Raises `ModelError` if a file is missing."""
+    single = path / SINGLE_FILE
+    if single.is_file():
+        return (single,)
+    index = path / INDEX_FILE
+    if not index.is_file():
+        return tuple(sorted(set(path.glob("*.safetensors")) - {path / ADAPTER_FILE}))
+    try:
+        names = sorted(set(msgspec.json.decode(index.read_bytes(), type=WeightIndex).weight_map.values()))
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelError(f"{index} can't be read: {error}.", hint="Fetch or save the model again.") from error
+    for name in names:
+        if Path(name).name != name or not (path / name).is_file():
+            raise ModelError(f"{path} lacks a part of its weights: {name}.", hint="Fetch or copy the model again.")
+    return tuple(path / name for name in names)
+
+
+def _last_line(error: Exception) -> str:
+    """Return the last line, which states the problem; the lines before name the check of transformers that found it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__).removeprefix("ValueError: ").rstrip(".")
+
+
+def _download(repository: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES))
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"the hub has no model {repository!r}, or this machine may not read it.",
+            hint="Check the spelling; a gated model needs `hf auth login` first.",
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"the model {repository!r} is not on this machine and the hub can't be reached.",
+            hint="Connect to the network, or give a local directory or a configuration file instead.",
+        ) from error
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        raise ModelError(f"the model {repository!r} could not be fetched from the hub: {error}") from error

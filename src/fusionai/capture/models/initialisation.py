@@ -1,0 +1,350 @@
+"""Record each parameter's initialisation as a declarative program, by observing how a module is built.
+
+A program can express certain random and fill operations. Any other operation makes it unknown (`None`), and the job
+owner then sends the bytes (`capture.models.state`). Draws no random numbers itself: `ir.init` runs the programs.
+
+While the watch is open, every tensor operation passes through a dispatch mode. Tensors are identified by their storage,
+so that views, `.data` and detached aliases belong to the tensor that they look into. Parameters move to the meta device
+as they are registered, so nothing large is computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusionai.ir.schema import InitOp
+
+Program = tuple[InitOp, ...]
+
+_LARGE_BYTES = 2**28
+"""Empty tensors of at least this size (256 MiB, chosen) are made on the meta device."""
+
+_SHARED = "shared"
+
+_PADDINGS = frozenset({"constant_pad_nd", "pad"})
+"""Operators that copy if they pad by nothing, as when transformers ties an output bias to its matrix."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """One storage. `program`: what initialised it; None if that is unknown or has not happened yet."""
+
+    program: Program | None
+    anchor: StorageWeakRef
+    """Keeps the storage's address from being reused without keeping its memory."""
+    parameter: nn.Parameter | None = None
+    """The meta parameter that stands for a real one registered with this storage."""
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, default: float) -> float | None:
+    value = args[index] if len(args) > index else kwargs.get(name, default)
+    return _number(value)
+
+
+class InitialisationWatch(TorchDispatchMode):
+    """Follows initialisation while it is entered; afterwards `program(tensor)` returns the programs."""
+
+    def __init__(self, kept: frozenset[tuple[int, ...]] = frozenset()) -> None:
+        """`kept`: shapes that get real memory however large they are."""
+        super().__init__()
+        self._kept = kept
+        self._records: dict[int, _Record] = {}
+        self._draws = 0
+
+    def program(self, tensor: torch.Tensor) -> Program | None:
+        """Return the program that made the whole of `tensor`, None if it is unknown."""
+        record = self._lookup(tensor)
+        return None if record is None or not _is_whole(tensor) else record.program
+
+    def replacement(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return the meta parameter that stands for this one, if it has been registered before (ties)."""
+        record = self._lookup(parameter)
+        return None if record is None else record.parameter
+
+    def replace(self, real: nn.Parameter, meta: nn.Parameter) -> None:
+        """Let both storages share one record, so code that still holds `real` can go on initialising it."""
+        record = self._lookup(real)
+        if record is None:
+            record = _Record(None, StorageWeakRef(real.untyped_storage()))
+            self._records[_address(real)] = record
+        record.parameter = meta
+        # The meta storage lives as long as the record, through `parameter`.
+        self._records[_address(meta)] = record
+
+    def drawn(self, program: Program) -> Program:
+        """Return the program with a mark of its own draw, by which copies of the same draw are recognised."""
+        self._draws += 1
+        return (InitOp(_SHARED, (self._draws,)), *(step for step in program if step.op != _SHARED))
+
+    def _copied(self, program: Program | None, *tensors: torch.Tensor) -> Program | None:
+        """Return the program of a copy between `tensors`. A program draws in the order of the elements, so a copy in
+        another order counts as a draw of its own."""
+        if program is None or all(tensor.is_contiguous() for tensor in tensors):
+            return program
+        return self.drawn(program) if program[0].op == _SHARED else program
+
+    def write(self, tensor: torch.Tensor, program: Program | None) -> None:
+        """Record that `tensor` now holds the result of `program`."""
+        record = self._lookup(tensor)
+        if record is None:
+            record = _Record(None, StorageWeakRef(tensor.untyped_storage()))
+            self._records[_address(tensor)] = record
+        record.program = program if _is_whole(tensor) else self._row(record, tensor, program)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        before = None if target is None else self.program(target)
+        if func is torch.ops.aten.empty.memory_format and self._is_large(args[0], kwargs):
+            # The experts of one layer may take tens of gigabytes, which a parameter on the meta device does not need.
+            kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": False}
+        result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if name.endswith("_") and not name.endswith("__"):
+            if target is not None:
+                self.write(target, self._after(name[:-1], before, args, kwargs))
+        elif func._schema.is_mutable:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and self._lookup(value) is not None:
+                    self.write(value, None)
+        elif isinstance(result, torch.Tensor) and _address(result) not in self._records:
+            same = target is not None and result.shape == target.shape
+            self.write(result, before if name in _PADDINGS and same else self._created(name, before, args, kwargs))
+        return result
+
+    def _is_large(self, shape: Any, kwargs: Mapping[str, Any]) -> bool:
+        itemsize = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
+        device = kwargs.get("device")
+        on_cpu = device is None or torch.device(device).type == "cpu"
+        return on_cpu and math.prod(shape) * itemsize >= _LARGE_BYTES and tuple(shape) not in self._kept
+
+    def _after(
+        self, name: str, before: Program | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Program | None:
+        """Return the program of a tensor after the operation `name` on it, in place or not."""
+        first: float | None
+        second: float | None
+        match name:
+            case "zero":
+                return (InitOp("fill", (0.0,)),)
+            case "fill":
+                value = _number(args[1]) if len(args) > 1 else None
+                return None if value is None else (InitOp("fill", (value,)),)
+            case "normal":
+                first, second = _argument(args, kwargs, 1, "mean", 0.0), _argument(args, kwargs, 2, "std", 1.0)
+                return None if first is None or second is None else self.drawn((InitOp("normal", (first, second)),))
+            case "uniform":
+                first, second = _argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0)
+                return None if first is None or second is None else self.drawn((InitOp("uniform", (first, second)),))
+            case "copy":
+                match args:
+                    case (torch.Tensor() as written, torch.Tensor() as source, *_) if source.shape == written.shape:
+                        return self._copied(self.program(source), written, source)
+                    case _:
+                        return None
+            case _:
+                step = _transform(name, args, kwargs)
+                return None if before is None or step is None else (*before, *step)
+
+    def _created(
+        self, name: str, before: Program | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Program | None:
+        """Return the program of a new tensor returned by the operation `name`."""
+        match name:
+            case "zeros" | "zeros_like" | "new_zeros":
+                return (InitOp("fill", (0.0,)),)
+            case "ones" | "ones_like" | "new_ones":
+                return (InitOp("fill", (1.0,)),)
+            case "full" | "full_like" | "new_full":
+                index = 2 if name == "new_full" else 1
+                value = _number(args[index]) if len(args) > index else None
+                return None if value is None else (InitOp("fill", (value,)),)
+            case "randn" | "randn_like":
+                return self.drawn((InitOp("normal", (0.0, 1.0)),))
+            case "rand" | "rand_like":
+                return self.drawn((InitOp("uniform", (0.0, 1.0)),))
+            case "clone" | "_to_copy" | "detach" | "alias" | "lift_fresh":
+                return self._copied(before, args[0])
+            case _:
+                step = _transform(name, args, kwargs)
+                return None if before is None or step is None else (*before, *step)
+
+    def _row(self, record: _Record, part: torch.Tensor, program: Program | None) -> Program | None:
+        """Return the program of the whole tensor after `part` of it was written. Only a filled row can be expressed."""
+        whole = record.parameter
+        if record.program is None or program is None or len(program) != 1 or program[0].op != "fill" or whole is None:
+            return None
+        row_numel = math.prod(whole.shape[1:])
+        if part.shape != whole.shape[1:] or not part.is_contiguous() or part.storage_offset() % max(row_numel, 1):
+            return None
+        return (*record.program, InitOp("fill_row", (part.storage_offset() // row_numel, program[0].args[0])))
+
+    def _lookup(self, tensor: torch.Tensor) -> _Record | None:
+        return self._records.get(_address(tensor))
+
+
+def _transform(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program | None:
+    """Return the steps of an elementwise operation with plain numbers, None for any other operation."""
+    value = _number(args[1]) if len(args) > 1 else None
+    match name:
+        case "mul" if value is not None:
+            return (InitOp("mul", (value,)),)
+        case "div" if value:
+            return (InitOp("mul", (1.0 / value,)),)
+        case "add" if value is not None and not kwargs:
+            return (InitOp("add", (value,)),)
+        case "sub" if value is not None and not kwargs:
+            return (InitOp("add", (-value,)),)
+        case "neg":
+            return (InitOp("mul", (-1.0,)),)
+        case "erfinv":
+            return (InitOp("erfinv"),)
+        case "clamp":
+            low = args[1] if len(args) > 1 else kwargs.get("min")
+            high = args[2] if len(args) > 2 else kwargs.get("max")
+            low, high = -math.inf if low is None else low, math.inf if high is None else high
+            bounds = (_number(low), _number(high))
+            return None if bounds[0] is None or bounds[1] is None else (InitOp("clamp", (bounds[0], bounds[1])),)
+        case _:
+            return None
+
+
+def shared_draws(programs: Mapping[str, tuple[Program | None, tuple[int, ...]]]) -> dict[str, Program | None]:
+    """Return the programs in the IR's form, from parameter -> (program, shape).
+
+    Parameters of one shape that began with the same draws, as copies do, share a number made from the first one's name.
+    All others draw by their own name.
+    """
+    drawn = {
+        name: (program[0].args, shape)
+        for name, (program, shape) in programs.items()
+        if program is not None and program[0].op == _SHARED
+    }
+    sharing = Counter(drawn.values())
+    first: dict[object, str] = {}
+    made: dict[str, Program | None] = {}
+    for name, (program, _) in programs.items():
+        made[name] = program
+        if name not in drawn or program is None:
+            continue
+        made[name] = program[1:]
+        if sharing[drawn[name]] > 1:
+            digest = hashlib.sha256(first.setdefault(drawn[name], name).encode()).digest()
+            made[name] = (InitOp(_SHARED, (int.from_bytes(digest[:6], "little"),)), *program[1:])
+    return made
+
+
+def truncated_normal(mean: float, std: float, low: float, high: float) -> Program:
+    """Return the program of the normal distribution cut to [low, high], by the inverse of its distribution function."""
+
+    def distribution(x: float) -> float:
+        return (1.0 + math.erf((x - mean) / std / math.sqrt(2.0))) / 2.0
+
+    bounds = (2 * distribution(low) - 1, 2 * distribution(high) - 1)
+    return (
+        InitOp("uniform", bounds),
+        InitOp("erfinv"),
+        InitOp("mul", (std * math.sqrt(2.0),)),
+        InitOp("add", (mean,)),
+        InitOp("clamp", (low, high)),
+    )
+
+
+_TRUNCATE = "_no_grad_trunc_normal_"
+_SILENT = ("dirac_", "orthogonal_", "sparse_")
+"""Functions of `torch.nn.init` that return from a meta tensor without any operation that a watch could see."""
+
+
+@contextmanager
+def watching(kept: frozenset[tuple[int, ...]] = frozenset()) -> Iterator[InitialisationWatch]:
+    """Open a watch; `kept` as in `InitialisationWatch`.
+
+    Functions that do nothing on meta tensors are replaced while it is open, in every module that imported them. The
+    truncated normal gets a program; the other functions make the program unknown.
+    """
+    watch = InitialisationWatch(kept)
+    replaced: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+    for name in _SILENT:
+        original: Callable[..., Any] = getattr(nn.init, name)
+        replaced[id(original)] = (original, _unsayable(watch, original))
+    # Only `torch.nn.init` itself calls this function, so every imported `trunc_normal_` goes through it.
+    truncate: Callable[..., Any] = getattr(nn.init, _TRUNCATE)
+    replaced[id(truncate)] = (truncate, _truncated(watch, truncate))
+    wanted = frozenset(replaced)
+    places = [
+        (namespace, name, original, stand_in)
+        for namespace in _namespaces()
+        # Few modules contain one of them: this test skips the others without a Python loop over their names.
+        if not wanted.isdisjoint(map(id, list(namespace.values())))
+        for name, value in list(namespace.items())
+        if (found := replaced.get(id(value))) is not None
+        for original, stand_in in [found]
+    ]
+    for namespace, name, _, stand_in in places:
+        namespace[name] = stand_in
+    try:
+        with watch:
+            yield watch
+    finally:
+        for namespace, name, original, _ in places:
+            namespace[name] = original
+
+
+def _namespaces() -> Iterator[dict[str, Any]]:
+    for module in list(sys.modules.values()):
+        namespace = getattr(module, "__dict__", None)
+        if isinstance(namespace, dict):
+            yield namespace
+    initialization = sys.modules.get("transformers.initialization")
+    if initialization is not None:
+        # Its wrappers call the functions that were there when transformers was imported.
+        yield initialization.TORCH_INIT_FUNCTIONS
+
+
+def _unsayable(watch: InitialisationWatch, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def recorded(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensor, *args, **kwargs)
+        watch.write(tensor, None)
+        return result
+
+    return recorded
+
+
+def _truncated(watch: InitialisationWatch, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def recorded(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensor, mean, std, a, b, *args, **kwargs)
+        watch.write(tensor, watch.drawn(truncated_normal(float(mean), float(std), float(a), float(b))))
+        return result
+
+    return recorded
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor spans its storage, in any order: programs draw elements independently, so order does
+    not matter."""
+    return tensor.storage_offset() == 0 and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

@@ -1,0 +1,267 @@
+"""The values that a capture provides: buffers, constants, pretrained weights, and parameters without an initialisation
+program.
+
+Finds the source of each key's bytes and streams them. A pretrained weight is read alone from its safetensors file. A
+parameter without a program is made by constructing the module again with only a small group of parameters in real
+memory. The groups do not depend on the request, so values depend only on (seed, model).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from fusionai.capture.models.adapter import Slots
+from fusionai.capture.models.build import Built, rebuild
+from fusionai.capture.models.conversion import Computed, expected, loading, made_anew, saving
+from fusionai.primitives.errors import ModelError
+from fusionai.primitives.tensors import HostTensor, host_tensor
+from fusionai.storage.assembly import Assembly, Extent, Shape, whole
+
+GROUP_BYTES: Final = 64 * 2**20
+"""Size of the parameters made in one construction of the module, unless a single one is larger (64 MiB, chosen)."""
+
+
+_SHOWN: Final = 4
+"""Most names listed in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What safetensors files hold of a model.
+
+    `entries`: key -> (file, name in the file) of tensors stored unchanged. `assembled`: keys that consist of parts of
+    tensors in files; `files`: tensor name -> file. `computed`: keys that transformers' operations make from those
+    tensors.
+    """
+
+    entries: Mapping[str, tuple[Path, str]]
+    assembled: Mapping[str, Assembly] = field(default_factory=dict[str, Assembly])
+    computed: Mapping[str, Computed] = field(default_factory=dict[str, Computed])
+    files: Mapping[str, Path] = field(default_factory=dict[str, Path])
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return frozenset((*self.entries, *self.assembled, *self.computed))
+
+    def tensor(self, key: str, like: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        """Return one key's values in the dtype of `like`. Raises `ModelError`."""
+        if key in self.entries:
+            path, name = self.entries[key]
+            return _read(path, name, key, like)
+        if key in self.computed:
+            return self.computed[key].tensor(module, lambda name: _read(self.files[name], name, key, like))
+        return _joined(self.assembled[key], self.files, key, like)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSource:
+    """Everything needed to answer `tensors`."""
+
+    built: Built
+    constants: Mapping[str, torch.Tensor]
+    groups: tuple[frozenset[str], ...]
+    checkpoint: Checkpoint | None
+
+    def tensors(self, keys: Iterable[str]) -> Iterator[tuple[str, HostTensor]]:
+        """Yield (key, bytes) for each key, in the module's dtypes, one at a time. Raises `ModelError` on an unknown
+        key."""
+        wanted = set(keys)
+        buffers = self.built.buffers()
+        checkpoint = self.checkpoint or Checkpoint({})
+        stored = checkpoint.keys
+        parameters = self.built.parameters()
+        unknown = wanted - set(self.constants) - stored - set(buffers) - set(parameters)
+        if unknown:
+            raise ModelError(
+                f"{self.built.name} has no state {min(unknown)!r}.", hint="Ask for keys of the captured graph."
+            )
+        if isinstance(self.built.adapter, Slots):
+            own = wanted & self.built.adapter.keys
+            wanted -= own
+            for key in sorted(own):
+                yield key, self.built.adapter.tensor(key)
+        for key in sorted(wanted & set(self.constants)):
+            yield key, to_host(self.constants[key])
+        # Buffers in the checkpoint (statistics of a trained BatchNorm) take precedence over newly made ones.
+        for key in sorted((wanted & set(buffers)) - stored):
+            yield key, to_host(buffers[key])
+        for key in sorted(wanted & stored):
+            like = parameters[key] if key in parameters else buffers[key]
+            yield key, to_host(checkpoint.tensor(key, like, self.built.module))
+        rest = (wanted & set(parameters)) - stored
+        # Callers that can't run programs also ask for parameters that have one. Groups are the same whichever of them
+        # are wanted, since what a module draws for one parameter depends on those built with it.
+        programmed = [key for key in parameters if not any(key in group for group in self.groups)]
+        for made in (*self.groups, *group(programmed, parameters)):
+            if rest.isdisjoint(made):
+                continue
+            for key, tensor in rebuild(self.built, made):
+                if key in rest:
+                    yield key, to_host(tensor)
+
+    def layout(self, keys: Iterable[str]) -> dict[str, Assembly]:
+        """Return `Captured.layout` for these keys."""
+        if self.built.huggingface is None:
+            return {}
+        tensors = {**self.built.buffers(), **self.built.parameters()}
+        made = saving(self.built.module, {key: tuple(tensors[key].shape) for key in keys})
+        return {name: one for name, one in made.items() if one != whole(name, one.shape)}
+
+
+def to_host(tensor: torch.Tensor) -> HostTensor:
+    """Copy a tensor to host bytes; bfloat16 as raw bits, a complex tensor as its parts in a last dimension of 2."""
+    tensor = tensor.detach()
+    plain = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).cpu().contiguous()
+    name = str(plain.dtype).removeprefix("torch.")
+    # A copy, because the tensor's memory may change or be freed; a flat byte view, because numpy has no bfloat16.
+    data = bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
+    return host_tensor(name, tuple(plain.shape), data)
+
+
+def group(keys: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> tuple[frozenset[str], ...]:
+    """Split the parameters into groups of at most `GROUP_BYTES`, in the order of the model."""
+    groups: list[frozenset[str]] = []
+    current: list[str] = []
+    held_bytes = 0
+    for key in keys:
+        size_bytes = parameters[key].numel() * parameters[key].element_size()
+        if current and held_bytes + size_bytes > GROUP_BYTES:
+            groups.append(frozenset(current))
+            current, held_bytes = [], 0
+        current.append(key)
+        held_bytes += size_bytes
+    if current:
+        groups.append(frozenset(current))
+    return tuple(groups)
+
+
+def index_checkpoint(
+    files: Sequence[Path],
+    built: Built,
+    aliases: Mapping[str, tuple[str, ...]],
+    elsewhere: Mapping[str, tuple[Path, str]],
+) -> Checkpoint:
+    """Match the names in safetensors files with the module's keys, as transformers does when it loads them. Reads only
+    the files' headers.
+
+    `elsewhere`: tensors in other files. Parameters of an adapter may be missing, and those that transformers
+    initialises anew (computed positions); they are initialised like those of a new model. Raises `ModelError` that
+    names the parameter if one is missing or has another shape.
+    """
+    found, shapes = _headers(files)
+    wanted = {built.key(name): tensor for name, tensor in built.module.state_dict(keep_vars=True).items()}
+    sources = loading(built.module, wanted, shapes)
+    entries = dict(elsewhere)
+    assembled: dict[str, Assembly] = {}
+    computed: dict[str, Computed] = {}
+    missing: dict[str, Shape] = {}
+    for own, tensor in {**dict(built.module.named_buffers()), **dict(built.module.named_parameters())}.items():
+        key = built.key(own)
+        if key in entries or built.is_adapter(key):
+            continue
+        names = [built.key(name) for name in (own, *aliases.get(own, ()))]
+        source = next((sources[name] for name in names if name in sources), None)
+        if source is None:
+            if isinstance(tensor, nn.Parameter) and not any(made_anew(built.module, name) for name in names):
+                missing[key] = tuple(tensor.shape)
+            continue
+        if source.shape != tuple(tensor.shape):
+            raise ModelError(
+                f"{key!r} of the weights has the shape {list(source.shape)}, the model expects "
+                f"{list(tensor.shape)}; it was made from {_listed(_names(source))}.",
+                hint="The configuration and the weights belong to different models.",
+            )
+        match source:
+            case Computed():
+                computed[key] = source
+            case Assembly(extents=(Extent(tensor=name),)) if shapes[name] == source.shape:
+                entries[key] = (found[name], name)
+            case Assembly():
+                assembled[key] = source
+    if missing:
+        taken = {name for source in sources.values() for name in _names(source)}
+        raise _lacking(missing, built, shapes.keys() - taken or shapes.keys())
+    return Checkpoint(entries, assembled, computed, found)
+
+
+def _headers(files: Sequence[Path]) -> tuple[dict[str, Path], dict[str, Shape]]:
+    """Return the file and the shape of each tensor."""
+    from safetensors import SafetensorError, safe_open
+
+    places: dict[str, Path] = {}
+    shapes: dict[str, Shape] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118  not a dictionary
+                    places[name] = path
+                    shapes[name] = tuple(handle.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"the weights in {path} can't be read: {error}", hint="Fetch or save the file again."
+            ) from error
+    return places, shapes
+
+
+def _lacking(missing: Mapping[str, Shape], built: Built, found: Collection[str]) -> ModelError:
+    """Return an error with the names that were looked for and the nearest names in `found`."""
+    key, shape = next(iter(missing.items()))
+    written = expected(built.module, key, shape)
+    looked = "" if written == (key,) else f", which files hold as {_listed(written)}"
+    near = difflib.get_close_matches(written[0], sorted(found), n=3, cutoff=0.4)
+    nearest = f"; the nearest names in the files are {_listed(near)}" if near else ""
+    return ModelError(
+        f"the weights lack {len(missing)} of the model's parameters, first {key!r}{looked}{nearest}.",
+        hint="The configuration, architecture and weights belong to different models, or a file is missing.",
+    )
+
+
+def _names(source: Assembly | Computed) -> tuple[str, ...]:
+    if isinstance(source, Assembly):
+        return source.sources
+    return tuple(name for some in source.sources.values() for name in some)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+def _joined(assembly: Assembly, files: Mapping[str, Path], key: str, like: torch.Tensor) -> torch.Tensor:
+    """Return the assembled tensor in the dtype of `like`. Reads only the tensors that it needs, one at a time."""
+    from safetensors import SafetensorError, safe_open
+
+    made = torch.empty(prod(assembly.shape), dtype=like.dtype)
+    start = 0
+    try:
+        with ExitStack() as opened:
+            paths = sorted({files[name] for name in assembly.sources})
+            handles = {path: opened.enter_context(safe_open(path, framework="pt")) for path in paths}
+            for name, extents in groupby(assembly.extents, key=lambda extent: extent.tensor):
+                source = handles[files[name]].get_tensor(name).reshape(-1)
+                for extent in extents:
+                    made[start : start + extent.count] = source[extent.first : extent.first + extent.count]
+                    start += extent.count
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"the weight {key} can't be read from its files: {error}") from error
+    return made.reshape(assembly.shape)
+
+
+def _read(path: Path, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as handle:
+            return handle.get_tensor(name).to(like.dtype)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"the weight {key} in {path} can't be read: {error}") from error

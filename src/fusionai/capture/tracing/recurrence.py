@@ -1,0 +1,228 @@
+"""Replace transformers' loops of state-space and linear-attention layers by semantic operators.
+
+Transformers computes these layers by fused kernels, or else by loops over positions or blocks, which a trace would
+unroll to one length. Its modules call them by a few names that all models share. While a module is traced, those names
+mean the same formulas around `fusion::linear_scan` or `fusion::linear_attention`. A call with other options is refused.
+
+Neighbours: `capture.capture` traces within `semantic_recurrences`, `capture.graph.lowering` turns the operators into
+the IR's, backends implement them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusionai.backends.torch import semantic as scans
+from fusionai.primitives.errors import ModelError
+
+
+@torch.library.custom_op("fusion::linear_scan", mutates_args=())
+def linear_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return scans.linear_scan(decay, x)
+
+
+@linear_scan.register_fake
+def _(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("fusion::linear_attention", mutates_args=())
+def linear_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor | None
+) -> torch.Tensor:
+    return scans.linear_attention(query, key, value, decay=decay, beta=beta)
+
+
+@linear_attention.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:  # noqa: ARG001
+    return value.new_empty(value.shape)
+
+
+def _selective_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **others: Any,
+) -> torch.Tensor:
+    """Mamba (arXiv 2312.00752), like `mamba_selective_scan`: hidden_states, dt and z [b, d, s], A [d, n], B and C [b,
+    n, s], D and delta_bias [d]; returns [b, d, s]."""
+    _refuse(others | {"return_last_state": return_last_state}, harmless=("use_mambapy", "use_associative_scan"))
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[..., None]
+    if delta_softplus:
+        dt = F.softplus(dt)
+    step, entering = dt.transpose(1, 2)[..., None], hidden_states.transpose(1, 2)[..., None]
+    decay = torch.exp(A[None, None] * step)
+    states = linear_scan(decay, step * B.transpose(1, 2)[:, :, None].float() * entering.float())
+    read = torch.matmul(states.to(hidden_states.dtype), C.transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
+    if D is not None:
+        read = read + hidden_states * D[None, :, None]
+    return read if z is None else read * F.silu(z)
+
+
+def _chunk_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,  # noqa: ARG001 - sets the order of sums, which each backend chooses itself
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **others: Any,
+) -> torch.Tensor:
+    """Mamba-2 (arXiv 2405.21060), like `mamba2_chunk_scan`: hidden_states [b, s, h, p], dt [b, s, h], A [h], B and C
+    [b, s, g, n], D and dt_bias [h]; returns [b, s, h, p]."""
+    _refuse(others | {"initial_states": initial_states, "return_final_states": return_final_states})
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])
+    values, shared = hidden_states.float(), hidden_states.shape[2] // B.shape[2]
+    keys, queries = B.float().repeat_interleave(shared, dim=2), C.float().repeat_interleave(shared, dim=2)
+    read = linear_attention(queries, keys, values * dt[..., None].float(), A.to(values.dtype) * dt.float(), None)
+    return read if D is None else read + D[..., None] * values
+
+
+def _gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,  # noqa: ARG001
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Gated delta rule (arXiv 2412.06464), like `torch_chunk_gated_delta_rule`: query and key [b, s, hk, k], value [b,
+    s, h, v], g and beta [b, s, h]; returns [b, s, h, v] and no state."""
+    _refuse(others | {"initial_state": initial_state, "output_final_state": output_final_state})
+    dtype, shared = query.dtype, value.shape[2] // key.shape[2]
+    query, key, value, g, beta = (x.to(torch.float32) for x in (query, key, value, g, beta))
+    if shared > 1:
+        query, key = query.repeat_interleave(shared, dim=2), key.repeat_interleave(shared, dim=2)
+    if use_qk_l2norm_in_kernel:
+        query, key = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (query, key))
+    return linear_attention(query * query.shape[-1] ** -0.5, key, value, g, beta).to(dtype), None
+
+
+def _lightning_attention(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],  # noqa: ARG001 - used by the softmax layers only
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Lightning attention (arXiv 2401.04658), like the forward of `MiniMaxLightningAttention`: the sums of its loop
+    over blocks of the sequence, computed for all blocks at once.
+
+    The decays are the four buffers that the layer stores in files: values computed from a rate would differ wherever
+    the stored ones were rounded.
+    """
+    _refuse(others | {"past_key_values": past_key_values})
+    layer = cast(Any, self)
+    batch, length, _ = hidden_states.shape
+    heads, width, size = layer.num_attention_heads, layer.head_dim, layer.block_size
+    joined = layer.act_fn(layer.qkv_proj(hidden_states))
+    if attention_mask is not None:
+        joined = (joined * attention_mask[:, :, None]).to(hidden_states.dtype)
+    # Fills the sequence up to whole blocks by indexing, because a trace can't express a pad of unknown size. One block
+    # more than needed, because a trace would otherwise treat a sequence of one block as a special case.
+    blocks = (length + size - 1) // size + 1
+    ended = torch.cat((joined, joined.new_zeros(batch, 1, joined.shape[2])), dim=1)
+    rows = torch.arange(blocks, device=ended.device)[:, None] * size + torch.arange(size, device=ended.device)
+    joined = ended[:, rows.clamp(max=length)].reshape(batch, blocks, size, heads, 3 * width).permute(0, 3, 1, 2, 4)
+    query, key, value = torch.split(joined, width, dim=-1)  # [batch, heads, blocks, size, width]
+    inside = torch.matmul(torch.matmul(query, key.transpose(-1, -2)) * layer.diagonal_decay[0, :, None], value)
+    left = torch.matmul((key * layer.key_decay[:, None]).transpose(-1, -2), value).transpose(1, 2)
+    # Each block reads the state after the blocks before it; the first block reads zeros.
+    left = torch.cat((torch.zeros_like(left[:, :1]), left), dim=1)
+    states = linear_scan(torch.exp(-layer.slope_rate * size).expand_as(left), left)[:, :blocks]
+    read = torch.matmul(query * layer.query_decay[:, None], states.transpose(1, 2)) + inside
+    at = torch.arange(length, device=read.device)
+    read = read.permute(0, 2, 3, 1, 4)[:, at // size, at % size].reshape(batch, length, heads * width)
+    gate = F.sigmoid(layer.output_gate(hidden_states))
+    return layer.out_proj(gate * layer.norm(read)), None
+
+
+def _refuse(asked: Mapping[str, Any], harmless: tuple[str, ...] = ()) -> None:
+    """Raise `ModelError` for arguments that change the result. Flags that are off or that only choose a kernel do
+    not."""
+    unknown = sorted(name for name, value in asked.items() if value is not None and value is not False)
+    unknown = [name for name in unknown if name not in harmless and name not in _HARMLESS]
+    if unknown:
+        raise ModelError(
+            f"a recurrent layer asks its scan for {', '.join(unknown)}, which the semantic operators lack.",
+            hint="Choose a model that runs whole sequences from an empty state.",
+        )
+
+
+_HARMLESS: Final = frozenset({"use_cache", "output_attentions", "output_hidden_states", "return_dict", "position_ids"})
+"""Arguments that the layers above pass on."""
+_NAMES: Final[Mapping[str, Callable[..., Any]]] = {
+    "mamba_selective_scan": _selective_scan,
+    "mamba2_chunk_scan": _chunk_scan,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+}
+
+
+_FORWARDS: Final[Mapping[str, Callable[..., Any]]] = {"MiniMaxLightningAttention": _lightning_attention}
+"""Classes whose whole forward is replaced."""
+
+
+@contextmanager
+def semantic_recurrences(module: nn.Module) -> Iterator[None]:
+    """While open, the transformers files that `module`'s layers come from call the semantic operators."""
+    with replaced_functions(module, _NAMES), replaced_forwards(module, _FORWARDS):
+        yield
+
+
+@contextmanager
+def replaced_functions(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """While open, replace the functions with these names in the transformers files of `module`'s layers."""
+    files = {name for child in module.modules() if (name := type(child).__module__).startswith("transformers.")}
+    places = [(sys.modules[file], name) for file in sorted(files) for name in functions]
+    with _replaced([(place, name, functions[name]) for place, name in places if hasattr(place, name)]):
+        yield
+
+
+@contextmanager
+def replaced_forwards(module: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """While open, replace the forward of transformers' classes with these names among `module`'s layers."""
+    classes = {type(child) for child in module.modules() if type(child).__module__.startswith("transformers.")}
+    known = [cls for cls in classes if cls.__name__ in forwards]
+    with _replaced([(cls, "forward", forwards[cls.__name__]) for cls in known]):
+        yield
+
+
+@contextmanager
+def _replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    originals = [(place, name, getattr(place, name)) for place, name, _ in attributes]
+    try:
+        for place, name, replacement in attributes:
+            setattr(place, name, replacement)
+        yield
+    finally:
+        for place, name, original in originals:
+            setattr(place, name, original)
