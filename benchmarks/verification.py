@@ -48,8 +48,8 @@ from fusionai.execution.compute import ComputeThread
 from fusionai.execution.sketches import step_key
 from fusionai.execution.state import headers
 from fusionai.execution.training.boundary import boundaries
-from fusionai.execution.training.stages import LoadedStage
 from fusionai.execution.training.passes import Pass
+from fusionai.execution.training.stages import LoadedStage
 from fusionai.execution.training.verifier import Referee
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.tensors import HostTensor

@@ -83,14 +83,23 @@ SUBJECTS: Final = {
     for subject in (
         Subject("training.stage", ("unit/coordination/test_stage*.py", *JOBS)),
         Subject("training.driver", ("unit/coordination/test_driver*.py", *JOBS)),
-        *(Subject(f"training.{part}", ("unit/coordination/test_driver*.py", *JOBS)) for part in ("votes", "saves", "verifying")),
+        *(
+            Subject(f"training.{part}", ("unit/coordination/test_driver*.py", *JOBS))
+            for part in ("votes", "saves", "verifying")
+        ),
         Subject("round.faults", ("unit/coordination/test_driver*.py", *JOBS)),
-        Subject("training.restoring", ("unit/coordination/test_restoring*.py", "unit/coordination/test_driver*.py", *JOBS)),
+        Subject(
+            "training.restoring", ("unit/coordination/test_restoring*.py", "unit/coordination/test_driver*.py", *JOBS)
+        ),
         Subject("training.roles", ("unit/coordination/test_roles*.py", "unit/coordination/test_driver*.py", *JOBS)),
         Subject("round.liveness", ("unit/coordination/test_silence*.py", "property/test_silence*.py")),
         Subject("broker.lease", ("unit/coordination/test_lease.py", "unit/coordination/test_decisions.py")),
-        Subject("broker.membership", ("unit/coordination/test_membership.py", "unit/coordination/test_dec*.py", BROKER)),
-        Subject("broker.plan_version", ("unit/coordination/test_plan_version.py", "unit/coordination/test_decisions.py")),
+        Subject(
+            "broker.membership", ("unit/coordination/test_membership.py", "unit/coordination/test_dec*.py", BROKER)
+        ),
+        Subject(
+            "broker.plan_version", ("unit/coordination/test_plan_version.py", "unit/coordination/test_decisions.py")
+        ),
         Subject("machine", ("unit/coordination/test_machine.py",)),
         *(Subject(f"serving.{part}", SERVING) for part in SERVING_PARTS),
         Subject("serving.batching", (*BATCHES, *SERVING)),

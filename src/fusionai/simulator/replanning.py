@@ -28,9 +28,8 @@ from fusionai.scheduling.standby.continuation import (
     widened,
 )
 from fusionai.scheduling.standby.promotion import promoted
-from fusionai.scheduling.standby.takeover import Loss, lost, sound
 from fusionai.scheduling.standby.straggling import COOL_DOWN
-from fusionai.scheduling.standby.takeover import Waiting, handed_over, reinforced
+from fusionai.scheduling.standby.takeover import Loss, Waiting, handed_over, lost, reinforced, sound
 from fusionai.simulator.broker import SimulatedBroker
 from fusionai.simulator.scenario import Scenario
 from fusionai.training.deployment import ranges_of
