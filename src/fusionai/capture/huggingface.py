@@ -25,7 +25,7 @@ from fusionai.capture.attention import ATTENTION, register
 from fusionai.capture.source import Architecture, ConfigSource, DirectorySource, HubSource
 from fusionai.primitives.errors import ModelError
 from fusionai.storage.adapter_files import WEIGHTS_FILE as ADAPTER_FILE
-from fusionai.storage.weights import INDEX_FILE, SINGLE_FILE, WeightIndex
+from fusionai.storage.safetensors_file import INDEX_FILE, SINGLE_FILE, WeightIndex
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -4,14 +4,14 @@ The broker's tickets alone don't open a job's tensors, states and weights, becau
 of its own. A peer is checked against the placement of the member's present round. A neighbour that learned of a later
 round first is checked against the signed placement it shows.
 
-`transport.placements` checks signatures, `peer.door` asks, and members adopt the placement of each `Enlist`.
+`transport.signed` checks signatures, `peer.door` asks, and members adopt the placement of each `Enlist`.
 """
 
 from __future__ import annotations
 
 from fusionai.primitives.errors import TrustError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.transport.placements import SignedPlacement, verify_placement
+from fusionai.transport.signed import SignedPlacement, verify_placement
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 
