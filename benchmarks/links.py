@@ -38,8 +38,8 @@ from fusionai.transport.event_loop import run
 from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
 from fusionai.transport.links import answer_probe, measure_link
-from fusionai.transport.rate_limit import Limits
 from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.uplink import Limits
 from fusionai.wire.messages import Pong, Probe, TensorHeader
 from transport import credentials
 

@@ -61,8 +61,7 @@ from fusionai.dashboard.analysis_document import document
 from fusionai.ir.operators import OPERATORS
 from fusionai.primitives.units import format_seconds
 from fusionai.privacy.findings import Boundary, Findings
-from fusionai.privacy.levels import ADVERSARIES
-from fusionai.privacy.measured import shipped
+from fusionai.privacy.measured import ADVERSARIES, shipped
 from fusionai.wire import messages
 from fusionai.wire.messages import OptimizerSpec
 
@@ -161,7 +160,7 @@ def _one_line(text: str) -> str:
 
 def _missing(what: str) -> UndocumentedError:
     return UndocumentedError(
-        f"{what} has no meaning: give it a docstring in wire/messages.py or a line in docs/wire_fields.toml"
+        f"{what} has no meaning: give it a docstring in its module of wire/ or a line in docs/wire_fields.toml"
     )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from fusionai.transport.framed import FramedChannel
 from fusionai.transport.tcp_channel import TcpChannel
-from fusionai.wire.reader import Frame
+from fusionai.wire.frame import Frame
 from harness.memory_transport import MemoryChannel
 
 PAGE_BYTES = 4096

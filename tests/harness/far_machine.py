@@ -18,7 +18,7 @@ from pathlib import Path
 from fusionai.broker.main import BrokerOptions, run_broker
 from fusionai.client.pool.job_trust import job_trust
 from fusionai.client.pool.session import PoolSession
-from fusionai.peer.candidates import candidates
+from fusionai.peer.daemon import candidates
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import FusionError

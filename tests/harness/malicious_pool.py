@@ -27,16 +27,15 @@ from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.authority import Authority, load_authority
-from fusionai.transport.circle import Circle, CircleFile, Signer, keep_circle
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.endorsements import endorse, key_text
 from fusionai.transport.enrolment import Membership
 from fusionai.transport.identity import load_identity, public_bytes
 from fusionai.transport.interface import Channel, Listener, Remote
 from fusionai.transport.peer_transport import PeerTransport
-from fusionai.transport.placements import Seal
+from fusionai.transport.signed import Seal
 from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.trust import Circle, CircleFile, Signer, endorse, keep_circle, key_text
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Message
 

@@ -15,12 +15,10 @@ from typing import Final
 from fusionai.primitives.errors import ChannelClosed, FusionError, TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.transport.accepting import AcceptedTasks
-from fusionai.transport.framed import Dialling, FramedChannel
+from fusionai.transport.framed import AcceptedTasks, Dialling, FramedChannel
 from fusionai.transport.interface import Accept, Remote, Role
-from fusionai.wire.frame import encode_frame_head
+from fusionai.wire.frame import allocate_bytes, encode_frame_head
 from fusionai.wire.messages import Message, Stream
-from fusionai.wire.reader import allocate_bytes
 
 SCHEME: Final = "memory://"
 HIGH_WATER_BYTES: Final = 2**20

@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 
 from fusionai.primitives.tensors import HostTensor
-from fusionai.storage.safetensors_file import SafetensorsFile
-from fusionai.storage.weights import INDEX_FILE, SINGLE_FILE, WeightIndex
+from fusionai.storage.safetensors_file import INDEX_FILE, SINGLE_FILE, SafetensorsFile, WeightIndex
 
 
 def model_tensors(directory: Path) -> dict[str, HostTensor]:

@@ -40,8 +40,7 @@ from fusionai.training.driver import Driver
 from fusionai.training.local_updates import Exchange
 from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.interface import Accept, Channel, Listener, Transport
-from fusionai.transport.placements import Seal
-from fusionai.transport.tickets import Ticket, sign_ticket
+from fusionai.transport.signed import Seal, Ticket, sign_ticket
 from fusionai.wire.codecs import Codec
 from fusionai.wire.messages import Message, OptimizerSpec, StageOptions, Stream
 from harness.memory_transport import MemoryNetwork

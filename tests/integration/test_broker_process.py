@@ -21,9 +21,8 @@ from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, St
 from fusionai.transport.authority import load_authority
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
-from fusionai.transport.enrolment import Membership, enrol, load_membership
+from fusionai.transport.enrolment import Membership, enrol, format_invitation, load_membership, parse_invitation
 from fusionai.transport.identity import load_identity
-from fusionai.transport.invitation import format_invitation, parse_invitation
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.messages import (
     Heartbeat,

@@ -15,7 +15,7 @@ import pytest
 
 from fusionai.primitives.tensors import host_tensor
 from fusionai.transport.authority import load_authority
-from fusionai.transport.congestion import bulk_is_available
+from fusionai.transport.bulk import bulk_is_available
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.event_loop import run
 from fusionai.transport.identity import load_identity

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import TrustError, WireError
 from fusionai.transport.identity import peer_of, public_bytes
-from fusionai.transport.pairing import (
+from fusionai.transport.relay_dialling import HEADER_BYTES, bytes_to_come, greeting
+from fusionai.transport.signed import (
     MAX_TOKEN_BYTES,
+    SIGNATURE_BYTES,
     PairingToken,
     check_holder,
     prove_holding,
     sign_pairing,
     verify_pairing,
 )
-from fusionai.transport.relay_greeting import HEADER_BYTES, bytes_to_come, greeting
-from fusionai.transport.signed import SIGNATURE_BYTES
 
 KEYS = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(3)]
 AUTHORITY, MINE, OTHER = KEYS

@@ -26,20 +26,20 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import ChannelClosed, WireError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, host_tensor
-from fusionai.transport.addresses import parse_address
 from fusionai.transport.authority import load_authority
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.event_loop import run
 from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
-from fusionai.transport.tcp import TcpTransport
-from fusionai.transport.tcp_listener import DoorLimits
+from fusionai.transport.routes import parse_address
+from fusionai.transport.tcp import DoorLimits, TcpTransport
 from fusionai.wire import messages
 from fusionai.wire.frame import (
     GREETING_LIMITS,
     HEADER_BYTES,
     STRANGER_LIMITS,
     STREAM_LIMITS,
+    FrameReader,
     decode_message,
     describe,
     encode_frame_head,
@@ -48,7 +48,6 @@ from fusionai.wire.frame import (
     tensor_layout,
 )
 from fusionai.wire.messages import Hello, Ping
-from fusionai.wire.reader import FrameReader
 from harness.examples import examples
 
 MIB = 2**20

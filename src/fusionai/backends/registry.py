@@ -16,7 +16,7 @@ from fusionai.backends.interface import Backend
 from fusionai.ir.graph import needed_nodes
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import UsageError
-from fusionai.primitives.garbage import loading
+from fusionai.primitives.process import loading
 
 BACKENDS: Final = ("torch", "jax", "onnxruntime")
 """Values of a peer's option `--backend`."""

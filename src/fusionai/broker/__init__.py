@@ -1,5 +1,5 @@
-"""Keeps a pool: its members, leases, jobs, plan versions and invitations, journalled before anything is acknowledged.
+"""Keeps a pool: its members, leases, jobs, plan versions and invitations, journalled before they are acknowledged.
 
-Decides nothing itself: `coordination.broker.decisions` does. No tensor and no token passes through it.
-Neighbours: `coordination` decides, `transport` connects and certifies; `peer` and `client` are who asks.
+`coordination.broker.decisions` decides, `transport` connects and certifies, `peer` and `client` send the requests. No
+tensor and no token passes through the broker.
 """

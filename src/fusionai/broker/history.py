@@ -1,11 +1,9 @@
-"""What the copies of a journal say, and what of it is true. Decides nothing about files.
+"""The history of a pool that the copies of its journal prove. Pure functions.
 
 A history is a *base* (the pool folded up to some row, or nothing) and the rows after it. Each row carries a hash over
-itself and the row before, each base a seal over itself: so every piece can be checked wherever it was found, and a
-history can be put together of two copies of which neither is whole. What a copy is known to have had and nobody can
-show any more is found too (`newest`): a history is whole or it is refused.
-
-Neighbours: `journal` and `mirror` read and write the two copies.
+its content and the previous row's hash; each base carries a seal over its content. Every piece can therefore be checked
+wherever it was found, and one history can be assembled from two damaged copies. If a copy shows that it once had rows
+that no copy has now (`newest`), the history is refused. `journal` and `mirror` read and write the copies.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from fusionai.primitives.errors import FusionError
 
 
 class IncompleteHistory(FusionError):
-    """Row `expected` is in no copy as it was written, and it or a later one has been there."""
+    """Row `expected` is intact in no copy, although it or a later row was written."""
 
     def __init__(self, expected: int, newest: int) -> None:
         super().__init__(f"expected rows up to {newest}, found none that follows row {expected - 1}.")
@@ -38,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The pool as the rows up to `sequence` made it: `state` is it as bytes, empty for a new pool."""
+    """The pool after the rows up to `sequence`. `state`: the encoded pool, empty for a new pool."""
 
     sequence: int
     chain: bytes
@@ -48,12 +46,12 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """What could be read of one file; nothing of it is checked yet."""
+    """Content that could be read from one file, unchecked."""
 
     bases: tuple[Base, ...] = ()
     rows: Mapping[int, Row] = field(default_factory=dict[int, Row])
     newest: int = 0
-    """The last row this file had, as far as that can be known."""
+    """Number of the last row that the file had, as far as it can be determined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +69,12 @@ class History:
 
     @property
     def term(self) -> int:
-        """The last term in which anything was written."""
+        """Last term in which a row was written."""
         return max((row.term for row in self.rows), default=0)
 
 
 def merge(pool: str, copies: Sequence[Copy]) -> History:
-    """The longest history these copies prove. Raises `IncompleteHistory` when one of them knew of more."""
+    """Return the longest history that the copies prove. Raises `IncompleteHistory` if one of them had later rows."""
     sound = [base for copy in copies for base in copy.bases if base.seal == _seal(pool, base)]
     base = max(sound, key=lambda one: one.sequence, default=origin(pool))
     rows: list[Row] = []
@@ -91,7 +89,7 @@ def merge(pool: str, copies: Sequence[Copy]) -> History:
 
 
 def origin(pool: str) -> Base:
-    """Before the first fact."""
+    """Return the base before the first fact."""
     return make_base(pool, 0, hashlib.sha256(b"fusionai journal\0" + pool.encode()).digest(), b"")
 
 
@@ -101,7 +99,7 @@ def make_base(pool: str, sequence: int, chain: bytes, state: bytes) -> Base:
 
 
 def make_row(chain: bytes, sequence: int, term: int, fact: bytes) -> Row:
-    """`chain` is that of the row before."""
+    """Return the row. `chain`: hash of the previous row."""
     return Row(sequence, term, fact, _link(chain, sequence, term, fact))
 
 
@@ -124,5 +122,5 @@ def _seal(pool: str, base: Base) -> bytes:
 
 
 def _number(value: int) -> bytes:
-    """Damaged files hold any number: all of them have a spelling, and only those in range one that can fit."""
+    """Encode any integer, because damaged files may hold any. Only those in range can match a valid hash."""
     return value.to_bytes(8, "little") if 0 <= value < 2**64 else repr(value).encode()

@@ -1,18 +1,17 @@
-"""The broker's memory on disk: every fact of the pool, in order, in two copies. Decides what counts as written.
+"""The broker's journal on disk: every fact of the pool, in order, in two copies.
 
     journal.sqlite   a database (`table`)
     journal.mirror   an append-only file (`mirror`)
 
-`append(expected_sequence, facts)` is all or nothing and on disk in both copies when it returns; the broker acknowledges
-nothing before. The mirror is written first: a broker killed in between has facts in it that nobody was told of, and
-they count. At each start both copies are read, the history they prove is put together (`history`), and whichever copy
-lacks something of it is written anew, which `healed` says in a line. A history that no copy has whole is refused.
+`append(expected_sequence, facts)` is all or nothing, and on disk in both copies when it returns; the broker
+acknowledges nothing before. The mirror is written first. If the broker is killed in between, the facts in the mirror
+count although they were never acknowledged. At each start both copies are read, `history` assembles the history that
+they prove, and a copy that lacks part of it is written anew; `healed` reports that. If no complete history can be
+assembled, the journal is refused.
 
-Each start takes a new *term*; a row of an older term is refused, so that two brokers can never write alternately. The
-directory is locked for one process. `compact` lets the history begin with the folded pool, so that neither files nor
-starts grow with the pool's age.
-
-Never interprets a fact. Neighbours: `coordination.broker.events` spells facts, `broker.service` appends them.
+Each start takes a new *term*, and rows of an older term are refused, so that two brokers can't write alternately. The
+directory is locked for one process. `compact` starts the history anew from the folded pool, so that neither files nor
+start-up times grow with the pool's age. `coordination.broker.events` defines facts, `broker.service` appends them.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class Superseded(StorageError):
-    """Another broker has taken this journal over: this one must stop."""
+    """Another broker has taken over this journal; this broker must stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """`facts` follow `state`, a frozen pool; an empty one means nothing."""
+    """Content of the journal: `facts` follow `state`, a frozen pool; empty bytes stand for a new pool."""
 
     sequence: int
     state: bytes
@@ -77,7 +76,7 @@ class Journal:
         self.path = path
         self.pool = pool
         self.healed = healed
-        """What was mended when it was opened, in words for people."""
+        """Human-readable list of repairs made while opening the journal."""
         self._lock = lock
         self._table = table
         self._mirror = mirror
@@ -117,7 +116,7 @@ class Journal:
             raise
 
     def append(self, expected_sequence: int, facts: Sequence[Fact]) -> int:
-        """Write `facts` after row `expected_sequence`; the new last sequence number. On any error nothing is written.
+        """Write `facts` after row `expected_sequence` and return the new last row. On any error nothing is written.
 
         Raises `Superseded` when this broker's term is over, `StorageError` on a full or failing disk.
         """
@@ -136,7 +135,7 @@ class Journal:
                 chain = head.chain
                 for sequence, fact in enumerate(facts, start=expected_sequence + 1):
                     data = encode(fact)
-                    # A row that could not be read back would keep the broker from ever starting again.
+                    # A row that can't be decoded would prevent every later start of the broker.
                     decode(data)
                     rows.append(histories.make_row(chain, sequence, self.term, data))
                     chain = rows[-1].chain
@@ -154,7 +153,7 @@ class Journal:
         return rows[-1].sequence
 
     def load(self) -> Remembered:
-        """Everything, read again and checked in both copies. Raises `StorageError` naming a bad row or file."""
+        """Read and check both copies. Raises `StorageError` naming a bad row or file."""
         with _errors(self.path):
             reading = self._table.read()
             mirrored = mirrors.read_mirror(mirror_path(self.path))
@@ -166,12 +165,12 @@ class Journal:
 
     @property
     def compaction_due(self) -> bool:
-        """Enough has been written since the base that starting from a new one saves more than making it costs."""
+        """Whether enough was written since the base that a new base saves more time at start-up than it costs."""
         return self._rows_since >= self._due_rows or self._bytes_since >= self._due_bytes
 
     def compact(self, state: bytes) -> None:
-        """Start the history anew with `state`, the pool as the last row left it. A history without rows stays as it is.
-        Raises `StorageError`: nothing is lost then."""
+        """Start the history anew with `state`, the pool after the last row. An empty history stays unchanged. On
+        `StorageError` nothing is lost."""
         self._check_usable()
         with _errors(self.path):
             head = self._table.head()
@@ -188,7 +187,7 @@ class Journal:
         self._count(History(base, ()))
 
     def postpone_compaction(self) -> None:
-        """It is due again after as much as makes it due at first."""
+        """Make compaction due again after as many further rows or bytes as after a new base."""
         self._due_rows = self._rows_since + COMPACT_ROWS
         self._due_bytes = self._bytes_since + max(COMPACT_BYTES, 2 * self._base_bytes)
 
@@ -205,7 +204,8 @@ class Journal:
             raise
 
     def _undo(self, cut: Callable[[], None]) -> None:
-        """What was refused must not come back at the next start; still less may others take its place now."""
+        """Remove rows of a failed append from the mirror. If that fails, the journal takes no more rows, because the
+        removed ones would come back at the next start."""
         try:
             cut()
         except OSError as error:
@@ -228,7 +228,7 @@ def mirror_path(path: Path) -> Path:
 
 
 def _mend(path: Path, pool: str) -> tuple[History, tuple[str, ...]]:
-    """Read both copies, put the history together, write anew whichever lacks something of it."""
+    """Read both copies, assemble the history, and write a copy anew that lacks part of it."""
     mirror = mirror_path(path)
     reading, mirrored = tables.read_table(path), mirrors.read_mirror(mirror)
     _check_belongs(path, pool, reading, mirrored)
@@ -246,7 +246,7 @@ def _mend(path: Path, pool: str) -> tuple[History, tuple[str, ...]]:
             hint=_RESTORE,
         ) from error
     table_fault, mirror_fault = _table_fault(pool, reading, mirrored, history), _mirror_fault(pool, mirrored, history)
-    # A frame that only began is nothing by itself; beside a damaged database it may be one that was written and cut.
+    # An unfinished frame alone is no damage. Beside a damaged database it may be an acknowledged one that was cut.
     if table_fault and (mirror_fault or mirrored.torn) and not _confirmed(history, reading, mirrored):
         raise StorageError(
             f"neither {path} nor {mirror.name} has all of the journal: the one {table_fault}, the other "
@@ -259,27 +259,27 @@ def _mend(path: Path, pool: str) -> tuple[History, tuple[str, ...]]:
     if table_fault is not None:
         term = reading.head.term if reading.head is not None else 0
         tables.write_table(path, pool, history, max(term, history.term))
-    told = ((path, table_fault, mirror), (mirror, mirror_fault, path))
+    faults = ((path, table_fault, mirror), (mirror, mirror_fault, path))
     healed = tuple(
         f"{broken.name} {fault}: written anew from "
         f"{'what was left of both' if table_fault and mirror_fault else other.name}, nothing is lost."
-        for broken, fault, other in told
+        for broken, fault, other in faults
         if fault
     )
-    for line in healed:
-        _LOG.warning("%s", line)
+    for repair in healed:
+        _LOG.warning("%s", repair)
     return history, healed
 
 
 def _confirmed(history: History, reading: TableReading, mirrored: MirrorReading) -> bool:
-    """Whether one of two faulty copies still says that the history ends where it does."""
+    """Return whether one of two faulty copies confirms the end of the history."""
     head = reading.head
     by_table = head is not None and (head.sequence, head.chain) == (history.sequence, history.chain)
     return by_table or (mirrored.last_row == history.sequence and history.sequence > 0)
 
 
 def _table_fault(pool: str, reading: TableReading, mirrored: MirrorReading, history: History) -> str | None:
-    """None: it is whole. Empty: it needs to be written anew, but that is no news."""
+    """Return the fault of the database. None: intact. Empty: it must be written anew, but that is not reported."""
     if not reading.present:
         # Before the first fact the mirror may have been made and the broker killed.
         return "was missing" if history.sequence else ""
@@ -293,12 +293,12 @@ def _table_fault(pool: str, reading: TableReading, mirrored: MirrorReading, hist
         return "was damaged"
     if end.sequence == history.sequence:
         return None
-    # A broker killed between the two writes leaves exactly its last one in the mirror only.
+    # If a broker is killed between the two writes, only its last append is missing here.
     return "" if end.sequence + 1 == mirrored.last_append and not mirrored.damaged else "was cut off"
 
 
 def _mirror_fault(pool: str, mirrored: MirrorReading, history: History) -> str | None:
-    """None: it is whole. Empty: it needs to be written anew, but that is no news."""
+    """Return the fault of the mirror. None: intact. Empty: it must be written anew, but that is not reported."""
     if not mirrored.present:
         return "was missing"
     end = _end(pool, mirrored.copy)

@@ -1,9 +1,11 @@
-"""The broker as a program: from a home directory to an open door, until told to stop.
+"""The broker as a program: opens its home directory, rebuilds the pool from its journal, listens until stopped.
 
-The loop is `run_broker`: open the home, rebuild the pool from its journal, listen, announce, keep watch. Everything
-that can be wrong before the door is open is raised as one clear error, with nothing half-written.
+    <home>/identity.pem            key of this machine
+    <home>/membership.json         this machine's own membership in the pool
+    <home>/broker/                 certificate authority and journal of the pool
 
-Neighbours: `cli` calls this and prints what is announced; `server` and `service` do the work.
+Every error that can be found before the port is open is raised as one clear error, with nothing half-written. `cli`
+calls `run_broker` and prints the announcement; `server` and `service` do the work.
 """
 
 from __future__ import annotations
@@ -14,23 +16,104 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fusionai.broker.home import BrokerHome
-from fusionai.broker.introductions import Introducer
-from fusionai.broker.observer import Observer
+from fusionai.broker.journal import Journal
+from fusionai.broker.reachability import Introducer, Observer, UdpPort
 from fusionai.broker.server import BrokerServer
 from fusionai.broker.service import BrokerService
-from fusionai.broker.udp_port import UdpPort
 from fusionai.coordination.broker.membership import REMEMBERED_LOSSES
 from fusionai.coordination.broker.state import DeskRules
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.errors import UsageError
-from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.addresses import parse_address, port_of
-from fusionai.transport.circle import Circle, CircleFile, Signer, load_circle
-from fusionai.transport.endorsements import Endorsement, key_text
+from fusionai.primitives.process import set_aside_what_stays
+from fusionai.transport.authority import (
+    CERTIFICATE_FILE,
+    MAX_POOL_NAME_LENGTH,
+    Authority,
+    load_authority,
+    pool_of,
+)
+from fusionai.transport.credentials import MemberCredentials
+from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, keep_membership, load_membership
+from fusionai.transport.identity import Identity, load_identity, make_private_directory, read_private
 from fusionai.transport.relay import PAIR_BYTES_PER_S, Relay, RelayLimits
+from fusionai.transport.routes import parse_address, port_of
 from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.trust import Circle, CircleFile, Endorsement, Signer, key_text, load_circle
+
+DIRECTORY: Final = "broker"
+JOURNAL_FILE: Final = "journal.sqlite"
+DEFAULT_POOL: Final = "pool"
+
+
+class BrokerHome:
+    """An open home: the journal in it is locked until `close`."""
+
+    def __init__(
+        self, path: Path, identity: Identity, authority: Authority, journal: Journal, certificate: bytes
+    ) -> None:
+        self.path = path
+        self.identity = identity
+        self.authority = authority
+        self.journal = journal
+        self.credentials = MemberCredentials(identity, certificate, authority.certificate)
+
+    @classmethod
+    def open(cls, path: Path, pool: str | None, *, now_wall_s: float) -> BrokerHome:
+        """Open or create. `pool` None means the name kept there, or a new pool's default name.
+
+        Raises `UsageError` (another broker runs here, another pool lives here, a bad name), `TrustError` (a key others
+        can read), `StorageError` (a damaged journal, a full disk).
+        """
+        directory = path / DIRECTORY
+        make_private_directory(path)
+        make_private_directory(directory)
+        name = _pool_name(directory, pool)
+        # The lock comes first: a second broker must not touch anything.
+        journal = Journal.open(directory / JOURNAL_FILE, name)
+        try:
+            identity = load_identity(path)
+            authority = load_authority(directory, name, now_wall_s=now_wall_s)
+            _check_free_for(path, authority)
+            certificate = authority.issue(identity.public_key, "broker", now_wall_s=now_wall_s)
+        except BaseException:
+            journal.close()
+            raise
+        return cls(path, identity, authority, journal, certificate)
+
+    def keep_own_membership(self, addresses: tuple[str, ...]) -> None:
+        """Store the owner's membership, so that programs of this machine's owner reach the pool without an
+        invitation."""
+        keep_membership(self.path, Membership(self.authority.pool, "owner", addresses, self.credentials))
+
+    def close(self) -> None:
+        self.journal.close()
+
+
+def _pool_name(directory: Path, pool: str | None) -> str:
+    kept = read_private(directory / CERTIFICATE_FILE)
+    kept_name = None if kept is None else pool_of(kept)
+    name = pool if pool is not None else kept_name or DEFAULT_POOL
+    if not 0 < len(name) <= MAX_POOL_NAME_LENGTH or not name.isprintable():
+        raise UsageError(f"expected a pool name of 1 to {MAX_POOL_NAME_LENGTH} printable characters, got {name!r}.")
+    if kept_name is not None and name != kept_name:
+        raise UsageError(
+            f"expected the broker of pool {name!r} in {directory}, found that of {kept_name!r}.",
+            hint="Leave the name out, or give the new pool a home of its own (--home).",
+        )
+    return name
+
+
+def _check_free_for(path: Path, authority: Authority) -> None:
+    if not (path / MEMBERSHIP_FILE).exists():
+        return
+    membership = load_membership(path)
+    if membership.credentials.authority != authority.certificate:
+        raise UsageError(
+            f"this machine ({path}) is a member of another pool, {membership.pool!r}.",
+            hint=f"Give the broker a home of its own (--home), or remove {path / MEMBERSHIP_FILE} first.",
+        )
+
 
 DEFAULT_PORT: Final = 4711
 SHORTEST_LEASE_S: Final = 1.5
@@ -55,20 +138,20 @@ class BrokerOptions:
     ticket_lifetime_s: float = 600.0
     inviters: frozenset[PeerId] = frozenset()
     losses_before_rest: int = 5
-    """A machine lost so often within ten minutes is given nothing new for five; 0: never mind."""
+    """Losses within ten minutes after which a machine gets no new work for five minutes; 0: no limit."""
     relay_bytes_per_s: float | None = PAIR_BYTES_PER_S
-    """Between two machines that can't dial each other, each way; None: nothing is relayed."""
+    """Relay rate between two machines that can't dial each other, in each direction; None: no relay."""
     trusted_keys: frozenset[bytes] = frozenset()
     """Signing keys: only machines that one of them has endorsed may lend themselves. Empty, without `trust_file`: all
     members may."""
     trust_file: Path | None = None
-    """The same by a circle that is kept in this file."""
+    """Trust list with the signing keys, as an alternative to `trusted_keys`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The door is open. `invitation` is a secret: whoever has it may join. `members` and `jobs` were there before.
-    `healed`: a sentence for each damage found in the journal and mended."""
+    """The broker accepts connections. `invitation` is a secret that lets its holder join. `members` and `jobs` are
+    those of the journal. `healed`: a sentence for each damage in the journal that was repaired."""
 
     pool: str
     peer: PeerId
@@ -86,7 +169,7 @@ async def run_broker(
     stop: asyncio.Event,
     clock: Clock | None = None,
 ) -> None:
-    """Keep the pool until `stop` is set. `announce` is called once, when the first member may come.
+    """Keep the pool until `stop` is set. `announce` is called once, when members can connect.
 
     Raises `UsageError` (options, port in use, another broker on this home), `TrustError` (a key others can read),
     `StorageError` (a damaged journal, a full disk).
@@ -146,11 +229,12 @@ async def run_broker(
 
 
 def _admission(options: BrokerOptions, clock: Clock) -> Callable[[PeerId, Sequence[bytes]], None] | None:
-    """Who may lend: None for every member. Raises `UsageError`, `TrustError`, `StorageError`."""
+    """Return the check of machines that want to lend; None: every member may. Raises `UsageError`, `TrustError`,
+    `StorageError`."""
     if options.trust_file is not None:
         if options.trusted_keys:
             raise UsageError("expected trusted keys or a trust file, got both.", hint="Leave one of them out.")
-        load_circle(options.trust_file)  # what is wrong with it is told before the door is open
+        load_circle(options.trust_file)  # raises errors of the file before the port is open
         file = CircleFile(options.trust_file, clock.wall_s)
         return lambda peer, carried: _discard(file.check(peer, carried))
     if options.trusted_keys:
@@ -160,7 +244,7 @@ def _admission(options: BrokerOptions, clock: Clock) -> Callable[[PeerId, Sequen
 
 
 def _discard(_endorsement: Endorsement) -> None:
-    """That it holds is all that is asked."""
+    """Drop the endorsement: the check raises if there is none."""
 
 
 def _relay(options: BrokerOptions, home: BrokerHome, clock: Clock) -> Relay | None:

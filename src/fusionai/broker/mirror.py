@@ -1,13 +1,12 @@
-"""The journal's second copy: an append-only file of frames. Decides its format and what can be read of a damaged one.
+"""The journal's second copy: an append-only file of frames, and how a damaged one is read.
 
     frame    magic 4, kind 1, length 4, CRC-32 4 (little-endian), payload (msgpack)
     base     the first frame: [format, pool, sequence, chain, state, seal]
     rows     what one `append` wrote: [[sequence, term, fact, chain], ...]
 
-A frame is there whole or not at all, so is what it holds. It shares no code with SQLite and no file: what damages one
-copy leaves the other. The file is small (the journal starts it anew now and then) and read whole.
-
-Never says which rows are true: `history` does. Neighbours: `journal` writes both copies and heals one by the other.
+A frame is read completely or not at all. The mirror shares no code and no file with SQLite, so that damage to one copy
+leaves the other intact. The file is small, because compaction starts it anew, and is read as a whole. `history` decides
+which rows are true; `journal` writes both copies and repairs one from the other.
 """
 
 from __future__ import annotations
@@ -59,17 +58,17 @@ class MirrorReading:
     format: int | None = None
     present: bool = True
     damaged: bool = False
-    """Something in it is not as it was written; a last frame that was not finished does not count."""
+    """Part of the file is not as it was written. An unfinished last frame does not count."""
     torn: bool = False
-    """The last frame was not finished."""
+    """The last frame is unfinished."""
     last_append: int = 0
-    """First row of the last frame: what may have been written without having been acknowledged."""
+    """First row of the last frame, whose rows may not have been acknowledged."""
     last_row: int = 0
-    """Where the file ends by what it says itself; 0 where its end is no whole frame."""
+    """Last row according to the last frame; 0 if the file does not end with a complete frame."""
 
 
 class Mirror:
-    """The file opened for appending, after `replace` or a reading that was whole."""
+    """The file opened for appending, after `replace_mirror` or a reading without damage."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,7 +77,7 @@ class Mirror:
             self._size = self._earlier = os.fstat(self._descriptor).st_size
 
     def append(self, rows: Sequence[Row]) -> None:
-        """On disk when it returns. Raises `OSError`; what it left behind goes with `cut_back`."""
+        """Write the rows to disk. Raises `OSError`; `cut_back` then removes the partial write."""
         frame = _frame(_ROWS, [_RowFrame(row.sequence, row.term, row.fact, row.chain) for row in rows])
         done = 0
         while done < len(frame):
@@ -93,7 +92,7 @@ class Mirror:
         self.cut_back()
 
     def cut_back(self) -> None:
-        """Drop what an `append` that failed has left. Raises `OSError`."""
+        """Remove the partial write of a failed `append`. Raises `OSError`."""
         os.ftruncate(self._descriptor, self._size)
         os.fsync(self._descriptor)
 
@@ -102,7 +101,7 @@ class Mirror:
 
 
 def replace_mirror(path: Path, pool: str, history: History) -> Mirror:
-    """Write the file anew, in one step. Raises `StorageError`, leaving the old one as it was."""
+    """Write the file anew, atomically. Raises `StorageError` and leaves the old file unchanged."""
     base = history.base
     data = _frame(_BASE, _BaseFrame(FORMAT, pool, base.sequence, base.chain, base.state, base.seal))
     if history.rows:
@@ -124,7 +123,7 @@ def replace_mirror(path: Path, pool: str, history: History) -> Mirror:
 
 
 def read_mirror(path: Path) -> MirrorReading:
-    """All frames that are as they were written, wherever they are in the file."""
+    """Read all intact frames, at any position in the file."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -166,7 +165,7 @@ def read_mirror(path: Path) -> MirrorReading:
 
 
 def _frames(data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
-    """(start, stop, kind, payload) of every frame whose checksum holds; what lies between is skipped."""
+    """Yield (start, stop, kind, payload) of every frame with a valid checksum. Other bytes are skipped."""
     position = data.find(_MAGIC)
     while position >= 0:
         stop = position + 1
@@ -180,7 +179,7 @@ def _frames(data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
 
 
 def _unfinished(rest: bytes) -> bool:
-    """Whether this can be the beginning of one frame: a write that was interrupted."""
+    """Return whether the bytes can be the beginning of a frame, from an interrupted write."""
     if not _MAGIC.startswith(rest[: len(_MAGIC)]):
         return False
     return len(rest) < _HEAD.size or len(rest) < _HEAD.size + _HEAD.unpack_from(rest)[2]

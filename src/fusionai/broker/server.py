@@ -1,10 +1,8 @@
-"""The broker's connections and its timer around `BrokerService`. Decides when things are sent, never what.
+"""The broker's connections and its timer around `BrokerService`.
 
-Each connection is a conversation: one answer to every message, in order; notices come in between. Every connection has
-a number, by which the desk knows where a member or a driver can be reached. The timer sleeps until the next lease ends.
-Should the process itself have stood still (a laptop asleep), nobody is blamed for the silence.
-
-Neighbours: `service` answers, `transport` accepts.
+Each connection is a conversation: one answer to every message, in order, with notices in between. Every connection has
+a number, by which the broker state refers to members and drivers. The timer sleeps until the next lease ends. If the
+process itself was suspended (a laptop asleep), all members get a new lease. `transport` accepts the connections.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import logging
 from typing import Final
 
 from fusionai.broker.journal import Superseded
-from fusionai.broker.observer import Observer
+from fusionai.broker.reachability import Observer
 from fusionai.broker.service import BrokerService, Outcome
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ChannelClosed, StorageError, TransportError, WireError
@@ -29,13 +27,13 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class BrokerServer:
-    """Give `accept` to a transport's `listen` and run `keep` beside it."""
+    """Pass `accept` to a transport's `listen`, and run `keep` at the same time."""
 
     def __init__(self, service: BrokerService, clock: Clock) -> None:
         self._service = service
         self._clock = clock
         self.observer: Observer | None = None
-        """Answers who asks how it is seen."""
+        """Answers `Observe` requests."""
         self._channels: dict[int, Channel] = {}
         self._numbers = itertools.count(1)
         self._sending: set[asyncio.Task[None]] = set()
@@ -45,7 +43,7 @@ class BrokerServer:
         self._stall_s = service.desk.rules.lease_s / 2
 
     async def accept(self, channel: Channel) -> None:
-        """One connection, until it ends. A stranger gets one answer, and so does whoever sends tensors."""
+        """Serve one connection until it ends. Strangers and senders of tensors get one answer only."""
         if channel.stream == "tensors" and channel.remote.role != "stranger":
             await _measured(channel)
             return
@@ -55,7 +53,7 @@ class BrokerServer:
             while True:
                 envelope = await channel.receive()
                 if channel.remote.role != "stranger" and await answer_probe(channel, envelope):
-                    # A member measures its link; nothing of a job is in it.
+                    # A member measures its link; probes carry no content of a job.
                     continue
                 if (observed := await self._observed(channel, envelope.message)) is not None:
                     await channel.send(observed)
@@ -70,7 +68,7 @@ class BrokerServer:
             self._dispatch(self._service.disconnected(number))
 
     async def _observed(self, channel: Channel, message: Message) -> Observed | None:
-        """How a member is seen from here; None for any other message and for whoever is no member."""
+        """Return how a member is seen from here; None for other messages and for strangers."""
         peer = channel.remote.peer
         if self.observer is None or peer is None or not isinstance(message, Observe):
             return None
@@ -133,15 +131,15 @@ class BrokerServer:
                 await asyncio.sleep(RETRY_S)
 
     def _pass(self, deadline_s: float | None) -> Outcome:
-        """The time of `deadline_s` has come, or went by unnoticed while this process stood still."""
+        """Handle `deadline_s`, which may have passed while this process was suspended."""
         if deadline_s is not None and self._clock.now_s() - deadline_s > self._stall_s:
-            _LOG.warning("this process stood still; everybody gets a new lease")
+            _LOG.warning("this process was suspended; all members get a new lease")
             return self._service.stalled()
         return self._service.tick()
 
 
 async def _measured(channel: Channel) -> None:
-    """A member measures its link to the pool: empty bytes, answered and forgotten. Nothing of a job comes this way."""
+    """Answer the probes with which a member measures its link to the broker. They carry no content of a job."""
     while await answer_probe(channel, await channel.receive()):
         pass
     await channel.send(Refused(code="bad_message", reason="A broker only measures links on this stream."))

@@ -1,11 +1,11 @@
-"""The broker less its sockets: messages in, messages out, every fact journalled before anything is said.
+"""The broker without its sockets: messages in, messages out, every fact journalled before it is acknowledged.
 
-Turns a message of an authenticated sender into a request, lets `coordination.broker.decisions` decide, appends the
-facts to the journal, and only then adopts the decision and performs its commands: certificates, tickets, answers,
-notices. If the journal fails, nothing has happened and the sender is told so.
+A message of an authenticated sender becomes a request. `coordination.broker.decisions` decides it, the facts are
+appended to the journal, and only then the decision is adopted and its commands are performed: certificates, tickets,
+answers, notices. If the journal fails, the state is unchanged and the sender gets an error.
 
-Decides what a stranger may say (one thing: it asks to join) and what a plan must look like to be looked at. Tensors
-never come this way. Neighbours: `server` owns the connections and the timer, `transport` signs.
+A stranger may only ask to join. Profiles and plans are checked against their schemas and size limits here. Tensors
+never pass through. `server` owns the connections and the timer, `transport` signs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Final
 
 import msgspec
 
-from fusionai.broker.introductions import Introducer
 from fusionai.broker.journal import Journal, Superseded
+from fusionai.broker.reachability import Introducer
 from fusionai.coordination.broker import pool, requests, views
 from fusionai.coordination.broker.decisions import handle
 from fusionai.coordination.broker.events import Placement
@@ -32,10 +32,10 @@ from fusionai.primitives.errors import FusionError, RefusedError, StorageError, 
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.transport.authority import Authority
+from fusionai.transport.enrolment import Invitation, format_invitation
 from fusionai.transport.identity import peer_of, public_key_of
 from fusionai.transport.interface import Remote
-from fusionai.transport.invitation import Invitation, format_invitation
-from fusionai.transport.tickets import DRIVER_STAGE, Role, Ticket, sign_ticket
+from fusionai.transport.signed import DRIVER_STAGE, Role, Ticket, sign_ticket
 from fusionai.wire.messages import (
     MAX_NEAR,
     Heartbeat,
@@ -70,7 +70,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """A message for a connection that did not ask."""
+    """A message for a connection that did not request it."""
 
     connection: int
     message: Message
@@ -78,7 +78,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What to send after a request. `answer` is None when nobody asked (a timer, a broken connection)."""
+    """Messages to send after a request. `answer` is None if there is no sender (a timer, a broken connection)."""
 
     answer: Message | None
     notices: tuple[Notice, ...] = ()
@@ -112,13 +112,13 @@ class BrokerService:
         self._introducer = introducer or Introducer(authority)
         self._admits = admits
         self._links: dict[PeerId, tuple[LinkView, ...]] = {}
-        """As the peers reported them last; a restart forgets them."""
+        """Links that each peer reported last. They are not journalled."""
         self._seen_at: dict[PeerId, str] = {}
-        """Where the connection came from by which a peer registered last."""
+        """Source host of the connection by which each peer registered last."""
         self._sequence, known = remembered(journal)
         self._desk = recovered(rules, known, clock.now_s())
         self.addresses: tuple[str, ...] = ()
-        """Where this broker may be dialled; put into invitations."""
+        """Addresses of this broker, for invitations."""
 
     @property
     def desk(self) -> Desk:
@@ -129,7 +129,7 @@ class BrokerService:
         return self._desk.next_deadline_s
 
     def receive(self, remote: Remote, connection: int, message: Message) -> Outcome:
-        """Exactly one answer to every message. Raises only `Superseded`: this broker's time is over."""
+        """Return exactly one answer to a message. Raises only `Superseded`: another broker has taken over."""
         try:
             if remote.peer is None:
                 return self._greet_stranger(message)
@@ -148,15 +148,15 @@ class BrokerService:
         return self._decide(requests.Disconnected(connection))
 
     def tick(self) -> Outcome:
-        """A deadline has passed. Raises `StorageError` when the loss of somebody could not be journalled."""
+        """Handle a deadline that has passed. Raises `StorageError` if the loss of a member could not be journalled."""
         return self._decide(requests.Tick())
 
     def stalled(self) -> Outcome:
-        """This process itself was not running for a while: nobody's silence counts."""
+        """Give all members a new lease, because this process itself was suspended for a while."""
         return self._decide(requests.Stalled())
 
     def invite(self, *, uses: int, lifetime_s: float) -> str:
-        """An invitation made by the broker itself. Raises `StorageError` or `RefusedError`."""
+        """Return an invitation made by the broker itself. Raises `StorageError` or `RefusedError`."""
         request = InviteRequest(uses=uses, lifetime_s=lifetime_s)
         answer = self._hand_out(self._desk.rules.broker, request).answer
         match answer:
@@ -215,7 +215,8 @@ class BrokerService:
             case InviteRequest():
                 return self._hand_out(peer, message)
             case JoinRequest():
-                # With a token: a new certificate before the old expires. Without: a further key of the same machine.
+                # A token renews the certificate of this key. Without one, the member asks for a further key of its
+                # machine.
                 if message.token:
                     return self._enrol(message)
                 return self._decide(requests.Vouch(peer, peer_of(message.public_key), message.purpose))
@@ -224,14 +225,14 @@ class BrokerService:
                 raise Refusal("bad_message", f"A broker has no answer to {tag}; jobs go between their members.")
 
     def _check_lender(self, peer: PeerId, profile: PeerProfile | None) -> None:
-        """By the profile it shows, or else the one it registered with, which may be of a time before this broker asked
-        for endorsements, or before they expired."""
+        """Raise `Refusal` if the peer may not lend. Without `profile`, the registered one is checked again, because it
+        may be older than this broker's rule, or its endorsements may have expired."""
         if self._admits is None:
             return
         if profile is None:
             member = self._desk.pool.members.get(peer)
             if member is None or not member.profile:
-                return  # it lends nothing, so far
+                return  # it has not registered a machine
             profile = msgspec.msgpack.decode(member.profile, type=PeerProfile)
         try:
             self._admits(peer, profile.endorsements)
@@ -255,8 +256,8 @@ class BrokerService:
         )
 
     def _with_neighbours(self, outcome: Outcome, peer: PeerId, host: str) -> Outcome:
-        """A peer that was taken in is told who else is seen at its address: on one network they reach each other by a
-        shorter way than their lines. Machines that come over loopback are this one."""
+        """Add the peers seen at the same address, which may share a network with this one. Loopback connections come
+        from this machine and are left out."""
         if not isinstance(outcome.answer, Registered) or not host or _is_loopback(host):
             return outcome
         self._seen_at[peer] = host
@@ -303,11 +304,11 @@ class BrokerService:
         return self._perform(decision, invitation)
 
     def _compact(self) -> None:
-        """The journal begins with the pool as it is now. What has been decided stands, whether or not this succeeds."""
+        """Start the journal anew with the present pool. Decisions stand whether or not this succeeds."""
         try:
             state = pool.freeze(self._desk.pool)
             if pool.thaw(state) != self._desk.pool:
-                # A defect, and no reason to throw the facts away.
+                # A defect of freezing or thawing: keep the facts.
                 raise StorageError("the pool read back from its frozen form is another one.")
             self._journal.compact(state)
         except Superseded:
@@ -341,7 +342,8 @@ class BrokerService:
         )
 
     def _issue_tickets(self, job: JobId, version: int) -> JobGranted:
-        """One ticket per stage, in the plan's order, one per spare that only guards, and one for the driver."""
+        """Return a ticket for each stage in the plan's order, for each spare that is only a standby, and for the
+        driver."""
         minted = self._desk.pool.plans[version]
         plan = msgspec.structs.replace(msgspec.msgpack.decode(minted.plan, type=Plan), version=version)
         owner = self._desk.pool.jobs[job].owner
@@ -366,7 +368,7 @@ class BrokerService:
 
 
 def remembered(journal: Journal) -> tuple[int, pool.Pool]:
-    """The last row and the pool as it left it. Raises `StorageError`."""
+    """Return the last row's number and the pool at that row. Raises `StorageError`."""
     kept = journal.load()
     try:
         known = pool.thaw(kept.state) if kept.state else pool.Pool()
@@ -410,7 +412,7 @@ def _job_request(owner: PeerId, connection: int, message: JobRequest) -> request
 
 
 def _check_guards(plan: Plan) -> None:
-    """At most one guard per stage, and it is another machine than those that run the stage."""
+    """Raise `Refusal` unless each stage has at most one standby, on a machine that does not run the stage."""
     runs: dict[int, set[str]] = {}
     for placement in plan.stages:
         runs.setdefault(placement.stage, set()).add(placement.peer)
@@ -424,10 +426,9 @@ def _check_guards(plan: Plan) -> None:
 
 
 def _placements(plan: Plan, owner: PeerId) -> tuple[Placement, ...]:
-    """What the plan asks of members. Stages that stay in the owner's process (its feed, its loss) reserve nobody.
-
-    Guards are reserved like those that run stages, or another job could take them just when they are needed.
-    """
+    """Return the stages and standbys that the plan places on each member. Stages of the owner's process (feed, loss)
+    reserve no member. Standbys are reserved like members with stages, because another job could otherwise take
+    them just when they are needed."""
     stages: dict[str, list[int]] = {}
     guards: dict[str, list[int]] = {}
     for placement in plan.stages:

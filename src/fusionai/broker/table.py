@@ -1,9 +1,8 @@
-"""The journal's first copy: an SQLite database. Decides its schema and what can be read of a damaged one.
+"""The journal's first copy: an SQLite database, its schema, and how a damaged one is read.
 
-Write-ahead log, synchronous=FULL: a transaction is on disk when its commit returns. The database is locked for one
-process as long as it is open. It knows its *term*: each start takes a new one, and a row of an older term is refused.
-
-Never says which rows are true: `history` does. Neighbours: `journal` writes both copies and heals one by the other.
+With a write-ahead log and synchronous=FULL a transaction is on disk when its commit returns. The database is locked for
+one process as long as it is open. It stores its *term*: each start takes a new one, and rows of an older term are
+refused. `history` decides which rows are true; `journal` writes both copies and repairs one from the other.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from fusionai.storage.atomic import sync_directory
 
 FORMAT: Final = 2
 _FIRST_FORMAT: Final = 1
-"""Had no base: its first row is the pool's first fact."""
+"""Format without a base: its first row is the pool's first fact."""
 _SMALLEST_BYTES: Final = 512
 _BASE_TABLE: Final = """CREATE TABLE base (one INTEGER PRIMARY KEY CHECK (one = 1), sequence INTEGER NOT NULL,
     chain BLOB NOT NULL, state BLOB NOT NULL, seal BLOB NOT NULL) STRICT"""
@@ -36,7 +35,7 @@ _SCHEMA: Final = (
 _TABLES: Final = {"journal", "head", "base"}
 _ROWS: Final = "SELECT sequence, term, fact, chain FROM journal ORDER BY sequence"
 _UNREADABLE: Final = (sqlite3.DatabaseError, UnicodeDecodeError)
-"""The latter where SQLite's own message quotes what it could not understand."""
+"""Errors of a damaged file. UnicodeDecodeError: the message of SQLite quotes bytes that are not text."""
 _NOT_DAMAGE: Final = (
     "SQLITE_BUSY",
     "SQLITE_LOCKED",
@@ -64,13 +63,13 @@ class TableReading:
     head: Head | None = None
     present: bool = True
     damaged: str = ""
-    """What is wrong with it; empty: nothing that shows without knowing the history."""
+    """Description of the damage; empty: none that shows without the history."""
     foreign: bool = False
-    """A whole database, but no journal's."""
+    """The file is an intact database, but not a journal."""
 
 
 class Table:
-    """The open database, locked. Create with `open_table` on a file that was read and found whole."""
+    """The open, locked database. `open_table` creates it for a file that was read without damage."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
@@ -83,7 +82,7 @@ class Table:
         return found
 
     def read(self) -> TableReading:
-        """Everything that can be read."""
+        """Return everything that can be read."""
         return _read(self.connection)
 
     def insert(self, rows: Sequence[Row]) -> None:
@@ -93,7 +92,7 @@ class Table:
         self.connection.execute("UPDATE head SET sequence = ?, chain = ?", (rows[-1].sequence, rows[-1].chain))
 
     def rebase(self, base: Base) -> None:
-        """From now on the history starts at `base`; rows before it go."""
+        """Start the history at `base` and delete the rows before it."""
         self.connection.execute(
             "INSERT OR REPLACE INTO base VALUES (1, ?, ?, ?, ?)", (base.sequence, base.chain, base.state, base.seal)
         )
@@ -104,7 +103,7 @@ class Table:
 
     @contextmanager
     def transaction(self) -> Generator[None, None, None]:
-        """All or nothing."""
+        """Run the block in a transaction: committed at its end, rolled back on an error."""
         self.connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -122,7 +121,7 @@ class Table:
 def open_table(path: Path) -> Table:
     connection = sqlite3.connect(path, timeout=0.2, isolation_level=None)
     try:
-        # Before anything else: then there is no shared-memory file, and nobody else comes in.
+        # First, so that SQLite needs no shared-memory file and no other process can open the database.
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
@@ -135,7 +134,8 @@ def open_table(path: Path) -> Table:
 
 
 def read_table(path: Path) -> TableReading:
-    """Everything that can be read of the file. Raises `sqlite3.Error` for what is no damage (somebody else's lock)."""
+    """Return everything that can be read from the file. Raises `sqlite3.Error` for errors other than damage (a
+    lock)."""
     if not path.exists():
         return TableReading(copy=Copy(), present=False)
     # SQLite takes a file shorter than its header for a new database and would overwrite it.
@@ -152,7 +152,7 @@ def read_table(path: Path) -> TableReading:
 
 
 def write_table(path: Path, pool: str, history: History, term: int) -> None:
-    """Write the database anew. The old one, if any, is kept beside it as `.damaged` until the next time."""
+    """Write the database anew. An old one is kept beside it as `.damaged` until the next repair."""
     fresh = path.with_name(path.name + ".new")
     fresh.unlink(missing_ok=True)
     os.close(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -180,7 +180,7 @@ def write_table(path: Path, pool: str, history: History, term: int) -> None:
 
 
 def upgrade_table(table: Table, base: Base) -> None:
-    """A database of the first format gets what the present one has besides."""
+    """Convert a database of the first format to the present one."""
     with table.transaction():
         if table.head().format == _FIRST_FORMAT:
             table.connection.execute(_BASE_TABLE)
@@ -189,7 +189,7 @@ def upgrade_table(table: Table, base: Base) -> None:
 
 
 def is_consistent(reading: TableReading) -> bool:
-    """Whether head, base and rows fit together, as far as their numbers go."""
+    """Return whether the row numbers of head, base and rows fit together."""
     head, copy = reading.head, reading.copy
     if head is None or not knows_format(head) or len(copy.bases) != (head.format == FORMAT):
         return False
@@ -203,7 +203,7 @@ def knows_format(head: Head) -> bool:
 
 @contextmanager
 def table_errors(path: Path, hint: str) -> Generator[None, None, None]:
-    """SQLite's errors as ours, each with what to do about it."""
+    """Convert errors of SQLite and the file system to `FusionError`s with hints."""
     try:
         yield
     except sqlite3.Error as error:
@@ -244,7 +244,7 @@ def _read(connection: sqlite3.Connection) -> TableReading:
         bases = _bases(connection) if "base" in tables else ()
     except _UNREADABLE as error:
         problem = _damage(error)
-    # From both ends: what lies behind a page that can't be read is worth having too.
+    # Read from both ends, to get the rows behind a damaged page too.
     for order in ("ASC", "DESC"):
         try:
             for found in connection.execute(f"{_ROWS} {order}"):
@@ -262,7 +262,8 @@ def _read(connection: sqlite3.Connection) -> TableReading:
 
 
 def _newest(head: Head | None, bases: Sequence[Base], rows: dict[int, Row]) -> int:
-    """Pages have no checksums: a number counts only where a second one confirms it."""
+    """Return the last row that the file had. Pages have no checksums, so a number counts only if a second confirms
+    it."""
     if head is None:
         return max((sequence for sequence in rows if sequence - 1 in rows), default=0)
     return min(head.sequence, max([*rows, *(base.sequence for base in bases)], default=0))
@@ -287,12 +288,12 @@ def _bases(connection: sqlite3.Connection) -> tuple[Base, ...]:
 
 
 def _fits(value: object, kind: type) -> bool:
-    """What a damaged page holds may have any type."""
+    """Return whether the value has this type, because values of a damaged page may have any."""
     return isinstance(value, kind)
 
 
 def _damage(error: Exception) -> str:
-    """What is wrong with the file. Raises the error again where it is not the file that is wrong."""
+    """Return a description of the damage. Raises the error again if the file is not its cause."""
     if getattr(error, "sqlite_errorname", "").startswith(_NOT_DAMAGE):
         raise error
     return str(error)

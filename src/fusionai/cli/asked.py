@@ -24,8 +24,8 @@ from fusionai.ir.partition import ends
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import serving_graph
 from fusionai.primitives.errors import UsageError
-from fusionai.primitives.garbage import loading
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
+from fusionai.primitives.process import loading
 from fusionai.scheduling.problem.embedding_and_head import middle
 from fusionai.scheduling.problem.types import BlockCost, Lever, Problem, RolePlacement
 from fusionai.scheduling.training.cut_bits import shared_weights

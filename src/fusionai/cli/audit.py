@@ -17,8 +17,8 @@ from click.core import ParameterSource
 from fusionai.cli import console
 from fusionai.cli.audit_view import AuditProgress, show_findings, show_void
 from fusionai.cli.json_output import json_option, write_json
-from fusionai.primitives.garbage import loading
 from fusionai.primitives.privacy import LEVELS, PrivacyLevel
+from fusionai.primitives.process import loading
 from fusionai.privacy.findings import AuditAttack
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _options(
     command: str,
 ) -> AuditOptions:
     from fusionai.client.audit import AuditOptions
-    from fusionai.privacy.small_model import SmallModel
+    from fusionai.privacy.subject import SmallModel
 
     return AuditOptions(
         model=model,

@@ -16,7 +16,7 @@ from fusionai.cli.options import address_option, home_option, quantity
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.ids import short
 from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per_s, parse_seconds
-from fusionai.transport.endorsements import parse_key
+from fusionai.transport.trust import parse_key
 
 
 @click.command()

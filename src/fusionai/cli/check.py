@@ -16,7 +16,7 @@ from fusionai.cli import console
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.options import lora_option
 from fusionai.corpus.tables import Task
-from fusionai.primitives.garbage import loading
+from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes, format_count
 
 if TYPE_CHECKING:

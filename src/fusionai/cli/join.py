@@ -19,8 +19,8 @@ from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.lifeline import lifeline_option
 from fusionai.cli.options import address_option, home_option, quantity
 from fusionai.cli.running import run_until_stopped
-from fusionai.primitives.garbage import loading
 from fusionai.primitives.ids import short
+from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limit_bytes_per_s, parse_share
 
 
@@ -132,8 +132,7 @@ def join(
         return
     with loading():
         from fusionai.peer.daemon import run_peer
-        from fusionai.peer.options import PeerOptions, PeerReady
-        from fusionai.peer.schedule import parse_schedule
+        from fusionai.peer.lending import PeerOptions, PeerReady, parse_schedule
 
     options = PeerOptions(
         home=home,

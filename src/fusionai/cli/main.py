@@ -28,7 +28,7 @@ from fusionai import __version__
 from fusionai.cli import console
 from fusionai.primitives import environment
 from fusionai.primitives.errors import FusionError, UsageError
-from fusionai.primitives.garbage import loading
+from fusionai.primitives.process import loading
 
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1

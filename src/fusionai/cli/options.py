@@ -12,7 +12,7 @@ import click
 from fusionai.primitives import environment
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.privacy import LEVELS
-from fusionai.transport.addresses import SCHEME, parse_address
+from fusionai.transport.routes import SCHEME, parse_address
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Value = TypeVar("_Value")

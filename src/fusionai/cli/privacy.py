@@ -1,6 +1,6 @@
 """`fusion privacy`: shows the privacy levels and what peers could reconstruct at each, as measured.
 
-The figures are those shipped with the product; `fusion audit` measures others. `privacy.levels` has the descriptions,
+The figures are those shipped with the product; `fusion audit` measures others. `privacy.measured` has the descriptions,
 `privacy.measured` the figures, `cli.audit_view` the table.
 """
 
@@ -17,8 +17,7 @@ from fusionai.cli.audit_view import facts, show_findings
 from fusionai.cli.json_output import json_option, write_json
 from fusionai.primitives.privacy import LEVELS, STAYS, PrivacyLevel
 from fusionai.privacy.findings import Findings
-from fusionai.privacy.levels import ADVERSARIES, STANDS, Adversary
-from fusionai.privacy.measured import SENT, shipped, told
+from fusionai.privacy.measured import ADVERSARIES, SENT, STANDS, Adversary, shipped, told
 
 
 @click.command()

@@ -16,8 +16,8 @@ from fusionai.primitives.ids import PeerId
 from fusionai.transport.enrolment import Membership
 from fusionai.transport.interface import Channel
 from fusionai.transport.introductions import Introductions
+from fusionai.transport.routes import best_links
 from fusionai.transport.tcp import TcpTransport
-from fusionai.transport.ways import best_links
 from fusionai.wire.messages import LinkView, Observed
 
 

@@ -1,8 +1,8 @@
 """`fusion trust`: edits this machine's trust list: trusted signing keys, endorsed machines, revoked machines.
 
 Only files of this machine change. An endorsement is passed on as a printed line, which is not secret. Keys are given in
-full, because names come from the broker, and the trust list must not depend on the broker. `transport.circle` stores
-the file, `transport.endorsements` signs.
+full, because names come from the broker, and the trust list must not depend on the broker. `transport.trust` stores
+the file, `transport.trust` signs.
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ from fusionai.cli.json_output import json_option, write_json
 from fusionai.cli.options import home_option
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
-from fusionai.transport.circle import TRUST_FILE, Circle, Revoked, Signer, carry, keep_circle, load_circle
-from fusionai.transport.endorsements import (
+from fusionai.transport.identity import KEY_FILE, load_identity, public_bytes, public_key_of
+from fusionai.transport.trust import (
+    TRUST_FILE,
+    Circle,
     Endorsement,
+    Revoked,
+    Signer,
+    carry,
     endorse,
+    keep_circle,
     key_text,
     line_of,
+    load_circle,
     parse_key,
     parse_line,
     read_endorsement,
     signing_key,
     verify_endorsement,
 )
-from fusionai.transport.identity import KEY_FILE, load_identity, public_bytes, public_key_of
 
 OWN_NAME: Final = "this machine"
 DAY_S: Final = 86_400

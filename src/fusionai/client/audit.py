@@ -29,17 +29,23 @@ from fusionai.execution.training.codecs import pack, unpack
 from fusionai.primitives.errors import ModelError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.tensors import host_tensor
-from fusionai.privacy import audit, metrics
-from fusionai.privacy.defences import NOISES, Defence, Packed, defences
-from fusionai.privacy.findings import AuditAttack, Findings, Subject, Trial
+from fusionai.privacy import audit
+from fusionai.privacy import findings as metrics
+from fusionai.privacy.defences import NOISES, Defence, Packed, defences, secret_prefix
+from fusionai.privacy.findings import AuditAttack, Findings, Subject, Trial, Truth
 from fusionai.privacy.gradients import check_invertible
-from fusionai.privacy.inverter import InverterBudget
-from fusionai.privacy.metrics import Truth
-from fusionai.privacy.optimisation import FitBudget
-from fusionai.privacy.placing import as_rows, as_tokens, chosen_device, load_attacked
-from fusionai.privacy.secret_prefix import secret_prefix
-from fusionai.privacy.small_model import SmallModel, batches_of, train_small_model
-from fusionai.privacy.subject import AttackedModel, Change
+from fusionai.privacy.inverter import FitBudget, InverterBudget
+from fusionai.privacy.subject import (
+    AttackedModel,
+    Change,
+    SmallModel,
+    as_rows,
+    as_tokens,
+    batches_of,
+    chosen_device,
+    load_attacked,
+    train_small_model,
+)
 from fusionai.wire.codecs import Packing
 
 CORPUS_BYTES: Final = 3_000_000

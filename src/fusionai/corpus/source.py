@@ -24,7 +24,7 @@ from fusionai.corpus.tensors import TensorSource
 from fusionai.corpus.tokenizer import Tokenizer
 from fusionai.corpus.tokens import Progress, TokenFile, open_tokens, require_rows
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.storage.directory_lock import directory_lock
+from fusionai.storage.lock import directory_lock
 
 
 def open_source(

@@ -1,4 +1,4 @@
-"""The peer's daemon: lends this machine to a pool. Registers, keeps its lease, lets jobs in by ticket, leaves cleanly.
+"""The peer's daemon: lends this machine to a pool, keeps its lease, accepts jobs by ticket, and leaves cleanly.
 
-Decides nothing about jobs. Neighbours: `execution` runs the stages, `broker` keeps the pool, `transport` connects.
+`execution` runs the stages, `broker` keeps the pool, `transport` connects.
 """

@@ -1,10 +1,7 @@
-"""The daemon behind `fusion join`: from an invitation to a lent machine, until told to leave.
+"""The daemon behind `fusion join`: joins the pool with an invitation and lends this machine until it is stopped.
 
-The loop is `run_peer`: join, measure, listen, then stay in the pool whenever the machine is lent, until `stop`. Decides
-nothing about jobs.
-
-Neighbours: `peer.door` lets jobs in, `peer.registration` keeps the lease, `peer.lending` says when,
-`transport.enrolment` joins the pool.
+`run_peer` joins, measures, listens, and stays in the pool whenever the machine is lent. `peer.door` accepts jobs,
+`peer.registration` keeps the lease, `peer.lending` says when the machine is lent, `transport.enrolment` joins the pool.
 """
 
 from __future__ import annotations
@@ -12,36 +9,51 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 from fusionai.backends.registry import open_backend
 from fusionai.execution.compute import ComputeThread, return_code_pages, return_freed_memory
 from fusionai.execution.host import Host
-from fusionai.peer.candidates import candidates
 from fusionai.peer.door import Door
-from fusionai.peer.lending import Lending
-from fusionai.peer.measurement import measured_device
-from fusionai.peer.near import NearLinks
-from fusionai.peer.options import PeerOptions, PeerReady
-from fusionai.peer.profile import UNMEASURED, make_profile, measured_links
+from fusionai.peer.lending import Lending, PeerOptions, PeerReady
+from fusionai.peer.profile import UNMEASURED, NearLinks, make_profile, measured_device, measured_links
 from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import PoolClock, SystemClock
+from fusionai.storage.weight_memory import WeightsInFiles
 from fusionai.storage.weight_store import WeightStore
-from fusionai.storage.weights_in_files import WeightsInFiles
-from fusionai.transport.circle import carried_endorsements
 from fusionai.transport.enrolment import Membership, enrol, load_membership
 from fusionai.transport.peer_transport import PeerTransport
-from fusionai.transport.rate_limit import Limits
+from fusionai.transport.routes import relay_candidates
+from fusionai.transport.tcp import TcpListener
+from fusionai.transport.trust import carried_endorsements
+from fusionai.transport.uplink import Limits
 from fusionai.wire import messages as wire
+
+
+async def candidates(
+    transport: PeerTransport,
+    listener: TcpListener,
+    brokers: Sequence[str],
+    *,
+    advertise: tuple[str, ...] = (),
+    relay: bool | None = None,
+) -> tuple[str, ...]:
+    """Return the addresses to announce, in order of preference. Advertised addresses replace those found: the machine's
+    own, and those seen by the broker. `relay` None: offer the relay unless `advertise` is given."""
+    found = advertise or (*listener.candidates_now(), *await transport.seen_at(listener))
+    offers_relay = not advertise if relay is None else relay
+    return (*found, *relay_candidates(brokers)) if offers_relay else found
+
 
 log = logging.getLogger(__name__)
 
 CLOCK_OFF_S: Final = 30.0
 """A clock this far from the broker's is reported: certificates and schedules still count by it."""
 HAND_OVER_S: Final = 2.5
-"""How long a peer that drained stays at most when the broker has let it go: its next heartbeat would be refused."""
+"""How long a drained peer stays at most after the broker released it, in seconds. Its next heartbeat would be
+refused."""
 
 
 async def run_peer(
@@ -51,8 +63,8 @@ async def run_peer(
     stop: asyncio.Event,
     tell: Callable[[str], None] = log.info,
 ) -> None:
-    """Lend this machine until `stop` is set, the pool's broker refuses it, or its owner asks it to leave. `tell` hears
-    when lending pauses and goes on."""
+    """Lend this machine until `stop` is set, the pool's broker refuses it, or its owner asks it to leave. `tell`
+    gets a sentence when lending pauses or resumes."""
     membership = await join(options)
     compute = ComputeThread(options.share)
     backend, _ = await compute.run(
@@ -141,7 +153,7 @@ async def run_peer(
 
 
 def clock_note(ahead_s: float) -> str:
-    """What to tell the machine's owner about a clock that is `ahead_s` ahead of the broker's."""
+    """Return the note for the machine's owner about a clock that is `ahead_s` ahead of the broker's."""
     if abs(ahead_s) <= CLOCK_OFF_S:
         return "This machine's clock agrees with the broker's again."
     off = f"{abs(ahead_s) / 60:.0f} minutes" if abs(ahead_s) < 7200 else f"{abs(ahead_s) / 3600:.1f} hours"
@@ -152,7 +164,7 @@ def clock_note(ahead_s: float) -> str:
 
 
 async def _lent(lending: Lending, stop: asyncio.Event, tell: Callable[[str], None]) -> bool:
-    """Wait until the machine is lent. False: the daemon stops meanwhile."""
+    """Wait until the machine is lent. Return False if the daemon stops first."""
     if (why := lending.why_not()) is not None:
         tell(f"Not lent now: {why}.")
         await _first_of(stop.wait(), lending.until(lent=True))
@@ -166,7 +178,7 @@ async def _stay(
     stop: asyncio.Event,
     tell: Callable[[str], None],
 ) -> bool:
-    """From registering to having left. True: for a while only, since the machine is not lent now."""
+    """Register, stay, and leave. Return True if lending only pauses."""
     leaving = asyncio.Event()
     door.closing = False
 
@@ -174,7 +186,7 @@ async def _stay(
         door.closing = True
         log.info("asked to leave%s", " after the work at hand" if drain and door.jobs else "")
         if not drain and leaving.is_set() and door.jobs:
-            # The plan without this peer is made; its driver says when it is in force.
+            # A plan without this peer exists; its driver will put it into force.
             asyncio.get_running_loop().call_later(HAND_OVER_S, door.idle.set)
         elif not drain:
             door.idle.set()
@@ -204,7 +216,7 @@ async def _stay(
 
 
 async def join(options: PeerOptions) -> Membership:
-    """With an invitation join (again); without one, be who this machine was before."""
+    """Join with the invitation, or load the kept membership if there is none."""
     if options.invitation is not None:
         return await enrol(options.invitation, options.home, "provider")
     return load_membership(options.home)
@@ -216,7 +228,7 @@ async def _drained(leaving: asyncio.Event, door: Door) -> None:
 
 
 async def _first_of(*waits: Coroutine[object, object, object] | asyncio.Task[Any]) -> None:
-    """Until one is over. Coroutines end with it, tasks go on; what a task raised is raised here."""
+    """Wait until one is done. Coroutines are cancelled then, tasks go on. Exceptions of tasks are raised here."""
     begun = {wait: asyncio.create_task(wait) for wait in waits if isinstance(wait, Coroutine)}
     tasks = [wait for wait in waits if isinstance(wait, asyncio.Task)]
     try:

@@ -1,16 +1,15 @@
-"""Who may connect to this peer, and for what. Decides by certificate and ticket, offline; runs nothing itself.
+"""Decides who may connect to this peer and for what, by certificate and ticket, offline.
 
-Every connection between members of a job starts with `OpenJob`: a ticket signed by the pool's authority, naming the
-sender's key, the job and the plan version. A control connection needs the driver's ticket; the driver's state
-connection brings and takes states or weights, other members' bring snapshots or ask for weights. A ticket is the
-broker's word alone: whoever is not the driver is let in only if the placement that the job's owner signed names it.
+Every connection between members of a job starts with `OpenJob`: a ticket signed by the pool's authority that names the
+sender's key, the job and the plan version. A control connection needs the driver's ticket. The driver's state
+connection carries states or weights; state connections of other members bring snapshots or ask for weights. Because the
+broker alone issues tickets, a member other than the driver is accepted only if the placement signed by the job's owner
+names it.
 
-A job whose driver's connection ended is kept for it to come back: for `ORPHANED_S`, or until another job's driver comes
-with a valid ticket, for then the broker has given this machine away. A neighbour that heard of a round earlier than
-this machine waits `EARLY_S` for the driver.
-
-Neighbours: `execution.training.member` and `execution.serving.member` serve what is let in, `transport.tickets` checks
-signatures.
+If a driver's connection ends, its job is kept for `ORPHANED_S`, or until the driver of another job comes with a valid
+ticket, which means that the broker has given this machine away. A neighbour that learns of a round earlier than this
+machine waits `EARLY_S` for the driver. `execution.training.member` and `execution.serving.member` serve the accepted
+connections; `transport.signed` verifies signatures.
 """
 
 from __future__ import annotations
@@ -29,22 +28,23 @@ from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.transport.interface import Channel
 from fusionai.transport.links import answer_probe
-from fusionai.transport.tickets import ExpiredTicket, Ticket, verify_ticket
+from fusionai.transport.signed import ExpiredTicket, Ticket, verify_ticket
 from fusionai.wire import messages as wire
 
 log = logging.getLogger(__name__)
 
 OPENING_TIMEOUT_S: Final = 10.0
 ORPHANED_S: Final = 75.0
-"""How long stages and snapshots wait for their driver: for a process that is started again and captures its model. A
-later one begins at its newest checkpoint; an owner that does not come back holds nobody's machine. The broker gives the
-machine to others once its heartbeats have said for half a minute that it holds nothing."""
+"""How long stages and snapshots wait for their driver, in seconds: enough for a driver process to restart and capture
+its model. A driver that returns later resumes from its newest checkpoint. The broker gives the machine to others once
+its heartbeats have listed no job for half a minute."""
 EARLY_S: Final = 2.0
-"""The driver tells all members of a round at the same time, so neighbours differ by the way there, not by more."""
+"""How long a neighbour's connection waits for the driver, in seconds. The driver enlists all members at the same time,
+so messages differ only by their latency."""
 
 
 class Door:
-    """`accept` serves one connection from its first message to its end."""
+    """Accepts connections of jobs. `accept` serves one connection from its first message to its end."""
 
     def __init__(self, host: Host, authority_key: bytes) -> None:
         self._host = host
@@ -52,10 +52,10 @@ class Door:
         self._members: dict[JobId, Member] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._patience: dict[JobId, asyncio.Task[None]] = {}
-        """For each job whose driver's connection ended."""
+        """Timeout of each job whose driver's connection ended."""
         self.closing = False
         self._changed = asyncio.Event()
-        """Set for an instant when a job is opened."""
+        """Set and cleared when a job is opened."""
         self.idle = asyncio.Event()
         self.idle.set()
 
@@ -125,7 +125,7 @@ class Door:
                     await member.serve_snapshots(peer, channel)
 
     async def _member_of(self, job: JobId) -> Member | None:
-        """None when the driver does not come either."""
+        """Return the member of `job`, waiting up to `EARLY_S` for its driver; None if the driver does not come."""
         with suppress(TimeoutError):
             async with asyncio.timeout(EARLY_S):
                 while job not in self._members and not self.closing:
@@ -174,7 +174,9 @@ class Door:
         over = False
         try:
             await channel.send(wire.Done())
-            if self._members.get(job) is member and opened == member.fence:  # else another came meanwhile
+            if (
+                self._members.get(job) is member and opened == member.fence
+            ):  # otherwise another connection has replaced this one
                 self._end_patience(job)
                 over = await member.serve_control(channel)
         finally:
@@ -196,7 +198,7 @@ class Door:
             waiting.cancel()
 
     def clear(self) -> None:
-        """Forget every job, at once: the pool went on without this peer."""
+        """Drop every job at once, because the pool went on without this peer."""
         for job in list(self._members):
             self._end(job, "the pool went on without this peer")
 

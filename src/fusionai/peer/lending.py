@@ -1,28 +1,116 @@
-"""Whether this machine is lent at the moment: the provider's schedule, and whether anybody works at it.
+"""What a provider lends and when: options, weekly schedule, and pauses while other programs use the machine.
 
-Looks at clock and processor every `LOOK_EVERY_S` and tells who waits. Decides when what other programs compute pauses
-lending and when lending goes on, with patience both ways: a game that starts is noticed within seconds, a machine
-between two compilations is not lent for a moment. Neighbours: `peer.schedule` has the provider's hours; `peer.daemon`
-hands its work over when lending pauses and enters the pool again when it goes on.
+The schedule goes by the machine's own clock. A window belongs to the day on which it begins, so `fri 22:00-07:00` ends
+on Saturday. Lending pauses within seconds when other programs compute, and resumes only after a longer quiet time.
+`peer.daemon` hands its work over when lending pauses and registers again when it resumes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Final
 
 import psutil
 
-from fusionai.peer.schedule import Schedule
 from fusionai.primitives.clock import Clock
+from fusionai.primitives.errors import UsageError
+from fusionai.primitives.ids import PeerId
+from fusionai.scheduling.problem.types import PeerProfile
+
+DAYS: Final = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+_DAY_MINUTES: Final = 24 * 60
+_WEEK: Final = timedelta(days=7)
+_EXPECTED: Final = "a time such as 22:00-07:00, mon-fri 18:00-23:30 or sat,sun"
+_ENTRY: Final = re.compile(r"^\s*(?P<days>[a-z][a-z,\s-]*)?(?P<times>\d{1,2}:\d{2}\s*-\s*\d{1,2}:\d{2})?\s*$")
+_TIME: Final = re.compile(r"^(\d{1,2}):(\d{2})$")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Minutes of the week, from Monday's midnight. `length` of a whole week is always."""
+
+    begin: int
+    length: int
+
+    def holds(self, moment: timedelta) -> bool:
+        """`moment`: since Monday's midnight."""
+        return (moment - timedelta(minutes=self.begin)) % _WEEK < timedelta(minutes=self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """At least one window."""
+
+    windows: tuple[Window, ...]
+
+    def lent(self, local: datetime) -> bool:
+        moment = _moment_of_week(local)
+        return any(window.holds(moment) for window in self.windows)
+
+    def next_change(self, local: datetime) -> datetime | None:
+        """Return when lending ends or begins next; None: never."""
+        now, moment = self.lent(local), _moment_of_week(local)
+        edges = {edge for window in self.windows for edge in (window.begin, window.begin + window.length)}
+        ahead = ((timedelta(minutes=edge) - moment) % _WEEK for edge in edges)
+        changes = (local + wait for wait in sorted(ahead) if wait and self.lent(local + wait) != now)
+        return next(changes, None)
+
+
+def parse_schedule(entries: Sequence[str]) -> Schedule:
+    """`22:00-07:00` every day; `mon-fri 18:00-23:30`; `sat,sun` whole days. Together they are all times that one of
+    them names. Raises `UsageError`."""
+    return Schedule(tuple(window for entry in entries for window in _windows(entry)))
+
+
+def _windows(entry: str) -> list[Window]:
+    found = _ENTRY.match(entry.lower())
+    if found is None or not (found["days"] or found["times"]):
+        raise UsageError(f"expected {_EXPECTED}, got {entry!r}.")
+    begin, end = 0, _DAY_MINUTES
+    if found["times"]:
+        begin, end = (_minutes(part.strip(), entry) for part in found["times"].split("-"))
+        if begin == end:
+            raise UsageError(f"expected {_EXPECTED}, got {entry!r}, which ends when it begins.")
+    length = (end - begin) % _DAY_MINUTES or _DAY_MINUTES
+    days = _days(found["days"], entry) if found["days"] else range(7)
+    return [Window(day * _DAY_MINUTES + begin, length) for day in days]
+
+
+def _days(text: str, entry: str) -> list[int]:
+    days: list[int] = []
+    for part in text.replace(" ", "").strip(",").split(","):
+        first, _, last = part.partition("-")
+        for name in (first, last or first):
+            if name not in DAYS:
+                raise UsageError(f"expected days such as mon, fri or mon-fri, got {name!r} in {entry!r}.")
+        begin = DAYS.index(first)
+        count = (DAYS.index(last or first) - begin) % 7 + 1
+        days += [(begin + step) % 7 for step in range(count)]
+    return days
+
+
+def _minutes(text: str, entry: str) -> int:
+    found = _TIME.match(text)
+    minutes = int(found[1]) * 60 + int(found[2]) if found is not None else -1
+    if found is None or int(found[2]) > 59 or not 0 <= minutes <= _DAY_MINUTES:
+        raise UsageError(f"expected a time from 00:00 to 24:00, got {text!r} in {entry!r}.")
+    return minutes
+
+
+def _moment_of_week(local: datetime) -> timedelta:
+    midnight = local.replace(hour=0, minute=0, second=0, microsecond=0)
+    return timedelta(days=local.weekday()) + (local - midnight)
+
 
 LOOK_EVERY_S: Final = 2.0
 BUSY_SHARE: Final = 0.25
-"""Of the processor (all cores), or of the accelerator, used by other programs: the owner is at work."""
+"""Share of the processor (all cores) used by other programs above which the machine counts as busy."""
 QUIET_SHARE: Final = 0.10
 BUSY_AFTER_S: Final = 8.0
 QUIET_AFTER_S: Final = 120.0
@@ -30,14 +118,14 @@ QUIET_AFTER_S: Final = 120.0
 
 @dataclass(slots=True)
 class BusyWatch:
-    """`busy`: whether lending pauses."""
+    """Hysteresis of pauses. `busy`: lending pauses."""
 
     busy: bool = False
     _since_s: float | None = None
-    """Since when what is measured speaks for a change without a break."""
+    """When the measured share first called for a change, without a break since."""
 
     def measured(self, others_share: float, now_s: float) -> bool:
-        """`others_share`: what other programs used since the last call, in [0, 1]. Gives `busy`."""
+        """Return `busy`. `others_share`: load by other programs since the last call, in [0, 1]."""
         for_change = others_share < QUIET_SHARE if self.busy else others_share > BUSY_SHARE
         if not for_change:
             self._since_s = None
@@ -51,14 +139,14 @@ class BusyWatch:
 
 @dataclass(slots=True)
 class OthersLoad:
-    """What other programs than this one used of the processor since the last call, in [0, 1]."""
+    """Share of the processor that other programs used since the last call, in [0, 1]."""
 
     _process: psutil.Process = field(default_factory=psutil.Process)
     _before: tuple[float, float, float] | None = None
 
     def measured(self, now_s: float) -> float:
         times = psutil.cpu_times()
-        # Guests' time is in the user's already; what a host takes away is nobody's here.
+        # Guest time is part of user time. Stolen time belongs to other virtual machines.
         not_busy = ("idle", "iowait", "steal", "guest", "guest_nice")
         busy_s = sum(times) - sum(getattr(times, name, 0.0) for name in not_busy)
         own = self._process.cpu_times()
@@ -71,7 +159,8 @@ class OthersLoad:
 
 
 class Lending:
-    """`local`: the machine's own time of day. `schedule` None: always; `pause_when_busy`: not while others compute."""
+    """Says when this machine is lent. `local`: its own time of day. `schedule` None: at all times. `pause_when_busy`:
+    not while other programs compute."""
 
     def __init__(
         self,
@@ -94,9 +183,9 @@ class Lending:
         return self._schedule is None and self._watch is None
 
     def why_not(self) -> str | None:
-        """Look. Why the machine is not lent now, None if it is."""
+        """Sample the load and return why the machine is not lent now; None if it is."""
         now_s = self._clock.now_s()
-        # Measured in any case: what one look finds is about the time since the one before.
+        # Sampled in any case, because a sample covers the time since the previous one.
         busy = self._watch is not None and self._watch.measured(self._load(now_s), now_s)
         local = self._local()
         if self._schedule is not None and not self._schedule.lent(local):
@@ -105,9 +194,50 @@ class Lending:
         return "other programs use it" if busy else None
 
     async def until(self, *, lent: bool) -> str | None:
-        """Until the machine is lent, or (`lent` False) kept: then why."""
+        """Wait until the machine is lent or, with `lent` False, is not lent. Return the reason in that case."""
         while True:
             why = self.why_not()
             if (why is None) == lent:
                 return why
             await asyncio.sleep(LOOK_EVERY_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """`invitation` is needed the first time only. `memory_limit_bytes` None lends what the device has, less a reserve.
+    `share` in (0, 1] is the part of the time lent. The upload and download limits hold for all connections together.
+    `schedule` None: at all times; `pause_when_busy`: not while other programs use the machine. `advertise`: addresses
+    to announce instead of this machine's own (a forwarded port, a name). `relay`: other machines may connect over the
+    broker's relay; None: unless `advertise` is given. `measure`: measure even if a recent measurement exists."""
+
+    home: Path
+    invitation: str | None = None
+    backend: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    memory_limit_bytes: int | None = None
+    share: float = 1.0
+    upload_limit_bytes_per_s: float | None = None
+    download_limit_bytes_per_s: float | None = None
+    schedule: Schedule | None = None
+    pause_when_busy: bool = False
+    name: str = ""
+    host: str = "0.0.0.0"
+    port: int = 0
+    advertise: tuple[str, ...] = ()
+    relay: bool | None = None
+    measure: bool = False
+    weights_beside: Path | None = None
+    """Remembered hashes of files on this machine whose tensors are read in place (`storage.weight_memory`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReady:
+    """The peer is registered, and the pool may place work on it."""
+
+    peer: PeerId
+    pool: str
+    addresses: tuple[str, ...]
+    profile: PeerProfile
+    measured_at_s: float | None = None
+    """When the speeds were measured, in seconds since 1970; None: at this start."""

@@ -1,36 +1,116 @@
-"""What this machine can do, measured: the profile a peer registers with.
+"""The device profile with which a peer registers: measured speeds, lent memory, and links.
 
-Decides how much memory is lent when the provider named no limit: what the device has free, less a reserve that keeps
-the machine usable. Neighbours: `backends` measure the device, `transport.links` the way to the broker.
+Speeds are kept in the peer's home (`measurement.json`) and hold for a week while software and device stay the same. If
+the provider sets no memory limit, the peer lends what the device has free, less a reserve. Links to peers at the same
+address are probed once, soon after registration, because two machines of one network do not need its uplink.
+`backends` measure the device, `transport.links` measures the link to the broker.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
 
-from fusionai.backends.interface import DeviceReport
-from fusionai.peer.options import PeerOptions
+import msgspec
+
+from fusionai import __version__
+from fusionai.backends.interface import Backend, DeviceReport, Speeds
+from fusionai.peer.lending import PeerOptions
 from fusionai.primitives.clock import Clock
-from fusionai.primitives.errors import FusionError, UsageError
-from fusionai.primitives.ids import PeerId
+from fusionai.primitives.errors import FusionError, StorageError, UsageError
+from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.types import Link, PeerProfile
-from fusionai.transport.interface import Transport
-from fusionai.transport.links import measure_link
+from fusionai.storage.atomic import write_atomic
+from fusionai.transport.interface import Channel, Transport
+from fusionai.transport.links import LinkMeasurement, measure_link
+from fusionai.transport.peer_transport import PeerTransport
+from fusionai.wire.messages import MAX_LINKS, LinkView, Near
+
+FILE: Final = "measurement.json"
+MAX_FILE_BYTES: Final = 2**16
+LONGEST_AGE_S: Final = 7 * 86_400.0
+
+
+class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`measurement.json`. `fingerprint` is over versions, instruction set, device, processor, threads."""
+
+    schema: Literal["fusionai.measurement/5"] = "fusionai.measurement/5"
+    measured_at_s: float
+    version: str
+    backend: str
+    share: float
+    fingerprint: str
+    speeds: Speeds
+
+
+def measured_device(
+    backend: Backend, home: Path, *, share: float, anew: bool, clock: Clock
+) -> tuple[DeviceReport, float | None]:
+    """Return the backend's report, and when its speeds were measured (seconds since 1970), or None if now.
+
+    Blocking. If the file can't be read or written, a warning is logged and the machine is measured."""
+    now_s = clock.wall_s()
+    kept = None if anew else _read(home / FILE)
+    if kept is not None:
+        same = (kept.version, kept.backend, kept.share) == (__version__, backend.name, share)
+        if same and 0 <= now_s - kept.measured_at_s <= LONGEST_AGE_S:
+            report = backend.probe(kept.speeds)
+            if report.fingerprint == kept.fingerprint:
+                return report, kept.measured_at_s
+        log.info("the kept measurement does not fit this start; measuring again")
+    report = backend.probe()
+    _write(
+        home / FILE,
+        _Kept(
+            measured_at_s=now_s,
+            version=__version__,
+            backend=backend.name,
+            share=share,
+            fingerprint=report.fingerprint,
+            speeds=report.speeds,
+        ),
+    )
+    return report, None
+
+
+def _read(path: Path) -> _Kept | None:
+    try:
+        with path.open("rb") as file:
+            kept = msgspec.json.decode(file.read(MAX_FILE_BYTES), type=_Kept)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        log.warning("%s can't be used (%s); this machine is measured again", path, error)
+        return None
+    if min(kept.speeds.flops_per_s, kept.speeds.memory_bandwidth_bytes_per_s) <= 0:
+        log.warning("%s holds no speeds; this machine is measured again", path)
+        return None
+    return kept
+
+
+def _write(path: Path, kept: _Kept) -> None:
+    try:
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
+    except StorageError as error:
+        log.warning("the next start will measure again: %s", error)
+
 
 log = logging.getLogger(__name__)
 
 RESERVE_FRACTION: Final = 0.15
-"""Kept for the machine's owner when no `--max-memory` is given."""
+"""Fraction of the memory that is not lent if no `--max-memory` is given."""
 LARGEST_PROBE_BYTES: Final = 4 * 2**20
 UNMEASURED: Final = Link(bandwidth_bytes_per_s=125e6, latency_s=0.0)
 
 
 def lent_memory_bytes(report: DeviceReport, limit_bytes: int | None) -> int:
-    """Raises `UsageError` when the provider wants to lend more than there is."""
+    """Return the memory to lend. Raises `UsageError` if the limit exceeds the device's memory."""
     if limit_bytes is None:
         return int(report.memory_bytes * (1 - RESERVE_FRACTION))
     if limit_bytes > report.memory_bytes:
@@ -41,15 +121,15 @@ def lent_memory_bytes(report: DeviceReport, limit_bytes: int | None) -> int:
 
 
 async def measured_links(transport: Transport, brokers: Sequence[str], clock: Clock) -> tuple[Link, Link]:
-    """The access link as seen towards the broker, up and down: many homes have far more of one than of the other.
-    Unmeasured links count as 1 Gbit/s and are said to be."""
+    """Return uplink and downlink, measured towards the broker, because many access links are asymmetric. If they can't
+    be measured, `UNMEASURED` (1 Gbit/s)."""
     try:
         channel = await transport.dial(brokers, expect=None, stream="tensors")
         try:
             found = await measure_link(channel, clock, largest_probe_bytes=LARGEST_PROBE_BYTES, back=True)
         finally:
             await channel.close()
-    except FusionError as error:  # a broker that goes away meanwhile is waited for when it comes to registering
+    except FusionError as error:  # registration waits for the broker
         log.warning("the link to the broker could not be measured: %s", error)
         return UNMEASURED, UNMEASURED
     back = found.bandwidth_bytes_per_s if found.back_bytes_per_s is None else found.back_bytes_per_s
@@ -67,7 +147,7 @@ def make_profile(
     down: Link,
     endorsements: tuple[bytes, ...] = (),
 ) -> PeerProfile:
-    """`endorsements`: what others have signed about this machine's key."""
+    """Return the profile. `endorsements`: statements about this machine's key, signed by others."""
     return PeerProfile(
         peer=peer,
         name=options.name or socket.gethostname(),
@@ -96,7 +176,78 @@ def make_profile(
 
 
 def _within(link: Link, limit_bytes_per_s: float | None) -> Link:
-    """What was measured may be a burst: a provider's limit is a limit."""
+    """Return the link with at most the provider's limit."""
     if limit_bytes_per_s is None or link.bandwidth_bytes_per_s <= limit_bytes_per_s:
         return link
     return Link(bandwidth_bytes_per_s=limit_bytes_per_s, latency_s=link.latency_s)
+
+
+SETTLING_S: Final = 1.0
+"""Delay before probing, in seconds: machines that start together measure their speed first."""
+TIMEOUT_S: Final = 5.0
+"""Timeout for dialling a neighbour, in seconds. Routes within a network answer at once."""
+LARGEST_LAN_PROBE_BYTES: Final = 16 * 2**20
+
+
+@dataclass(kw_only=True)
+class NearLinks:
+    """Links to peers at the same address. `is_busy`: this machine works for a job, which a probe would disturb."""
+
+    transport: PeerTransport
+    clock: Clock
+    is_busy: Callable[[], bool]
+    _found: dict[str, LinkMeasurement] = field(default_factory=dict[str, LinkMeasurement])
+    _looking: asyncio.Task[None] | None = None
+
+    def look(self, near: Sequence[Near]) -> None:
+        """Probe new peers in the background."""
+        if self._looking is not None:
+            self._looking.cancel()
+        unknown = [one for one in near if one.peer not in self._found]
+        self._looking = asyncio.create_task(self._look(unknown)) if unknown else None
+
+    def among(self, links: Sequence[LinkView]) -> tuple[LinkView, ...]:
+        """Return the open `links` with their probed bandwidths, then links that were only probed."""
+        merged = [
+            msgspec.structs.replace(link, probed_bytes_per_s=self._found[link.peer].bandwidth_bytes_per_s)
+            if link.way == "lan" and link.peer in self._found
+            else link
+            for link in links
+        ]
+        open_now = {link.peer for link in links if link.way == "lan"}
+        merged += [
+            LinkView(peer, "lan", 0, found.round_trip_s, probed_bytes_per_s=found.bandwidth_bytes_per_s)
+            for peer, found in self._found.items()
+            if peer not in open_now
+        ]
+        return tuple(merged[:MAX_LINKS])
+
+    async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+
+    async def _look(self, unknown: Sequence[Near]) -> None:
+        await asyncio.sleep(SETTLING_S)
+        for one in unknown:
+            if self.is_busy():
+                return  # probed after the next registration, or by the other peer
+            try:
+                found = await self._probed(one)
+            except FusionError as error:
+                log.info("%s is seen at the same address and can't be reached: %s", short(PeerId(one.peer)), error)
+                continue
+            if found is not None:
+                self._found[one.peer] = found
+
+    async def _probed(self, one: Near) -> LinkMeasurement | None:
+        """Return the measurement; None if the route leaves the network."""
+        channel: Channel = await self.transport.dial(
+            one.addresses, expect=PeerId(one.peer), stream="tensors", timeout_s=TIMEOUT_S
+        )
+        try:
+            if channel.way != "lan":
+                return None
+            return await measure_link(channel, self.clock, largest_probe_bytes=LARGEST_LAN_PROBE_BYTES)
+        finally:
+            await channel.close()

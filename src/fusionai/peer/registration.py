@@ -1,10 +1,8 @@
-"""This peer's place in the pool: register, keep the lease, come back after the broker was away.
+"""This peer's place in the pool: registers, keeps the lease, and reconnects after the broker was away.
 
-Decides when to try again (0.5 s, doubling to 15 s) and what to do about a lease that ran out: a peer that slept while
-its job went on without it is refused as stale; it forgets all it holds, then registers anew, at once. A broker that is
-away or restarts is no such thing: a running job is not disturbed by its absence.
-
-Neighbours: `peer.daemon` starts it, `broker` answers, `transport.conversation` carries.
+Retries start after 0.5 s and double up to 15 s. If the lease ran out and the job went on without this peer, the broker
+refuses its heartbeat as stale: the peer then drops all state of jobs and registers anew at once. The absence of the
+broker alone does not disturb a running job. `peer.daemon` starts this, `transport.conversation` carries the messages.
 """
 
 from __future__ import annotations
@@ -29,19 +27,19 @@ LAST_RETRY_S: Final = 15.0
 
 
 def _nothing_to_forget() -> None:
-    """For a peer that holds nothing a job could miss."""
+    """Default of `on_lost`, for a peer without state of jobs."""
 
 
 class Registration:
-    """`on_registered` is called after each success, `on_leave` when the machine's owner asked it to leave.
+    """Keeps this peer registered with the broker.
 
-    `on_lost` is called when the pool has gone on without this peer, before it registers again: forget every stage and
-    snapshot, close the connections of jobs. It must not block. `on_meet` is told who wants to reach this peer and the
-    broker that says so. `links` are reported with each heartbeat. `addresses_now` is asked after the broker was away,
-    as this machine may have been, and when `moved` says so; other addresses than before are announced. `endorsements`
-    are those its owner has had it carry by now; new ones are shown at once. `on_time` hears the broker's clock (seconds
-    since 1970) with every answer.
-    """
+    `on_registered` is called after each registration, `on_leave` when the machine's owner asked it to leave. `on_lost`
+    is called when the pool has gone on without this peer, before it registers again: it drops every stage and snapshot,
+    closes the connections of jobs, and must not block. `on_meet` gets the notice of a peer that wants to reach this
+    one, and the broker that sent it. `links` are reported with each heartbeat. `addresses_now` is called after the
+    broker was away and when `moved` returns true; changed addresses are announced. `endorsements` returns those that
+    this machine carries now; new ones are sent at once. `on_time` gets the broker's clock (seconds since 1970) with
+    every answer."""
 
     def __init__(
         self,
@@ -82,17 +80,17 @@ class Registration:
         self._broker: Remote | None = None
         self._known: wire.Registered | None = None
         self._drains = False
-        """Whether a broker that was away is still to be told."""
+        """Whether the broker must still be notified that this peer drains."""
 
     async def run(self) -> None:
-        """Until cancelled. Raises what can't mend itself: a refusal, a broken trust."""
+        """Keep the registration until cancelled. Raises errors that retries can't cure: a refusal, a wrong key."""
         retry_s = FIRST_RETRY_S
         while True:
             try:
                 await self._session()
             except (TransportError, WireError) as error:
                 if self._conversation is not None:
-                    # It had been heard: what follows is a new absence, not more of the old one.
+                    # The broker had answered, so this is a new absence.
                     retry_s = FIRST_RETRY_S
                 log.warning("the broker can't be reached (%s); next try in %.1f s", error, retry_s)
             self._conversation = None
@@ -130,8 +128,7 @@ class Registration:
             await conversation.close()
 
     async def _enter(self, conversation: Conversation) -> wire.Registered:
-        """Registered, or found to be registered still: a heartbeat says whether the lease ran out meanwhile, and only
-        then is anything forgotten."""
+        """Register, or find by a heartbeat that the lease has not run out. State is dropped only if it has."""
         if self._known is not None:
             try:
                 if await self._beat(conversation):
@@ -151,7 +148,7 @@ class Registration:
         return answer
 
     async def _announce_move(self, conversation: Conversation) -> None:
-        """Where this machine can be reached now, if that is elsewhere than before. It keeps its place in its job."""
+        """Register changed addresses of this machine. It keeps its place in its job."""
         if self._addresses_now is None:
             return
         addresses = await self._addresses_now()
@@ -175,7 +172,7 @@ class Registration:
             await self._enter_anew(conversation)
 
     async def _beat(self, conversation: Conversation) -> bool:
-        """Whether the lease goes on. If not, everything held for jobs has been forgotten when this returns."""
+        """Return whether the lease goes on. If not, all state of jobs has been dropped when this returns."""
         try:
             heartbeat = wire.Heartbeat(boot=self._register.boot, jobs=self._jobs(), links=self._links())
             answer = await conversation.ask(heartbeat)
@@ -194,8 +191,8 @@ class Registration:
             self._on_time(broker_wall_s)
 
     async def leave(self, *, drain: bool = False) -> None:
-        """Tell the broker that this peer goes, or (`drain`) that it will once its work is handed over; a broker that
-        can't be reached learns it from the lease, or is told when it is back."""
+        """Notify the broker that this peer leaves now or, with `drain`, after its work is handed over. If the broker
+        can't be reached, the lease runs out, or the notice is sent when the broker is back."""
         self._drains = drain
         if self._conversation is None:
             return
@@ -212,4 +209,4 @@ class Registration:
             case wire.MeetNotice() if self._on_meet is not None and self._broker is not None:
                 self._on_meet(message, self._broker)
             case _:
-                log.info("a notice of the broker finds nobody here: %s", message.__struct_config__.tag)
+                log.info("no handler for a notice of the broker: %s", message.__struct_config__.tag)

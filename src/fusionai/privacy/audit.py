@@ -15,16 +15,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fusionai.privacy.calibration import calibrated
 from fusionai.privacy.defences import Defence
-from fusionai.privacy.findings import Attack, AuditAttack, Boundary, Budget, Control, Recovery, Update
+from fusionai.privacy.findings import Attack, AuditAttack, Boundary, Budget, Control, Recovery, Truth, Update, recovery
 from fusionai.privacy.gradients import Gradients, gradients_of, in_order, texts_of
 from fusionai.privacy.inverter import ROWS as INVERTER_ROWS
-from fusionai.privacy.inverter import InverterBudget, nearest, ridge, train_inverter
-from fusionai.privacy.metrics import Truth, recovery
-from fusionai.privacy.optimisation import FitBudget, fitted
+from fusionai.privacy.inverter import FitBudget, InverterBudget, fitted, nearest, ridge, train_inverter
 from fusionai.privacy.subject import AttackedModel, Change
-from fusionai.privacy.white_box import Matcher, Part, matched, reconstructed
+from fusionai.privacy.white_box import Matcher, Part, calibrated, matched, reconstructed
 
 Key = tuple[str, int, Attack]
 """Defence, depth, attack."""

@@ -6,16 +6,17 @@ boundaries, `secret_prefix` is the defence that changes the model instead, `audi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fusionai.privacy.subject import Change
+from fusionai.privacy.subject import AttackedModel, Change
 
 Packed = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 """Packs and unpacks a boundary [texts, tokens, width]; returns the result."""
@@ -58,3 +59,40 @@ def _packed(packing: Packed) -> Change:
         return torch.from_numpy(np.array(packing(rows))).to(boundary)
 
     return through
+
+
+def secret_prefix(
+    public: AttackedModel,
+    batches: Iterator[Tensor],
+    *,
+    blocks: int,
+    distance: float,
+    steps: int,
+    learning_rate: float,
+    seed: int,
+    on_step: Callable[[int], None],
+) -> AttackedModel:
+    """Return a copy of `public` whose first `blocks` blocks were moved and trained for `steps` of `batches` [rows,
+    tokens].
+    """
+    secret = AttackedModel(copy.deepcopy(public.model))
+    generator = torch.Generator().manual_seed(seed)
+    trained: list[nn.Parameter] = []
+    for block in secret.blocks[:blocks]:
+        for parameter in block.parameters():
+            parameter.requires_grad_(True)
+            trained.append(parameter)
+            if parameter.ndim > 1:
+                fresh = torch.randn(parameter.shape, generator=generator).to(parameter) * parameter.detach().std()
+                parameter.data.mul_(1 - distance).add_(distance * fresh)
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
+    for step in range(steps):
+        ids = next(batches)
+        logits = secret.model(input_ids=ids, use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        on_step(step + 1)
+    return AttackedModel(secret.model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -120,3 +120,54 @@ def _badness(boundaries: Tensor, parts: Sequence[Part], place: int) -> Tensor:
             tried = tried @ part.projection.T
         total += (tried - part.target[:, place, None]).square().sum(-1)
     return total
+
+
+_RIDGES: Final = (1e-4, 1e-2, 1.0, 1e2, 1e4, 1e8)
+"""Candidate ridges, relative to the mean square of a boundary. The largest practically disables the correction."""
+_HELD_OUT: Final = 5
+"""Every n-th known row is held out to choose the ridge."""
+_FLOOR: Final = 1e-8
+"""Smallest variance, relative to the boundary's mean square: an exact correction would otherwise have covariance 0."""
+
+
+def calibrated(depth: int, own: Tensor, seen: Tensor, target: Tensor) -> Part:
+    """Return the part that compares the seen `target` [texts, tokens, width] with candidates, corrected and whitened.
+
+    `own` and `seen` [rows, width]: the boundaries of the known text that the attacker computes, and those that it saw.
+    """
+    x, y = own.double(), seen.double()
+    mean_x, mean_y = x.mean(0), y.mean(0)
+    x, y = x - mean_x, y - mean_y
+    correction = _correction(x, y - x)
+    residual = y - x - x @ correction
+    rows, width = x.shape
+    floor = _FLOOR * float(x.square().mean()) + 1e-30
+    covariance = residual.T @ residual / max(1, rows - 1)
+    diagonal = torch.eye(width, dtype=x.dtype, device=x.device)
+    # Few rows estimate the covariance badly, so it is shrunk towards a sphere of the same size.
+    trust = rows / (rows + width)
+    size = float(covariance.diagonal().mean())
+    covariance = trust * covariance + ((1 - trust) * size + floor) * diagonal
+    whitening = torch.linalg.inv(torch.linalg.cholesky(covariance))
+    mapping = diagonal + correction.T
+    projection = whitening @ mapping
+    offset = whitening @ (mean_y - mapping @ mean_x)
+    return Part(depth, (target.double() @ whitening.T - offset).float(), projection.float())
+
+
+def _correction(x: Tensor, difference: Tensor) -> Tensor:
+    """Return [width, width] such that `x @ correction` approximates `difference`, with the ridge that fits held-out
+    rows best.
+    """
+    held = torch.arange(len(x), device=x.device) % _HELD_OUT == 0
+    scale = float(x.square().mean()) * len(x)
+
+    def fitted(ridge: float, rows: Tensor) -> Tensor:
+        gram = x[rows].T @ x[rows] + ridge * scale * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+        return torch.linalg.solve(gram, x[rows].T @ difference[rows])
+
+    def missed(ridge: float) -> float:
+        return float((difference[held] - x[held] @ fitted(ridge, ~held)).square().sum())
+
+    everything = torch.ones_like(held)
+    return fitted(min(_RIDGES, key=missed), everything)

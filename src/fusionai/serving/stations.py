@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from ipaddress import ip_address
 
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.addresses import parse_address
+from fusionai.transport.routes import parse_address
 
 
 def stations(peers: Collection[PeerId], owner: PeerId, addresses: Mapping[str, Sequence[str]], cores: int) -> int:

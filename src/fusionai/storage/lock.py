@@ -1,12 +1,16 @@
-"""One driver per job directory. The operating system holds the lock, so that it is released if the process is killed.
+"""Locks held by the operating system, so that they are released if the process is killed.
 
-`commits` takes the lock when it opens the journal.
+A job directory has one driver at a time: a second one is refused. The names in a directory are changed by one process
+at a time: a second one waits.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -66,3 +70,41 @@ def _lock(descriptor: int) -> None:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+LOCK_FILE: Final = ".lock"
+
+
+@contextmanager
+def directory_lock(directory: Path) -> Iterator[None]:
+    """Hold the lock. Not reentrant. Creates the directory. Raises `StorageError` if the lock file can't be written."""
+    path = directory / LOCK_FILE
+    with storage_errors(path):
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with storage_errors(path, "locked"):
+            if sys.platform == "win32":
+                _windows_lock(descriptor)
+            else:
+                import fcntl
+
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _windows_lock(descriptor: int) -> None:
+    """Lock, retrying because Windows gives up after ten seconds with a deadlock error."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        while True:
+            try:
+                msvcrt.locking(descriptor, msvcrt.LK_LOCK, 1)
+            except OSError as problem:
+                if problem.errno != errno.EDEADLK:
+                    raise
+            else:
+                return

@@ -31,12 +31,11 @@ from typing import Final
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
 from fusionai.storage.assembly import Assembly
-from fusionai.storage.mapped_file import Stretch, Stretches
-from fusionai.storage.safetensors_file import SafetensorsFile
+from fusionai.storage.safetensors_file import SafetensorsFile, Stretch, Stretches
 from fusionai.storage.weight_memory import FileStamp, PartsStamp, WeightMemory
 from fusionai.storage.weight_pieces import make_spec, pieces_of
 from fusionai.storage.weight_store import WeightStore
-from fusionai.wire.serving import PIECE_BYTES, WeightSpec
+from fusionai.wire.weights import PIECE_BYTES, WeightSpec
 
 State = Callable[[Iterable[str]], Iterator[tuple[str, HostTensor]]]
 """Yields the tensors of the given keys, like `Captured.state`."""

@@ -1,12 +1,13 @@
-"""Cache of the hashes of tensors in files, kept from one start to the next.
+"""Cache of the hashes of tensors in files, kept from one start to the next, and lookup of tensors by their hashes.
 
-A file counts as unchanged while its path, size and modification time are the same. A damaged cache is discarded as a
-whole, with a warning. `weight_manifest` reads and writes it.
+Processes on one machine that serve a local model (`fusion serve --local`) read tensors in place from the files whose
+hashes are cached, and need not send the weights to each other.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, Literal
@@ -15,9 +16,10 @@ import msgspec
 
 from fusionai.primitives.errors import StorageError
 from fusionai.storage.atomic import storage_errors, write_atomic
-from fusionai.storage.directory_lock import directory_lock
+from fusionai.storage.lock import directory_lock
+from fusionai.storage.safetensors_file import SafetensorsFile, Stretch, Stretches
 from fusionai.storage.weight_pieces import spec_bytes
-from fusionai.wire.serving import WeightSpec
+from fusionai.wire.weights import WeightSpec
 
 log = logging.getLogger(__name__)
 
@@ -142,3 +144,61 @@ def _load(path: Path) -> tuple[dict[str, _File], dict[PartsStamp, WeightSpec]]:
         log.warning("%s is damaged and ignored, the model's files are hashed again: %s", path, problem)
         return {}, {}
     return {file.stamp.path: file for file in content.files}, {one.stamp: one.spec for one in content.assembled}
+
+
+class WeightsInFiles:
+    """Index of the tensors in the cache file `memory`.
+
+    The cache may be written or replaced later. Methods may be called from any thread.
+    """
+
+    def __init__(self, memory: Path) -> None:
+        self._memory = memory
+        self._mutex = threading.Lock()
+        self._seen: tuple[int, int] | None = None
+        """Modification time and size of the cache file when it was read."""
+        self._stretches: dict[bytes, tuple[tuple[FileStamp, ...], Stretch | Stretches]] = {}
+
+    def find(self, digest: bytes) -> Stretch | Stretches | None:
+        """Return where the tensor is stored; None if no unchanged file has it."""
+        with self._mutex:
+            self._refresh()
+            found = self._stretches.get(digest)
+        if found is None:
+            return None
+        stamps, stretch = found
+        return stretch if all(map(_unchanged, stamps)) else None
+
+    def _refresh(self) -> None:
+        try:
+            stat = self._memory.stat()
+        except OSError:
+            return
+        seen = stat.st_mtime_ns, stat.st_size
+        if seen == self._seen:
+            return
+        self._seen = seen
+        self._stretches.clear()
+        memory = WeightMemory(self._memory)
+        for stamp, tensors in memory.files():
+            if not _unchanged(stamp):
+                continue
+            path = Path(stamp.path)
+            try:
+                file = SafetensorsFile(path)
+                for name, spec in tensors.items():
+                    _, _, offset, nbytes = file.span(name)
+                    self._stretches[spec.digest] = (stamp,), Stretch(path, offset, nbytes)
+            except StorageError:
+                continue  # a file of another job that has been removed since
+        for made, spec in memory.assembled():
+            if all(map(_unchanged, made.files)):
+                parts = (Stretch(Path(made.files[file].path), offset, nbytes) for file, offset, nbytes in made.parts)
+                self._stretches[spec.digest] = made.files, Stretches(tuple(parts))
+
+
+def _unchanged(stamp: FileStamp) -> bool:
+    try:
+        return FileStamp.of(Path(stamp.path)) == stamp
+    except StorageError:
+        return False

@@ -29,12 +29,11 @@ from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.primitives.units import format_bytes
 from fusionai.storage.atomic import storage_errors
-from fusionai.storage.directory_lock import directory_lock
-from fusionai.storage.mapped_file import Stretch, Stretches
-from fusionai.storage.weight_part import PART_SUFFIX, WeightPart
-from fusionai.storage.weight_pieces import good_pieces, spec_bytes
-from fusionai.storage.weights_in_files import WeightsInFiles
-from fusionai.wire.serving import PIECE_BYTES, WeightSpec
+from fusionai.storage.lock import directory_lock
+from fusionai.storage.safetensors_file import Stretch, Stretches
+from fusionai.storage.weight_memory import WeightsInFiles
+from fusionai.storage.weight_pieces import PART_SUFFIX, WeightPart, good_pieces, spec_bytes
+from fusionai.wire.weights import PIECE_BYTES, WeightSpec
 
 log = logging.getLogger(__name__)
 

@@ -1,26 +1,108 @@
-"""Writes steps and metrics to a JSONL file from a thread of its own, without ever blocking a caller.
+"""Writes steps and metrics of a job to a JSONL file and to TensorBoard.
 
-Every step gets one line with its numbers. Its pieces of work take many times that space, so they are written at most
-once per `DETAIL_EVERY_S`, and a job of days leaves a file of megabytes.
-
-Callers put records into a bounded queue. If the disk is slower, records are dropped and counted, and the count is
-written as the metric `telemetry.dropped`. If the file can't be written, `failure` has the reason, later records count
-as dropped, and the job continues. `records` has the schema.
+A record consists of numbers, a name from a closed set, and the ids it belongs to. It has no field for free text, so no
+text of the data, token or secret can get into a file. A thread of its own writes the file; a full queue drops records
+and counts them, so that recording never blocks training. tensorboardX is loaded only when used.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import Final, Protocol, TextIO
+from typing import Annotated, Final, Literal, Protocol, TextIO, get_args
 
 import msgspec
+from msgspec import Meta
 
-from fusionai.telemetry.records import MetricName, MetricRecord, Origin, Record, StepRecord, Work, WorkKind
+WorkKind = Literal["forward", "backward", "weights", "apply", "send", "wait"]
+MetricName = Literal[
+    "train.loss",
+    "train.learning_rate",
+    "train.grad_norm",
+    "train.tokens_per_s",
+    "train.step_s",
+    "eval.loss",
+    "telemetry.dropped",
+]
+WORK_KINDS: Final[frozenset[str]] = frozenset(get_args(WorkKind))
+METRIC_NAMES: Final[frozenset[str]] = frozenset(get_args(MetricName))
+
+_ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,127}")
+"""An id: up to 128 lower-case letters, digits and dashes, with no dash at the start."""
+Id = Annotated[str, Meta(max_length=128, pattern=r"^[a-z0-9][a-z0-9-]*$")]
+
+
+class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Ids in every record. Raises `ValueError` for an invalid id, so that no free text gets in as an id."""
+
+    job: Id
+    peer: Id
+    plan_version: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("job", self.job), ("peer", self.peer)):
+            if not _ID.fullmatch(value):
+                raise ValueError(f"expected the {name} as lower-case letters, digits and dashes, got {value!r}")
+
+
+class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A piece of a stage's work. It is encoded as an array of whole microseconds, which takes a tenth of an object's
+    size, since a step has hundreds of pieces.
+
+    `start_us` is relative to the record's `at_s`. It is negative, because a step's work ends before its commit.
+    """
+
+    kind: WorkKind
+    microbatch: int
+    start_us: int
+    took_us: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in WORK_KINDS:
+            raise ValueError(f"unknown work {self.kind!r}; known: {', '.join(sorted(WORK_KINDS))}")
+
+
+class StepRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="step"):
+    """A training step, in one line. `busy_s` is always present, `work` only in some of the steps."""
+
+    origin: Origin
+    step: int
+    at_s: float
+    metrics: dict[MetricName, float | None]
+    busy_s: dict[int, float]
+    """Stage -> seconds it computed, without waiting and sending."""
+    work: dict[int, tuple[Work, ...]] = {}
+    """Stage -> its pieces of work, in the order in which they ran."""
+
+    def __post_init__(self) -> None:
+        if unknown := self.metrics.keys() - METRIC_NAMES:
+            raise ValueError(f"unknown metric {min(unknown)!r}; known: {', '.join(sorted(METRIC_NAMES))}")
+
+
+class MetricRecord(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="metric"
+):
+    """A number at a step. `value` is None if it was infinite or NaN, which JSON can't express."""
+
+    name: MetricName
+    origin: Origin
+    step: int
+    stage: int | None = None
+    at_s: float
+    value: float | None
+
+    def __post_init__(self) -> None:
+        if self.name not in METRIC_NAMES:
+            raise ValueError(f"unknown metric {self.name!r}; known: {', '.join(sorted(METRIC_NAMES))}")
+
+
+Record = StepRecord | MetricRecord
+
 
 _CAPACITY: Final = 65_536
 """Records that may wait to be written (chosen)."""
@@ -191,3 +273,27 @@ def _work(piece: Piece, at_s: float) -> Work:
         round((piece.start_s - at_s) * 1e6),
         round((piece.end_s - piece.start_s) * 1e6),
     )
+
+
+class TensorBoardCurves:
+    """Event files in `directory`. Raises `OSError` if the directory can't be written."""
+
+    def __init__(self, directory: Path) -> None:
+        # Imported here, because it is slow to import and most commands never draw a curve.
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), max_queue=1000, flush_secs=10)
+
+    def step(self, step: int, *, loss: float, learning_rate: float, grad_norm: float, tokens_per_s: float) -> None:
+        """Record a committed training step."""
+        self._writer.add_scalar("train/loss", loss, step)
+        self._writer.add_scalar("train/learning_rate", learning_rate, step)
+        self._writer.add_scalar("train/grad_norm", grad_norm, step)
+        self._writer.add_scalar("train/tokens_per_s", tokens_per_s, step)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Record the loss on the evaluation split after `step` steps."""
+        self._writer.add_scalar("eval/loss", loss, step)
+
+    def close(self) -> None:
+        self._writer.close()

@@ -27,10 +27,9 @@ from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.problem.types import TolerantTakeover
-from fusionai.storage.best import best_checkpoint, name_best
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointWriter
 from fusionai.storage.commits import CommitJournal
-from fusionai.storage.manifest import step_directory, step_of
+from fusionai.storage.manifest import best_checkpoint, name_best, step_directory, step_of
 from fusionai.storage.reader import CheckpointReader, complete_checkpoints, forget_after, prune
 from fusionai.training.deployment import TrainingJob
 from fusionai.training.progress import BestKept, CheckpointSaved, Progress

@@ -22,8 +22,14 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, SignatureAlgorit
 
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.identity import parse_private_pem, peer_of, private_pem, public_bytes
-from fusionai.transport.private_files import create_private, read_private
+from fusionai.transport.identity import (
+    create_private,
+    parse_private_pem,
+    peer_of,
+    private_pem,
+    public_bytes,
+    read_private,
+)
 
 KEY_FILE: Final = "authority.pem"
 CERTIFICATE_FILE: Final = "authority.der"

@@ -1,26 +1,188 @@
-"""What all channels share: the handshake, the inbox, the frame limits of the current phase and the counters.
+"""What all channels share: the version handshake, the queue of received envelopes, frame limits, and accept tasks.
 
-Decides when a channel is open and how it ends. Knows nothing of sockets: the subclasses in `memory`, `tcp_channel` and
-`quic_channel` move the bytes. `handshake` defines the first messages.
+The dialling side sends `Hello` and gets `Welcome` or `Refused`. The handshake decides which protocol versions are
+compatible, which streams a stranger may open, and which frame limits hold afterwards. A full queue pauses reading from
+the network. A listener runs its `accept` callback in one task per channel, and the channel ends with that task.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from fusionai.primitives.errors import ChannelClosed, FusionError, WireError
-from fusionai.primitives.ids import PeerId
+from fusionai import __version__
+from fusionai.primitives.errors import ChannelClosed, FusionError, RefusedError, TrustError, WireError
+from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
-from fusionai.transport import handshake
-from fusionai.transport.inbox import Inbox
-from fusionai.transport.interface import ChannelStats, Envelope, Remote, Role
-from fusionai.transport.link_figures import UNKNOWN, LinkFigures
-from fusionai.wire.frame import GREETING_LIMITS, encode_frame_head
-from fusionai.wire.messages import Message, Refused, Stream, Way
-from fusionai.wire.reader import Allocate, Frame, FrameReader
+from fusionai.transport.interface import Accept, ChannelStats, Envelope, Remote, Role
+from fusionai.transport.links import UNKNOWN, LinkFigures
+from fusionai.wire.frame import (
+    GREETING_LIMITS,
+    STRANGER_LIMITS,
+    STREAM_LIMITS,
+    Allocate,
+    Frame,
+    FrameLimits,
+    FrameReader,
+    encode_frame_head,
+)
+from fusionai.wire.messages import (
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    REFUSAL_SENTENCES,
+    Hello,
+    Message,
+    Refused,
+    Stream,
+    Way,
+    Welcome,
+)
+
+SOFTWARE: Final = f"fusionai/{__version__}"
+
+
+def hello(stream: Stream) -> Hello:
+    return Hello(stream=stream, software=SOFTWARE)
+
+
+def answer(message: Message, remote: Remote) -> tuple[Stream, Welcome | Refused]:
+    """Return the listening side's answer to the first message. Raises `WireError` if that is no `Hello`."""
+    if not isinstance(message, Hello):
+        raise WireError(f"expected hello as the first message, got {message.__struct_config__.tag}.")
+    version = min(message.newest_version, PROTOCOL_VERSION)
+    if version < max(message.oldest_version, OLDEST_PROTOCOL_VERSION):
+        reason = (
+            f"This side speaks protocol versions {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}, "
+            f"the other {message.oldest_version} to {message.newest_version}."
+        )
+        return message.stream, Refused(code="protocol_version", reason=reason)
+    if remote.role == "stranger" and message.stream != "control":
+        return message.stream, Refused(code="not_authorised", reason="A stranger may only ask to join.")
+    return message.stream, Welcome(version=version, software=SOFTWARE)
+
+
+def check_answer(message: Message) -> None:
+    """Check the answer to `Hello`. Raises `RefusedError` on a refusal, `WireError` on anything but a valid welcome."""
+    match message:
+        case Welcome(version=version):
+            if not OLDEST_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
+                raise WireError(f"expected a protocol version that this side offered, got {version}.")
+        case Refused():
+            raise refusal(message)
+        case _:
+            raise WireError(f"expected welcome, got {message.__struct_config__.tag}.")
+
+
+def refusal(message: Refused) -> RefusedError:
+    """The refusal as an error: the code's sentence, with the other side's reason as hint."""
+    return RefusedError(REFUSAL_SENTENCES[message.code], code=message.code, hint=message.reason or None)
+
+
+def check_remote(remote: Remote, expect: PeerId | None) -> None:
+    """Raises `TrustError` unless the other side is `expect`, or the pool's broker if `expect` is None."""
+    if expect is None and remote.role != "broker":
+        raise TrustError(f"expected the pool's broker, got a {remote.role} of the pool at that address.")
+    if expect is not None and remote.peer != expect:
+        got = "a stranger" if remote.peer is None else f"peer {short(remote.peer)}"
+        raise TrustError(f"expected peer {short(expect)}, got {got} at that address.")
+
+
+def limits_from(sender: Role, stream: Stream) -> FrameLimits:
+    """Return the limits of frames that a side with this role may send after the handshake."""
+    return STRANGER_LIMITS if sender == "stranger" else STREAM_LIMITS[stream]
+
+
+HIGH_WATER_BYTES: Final = 8 * 2**20
+"""Queued bytes above which reading pauses.
+
+One frame may be larger; a second frame is then not read before it is taken.
+"""
+HIGH_WATER_FRAMES: Final = 256
+"""Queued frames above which reading pauses, because small frames cost more memory than their bytes."""
+
+
+class Inbox:
+    """Incoming queue of one channel. `pause` and `resume` are called when the high-water mark is crossed."""
+
+    def __init__(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        self._pause = pause
+        self._resume = resume
+        self._waiting: deque[tuple[Envelope, int]] = deque()
+        self._waiting_bytes = 0
+        self._paused = False
+        self._end: FusionError | None = None
+        self._getters: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def ended(self) -> bool:
+        return self._end is not None
+
+    def put(self, envelope: Envelope, nbytes: int) -> None:
+        """Add an arrived frame. Ignored after the end."""
+        if self._end is not None:
+            return
+        self._waiting.append((envelope, nbytes))
+        self._waiting_bytes += nbytes
+        if not self._paused and self._above():
+            self._paused = True
+            self._pause()
+        self._wake_one()
+
+    def end(self, error: FusionError, *, discard: bool = False) -> None:
+        """End the queue: queued envelopes are still delivered (unless `discard`), then `error` is raised."""
+        if discard:
+            self._waiting.clear()
+            self._waiting_bytes = 0
+        if self._end is None or discard:
+            self._end = error
+        for getter in self._getters:
+            if not getter.done():
+                getter.set_result(None)
+
+    async def get(self) -> Envelope:
+        """Return the next envelope.
+
+        After the end raises the end's error: a `WireError` once, then always `ChannelClosed`.
+        """
+        while not self._waiting:
+            if self._end is not None:
+                error = self._end
+                if isinstance(error, ChannelClosed):
+                    raise ChannelClosed(error.message, hint=error.hint)
+                self._end = ChannelClosed(f"the channel is closed: {error.message}")
+                raise error
+            getter = asyncio.get_running_loop().create_future()
+            self._getters.append(getter)
+            try:
+                await getter
+            except asyncio.CancelledError:
+                # The getter was woken and cancelled at the same time: wake another one, which would otherwise wait for
+                # ever.
+                if getter.done() and not getter.cancelled():
+                    self._wake_one()
+                raise
+            finally:
+                self._getters.remove(getter)
+        envelope, nbytes = self._waiting.popleft()
+        self._waiting_bytes -= nbytes
+        if self._paused and not self._above():
+            self._paused = False
+            self._resume()
+        return envelope
+
+    def _above(self) -> bool:
+        return self._waiting_bytes > HIGH_WATER_BYTES or len(self._waiting) > HIGH_WATER_FRAMES
+
+    def _wake_one(self) -> None:
+        for getter in self._getters:
+            if not getter.done():
+                getter.set_result(None)
+                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +266,11 @@ class FramedChannel(ABC):
         if self._dialling is None:
             return
         try:
-            handshake.check_remote(remote, self._dialling.expect)
+            check_remote(remote, self._dialling.expect)
         except FusionError as error:
             self._fail(error)
             return
-        self._write(encode_frame_head(handshake.hello(self.stream), (), GREETING_LIMITS))
+        self._write(encode_frame_head(hello(self.stream), (), GREETING_LIMITS))
 
     def _arrived(self, frame: Frame) -> None:
         """Handle a complete incoming frame."""
@@ -117,20 +279,20 @@ class FramedChannel(ABC):
             self.stats.received_bytes += frame.nbytes
             self._inbox.put(Envelope(frame.message, frame.tensors), frame.nbytes)
         elif self._dialling is not None:
-            handshake.check_answer(frame.message)
+            check_answer(frame.message)
             self._open()
         else:
-            self.stream, reply = handshake.answer(frame.message, self.remote)
+            self.stream, reply = answer(frame.message, self.remote)
             self._write(encode_frame_head(reply, (), GREETING_LIMITS))
             if isinstance(reply, Refused):
-                self._settle(handshake.refusal(reply))
+                self._settle(refusal(reply))
                 self._finish()
             else:
                 self._open()
 
     def _open(self) -> None:
-        self._reader.limits = handshake.limits_from(self.remote.role, self.stream)
-        self._outbound = handshake.limits_from(self._own_role, self.stream)
+        self._reader.limits = limits_from(self.remote.role, self.stream)
+        self._outbound = limits_from(self._own_role, self.stream)
         self.opened.set_result(None)
 
     def _drain_reader(self) -> None:
@@ -163,3 +325,45 @@ class FramedChannel(ABC):
             raise ChannelClosed(f"the channel on stream {self.stream} is closed.")
         if not self.opened.done():
             raise WireError("expected the handshake to be over before anything is sent.")
+
+
+_LOG = logging.getLogger(__name__)
+
+
+class AcceptedTasks:
+    """Tasks of one listener. `stranger_lifetime_s`: how long a side without a certificate may stay connected."""
+
+    def __init__(self, accept: Accept, *, stranger_lifetime_s: float | None = None) -> None:
+        self._accept = accept
+        self._stranger_lifetime_s = stranger_lifetime_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Start `run`, or a coroutine that ends in it, as a task of this listener."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Cancel all tasks, which closes their channels."""
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def run(self, channel: FramedChannel) -> None:
+        """Wait for the handshake, call `accept`, close the channel. Raises nothing but cancellation."""
+        try:
+            await channel.opened
+            lifetime_s = self._stranger_lifetime_s if channel.remote.role == "stranger" else None
+            async with asyncio.timeout(lifetime_s):
+                await self._accept(channel)
+        except (ChannelClosed, TimeoutError) as error:
+            _LOG.debug("a channel ended: %s", error)
+        except FusionError as error:
+            _LOG.info("a channel ended: %s", error)
+        except Exception:  # noqa: BLE001 - one failing channel must not take the listener down
+            _LOG.exception("a channel's task failed")
+        finally:
+            await channel.close()

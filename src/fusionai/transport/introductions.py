@@ -1,18 +1,19 @@
-"""Asks the pool's broker for introductions to peers that can't be dialled, and for how it sees this machine.
+"""Asks the pool's broker for an introduction to a peer that can't be dialled, once per attempt to reach the peer.
 
-All questions share one connection, opened at the first question and closed after `IDLE_S` without one, because most
-machines never need it. The broker answers `Meet` and `Observe`; `peer_transport` dials what an introduction names.
+The routes of one attempt share the introduction: the first route that needs it asks. QUIC gets a head start before the
+relay, unless the relay is what worked last time.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from fusionai.primitives.errors import TransportError, WireError
-from fusionai.primitives.ids import PeerId
+from fusionai.primitives.errors import RefusedError, TransportError, WireError
+from fusionai.primitives.ids import PeerId, short
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.interface import Remote, Transport
 from fusionai.wire.messages import Introduced, Meet, Message, Observe, Observed
@@ -107,3 +108,47 @@ class Introductions:
         if self._conversation is not None:
             self._closing = asyncio.get_running_loop().create_task(self._conversation.close())
             self._conversation = None
+
+
+class Meeting:
+    """Shared state of the routes of one dial. Must be created inside an event loop."""
+
+    def __init__(self, introductions: Introductions, peer: PeerId) -> None:
+        self.peer = peer
+        self._introductions = introductions
+        self._asking: asyncio.Lock = asyncio.Lock()
+        self._introduction: Introduction | None = None
+        self._quic_over = asyncio.Event()
+        self._quic_over.set()
+        self._waived = False
+
+    async def introduction(self, addresses: tuple[str, ...] = ()) -> Introduction:
+        """Return the broker's introduction, asked for at the first call.
+
+        `addresses`: where this side can be reached by UDP, for the other side to send to. Raises `TransportError`,
+        `TrustError`.
+        """
+        async with self._asking:
+            if self._introduction is None:
+                try:
+                    self._introduction = await self._introductions.ask(self.peer, addresses)
+                except RefusedError as error:
+                    # The broker's refusal to introduce says nothing about the routes that need no introduction.
+                    raise TransportError(f"the broker could not introduce {short(self.peer)}: {error}") from error
+            return self._introduction
+
+    async def head_start(self, seconds: float) -> None:
+        """Wait until the QUIC attempt is over, at most `seconds`."""
+        if not self._waived:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._quic_over.wait()
+
+    def waive_head_start(self) -> None:
+        self._waived = True
+
+    def quic_is_tried(self) -> None:
+        self._quic_over.clear()
+
+    def quic_is_over(self) -> None:
+        self._quic_over.set()

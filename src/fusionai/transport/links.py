@@ -1,17 +1,18 @@
-"""Measures round trip and bandwidth of a link between two machines.
+"""A link between two machines: measurement, statistics, and detection of a silent other side.
 
-The asking side sends pings, then probes that double in size until one takes long enough to be timed well. This way a
-slow link is not blocked for minutes and a fast link is not judged by its first packets.
+Round trip and bandwidth are measured with probes. Statistics are those that the kernel or the QUIC library keeps for a
+connection; they are shown and never decide anything. Linux counts them for every TCP connection, other platforms have
+none for TCP. Rates are delivery rates, so an idle connection shows a low one.
 
-The first probe only opens the sender's congestion window, which takes several round trips on a long path: 256 KiB at
-20 Mbit/s and 40 ms look like 10 Mbit/s. Its timing is used only on a link so slow that the window no longer matters. A
-probe must also last several round trips, because a shorter one measures how fast the window grows.
-
-Any side of a channel may call `answer_probe`; the planner uses bandwidth and latency from the result.
+A dead path is a connection whose other side has silently gone; its channel drops it. TCP_USER_TIMEOUT is unsuitable,
+because Linux also applies it to a live receiver that has merely stopped reading.
 """
 
 from __future__ import annotations
 
+import socket
+import struct
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
@@ -22,6 +23,42 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import MAX_BACK_BYTES, Message, Ping, Pong, Probe, TensorHeader
+
+_TCP_INFO_BYTES: Final = 168
+_RESENT_AT, _LEAST_RTT_AT, _SENT_AT, _DELIVERED_AT = 100, 148, 156, 160
+"""Byte offsets of fields in Linux's `struct tcp_info` (linux/tcp.h)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """Statistics of one connection; 0.0 means unknown. `loss`: fraction of packets that were retransmitted."""
+
+    round_trip_s: float = 0.0
+    bandwidth_bytes_per_s: float = 0.0
+    loss: float = 0.0
+
+
+UNKNOWN: Final = LinkFigures()
+
+
+def tcp_figures(sock: socket.socket) -> LinkFigures:
+    """Return the kernel's statistics, `UNKNOWN` on platforms other than Linux. Raises `OSError` for a closed socket."""
+    if sys.platform != "linux":
+        return UNKNOWN
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    if len(info) < _TCP_INFO_BYTES:
+        return UNKNOWN
+    (resent,) = struct.unpack_from("=I", info, _RESENT_AT)
+    least_us, _, sent = struct.unpack_from("=3I", info, _LEAST_RTT_AT)
+    (delivered,) = struct.unpack_from("=Q", info, _DELIVERED_AT)
+    # Before the first acknowledgement the kernel reports the largest 32-bit number as the minimum round trip.
+    round_trip_s = least_us / 1e6 if least_us < 2**32 - 1 else 0.0
+    return LinkFigures(round_trip_s, float(delivered), part(resent, sent))
+
+
+def part(lost: int, sent: int) -> float:
+    return min(1.0, lost / sent) if sent > 0 else 0.0
+
 
 FIRST_PROBE_BYTES: Final = 256 * 2**10
 """Size of the first probe in bytes."""
@@ -137,3 +174,59 @@ def _payload(size: int) -> tuple[HostTensor, ...]:
 
 def _described(tensors: tuple[HostTensor, ...]) -> tuple[TensorHeader, ...]:
     return tuple(describe("probe", tensor) for tensor in tensors)
+
+
+DEAD_AFTER_S: Final = 3.0
+"""Seconds without an acknowledgement, although data was retransmitted, after which the other side counts as gone."""
+CHECK_EVERY_S: Final = 1.0
+_KEEPALIVE_OPTIONS: Final = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
+"""Idle time before the first probe (s), time between probes (s), and unanswered probes that end the connection."""
+_TCP_INFO: Final = struct.Struct("=8B13I84xI")
+"""Layout of the beginning of Linux's `struct tcp_info` (linux/tcp.h), of which four fields are used."""
+_RETRANSMITS, _UNACKED, _LAST_ACK_RECEIVED_MS, _NOT_SENT = 2, 8 + 4, 8 + 12, 8 + 13
+
+
+def set_options(sock: socket.socket) -> None:
+    """Disable Nagle's algorithm, and probe idle connections where the platform allows setting the interval."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE_OPTIONS:
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def silent_s(sock: socket.socket) -> float:
+    """Seconds for which the other side has owed an acknowledgement; 0 if it owes none or the platform does not report
+    it.
+    """
+    return unacknowledged_s(sock) or 0.0
+
+
+def unacknowledged_s(sock: socket.socket) -> float | None:
+    """The same, but None if the kernel holds no unacknowledged data or the platform does not report it."""
+    fields = _account(sock)
+    if fields is None or not (fields[_UNACKED] or fields[_NOT_SENT]):
+        return None
+    return fields[_LAST_ACK_RECEIVED_MS] / 1000 if _owes(fields) else 0.0
+
+
+def acknowledges(sock: socket.socket) -> bool | None:
+    """Return whether the other machine owes no acknowledgement; None for a closed socket or where this is unknown."""
+    fields = _account(sock)
+    return None if fields is None else not _owes(fields)
+
+
+def _owes(fields: tuple[int, ...]) -> bool:
+    return fields[_UNACKED] > 0 and fields[_RETRANSMITS] > 0
+
+
+def _account(sock: socket.socket) -> tuple[int, ...] | None:
+    """The kernel's `struct tcp_info`; None where it can't be read."""
+    if sys.platform != "linux":
+        return None
+    try:
+        account = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except (OSError, ValueError):  # a socket that the event loop has closed: uvloop raises either
+        return None
+    # A kernel before 4.6 does not report unsent bytes: the missing field counts as 0.
+    return _TCP_INFO.unpack(account.ljust(_TCP_INFO.size, b"\0"))

@@ -11,26 +11,89 @@ share one UDP port, which stays open as long as a channel or the listener uses i
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import importlib.metadata
 import logging
 import secrets
 from collections.abc import Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, Final
 
 from fusionai.primitives.errors import FusionError, TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.transport import quic_binding
-from fusionai.transport.accepting import AcceptedTasks
-from fusionai.transport.addresses import candidates, format_address, parse_address
 from fusionai.transport.credentials import Credentials, MemberCredentials, StrangerCredentials
-from fusionai.transport.framed import Dialling
+from fusionai.transport.framed import AcceptedTasks, Dialling
 from fusionai.transport.identity import public_key_of
 from fusionai.transport.interface import Accept, Role
 from fusionai.transport.quic_channel import QuicChannel
-from fusionai.transport.racing import Attempt, first_to_answer
-from fusionai.transport.rate_limit import Limits
-from fusionai.transport.tcp_listener import DoorLimits
+from fusionai.transport.routes import Attempt, candidates, first_to_answer, format_address, parse_address
+from fusionai.transport.tcp import DoorLimits
+from fusionai.transport.uplink import Limits
 from fusionai.wire.messages import Stream
+
+VERSION: Final = "1.2.0"
+_SAMPLES: Final = (b"", b"\x00", bytes(range(256)), b"\xff" * 15, b"ab" * 8, bytes(range(251)) * 40)
+"""Test data, written one after another into one buffer that has to grow meanwhile."""
+_INSTALL: Final = "Install it with `pip install 'fusionai[quic]'`; without it links go by TCP or over the relay."
+
+
+def load() -> ModuleType:
+    """Return the library with its copying repaired. Raises `TransportError` saying what is missing."""
+    try:
+        version = importlib.metadata.version("iroh")
+        from iroh import iroh_ffi
+    except (ImportError, OSError) as error:
+        raise TransportError(f"QUIC needs the package iroh, which can't be loaded ({error}).", hint=_INSTALL) from error
+    if version != VERSION:
+        raise TransportError(f"QUIC needs iroh {VERSION}, {version} is installed.", hint=_INSTALL)
+    _mend(iroh_ffi)
+    return iroh_ffi
+
+
+def available() -> bool:
+    try:
+        load()
+    except TransportError:
+        return False
+    return True
+
+
+def _mend(library: Any) -> None:
+    """Replace the binding's copy, once per process.
+
+    Raises `TransportError`, and leaves the library unchanged, if the replacement gives another result.
+    """
+    builder = library._UniffiRustBufferBuilder
+    if builder.write is _write_at_once:
+        return
+    original = builder.write
+    wanted = _written(library, original)
+    if wanted != b"".join(_SAMPLES) or _written(library, _write_at_once) != wanted:
+        raise TransportError(
+            f"iroh {VERSION} is installed, but its Python binding is not the one expected.", hint=_INSTALL
+        )
+    builder.write = _write_at_once
+
+
+def _written(library: Any, write: Any) -> bytes:
+    """Return the content of a buffer after the samples have been written into it."""
+    builder = library._UniffiRustBufferBuilder()
+    try:
+        for sample in _SAMPLES:
+            write(builder, sample)
+        return builder.rbuf.data[0 : builder.rbuf.len]
+    finally:
+        builder.discard()
+
+
+def _write_at_once(self: Any, value: bytes) -> None:
+    """Replacement of the binding's `write`: append `value` to the buffer, after reserving room for it."""
+    with self._reserve(len(value)):
+        if value:
+            start = ctypes.cast(self.rbuf.data, ctypes.c_void_p).value or 0
+            ctypes.memmove(start + self.rbuf.len, bytes(value), len(value))
+
 
 SCHEME: Final = "quic"
 ALPN: Final = b"fusionai/1"
@@ -63,7 +126,7 @@ class QuicTransport:
     def __init__(
         self, credentials: Credentials, *, door_limits: DoorLimits | None = None, rates: Limits | None = None
     ) -> None:
-        self._library: Any = quic_binding.load()
+        self._library: Any = load()
         self._credentials = credentials
         self._role: Role = credentials.role
         self._rates = rates or Limits()

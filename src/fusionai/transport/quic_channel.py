@@ -25,12 +25,11 @@ from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.authority import verify_certificate
 from fusionai.transport.credentials import Credentials, MemberCredentials
-from fusionai.transport.dead_paths import DEAD_AFTER_S
 from fusionai.transport.framed import Dialling, FramedChannel
 from fusionai.transport.identity import peer_of
 from fusionai.transport.interface import Remote, Role
-from fusionai.transport.link_figures import UNKNOWN, LinkFigures, part
-from fusionai.transport.rate_limit import Limits
+from fusionai.transport.links import DEAD_AFTER_S, UNKNOWN, LinkFigures, part
+from fusionai.transport.uplink import Limits
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Way
 

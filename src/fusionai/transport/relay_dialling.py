@@ -8,14 +8,44 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Sequence
 from typing import Final
 
-from fusionai.primitives.errors import TransportError
-from fusionai.transport.addresses import format_address
+from fusionai.primitives.errors import TransportError, WireError
 from fusionai.transport.identity import Identity
-from fusionai.transport.pairing import prove_holding
-from fusionai.transport.relay_greeting import JOINED, REFUSALS, greeting
+from fusionai.transport.routes import format_address
+from fusionai.transport.signed import MAX_TOKEN_BYTES, SIGNATURE_BYTES, prove_holding
+
+MAGIC: Final = b"FR"
+VERSION: Final = 1
+HEADER_BYTES: Final = 6
+_HEADER: Final = struct.Struct("<2sBBH")
+
+JOINED: Final = 0
+REFUSALS: Final = {
+    1: "it does not support this version of the relay greeting.",
+    2: "the pairing token is invalid or was used before.",
+    3: "it has no room for another pair now.",
+    4: "the other side did not connect in time.",
+}
+"""Reason of each refusal, keyed by the byte that the relay sends."""
+BAD_GREETING, BAD_TOKEN, FULL, ALONE = REFUSALS
+
+
+def greeting(token: bytes, proof: bytes) -> bytes:
+    return _HEADER.pack(MAGIC, VERSION, 0, len(token)) + token + proof
+
+
+def bytes_to_come(header: bytes) -> int:
+    """Return how many bytes follow the header. Raises `WireError` before anything is allocated for them."""
+    magic, version, reserved, token_length = _HEADER.unpack(header)
+    if magic != MAGIC or version != VERSION or reserved:
+        raise WireError("expected a greeting for a relay of this version, got other bytes.")
+    if not SIGNATURE_BYTES < token_length <= MAX_TOKEN_BYTES:
+        raise WireError(f"expected a pairing token of at most {MAX_TOKEN_BYTES} bytes, got {token_length}.")
+    return token_length + SIGNATURE_BYTES
+
 
 _CONNECT_S: Final = 3.0
 

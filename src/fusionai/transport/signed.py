@@ -1,18 +1,28 @@
-"""Signed statements: the signature, then the content. Decides how they are made and verified, not what they mean.
+"""Signed statements: a signature followed by the content, verified offline.
 
-A domain prefix is signed together with the content, so that a signature over one kind of statement (or over a
-certificate) can't be used for another kind. `tickets` (a role in a job) and `pairing` (a meeting at a relay) are
-statements of the pool's authority, `placements` of a job's owner, `endorsements` of any trusted signing key.
+- Pairing tokens, signed by the pool: "these two peers may meet at the relay, and this one dials". The peer that shows
+  its token also proves that it holds the named key.
+- Tickets, signed by the pool: "this peer has this role in this job". A member shows its ticket when it dials another.
+- Placements, signed by the job's owner: "in this round of my job these keys hold these stages". The broker grants plans
+  and signs tickets, but can't sign placements, so it can't bring a machine into a job on its own.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Final, Literal
 
+import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from msgspec import Meta
 
 from fusionai.primitives.errors import TrustError
+from fusionai.primitives.ids import PEER_ID_LENGTH, JobId, PeerId, short
+from fusionai.primitives.privacy import PrivacyLevel
+from fusionai.transport.identity import peer_of, public_bytes, public_key_of
+from fusionai.wire.base import MAX_PLACEMENT_BYTES, Fence
 
 SIGNATURE_BYTES: Final = 64
 
@@ -44,3 +54,229 @@ def holds(signature: bytes, data: bytes, public_key: bytes) -> bool:
 
 def _an(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+MAX_TOKEN_BYTES: Final = 512
+MEETING_BYTES: Final = 16
+LIFETIME_S: Final = 30.0
+"""Lifetime of a token: covers the time from the broker's answer to the connection at the relay. Chosen."""
+_PAIRING_DOMAIN: Final = b"fusionai pairing 1\x00"
+_PROOF_DOMAIN: Final = b"fusionai pairing proof 1\x00"
+
+Side = Literal["dials", "answers"]
+_Peer = Annotated[str, Meta(min_length=PEER_ID_LENGTH, max_length=PEER_ID_LENGTH)]
+
+
+class PairingToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Permission for `peer` to meet `other`.
+
+    `meeting` is drawn by the broker for the two peers. `expires_at_s` is in seconds since 1970.
+    """
+
+    meeting: Annotated[bytes, Meta(min_length=MEETING_BYTES, max_length=MEETING_BYTES)]
+    peer: _Peer
+    other: _Peer
+    side: Side
+    expires_at_s: Annotated[float, Meta(ge=0, le=1e12)]
+
+
+_PAIRING_DECODER: Final = msgspec.msgpack.Decoder(PairingToken)
+
+
+def sign_pairing(token: PairingToken, authority_key: Ed25519PrivateKey) -> bytes:
+    return signed(msgspec.msgpack.encode(token), _PAIRING_DOMAIN, authority_key)
+
+
+def verify_pairing(data: bytes, authority_key: bytes, *, now_wall_s: float) -> PairingToken:
+    """Return the token if `authority_key` (32 raw bytes) signed it and it has not expired. Raises `TrustError`."""
+    content = content_of(data, _PAIRING_DOMAIN, authority_key, what="pairing token", max_bytes=MAX_TOKEN_BYTES)
+    try:
+        token = _PAIRING_DECODER.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TrustError(
+            f"expected a pairing token of this version, got content that can't be decoded: {error}."
+        ) from error
+    if token.peer == token.other:
+        raise TrustError("expected a pairing token for two peers, got one for a peer with itself.")
+    if now_wall_s >= token.expires_at_s:
+        raise TrustError(
+            f"expected a valid pairing token, got one that expired {now_wall_s - token.expires_at_s:.0f} s ago."
+        )
+    return token
+
+
+def prove_holding(data: bytes, own_key: Ed25519PrivateKey) -> bytes:
+    """Return a signature over the token by the peer it is for."""
+    return own_key.sign(_PROOF_DOMAIN + data)
+
+
+def check_holder(data: bytes, proof: bytes, public_key: bytes) -> None:
+    """Raises `TrustError` unless the peer with `public_key` made `proof` over the token."""
+    if len(proof) != SIGNATURE_BYTES or not holds(proof, _PROOF_DOMAIN + data, public_key):
+        raise TrustError("expected a pairing token shown by the peer it is for, got one shown by another.")
+
+
+Role = Literal["driver", "stage", "guard"]
+DRIVER_STAGE: Final = -1
+MAX_TICKET_BYTES: Final = 1024
+_TICKET_DOMAIN: Final = b"fusionai ticket 1\x00"
+"""Prefix of the signed content, so that a signature over anything else (a certificate) can't be used as a ticket."""
+
+
+class ExpiredTicket(TrustError):
+    """A correctly signed ticket that has expired."""
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Role of one peer in one job.
+
+    `stage` is -1 for the driver; for a `guard` it is the first stage whose snapshots it keeps. `expires_at_s` is in
+    seconds since 1970.
+    """
+
+    job: Annotated[str, Meta(min_length=1, max_length=128)]
+    peer: Annotated[str, Meta(min_length=52, max_length=52)]
+    stage: Annotated[int, Meta(ge=-1, le=2**20)]
+    plan_version: Annotated[int, Meta(ge=0, le=2**62)]
+    role: Role
+    expires_at_s: Annotated[float, Meta(ge=0, le=1e12)]
+
+
+_TICKET_DECODER: Final = msgspec.msgpack.Decoder(Ticket)
+
+
+def sign_ticket(ticket: Ticket, authority_key: Ed25519PrivateKey) -> bytes:
+    if (ticket.stage == DRIVER_STAGE) != (ticket.role == "driver"):
+        raise TrustError(f"expected stage -1 exactly for a driver, got stage {ticket.stage} for a {ticket.role}.")
+    return signed(msgspec.msgpack.encode(ticket), _TICKET_DOMAIN, authority_key)
+
+
+def expiry_s(data: bytes) -> float:
+    """Return when a ticket expires, in seconds since 1970, without verifying it.
+
+    Raises `TrustError` if it can't be decoded.
+    """
+    try:
+        return _TICKET_DECODER.decode(data[SIGNATURE_BYTES:]).expires_at_s
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TrustError(f"expected a ticket of this version, got content that can't be decoded: {error}.") from error
+
+
+def verify_ticket(
+    data: bytes,
+    authority_key: bytes,
+    *,
+    now_wall_s: float,
+    job: JobId | None = None,
+    peer: PeerId | None = None,
+) -> Ticket:
+    """Return the ticket if `authority_key` (32 raw bytes) signed it, it is not expired, and it names `job` and `peer`
+    (if given).
+
+    Raises `ExpiredTicket` for an expired one, `TrustError` for any other failure.
+    """
+    content = content_of(data, _TICKET_DOMAIN, authority_key, what="ticket", max_bytes=MAX_TICKET_BYTES)
+    try:
+        ticket = _TICKET_DECODER.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TrustError(f"expected a ticket of this version, got content that can't be decoded: {error}.") from error
+    if (ticket.stage == DRIVER_STAGE) != (ticket.role == "driver"):
+        raise TrustError(f"expected stage -1 exactly for a driver, got stage {ticket.stage} for a {ticket.role}.")
+    if job is not None and ticket.job != job:
+        raise TrustError(f"expected a ticket for job {job}, got one for {ticket.job}.")
+    if peer is not None and ticket.peer != peer:
+        raise TrustError(f"expected a ticket for peer {short(peer)}, got one for {short(PeerId(ticket.peer))}.")
+    if now_wall_s >= ticket.expires_at_s:
+        raise ExpiredTicket(
+            f"expected a valid ticket, got one that expired {now_wall_s - ticket.expires_at_s:.0f} s ago.",
+            hint="The job owner must ask the broker for a new one; check both machines' clocks.",
+        )
+    return ticket
+
+
+_PLACEMENT_DOMAIN: Final = b"fusionai placement 1\x00"
+
+Holder = Annotated[str, Meta(min_length=PEER_ID_LENGTH, max_length=PEER_ID_LENGTH)]
+Stage = Annotated[int, Meta(ge=0, le=2**20)]
+Places = Annotated[tuple[tuple[Stage, Holder], ...], Meta(max_length=4096)]
+
+
+class SignedPlacement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Placement of one round.
+
+    `stages` and `guards` are (stage, peer) in ascending order; stages that the owner keeps have the owner's id.
+    """
+
+    version: Literal[1]
+    job: Annotated[str, Meta(min_length=1, max_length=128)]
+    owner: Holder
+    level: PrivacyLevel
+    fence: Fence
+    stages: Places
+    guards: Places
+
+    @property
+    def peers(self) -> frozenset[PeerId]:
+        """All peers it names, including the owner."""
+        return frozenset(PeerId(peer) for _, peer in (*self.stages, *self.guards)) | {PeerId(self.owner)}
+
+
+_PLACEMENT_DECODER: Final = msgspec.msgpack.Decoder(SignedPlacement)
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """A job owner's signing key (the key of its certificate) and the privacy level of its jobs in this process."""
+
+    key: Ed25519PrivateKey = field(repr=False, compare=False)
+    level: PrivacyLevel
+
+    def placement(
+        self, job: str, fence: Fence, *, stages: Iterable[tuple[int, str]], guards: Iterable[tuple[int, str]]
+    ) -> bytes:
+        """Return the signed statement of which peers hold and guard which stages of `job` in the round of `fence`.
+
+        Raises `TrustError` if it exceeds `MAX_PLACEMENT_BYTES`.
+        """
+        placement = SignedPlacement(
+            version=1,
+            job=job,
+            owner=peer_of(public_bytes(self.key.public_key())),
+            level=self.level,
+            fence=fence,
+            stages=tuple(sorted(stages)),
+            guards=tuple(sorted(guards)),
+        )
+        data = sign_placement(placement, self.key)
+        if len(data) > MAX_PLACEMENT_BYTES:
+            raise TrustError(f"expected a placement of at most {MAX_PLACEMENT_BYTES} bytes, got {len(data)}.")
+        return data
+
+
+def sign_placement(placement: SignedPlacement, key: Ed25519PrivateKey) -> bytes:
+    """`key` is the owner's, whose certificate it shows in TLS."""
+    return signed(msgspec.msgpack.encode(placement), _PLACEMENT_DOMAIN, key)
+
+
+def verify_placement(data: bytes, owner: PeerId, *, job: str, fence: Fence) -> SignedPlacement:
+    """Return the placement if `owner` signed it for exactly this round of this job.
+
+    Raises `TrustError` saying what failed.
+    """
+    by = f"by the job's owner {short(owner)}"
+    content = content_of(
+        data, _PLACEMENT_DOMAIN, public_key_of(owner), what="placement", by=by, max_bytes=MAX_PLACEMENT_BYTES
+    )
+    try:
+        placement = _PLACEMENT_DECODER.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TrustError(f"expected a placement of version 1, got content that can't be decoded: {error}.") from error
+    if msgspec.msgpack.encode(placement) != content:
+        raise TrustError("expected a placement in its canonical encoding, got another encoding.")
+    if placement.owner != owner:
+        raise TrustError(f"expected a placement of {short(owner)}, got one of {short(PeerId(placement.owner))}.")
+    if placement.job != job:
+        raise TrustError(f"expected a placement of job {job}, got one of {placement.job}.")
+    if placement.fence != fence:
+        raise TrustError(f"expected the placement of {fence}, got that of {placement.fence}.")
+    return placement

@@ -19,14 +19,22 @@ import numpy as np
 
 from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.tensors import HostTensor
-from fusionai.transport.addresses import way_to
 from fusionai.transport.bulk import Bulk
 from fusionai.transport.credentials import Credentials
-from fusionai.transport.dead_paths import CHECK_EVERY_S, DEAD_AFTER_S, acknowledges, set_options, unacknowledged_s
 from fusionai.transport.framed import Dialling, FramedChannel
 from fusionai.transport.interface import Role
-from fusionai.transport.link_figures import UNKNOWN, LinkFigures, tcp_figures
-from fusionai.transport.rate_limit import Limits, RateLimit
+from fusionai.transport.links import (
+    CHECK_EVERY_S,
+    DEAD_AFTER_S,
+    UNKNOWN,
+    LinkFigures,
+    acknowledges,
+    set_options,
+    tcp_figures,
+    unacknowledged_s,
+)
+from fusionai.transport.routes import way_to
+from fusionai.transport.uplink import Limits, RateLimit
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Way
 

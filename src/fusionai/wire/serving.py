@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Meta
 
 from fusionai.wire.base import (
-    Addresses,
     Count,
     Fence,
     Job,
@@ -26,9 +25,11 @@ from fusionai.wire.base import (
     Text,
     WireMessage,
 )
+from fusionai.wire.weights import (
+    WeightSource,
+    WeightSpec,
+)
 
-Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
-"""A SHA-256 digest."""
 WeightFormat = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 """Format in which a stage keeps its matrices. `int8` and `int4` are weight-only, with one scale per output row or
 group."""
@@ -38,8 +39,6 @@ MAX_PAGES: Final = 1_048_576
 MAX_ADAPTERS: Final = 1024
 MAX_TEXT: Final = 65_536
 """Most positions of a segment, and of a text that is checked."""
-PIECE_BYTES: Final = 1_048_576
-"""Bytes of a weight piece, the unit in which weights are requested and verified."""
 
 
 class ServeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -82,26 +81,6 @@ class Hop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=Tr
     stage: Count
     queued_s: Seconds
     compute_s: Seconds
-
-
-class WeightSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One tensor as stored in the model's files. `pieces`: SHA-256 of each piece of `PIECE_BYTES`; the last piece may
-    be shorter."""
-
-    key: Name
-    dtype: Annotated[str, Meta(max_length=16)]
-    shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
-    digest: Digest
-    """SHA-256 over all bytes of the tensor. Peers request the tensor by it."""
-    pieces: Annotated[tuple[Digest, ...], Meta(max_length=65_536)]
-
-
-class WeightSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A member that has tensors or is fetching them. `digests`: which ones; empty means all."""
-
-    peer: Peer
-    addresses: Addresses
-    digests: Annotated[tuple[Digest, ...], Meta(max_length=100_000)] = ()
 
 
 class Load(WireMessage, frozen=True, kw_only=True, tag="load"):
@@ -153,32 +132,6 @@ class Loaded(WireMessage, frozen=True, kw_only=True, tag="loaded"):
     """Bytes fetched from each source, without what was already on this machine."""
     cached: Annotated[tuple[tuple[Count, Count], ...], Meta(max_length=MAX_SESSIONS)] = ()
     """(session, positions) that are still valid in its cache."""
-
-
-class WeightRefused(WireMessage, frozen=True, kw_only=True, tag="weight_refused"):
-    """Member -> driver: `source` sent bytes that do not match this tensor's digests. They were fetched from another
-    source."""
-
-    fence: Fence
-    stage: Count
-    source: Peer
-    key: Name
-
-
-class WeightAsk(WireMessage, frozen=True, kw_only=True, tag="weight_ask"):
-    """Member -> member, on a state connection: requests pieces [first, first + count) of a tensor."""
-
-    digest: Digest
-    first: Count
-    count: Annotated[int, Meta(ge=1, le=64)]
-
-
-class WeightPieces(WireMessage, frozen=True, kw_only=True, tag="weight_pieces"):
-    """Answer to `WeightAsk`: tensor `bytes` (uint8). Without it, the sender does not have the pieces (any more)."""
-
-    digest: Digest
-    first: Count
-    tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=1)] = ()
 
 
 class Pass(WireMessage, frozen=True, kw_only=True, tag="pass"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.broker.home import DEFAULT_POOL, BrokerHome
+from fusionai.broker.main import DEFAULT_POOL, BrokerHome
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.transport.authority import load_authority, read_certificate
 from fusionai.transport.enrolment import load_membership

@@ -11,8 +11,7 @@ from fusionai.broker.main import Announcement, BrokerOptions, run_broker
 from fusionai.primitives.errors import RefusedError, StorageError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.conversation import Conversation
-from fusionai.transport.enrolment import enrol, load_membership
-from fusionai.transport.invitation import parse_invitation
+from fusionai.transport.enrolment import enrol, load_membership, parse_invitation
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.messages import Invited, InviteRequest
 

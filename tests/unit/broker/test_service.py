@@ -20,10 +20,10 @@ from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import host_tensor
 from fusionai.scheduling.problem.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
 from fusionai.transport.authority import Authority, load_authority, verify_certificate
+from fusionai.transport.enrolment import parse_invitation
 from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.interface import Channel, Remote
-from fusionai.transport.invitation import parse_invitation
-from fusionai.transport.tickets import verify_ticket
+from fusionai.transport.signed import verify_ticket
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import (
     Done,

@@ -17,10 +17,9 @@ from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement
 from fusionai.transport.authority import load_authority
-from fusionai.transport.circle import Circle, Revoked, Signer, keep_circle
-from fusionai.transport.endorsements import endorse, key_text
 from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.interface import Remote
+from fusionai.transport.trust import Circle, Revoked, Signer, endorse, keep_circle, key_text
 from fusionai.wire.messages import Done, Heartbeat, JobRequest, Message, Refused, Register, Registered
 from harness.virtual_clock import VirtualClock
 

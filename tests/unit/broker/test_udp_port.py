@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from fusionai.broker import udp_port
-from fusionai.broker.observer import Observer
-from fusionai.broker.udp_port import UdpPort
+from fusionai.broker import reachability as udp_port
+from fusionai.broker.reachability import Observer, UdpPort
 from fusionai.primitives.errors import TransportError
 from fusionai.primitives.ids import PeerId
-from fusionai.transport import quic_binding
+from fusionai.transport import quic as quic_binding
 from fusionai.transport.authority import load_authority
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.identity import load_identity

@@ -15,9 +15,8 @@ from fusionai.client.pool.session import Member
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import PeerProfile
-from fusionai.transport.circle import Circle, Signer, keep_circle
-from fusionai.transport.endorsements import endorse, key_text
 from fusionai.transport.identity import peer_of, public_bytes
+from fusionai.transport.trust import Circle, Signer, endorse, keep_circle, key_text
 from fusionai.wire.messages import MemberView
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.transport.circle import carried_endorsements, load_circle
-from fusionai.transport.endorsements import parse_line
 from fusionai.transport.identity import load_identity
+from fusionai.transport.trust import carried_endorsements, load_circle, parse_line
 from harness.live_pool import Done, fusion
 
 

@@ -10,7 +10,7 @@ import pytest
 from fusionai.client import audit
 from fusionai.client.audit import AuditOptions, audited, check_model, through
 from fusionai.primitives.errors import ModelError, UsageError
-from fusionai.privacy.small_model import SmallModel
+from fusionai.privacy.subject import SmallModel
 
 
 def test_codecs_lose_what_they_lose_on_links():

@@ -16,10 +16,9 @@ from fusionai.client.pool.trust_watch import watch_circle
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import LEVELS, PrivacyLevel
-from fusionai.transport.circle import Circle, CircleFile, Revoked, Signer, keep_circle
-from fusionai.transport.endorsements import endorse, key_text
 from fusionai.transport.identity import peer_of, public_bytes
-from fusionai.transport.placements import Seal
+from fusionai.transport.signed import Seal
+from fusionai.transport.trust import Circle, CircleFile, Revoked, Signer, endorse, keep_circle, key_text
 from harness.in_a_loop import in_a_loop
 from harness.told_pool import problem, profile
 

@@ -28,7 +28,7 @@ from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Guard, Plan, Problem, RolePlacement, ServingNeeds
-from fusionai.transport.circle import Revoked, keep_circle, load_circle
+from fusionai.transport.trust import Revoked, keep_circle, load_circle
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Message
 from harness.in_a_loop import in_a_loop

@@ -24,7 +24,7 @@ from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
 from fusionai.wire.frame import describe
-from fusionai.wire.serving import PIECE_BYTES, WeightSource, WeightSpec
+from fusionai.wire.weights import PIECE_BYTES, WeightSource, WeightSpec
 from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S
 
@@ -432,7 +432,7 @@ def test_a_full_disk_ends_the_fetch_at_once(tmp_path: Path, monkeypatch: pytest.
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("fusionai.storage.weight_part.os.write", full)
+            patch.setattr("fusionai.storage.weight_pieces.os.write", full)
             with pytest.raises(StorageError, match=r"no space left on the disk of .*Free some space"):
                 await members.fetch(FIRST, store, owner)
         await members.fetch(FIRST, store, owner)

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from fusionai.peer import near as module
-from fusionai.peer.near import NearLinks
+from fusionai.peer import profile as module
+from fusionai.peer.profile import NearLinks
 from fusionai.primitives.errors import TransportError
 from fusionai.transport.links import LinkMeasurement
 from fusionai.transport.peer_transport import PeerTransport

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fusionai.backends.interface import DeviceReport
-from fusionai.peer.options import PeerOptions
+from fusionai.peer.lending import PeerOptions
 from fusionai.peer.profile import UNMEASURED, make_profile, measured_links
 from fusionai.primitives.clock import SystemClock
 from fusionai.scheduling.problem.types import Link

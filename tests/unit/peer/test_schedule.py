@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.peer.schedule import DAYS, parse_schedule
+from fusionai.peer.lending import DAYS, parse_schedule
 from fusionai.primitives.errors import UsageError
 from harness.examples import examples
 

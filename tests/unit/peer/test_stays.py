@@ -11,8 +11,7 @@ import pytest
 
 from fusionai.peer import lending
 from fusionai.peer.daemon import _lent, _stay
-from fusionai.peer.lending import BUSY_AFTER_S, QUIET_AFTER_S, Lending, OthersLoad
-from fusionai.peer.schedule import parse_schedule
+from fusionai.peer.lending import BUSY_AFTER_S, QUIET_AFTER_S, Lending, OthersLoad, parse_schedule
 from fusionai.primitives.errors import RefusedError
 from harness.patience import CEILING_S
 from harness.virtual_clock import VirtualClock

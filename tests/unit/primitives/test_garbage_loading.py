@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from fusionai.primitives.garbage import loading
+from fusionai.primitives.process import loading
 
 
 class Circle:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.primitives.priority import ORDINARY, YIELDING, weigh_session
+from fusionai.primitives.process import ORDINARY, YIELDING, weigh_session
 
 
 @pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this system does not group by session")

@@ -9,10 +9,8 @@ import torch
 
 from fusionai.privacy import audit
 from fusionai.privacy.defences import Defence, defences
-from fusionai.privacy.findings import AuditAttack
-from fusionai.privacy.inverter import InverterBudget
-from fusionai.privacy.metrics import Truth
-from fusionai.privacy.optimisation import FitBudget
+from fusionai.privacy.findings import AuditAttack, Truth
+from fusionai.privacy.inverter import FitBudget, InverterBudget
 from fusionai.privacy.subject import AttackedModel
 from harness.attacked import VOCABULARY, tiny
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusionai.privacy.calibration import calibrated
-from fusionai.privacy.white_box import Part
+from fusionai.privacy.white_box import Part, calibrated
 
 WIDTH, WORDS = 12, 200
 DICE = torch.Generator().manual_seed(4)

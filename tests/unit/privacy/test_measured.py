@@ -9,8 +9,7 @@ import pytest
 
 from fusionai.primitives.privacy import LEVELS
 from fusionai.privacy.findings import CONTROL, Findings
-from fusionai.privacy.levels import ADVERSARIES, STANDS
-from fusionai.privacy.measured import SENT, read, sentence, shipped, told
+from fusionai.privacy.measured import ADVERSARIES, SENT, STANDS, read, sentence, shipped, told
 from harness.audited import boundary, findings
 
 FOUND = findings(

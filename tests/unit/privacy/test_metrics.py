@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionai.privacy.findings import Budget
-from fusionai.privacy.metrics import Truth, chance, longest_common, recovery, rouge_l, wilson
+from fusionai.privacy.findings import Budget, Truth, chance, longest_common, recovery, rouge_l, wilson
 
 SHORT = st.lists(st.integers(0, 3), max_size=7)
 

@@ -97,7 +97,7 @@ def wire_structs() -> Iterator[tuple[str, bool, list[str]]]:
     for module in modules().values():
         if not module.name.startswith("fusionai.wire") or module.name in (
             "fusionai.wire.frame",
-            "fusionai.wire.reader",
+            "fusionai.wire.frame",
         ):
             continue
         for node in module.tree.body:

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from fusionai.coordination.training.evaluations import Evaluation
-from fusionai.storage.best import best_checkpoint, name_best
-from fusionai.storage.manifest import step_directory
+from fusionai.storage.manifest import best_checkpoint, name_best, step_directory
 from fusionai.storage.reader import complete_checkpoints, prune
 
 

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import StorageError
 from fusionai.storage import weight_store
-from fusionai.storage.weight_part import WeightPart
-from fusionai.storage.weight_pieces import good_pieces, make_spec, piece_bytes, spec_bytes
+from fusionai.storage.weight_pieces import WeightPart, good_pieces, make_spec, piece_bytes, spec_bytes
 from fusionai.storage.weight_store import WeightStore
-from fusionai.wire.serving import PIECE_BYTES, WeightSpec
+from fusionai.wire.weights import PIECE_BYTES, WeightSpec
 
 MIB = 2**20
 

@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 from fusionai.primitives.errors import StorageError
 from fusionai.storage.assembly import Assembly, Extent
 from fusionai.storage.weight_manifest import ModelWeights, manifest
+from fusionai.storage.weight_memory import WeightsInFiles
 from fusionai.storage.weight_store import WeightStore
-from fusionai.storage.weights_in_files import WeightsInFiles
 
 ARRAYS = {"a": np.arange(700_000, dtype=np.float32), "b": np.ones((3, 5), np.float32)}
 

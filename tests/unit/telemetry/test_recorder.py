@@ -8,8 +8,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from fusionai.telemetry.recorder import Recorder
-from fusionai.telemetry.records import MetricRecord, StepRecord, Work, WorkKind
+from fusionai.telemetry.recorder import MetricRecord, Recorder, StepRecord, Work, WorkKind
 from harness.virtual_clock import VirtualClock
 
 
@@ -144,7 +143,7 @@ def test_records_of_many_threads_are_whole_lines(tmp_path: Path) -> None:
 
     def work(stage: int) -> None:
         for step in range(200):
-            sink.record_metric("stage.busy", 0.5, step=step, stage=stage)
+            sink.record_metric("train.step_s", 0.5, step=step, stage=stage)
 
     threads = [threading.Thread(target=work, args=(stage,)) for stage in range(4)]
     for thread in threads:

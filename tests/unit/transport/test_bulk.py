@@ -12,9 +12,8 @@ from typing import Any, cast
 import pytest
 
 from fusionai.transport import bulk as module
-from fusionai.transport.bulk import Bulk
-from fusionai.transport.congestion import KernelView
-from fusionai.transport.turns import Turns
+from fusionai.transport.bulk import Bulk, KernelView
+from fusionai.transport.uplink import Turns
 from harness.in_a_loop import in_a_loop
 from harness.patience import CEILING_S
 

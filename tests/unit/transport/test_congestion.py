@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.transport import congestion
-from fusionai.transport.congestion import KernelView, Pacing, kernel_view, pace, use_for_bulk
+from fusionai.transport import bulk as congestion
+from fusionai.transport.bulk import KernelView, Pacing, kernel_view, pace, use_for_bulk
 from harness.examples import examples
 
 LINE = 12.5e6

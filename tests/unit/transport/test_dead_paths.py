@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from fusionai.transport.dead_paths import acknowledges, silent_s, unacknowledged_s
+from fusionai.transport.links import acknowledges, silent_s, unacknowledged_s
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other platforms give no account of a connection")
 

@@ -10,8 +10,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
-from fusionai.transport import endorsements
-from fusionai.transport.endorsements import (
+from fusionai.transport import trust as endorsements
+from fusionai.transport.identity import load_identity, peer_of, public_bytes
+from fusionai.transport.trust import (
     MAX_ENDORSEMENT_BYTES,
     endorse,
     key_text,
@@ -22,7 +23,6 @@ from fusionai.transport.endorsements import (
     signing_key,
     verify_endorsement,
 )
-from fusionai.transport.identity import load_identity, peer_of, public_bytes
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 SIGNER = public_bytes(KEY.public_key())

@@ -19,10 +19,17 @@ from fusionai.primitives.errors import (
     UsageError,
     WireError,
 )
-from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, enrol, enrol_second_key, load_membership
+from fusionai.transport.enrolment import (
+    MEMBERSHIP_FILE,
+    Invitation,
+    Membership,
+    enrol,
+    enrol_second_key,
+    format_invitation,
+    load_membership,
+)
 from fusionai.transport.identity import load_identity, peer_of
 from fusionai.transport.interface import Channel
-from fusionai.transport.invitation import Invitation, format_invitation
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.messages import Done, JoinGranted, JoinRequest, Message, Refused
 

@@ -12,8 +12,14 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 
 from fusionai.primitives.errors import StorageError, TrustError
 from fusionai.primitives.ids import PEER_ID_LENGTH
-from fusionai.transport.identity import load_identity, peer_of, public_key_of
-from fusionai.transport.private_files import create_private, read_private, write_private
+from fusionai.transport.identity import (
+    create_private,
+    load_identity,
+    peer_of,
+    public_key_of,
+    read_private,
+    write_private,
+)
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX permissions")
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from fusionai.primitives.errors import UsageError
-from fusionai.transport.invitation import PREFIX, Invitation, format_invitation, parse_invitation
+from fusionai.transport.enrolment import PREFIX, Invitation, format_invitation, parse_invitation
 
 INVITATION = Invitation("friends", ("tcp://192.168.1.7:4711", "tcp://[::1]:4711"), bytes(range(32)), bytes(range(16)))
 

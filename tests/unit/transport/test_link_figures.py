@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fusionai.transport.link_figures import UNKNOWN, part, tcp_figures
+from fusionai.transport.links import UNKNOWN, part, tcp_figures
 
 
 def test_the_part_that_was_lost():

@@ -9,8 +9,7 @@ import pytest
 
 from fusionai.primitives.errors import RefusedError, TransportError
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.introductions import Introduction
-from fusionai.transport.meeting import Meeting
+from fusionai.transport.introductions import Introduction, Meeting
 
 PEER = PeerId("a" * 52)
 

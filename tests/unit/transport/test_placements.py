@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fusionai.primitives.errors import TrustError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.identity import peer_of, public_bytes
-from fusionai.transport.placements import Seal, SignedPlacement, sign_placement, verify_placement
+from fusionai.transport.signed import Seal, SignedPlacement, sign_placement, verify_placement
 from fusionai.wire.base import MAX_PLACEMENT_BYTES, Fence
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fusionai.primitives.errors import ChannelClosed, TransportError, TrustError, UsageError
-from fusionai.transport import quic_binding
+from fusionai.transport import quic as quic_binding
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.interface import Channel
 from fusionai.transport.quic import QuicTransport, format_quic, parse_quic

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fusionai.primitives.errors import TransportError
-from fusionai.transport import quic_binding
+from fusionai.transport import quic as quic_binding
 
 installed = pytest.mark.skipif(not quic_binding.available(), reason="the library for QUIC, iroh, is not installed here")
 

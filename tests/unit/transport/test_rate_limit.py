@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.transport.rate_limit import BURST_S, SMALL_DEBT_S, Limits, RateLimit
+from fusionai.transport.uplink import BURST_S, SMALL_DEBT_S, Limits, RateLimit
 
 RATE = 2_500_000.0
 

@@ -18,14 +18,13 @@ from fusionai.primitives.errors import ChannelClosed, TransportError, TrustError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import host_tensor
 from fusionai.transport import event_loop
-from fusionai.transport.addresses import parse_address
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.framed import Dialling
 from fusionai.transport.interface import Channel
-from fusionai.transport.pairing import PairingToken, Side, prove_holding, sign_pairing
 from fusionai.transport.relay import Relay, RelayLimits
-from fusionai.transport.relay_dialling import through_relay
-from fusionai.transport.relay_greeting import BAD_GREETING, BAD_TOKEN, greeting
+from fusionai.transport.relay_dialling import BAD_GREETING, BAD_TOKEN, greeting, through_relay
+from fusionai.transport.routes import parse_address
+from fusionai.transport.signed import PairingToken, Side, prove_holding, sign_pairing
 from fusionai.transport.tcp import TcpTransport
 from fusionai.transport.tcp_channel import TcpChannel
 from fusionai.wire.frame import describe
@@ -177,7 +176,7 @@ def record(copied: bytearray, monkeypatch: pytest.MonkeyPatch) -> None:
             return count
 
     recording = Recording()
-    from fusionai.transport import splice
+    from fusionai.transport import relay as splice
 
     class Asyncio:
         def __getattr__(self, name: str) -> Any:

@@ -19,13 +19,12 @@ import pytest
 from fusionai.primitives.errors import ChannelClosed, TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.tensors import host_tensor
 from fusionai.transport import bulk, event_loop
-from fusionai.transport.addresses import parse_address
 from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
 from fusionai.transport.interface import Channel, Listener
-from fusionai.transport.rate_limit import Limits
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes import parse_address
+from fusionai.transport.tcp import DoorLimits, TcpTransport
 from fusionai.transport.tcp_channel import TcpChannel
-from fusionai.transport.tcp_listener import DoorLimits
+from fusionai.transport.uplink import Limits
 from fusionai.wire.frame import GREETING_LIMITS, encode_frame_head, encode_header
 from fusionai.wire.messages import Fence, Hello, Ping, StateChunk, TensorHeader
 from harness.patience import CEILING_S

@@ -10,9 +10,9 @@ import pytest
 
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Channel
-from fusionai.transport.rate_limit import Limits, RateLimit
 from fusionai.transport.tcp import TcpTransport
 from fusionai.transport.tcp_channel import SMALL_BODY_BYTES
+from fusionai.transport.uplink import Limits, RateLimit
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import Fence, Ping, StateChunk
 from harness.patience import CEILING_S

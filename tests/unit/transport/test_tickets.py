@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fusionai.primitives.errors import TrustError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.transport.identity import public_bytes
-from fusionai.transport.tickets import ExpiredTicket, Ticket, sign_ticket, verify_ticket
+from fusionai.transport.signed import ExpiredTicket, Ticket, sign_ticket, verify_ticket
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 AUTHORITY = public_bytes(KEY.public_key())

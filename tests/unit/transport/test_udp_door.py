@@ -8,13 +8,14 @@ from typing import Any, cast
 import pytest
 
 from fusionai.primitives.errors import TransportError
-from fusionai.transport import quic_binding, udp_door
+from fusionai.transport import peer_transport as udp_door
+from fusionai.transport import quic as quic_binding
 from fusionai.transport.identity import peer_of
 from fusionai.transport.interface import Channel, Remote
 from fusionai.transport.introductions import Introductions
+from fusionai.transport.peer_transport import UdpDoor, opened_or_none
 from fusionai.transport.quic import QuicTransport, parse_quic
-from fusionai.transport.rate_limit import Limits
-from fusionai.transport.udp_door import UdpDoor, opened_or_none
+from fusionai.transport.uplink import Limits
 from fusionai.wire.messages import Observe, Observed
 
 BROKER_ID = peer_of(bytes(32))

@@ -6,9 +6,17 @@ import pytest
 
 from fusionai.primitives.errors import WireError
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.wire.frame import GREETING_LIMITS, STREAM_LIMITS, FrameLimits, describe, encode_frame_head, encode_header
+from fusionai.wire.frame import (
+    GREETING_LIMITS,
+    SCRATCH_BYTES,
+    STREAM_LIMITS,
+    FrameLimits,
+    FrameReader,
+    describe,
+    encode_frame_head,
+    encode_header,
+)
 from fusionai.wire.messages import Fence, Hello, Message, Ping, StateChunk, encode
-from fusionai.wire.reader import SCRATCH_BYTES, FrameReader
 
 LIMITS = STREAM_LIMITS["state"]
 

@@ -32,7 +32,7 @@ from fusionai.backends.torch.serving import TorchServingProgram
 from fusionai.ir.schema import Graph
 from fusionai.primitives.environment import fix_cublas_workspace
 from fusionai.primitives.errors import ExecutionError, UsageError
-from fusionai.primitives.garbage import loading
+from fusionai.primitives.process import loading
 from fusionai.wire.messages import OptimizerSpec, StageOptions
 from fusionai.wire.serving import ServeOptions
 

@@ -24,7 +24,7 @@ from fusionai.capture.models.source import Architecture, ConfigSource, Directory
 from fusionai.capture.tracing.attention import ATTENTION, register
 from fusionai.primitives.errors import ModelError
 from fusionai.storage.adapter_files import WEIGHTS_FILE as ADAPTER_FILE
-from fusionai.storage.weights import INDEX_FILE, SINGLE_FILE, WeightIndex
+from fusionai.storage.safetensors_file import INDEX_FILE, SINGLE_FILE, WeightIndex
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -12,7 +12,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import TrustError
 from fusionai.scheduling.problem.types import Plan
 from fusionai.storage.rundir import RunDirectory
-from fusionai.transport.private_files import read_private, write_private
+from fusionai.transport.identity import read_private, write_private
 
 LARGEST_BYTES = 2**28
 

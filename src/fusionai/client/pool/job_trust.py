@@ -4,7 +4,7 @@ There is one object per job and process. It is asked when the pool is listed, wh
 opens, and repeatedly while the job runs. It fails closed: unknown members are excluded, and while the trust file can't
 be read, all are.
 
-`transport.circle` reads the owner's trust file. `client.pool.session` asks for every listing and plan, its transport
+`transport.trust` reads the owner's trust file. `client.pool.session` asks for every listing and plan, its transport
 for every connection, `client.pool.trust_watch` while the job runs.
 """
 
@@ -19,9 +19,9 @@ from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.scheduling.problem.types import Excluded, Plan
-from fusionai.transport.circle import TRUST_FILE, CircleFile
 from fusionai.transport.enrolment import Membership
-from fusionai.transport.placements import Seal
+from fusionai.transport.signed import Seal
+from fusionai.transport.trust import TRUST_FILE, CircleFile
 
 if TYPE_CHECKING:
     from fusionai.client.pool.session import Member

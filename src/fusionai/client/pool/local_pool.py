@@ -26,7 +26,7 @@ from fusionai.client.pool.restarts import Restarts
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import FusionError
-from fusionai.primitives.priority import ORDINARY, YIELDING, weigh_session
+from fusionai.primitives.process import ORDINARY, YIELDING, weigh_session
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class LocalPeer:
     """A peer to start. `share`: fraction of time it computes, which makes machines unequal. `memory_bytes`: memory that
     it lends, None: most of what is free. `port`: where it listens, None: any free one. `address`: the one it announces
     instead of its own. `limit_bytes_per_s`: limit for sending and for receiving. `weights_beside`: see
-    `peer.options`."""
+    `peer.lending`."""
 
     name: str
     share: float = 1.0

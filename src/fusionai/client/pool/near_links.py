@@ -3,7 +3,7 @@
 Between two machines of one home, a plan would otherwise count the home's access link in both directions. Peers' reports
 about links are trusted like their profiles: a peer that reports wrongly gets stages that are slower than planned.
 
-`peer.near` measures the links; `scheduling.problem.links` defines how links between two peers override access links.
+`peer.profile` measures the links; `scheduling.problem.links` defines how links between two peers override access links.
 """
 
 from __future__ import annotations

@@ -51,9 +51,9 @@ from fusionai.ir.partition import ends
 from fusionai.ir.serving import SEQUENCE
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, UsageError
-from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
+from fusionai.primitives.process import set_aside_what_stays
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.calibration import typical_serving
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, ServingNeeds

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.storage.rundir import RunDirectory
-from fusionai.telemetry.recorder import Recorder
-from fusionai.telemetry.tensorboard import TensorBoardCurves
+from fusionai.telemetry.recorder import Recorder, TensorBoardCurves
 from fusionai.training import progress
 
 

@@ -51,14 +51,13 @@ from fusionai.execution.compute import ComputeThread
 from fusionai.execution.host import Host
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ExecutionError, FusionError, TransportError
-from fusionai.primitives.garbage import set_aside_what_stays
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.privacy import keeps_ends
+from fusionai.primitives.process import set_aside_what_stays
 from fusionai.scheduling.problem.types import PeerProfile, Plan, TolerantTakeover
 from fusionai.scheduling.training.replicated import with_replicas
-from fusionai.storage.best import best_checkpoint
 from fusionai.storage.commits import CommitJournal
-from fusionai.storage.manifest import step_of
+from fusionai.storage.manifest import best_checkpoint, step_of
 from fusionai.storage.reader import forget_after, latest, open_latest, sweep
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress

@@ -1,6 +1,6 @@
 """One invitation into a pool: how often it may still be used. Decides nothing about expiry dates or tokens.
 
-Only the SHA-256 of the token is known here. Neighbours: `admission` checks the expiry date, `transport.invitation` is
+Only the SHA-256 of the token is known here. Neighbours: `admission` checks the expiry date, `transport.enrolment` is
 what people pass on.
 """
 

@@ -44,7 +44,7 @@ from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Channel, Envelope, Transport
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Stream, Way
-from fusionai.wire.serving import PIECE_BYTES, WeightSource, WeightSpec
+from fusionai.wire.weights import PIECE_BYTES, WeightSource, WeightSpec
 
 log = logging.getLogger(__name__)
 

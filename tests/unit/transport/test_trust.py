@@ -9,7 +9,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.primitives.errors import FusionError, StorageError, TrustError
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.circle import (
+from fusionai.transport.identity import peer_of, public_bytes
+from fusionai.transport.trust import (
     MAX_CARRIED,
     Circle,
     CircleFile,
@@ -17,11 +18,11 @@ from fusionai.transport.circle import (
     Signer,
     carried_endorsements,
     carry,
+    endorse,
     keep_circle,
+    key_text,
     load_circle,
 )
-from fusionai.transport.endorsements import endorse, key_text
-from fusionai.transport.identity import peer_of, public_bytes
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 PEER = peer_of(public_bytes(Ed25519PrivateKey.from_private_bytes(b"p" * 32).public_key()))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.broker.introductions import Introducer
+from fusionai.broker.reachability import Introducer
 from fusionai.coordination.broker.membership import Member
 from fusionai.coordination.broker.pool import Pool
 from fusionai.coordination.broker.requests import Refusal
@@ -15,7 +15,7 @@ from fusionai.primitives.ids import PeerId
 from fusionai.transport.authority import Authority, load_authority
 from fusionai.transport.identity import peer_of
 from fusionai.transport.interface import Remote
-from fusionai.transport.pairing import LIFETIME_S, PairingToken, verify_pairing
+from fusionai.transport.signed import LIFETIME_S, PairingToken, verify_pairing
 from fusionai.wire.messages import Meet
 
 NOW_S = 1_000_000.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fusionai.primitives.garbage import set_aside_what_stays
+from fusionai.primitives.process import set_aside_what_stays
 
 pytestmark = pytest.mark.slow
 

@@ -1,12 +1,8 @@
-"""Keeps Python's cyclic garbage collector cheap by freezing objects that live as long as the process.
+"""Settings of this process: cost of the cyclic garbage collector, and CPU share relative to other processes.
 
-A framework creates hundreds of thousands of such objects. While the collector counts them, it runs a full collection
-only after a quarter as many new objects. Until then, which may take hours, every closed connection keeps its buffers,
-because TLS and its exceptions contain reference cycles. Frozen objects cost nothing, and cycles are freed within
-minutes.
-
-The main programs (`broker.main`, `client.training.train`) call `set_aside_what_stays` after loading; modules that
-import much at once (`cli.main`, `backends.registry`) use `loading`."""
+Objects that stay are frozen, so that collections do not visit them. Linux shares the processors between sessions
+("autogroup", sched(7)); a session may lower its own share. The operating system may ignore it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ import gc
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 def set_aside_what_stays() -> None:
@@ -45,3 +42,20 @@ def loading() -> Generator[None]:
             gc.collect()  # nothing to collect, but resets the collector's counts
         if enabled:
             gc.enable()
+
+
+ORDINARY = 0
+YIELDING = 10
+"""About a tenth of an ordinary group's share if both are busy; all of the processor if no other group is."""
+
+
+def weigh_session(leader: int, niceness: int) -> bool:
+    """Set the niceness, 0 to 19, of the session that process `leader` began.
+
+    Returns False if the system has no autogroups or the process is gone.
+    """
+    try:
+        Path(f"/proc/{leader}/autogroup").write_text(str(niceness))
+    except OSError:
+        return False
+    return True

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fusionai.transport import turns as module
-from fusionai.transport.turns import Turns
+from fusionai.transport import uplink as module
+from fusionai.transport.uplink import Turns
 from harness.in_a_loop import in_a_loop
 
 LINE = 2.5e6

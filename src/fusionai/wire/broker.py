@@ -1,0 +1,288 @@
+"""Messages between the broker and a member: joining, leases, jobs, invitations, and introductions between two members.
+
+A member that can't dial another one asks the broker to introduce it. The broker answers with a pairing token and sends
+the other side a token of its own; both sides then connect as the introduction says (`transport.introductions` asks,
+`broker.reachability` answers). No message of this module carries text, tokens or tensors of a job.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fusionai.wire.base import (
+    Addresses,
+    Blob,
+    Count,
+    Job,
+    Name,
+    Peer,
+    Seconds,
+    StepIndex,
+    Text,
+    WireMessage,
+)
+
+Way = Literal["lan", "direct", "quic", "relay"]
+"""Route of a link: within one network, direct over the internet, direct through routers by UDP, or over a relay that
+sees only ciphertext."""
+MAX_LINKS: Final = 256
+"""Most links of one peer in a report. Further ones are left out."""
+MAX_NEAR: Final = 16
+"""Most nearby peers that the broker names to a new member."""
+
+
+class Meet(WireMessage, frozen=True, kw_only=True, tag="meet"):
+    """A member asks the broker to introduce it to another member that it can't dial."""
+
+    peer: Peer
+    """Peer that the asking side wants to reach."""
+    addresses: Addresses = ()
+    """Addresses where the asking side can be dialled now, so that the other side can try at the same time."""
+
+
+class Introduced(WireMessage, frozen=True, kw_only=True, tag="introduced"):
+    """Answer to `Meet`: the other side has been notified."""
+
+    token: Blob
+    """Pairing token of the asking side (`transport.signed`), to show to the relay; empty: there is no relay."""
+    addresses: Addresses = ()
+    """Addresses where the other side listens now."""
+
+
+class MeetNotice(WireMessage, frozen=True, kw_only=True, tag="meet_notice"):
+    """The broker tells a peer that another member wants to reach it and can't dial it: connect to the relay."""
+
+    peer: Peer
+    """Peer that wants to reach the receiver."""
+    token: Blob
+    """Pairing token of the receiving side (`transport.signed`), to show to the relay; empty: there is no relay."""
+    addresses: Addresses = ()
+    """Addresses where the other side can be dialled now."""
+
+
+class Observe(WireMessage, frozen=True, kw_only=True, tag="observe"):
+    """A member asks the broker from which address its connection comes, and whether one of its ports can be dialled."""
+
+    port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """TCP port for the broker to dial at that address; 0: none."""
+
+
+class Observed(WireMessage, frozen=True, kw_only=True, tag="observed"):
+    """Answer to `Observe`."""
+
+    host: Name
+    """Source address of the connection, as the broker sees it; empty if the transport has none."""
+    port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """Source port of the connection. It differs from the member's own port if a router translates addresses."""
+    reachable: bool = False
+    """Whether the asking peer itself answered at that address and the port it named."""
+    udp_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """QUIC port of the broker's machine that answers the same question for UDP; 0: none."""
+
+
+class LinkView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """An open or probed link of a peer: to which peer, and by which route."""
+
+    peer: Peer
+    way: Way
+    """Route: within one network, direct, through routers by UDP, or over a relay."""
+    channels: Count
+    """Number of connections of the link; 0: it was only probed."""
+    round_trip_s: Seconds
+    """Round-trip time of the network, measured between the two ends; 0: not measured."""
+    bandwidth_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    """Highest rate delivered so far, a lower bound of the link's bandwidth; 0: not measured."""
+    loss: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Fraction of the packets that had to be sent again."""
+    probed_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    """Bandwidth that a probe of the idle link measured, within one network; 0: not probed."""
+
+
+class Near(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Another peer that the broker sees at the same address, perhaps in the same home network."""
+
+    peer: Peer
+    addresses: Addresses
+
+
+class JoinRequest(WireMessage, frozen=True, kw_only=True, tag="join"):
+    """A stranger with an invitation asks for a certificate. Sent on a connection without a client certificate."""
+
+    token: Annotated[bytes, Meta(max_length=64)]
+    public_key: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    purpose: Literal["provider", "owner"]
+
+
+class JoinGranted(WireMessage, frozen=True, kw_only=True, tag="joined"):
+    """DER certificates: the newcomer's own and the pool's authority."""
+
+    peer: Peer
+    certificate: Blob
+    authority: Blob
+
+
+class Register(WireMessage, frozen=True, kw_only=True, tag="register"):
+    """A provider offers itself. `boot` differs at each start of the process. `profile` is `scheduling.PeerProfile`."""
+
+    boot: Count
+    profile: msgspec.Raw
+    addresses: Addresses
+
+
+class Registered(WireMessage, frozen=True, kw_only=True, tag="registered"):
+    """The broker has registered a provider; says how often the provider must send a heartbeat."""
+
+    heartbeat_s: Seconds
+    pool: Name
+    near: Annotated[tuple[Near, ...], Meta(max_length=MAX_NEAR)] = ()
+    """Other peers whose connections come from the same address as this one's."""
+    wall_s: Seconds = 0.0
+
+
+class Heartbeat(WireMessage, frozen=True, kw_only=True, tag="heartbeat"):
+    """Peer -> broker: this process is alive and works on these jobs."""
+
+    boot: Count
+    jobs: Annotated[tuple[Job, ...], Meta(max_length=64)] = ()
+    links: Annotated[tuple[LinkView, ...], Meta(max_length=MAX_LINKS)] = ()
+    """Current links to other members, for display, and links it has probed, for planners."""
+
+
+class HeartbeatAck(WireMessage, frozen=True, kw_only=True, tag="heartbeat_ack"):
+    """The lease is renewed from now on."""
+
+    wall_s: Seconds = 0.0
+
+
+class Leave(WireMessage, frozen=True, kw_only=True, tag="leave"):
+    """This machine's peer leaves the pool: after its work is handed over (`drain`), or at once."""
+
+    drain: bool = True
+
+
+class LeaveNotice(WireMessage, frozen=True, kw_only=True, tag="leave_notice"):
+    """The broker tells a peer's process that its machine's owner asked it to leave."""
+
+    drain: bool = True
+
+
+class PoolQuery(WireMessage, frozen=True, kw_only=True, tag="pool_query"):
+    """Asks for the members of the pool."""
+
+
+class MemberView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A member of the pool as the broker knows it."""
+
+    peer: Peer
+    state: Name
+    boot: Count
+    addresses: Addresses
+    profile: msgspec.Raw
+    job: Name = ""
+    stages: Annotated[tuple[Count, ...], Meta(max_length=1024)] = ()
+    guards: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
+    """Stages of that job whose snapshots this member keeps."""
+    last_heard_s: Seconds = 0.0
+    rests_s: Seconds = 0.0
+    """In state `resting`: seconds until it may be given work again."""
+    clears: Name = ""
+    """Job that no longer uses this member but of which it still holds state. Until the state is cleared, the member
+    gets no part in another job."""
+    links: Annotated[tuple[LinkView, ...], Meta(max_length=MAX_LINKS)] = ()
+    """Links to other members, from its last heartbeat."""
+
+
+class PoolView(WireMessage, frozen=True, kw_only=True, tag="pool_view"):
+    """Answer to `PoolQuery`."""
+
+    members: Annotated[tuple[MemberView, ...], Meta(max_length=100_000)] = ()
+
+
+class JobRequest(WireMessage, frozen=True, kw_only=True, tag="job_request"):
+    """A job owner asks the broker to put a plan into force: leases, a plan version, tickets. `plan` is
+    `scheduling.Plan`."""
+
+    job: Job
+    title: Name
+    plan: msgspec.Raw
+    steps: Count = 0
+
+
+class TicketFor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A signed ticket (`transport.signed`) and the peer it is for."""
+
+    peer: Peer
+    ticket: Blob
+
+
+class JobGranted(WireMessage, frozen=True, kw_only=True, tag="job_granted"):
+    """`plan` with its version; one ticket per member and one for the driver; where each member listens."""
+
+    job: Job
+    plan: msgspec.Raw
+    tickets: Annotated[tuple[TicketFor, ...], Meta(max_length=4096)]
+    members: Annotated[tuple[MemberView, ...], Meta(max_length=4096)]
+    wall_s: Seconds = 0.0
+
+
+class JobReport(WireMessage, frozen=True, kw_only=True, tag="job_report"):
+    """The driver reports the state of its job. It carries no text, token or tensor of the job."""
+
+    job: Job
+    state: Literal["starting", "running", "stopping", "done", "failed"]
+    step: StepIndex = -1
+    detail: Text = ""
+
+
+class JobQuery(WireMessage, frozen=True, kw_only=True, tag="job_query"):
+    """Asks for the jobs of the pool. With `job`, asks for that job only, with its history."""
+
+    job: Name = ""
+
+
+class JobView(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A job as recorded in the broker's journal."""
+
+    job: Job
+    title: Name
+    owner: Peer
+    state: Name
+    step: StepIndex
+    steps: Count
+    plan_version: Count
+    started_at_s: Seconds
+    story: Annotated[tuple[Text, ...], Meta(max_length=10_000)] = ()
+
+
+class JobList(WireMessage, frozen=True, kw_only=True, tag="job_list"):
+    """Answer to `JobQuery`."""
+
+    jobs: Annotated[tuple[JobView, ...], Meta(max_length=10_000)] = ()
+
+
+class JobStop(WireMessage, frozen=True, kw_only=True, tag="job_stop"):
+    """End this job cleanly. Allowed to its owner and to the broker's owner."""
+
+    job: Job
+
+
+class StopNotice(WireMessage, frozen=True, kw_only=True, tag="stop_notice"):
+    """The broker tells a job's driver that an authorised member asked to stop the job."""
+
+    job: Job
+
+
+class InviteRequest(WireMessage, frozen=True, kw_only=True, tag="invite_request"):
+    """The broker's owner asks for a new invitation."""
+
+    uses: Annotated[int, Meta(ge=1, le=100_000)] = 1
+    lifetime_s: Seconds = 86_400.0
+
+
+class Invited(WireMessage, frozen=True, kw_only=True, tag="invited"):
+    """Answer to `InviteRequest`: text to hand to the newcomer over a channel both trust."""
+
+    invitation: Text
