@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fusionai.cli.holders_view import holders_warnings
-from fusionai.cli.lines_view import lines_warnings
+from fusionai.cli.plan_alternatives import lines_warnings
 from fusionai.scheduling.crossings import Crossing
 from fusionai.scheduling.expense import Expense
 from fusionai.scheduling.many_holders import ManyHolders

@@ -1,7 +1,7 @@
 """`fusion privacy`: shows the privacy levels and what peers could reconstruct at each, as measured.
 
 The figures are those shipped with the product; `fusion audit` measures others. `privacy.levels` has the descriptions,
-`privacy.measured` the figures, `cli.audit_view` the table.
+`privacy.measured` the figures, `cli.audit` the table.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.audit_view import facts, show_findings
-from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.audit import facts, show_findings
+from fusionai.cli.options import json_option, write_json
 from fusionai.primitives.privacy import LEVELS, STAYS, PrivacyLevel
 from fusionai.privacy.findings import Findings
 from fusionai.privacy.levels import ADVERSARIES, STANDS, Adversary

@@ -4,7 +4,7 @@ Decides when a neighbour is probed: once, soon after this peer was taken in, one
 that what goes another way than within the network is nobody's neighbour. Never decides who is asked: the broker
 says who is seen at the same address, which behind a provider's router may be half a town.
 
-Neighbours: `peer.registration` brings the broker's word and reports what was found; `client.pool.near_links` plans with
+Neighbours: `peer.registration` brings the broker's word and reports what was found; `client.pool.session` plans with
 it."""
 
 from __future__ import annotations

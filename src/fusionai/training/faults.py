@@ -1,7 +1,7 @@
 """The timeline of a job's faults, reported as progress events.
 
 This module decides when a fault is over: when the next step is committed with all stages working. The loss of a guard
-stops nothing and is never waited for. `training.driver` reports the machine's commands, and `client.pool.fault_report`
+stops nothing and is never waited for. `training.driver` reports the machine's commands, and `client.pool.faults`
 renders the events.
 """
 

@@ -7,9 +7,8 @@ tokens a second of all lines under that limit. The plan's line is the first. Fur
 machines, the least capable ones that suffice. If there are none left, the fastest line of the remaining machines
 becomes a new pattern.
 
-`lines_bound` has the upper bound, `serving` plans lines, `cli.lines_view` shows them; `many_holders` is the counterpart
-for training.
-"""
+`lines_bound` has the upper bound, `serving` plans lines, `cli.plan_alternatives` shows them. `many_holders` is the
+counterpart for training."""
 
 from __future__ import annotations
 
