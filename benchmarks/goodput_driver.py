@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from fusionai.client.training import train as client
-from fusionai.client.training.preparation import Prepared
+from fusionai.client.training.preparation import PreparedJob
 from fusionai.client.training.train import Planned, RunEvent, TrainOptions
 from fusionai.corpus.recipe import Recipe
 from fusionai.primitives.errors import FusionError
@@ -117,9 +117,9 @@ def drive(recipe: Recipe, options: TrainOptions, pipe: Connection) -> None:
 
 def _prepare_once() -> None:
     """Capturing a model takes half a minute of a core, and each piece of a job has the same."""
-    prepare, kept = client.prepare, list[Prepared]()
+    prepare, kept = client.prepare, list[PreparedJob]()
 
-    def once(recipe: Recipe, directory: RunDirectory, tell: Callable[[str], None]) -> Prepared:
+    def once(recipe: Recipe, directory: RunDirectory, tell: Callable[[str], None]) -> PreparedJob:
         if not kept:
             kept.append(prepare(recipe, directory, tell))
         return kept[0]

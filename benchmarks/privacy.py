@@ -34,7 +34,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
-from fusionai.client.serving.serve import ServeRequest, serving
+from fusionai.client.serving.job import ServeRequest
+from fusionai.client.serving.serve import serving
 from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus import python_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table

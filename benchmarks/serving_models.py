@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fusionai.corpus import python_library
-from fusionai.corpus.tokenizer import Tokenizer, train_tokenizer
+from fusionai.corpus.tokens import Tokenizer, train_tokenizer
 
 LLAMA_134M: Final = {
     "hidden_size": 768,

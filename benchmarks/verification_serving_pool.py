@@ -25,7 +25,8 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
-from fusionai.client.serving.serve import Served, ServeEvent, ServeRequest, serving
+from fusionai.client.serving.job import ServeRequest
+from fusionai.client.serving.serve import Served, ServeEvent, serving
 from fusionai.coordination.round.reputation import NEEDED
 from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.interface import Finished, Generation, Sampling

@@ -36,7 +36,8 @@ import msgspec
 from msgspec import NODEFAULT
 
 from fusionai.backends.registry import BACKENDS, open_backend
-from fusionai.cli import audit_view, privacy
+from fusionai.cli import audit as audit_view
+from fusionai.cli import privacy
 from fusionai.cli.analyze import shipped_comparisons
 from fusionai.coordination.broker import invitation, job, lease, membership, plan_version
 from fusionai.coordination.machine import START, rows
@@ -45,19 +46,19 @@ from fusionai.coordination.training import driver, stage
 from fusionai.corpus.tables import (
     AdapterTable,
     DataTable,
-    Evaluation,
+    EvaluationTable,
     Faults,
-    Job,
+    JobTable,
     ModelTable,
-    Output,
-    Placement,
+    OutputTable,
+    PlacementTable,
     PrivacyTable,
     RecipeTables,
     ReplicasTable,
     TokenizerTable,
     Train,
 )
-from fusionai.dashboard.analysis_document import document
+from fusionai.dashboard.analysis_page import document
 from fusionai.ir.operators import OPERATORS
 from fusionai.primitives.units import format_seconds
 from fusionai.privacy.findings import Boundary, Findings
@@ -71,19 +72,19 @@ MARKER: Final = "<!-- generated below this line by docs/generate.py: edit its so
 
 
 RECIPE_TABLES: Final[dict[str, type[msgspec.Struct]]] = {
-    "job": Job,
+    "job": JobTable,
     "model": ModelTable,
     "data": DataTable,
     "data.tokenizer": TokenizerTable,
     "train": Train,
     "train.optimizer": OptimizerSpec,
     "adapter": AdapterTable,
-    "evaluation": Evaluation,
-    "placement": Placement,
+    "evaluation": EvaluationTable,
+    "placement": PlacementTable,
     "faults": Faults,
     "replicas": ReplicasTable,
     "privacy": PrivacyTable,
-    "output": Output,
+    "output": OutputTable,
 }
 Arrow = tuple[str, str, str]
 """(phase, event, next phase)."""

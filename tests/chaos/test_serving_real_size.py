@@ -22,7 +22,7 @@ import pytest
 import torch
 import transformers
 
-from fusionai.corpus.tokenizer import train_tokenizer
+from fusionai.corpus.tokens import train_tokenizer
 from harness.live_pool import Process
 from harness.saved_model import heard, stopped
 from harness.slow_machine import standing_still

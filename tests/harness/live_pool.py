@@ -48,7 +48,7 @@ def fusion(*arguments: object) -> Done:
     with contextlib.ExitStack() as within:
         within.enter_context(contextlib.redirect_stdout(out))
         within.enter_context(contextlib.redirect_stderr(err))
-        for program in ("train", "serve"):
+        for program in ("training.train", "serving.serve"):
             within.enter_context(patch(f"fusionai.client.{program}.set_aside_what_stays"))
         code = main([str(argument) for argument in arguments])
     return Done(code, out.getvalue(), err.getvalue())

@@ -128,7 +128,10 @@ class MaliciousPool:
         owner = self.credentials("owner")
         self.enrol(owner.identity.peer, "owner")
         self.trust = JobTrust(
-            level=self._level, me=owner.identity.peer, seal=Seal(owner.identity.key, self._level), circle=self.circle
+            level=self._level,
+            me=owner.identity.peer,
+            seal=Seal(owner.identity.key, self._level),
+            trust_list=self.circle,
         )
         self.membership = Membership("pool", "owner", self.addresses, owner)
         self.session = await self._stack.enter_async_context(PoolSession(self.membership, trust=self.trust))

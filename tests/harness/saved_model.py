@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from fusionai.corpus.tokenizer import train_tokenizer
+from fusionai.corpus.tokens import train_tokenizer
 from harness.live_pool import Process
 from harness.patience import CEILING_S
 

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from fusionai.client.serving.serve import Served, ServeEvent, ServeRequest, serving
+from fusionai.client.serving.job import ServeRequest
+from fusionai.client.serving.serve import Served, ServeEvent, serving
 from fusionai.scheduling.problem.types import Plan, ServingNeeds
 from fusionai.serving import progress
 from fusionai.serving.interface import Emitted, Finished, Generation, Held, PromptRead, StageStatus

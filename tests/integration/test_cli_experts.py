@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from fusionai.corpus.tokenizer import train_tokenizer
+from fusionai.corpus.tokens import train_tokenizer
 from harness.live_pool import LivePool, Process, fusion, write_recipe, write_text
 from harness.saved_model import asked, greedy, heard, stopped
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers
 
-from fusionai.corpus.tokenizer import train_tokenizer
+from fusionai.corpus.tokens import train_tokenizer
 from harness.hub import Hub, hub
 from harness.patience import CEILING_S
 

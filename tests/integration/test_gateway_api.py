@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from fusionai.gateway.app import make_app
-from fusionai.gateway.config import GatewayConfig, Limits
-from fusionai.gateway.keys import KeyRing
+from fusionai.gateway.config import GatewayConfig, KeyRing, RequestLimits
 from fusionai.gateway.server import serve
 from fusionai.primitives.errors import UsageError
 from fusionai.serving.interface import FaultNote
@@ -78,7 +77,7 @@ def test_the_route_and_its_times_come_when_asked_for(engine: ScriptedEngine):
 @pytest.mark.slow
 def test_every_error_has_the_same_form(engine: ScriptedEngine):
     async def scenario() -> None:
-        limits = Limits(body_bytes=2000, choices=4)
+        limits = RequestLimits(body_bytes=2000, choices=4)
         async with gateway_stand(engine, GatewayConfig("tiny", limits=limits)) as stand, client(stand) as http:
             cases: list[tuple[Any, int, str]] = [
                 (http.get("/nowhere"), 404, "not_found"),
@@ -157,7 +156,7 @@ def test_up_ready_status_and_numbers(engine: ScriptedEngine):
 
 @pytest.mark.slow
 def test_status_comes_again_when_it_changed(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.gateway.status._LOOK_S", 0.05)
+    monkeypatch.setattr("fusionai.gateway.desk._LOOK_S", 0.05)
 
     async def scenario() -> None:
         async with gateway_stand(engine) as stand, client(stand) as http:
@@ -212,7 +211,7 @@ def test_at_its_end_streams_may_finish_and_late_ones_are_told(engine: ScriptedEn
 
     async def scenario(drain_s: float) -> str:
         engine.gate = asyncio.Event()
-        config = GatewayConfig("tiny", limits=Limits(drain_s=drain_s))
+        config = GatewayConfig("tiny", limits=RequestLimits(drain_s=drain_s))
         async with gateway_stand(engine, config) as stand, client(stand) as http:
             asking = asyncio.create_task(ask(http))
             await until(lambda: engine.live == 1)

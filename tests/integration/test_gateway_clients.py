@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from fusionai.gateway.config import GatewayConfig
-from fusionai.gateway.keys import KeyRing
+from fusionai.gateway.config import GatewayConfig, KeyRing
 from fusionai.serving.model_text import ModelText
 from fusionai.serving.tools import ToolForm
 from harness.gateway_stand import Stand, gateway_stand, until

@@ -21,7 +21,7 @@ import pytest
 import torch
 import transformers
 
-from fusionai.corpus.tokenizer import train_tokenizer
+from fusionai.corpus.tokens import train_tokenizer
 from harness.live_pool import Process
 from harness.patience import CEILING_S
 

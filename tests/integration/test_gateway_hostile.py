@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from fusionai.gateway.config import GatewayConfig, Limits
+from fusionai.gateway.config import GatewayConfig, RequestLimits
 from fusionai.serving.interface import Generation
 from harness.gateway_stand import Stand, chat, gateway_stand, until
 from harness.patience import CEILING_S
@@ -41,12 +41,12 @@ def request_bytes(body: dict[str, Any]) -> bytes:
 
 
 def while_a_stream_goes_on(
-    engine: ScriptedEngine, attack: Callable[[Stand], Awaitable[None]], limits: Limits | None = None
+    engine: ScriptedEngine, attack: Callable[[Stand], Awaitable[None]], limits: RequestLimits | None = None
 ) -> None:
     """The stream waits at its first token until the attack is over or at its height, then must come to its end."""
 
     async def scenario() -> None:
-        config = GatewayConfig("tiny", limits=limits or Limits())
+        config = GatewayConfig("tiny", limits=limits or RequestLimits())
         async with (
             gateway_stand(engine, config) as stand,
             httpx.AsyncClient(base_url=stand.url, timeout=CEILING_S, trust_env=False) as http,
@@ -95,7 +95,7 @@ def test_a_thousand_connections_are_answered_or_refused_clearly(engine: Scripted
         async with httpx.AsyncClient(base_url=stand.url, timeout=CEILING_S, trust_env=False) as http:
             assert (await http.get("/v1/models")).status_code == 200
 
-    while_a_stream_goes_on(engine, attack, Limits(connections=600))
+    while_a_stream_goes_on(engine, attack, RequestLimits(connections=600))
 
 
 def test_too_many_requests_at_once_are_sent_away_with_a_time_to_come_back(engine: ScriptedEngine):
@@ -110,7 +110,7 @@ def test_too_many_requests_at_once_are_sent_away_with_a_time_to_come_back(engine
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "too_many_requests"
 
-    while_a_stream_goes_on(engine, attack, Limits(requests=8))
+    while_a_stream_goes_on(engine, attack, RequestLimits(requests=8))
 
 
 def test_who_asks_and_does_not_read_loses_the_generation(engine: ScriptedEngine):
@@ -133,7 +133,7 @@ def test_who_asks_and_does_not_read_loses_the_generation(engine: ScriptedEngine)
             writer.transport.abort()
         await until(lambda: engine.live <= 1)
 
-    while_a_stream_goes_on(engine, attack, Limits(unread_bytes=20_000, stalled_s=1.0))
+    while_a_stream_goes_on(engine, attack, RequestLimits(unread_bytes=20_000, stalled_s=1.0))
     assert engine.closed_early == 6
 
 
@@ -175,4 +175,4 @@ def test_what_is_no_http_is_refused(engine: ScriptedEngine, sent: bytes):
         assert b" 4" in (await asyncio.wait_for(reader.read(), 10))[:20]
         writer.close()
 
-    while_a_stream_goes_on(engine, attack, Limits(head_timeout_s=2.0))
+    while_a_stream_goes_on(engine, attack, RequestLimits(head_timeout_s=2.0))

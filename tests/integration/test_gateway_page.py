@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusionai.gateway.config import GatewayConfig
-from fusionai.gateway.keys import KeyRing
+from fusionai.gateway.config import GatewayConfig, KeyRing
 from fusionai.serving.interface import FaultNote
 from harness.gateway_stand import Stand, gateway_stand, until
 from harness.scripted_engine import ScriptedEngine

@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
-from fusionai.client.serving.serve import Served, ServeRequest, serving
+from fusionai.client.serving.job import ServeRequest
+from fusionai.client.serving.serve import Served, serving
 from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus.recipe import load_recipe
 from fusionai.scheduling.problem.types import ServingNeeds

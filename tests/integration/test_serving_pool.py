@@ -13,7 +13,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from fusionai.client.pool.local_pool import LocalPool
-from fusionai.client.serving.serve import Served, ServeRequest, serving
+from fusionai.client.serving.job import ServeRequest
+from fusionai.client.serving.serve import Served, serving
 from fusionai.primitives.errors import ModelError
 from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.engine import ServingEngine

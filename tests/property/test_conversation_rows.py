@@ -16,9 +16,9 @@ from tokenizers import Tokenizer as Engine
 
 from fusionai.corpus.chat_tokens import ChatEncoder, ChatWriter
 from fusionai.corpus.conversations import conversation_of
-from fusionai.corpus.row_packing import packed
+from fusionai.corpus.rows import packed
 from fusionai.corpus.tables import LocalTokenizer
-from fusionai.corpus.tokenizer import Tokenizer, load_tokenizer
+from fusionai.corpus.tokens import Tokenizer, load_tokenizer
 from fusionai.serving.model_text import ModelText
 from harness.examples import examples
 from harness.tiny_text import write_tiny_text

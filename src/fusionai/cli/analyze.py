@@ -1,7 +1,7 @@
 """`fusion analyze`: compares many small machines on home links with a few large ones in one box.
 
 Prints tables and writes the HTML, CSV and JSON files. `scheduling.analysis.cases` computes the figures,
-`dashboard.analysis_page` lays out the page, `cli.catalogue_file` reads the devices.
+`dashboard.analysis_page` lays out the page, `cli.pool_file` reads the devices.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Final
 import click
 
 from fusionai.cli import console
-from fusionai.cli.catalogue_file import catalogue_option, read_catalogue, shipped_catalogue
-from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import json_option, write_json
+from fusionai.cli.pool_file import catalogue_option, read_catalogue, shipped_catalogue
 from fusionai.primitives.errors import UsageError
 from fusionai.scheduling.analysis.cases import Cell, Comparison, compare
 from fusionai.scheduling.analysis.catalogue import Catalogue
@@ -88,7 +88,7 @@ def shipped_comparisons() -> list[Comparison]:
 def show(comparisons: list[Comparison]) -> None:
     """Print the peak figures, the effect of each optimisation on a few networks, and a summary of all cells."""
     from fusionai.dashboard import analysis_tables as tables
-    from fusionai.dashboard.analysis_document import overall
+    from fusionai.dashboard.analysis_page import overall
 
     first = comparisons[0]
     for table in (

@@ -1,28 +1,207 @@
 """`fusion audit`: attacks one's own job to measure what peers could reconstruct of its text.
 
 Exits with 1 if a positive control failed, as the figures are then void. `client.audit` runs the attacks,
-`cli.audit_view` prints the figures, `cli.privacy` shows those that ship with the product.
+`cli.audit` prints the figures, `cli.privacy` shows those that ship with the product.
 """
 
 from __future__ import annotations
 
 import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
 import msgspec
 from click.core import ParameterSource
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from fusionai.cli import console
-from fusionai.cli.audit_view import AuditProgress, show_findings, show_void
-from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import json_option, write_json
 from fusionai.primitives.privacy import LEVELS, PrivacyLevel
 from fusionai.primitives.process import loading
-from fusionai.privacy.findings import AuditAttack
+from fusionai.primitives.units import format_count, format_seconds
+from fusionai.privacy.findings import Attack, AuditAttack, Boundary, Findings, Recovery, Update
 
 if TYPE_CHECKING:
     from fusionai.client.audit import AuditOptions
+    from fusionai.privacy.audit import Doing
+
+
+_ASIDE: Final[tuple[Attack, ...]] = (
+    "template",
+    "known text",
+    "recovered prefix",
+    "nearest",
+    "ridge",
+    "inverter",
+    "inverter, known text",
+    "optimisation",
+    "pooled",
+)
+UPDATE_HEADERS: Final = ("texts", "tokens", "weight's inputs", "form", "tokens recovered", "95 %", "ROUGE-L", "took")
+BUDGET_HEADERS: Final = ("attack", "tokens through the model", "text of its own", "known text", "longest")
+
+
+class AuditProgress:
+    """Callable with each progress event: shows a bar on a terminal, elsewhere one line per kind of work."""
+
+    def __init__(self) -> None:
+        self._bars: Progress | None = None
+        self._task: TaskID | None = None
+        self._said = ""
+
+    def __enter__(self) -> AuditProgress:
+        if sys.stderr.isatty():
+            self._bars = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def __call__(self, doing: Doing) -> None:
+        kind = doing.what.partition(" (")[0]
+        if self._bars is None:
+            if kind != self._said:
+                console.note(kind)
+        elif kind != self._said or self._task is None:
+            if self._task is not None:
+                self._bars.remove_task(self._task)
+            self._task = self._bars.add_task(doing.what, total=doing.total, completed=doing.done)
+        else:
+            self._bars.update(self._task, description=doing.what, completed=doing.done, total=doing.total)
+        self._said = kind
+
+
+def show_findings(findings: Findings) -> None:
+    """Print the model, what was recovered at each boundary, and the cost of the attacks."""
+    for text in facts(findings):
+        console.line(text)
+    console.line()
+    headers = boundary_headers(findings)
+    rows = list(boundary_rows(findings))
+    console.table(headers, rows, title="Tokens recovered", right=tuple(range(1, len(headers))))
+    if findings.updates:
+        console.line()
+        rows = [update_row(update) for update in findings.updates]
+        console.table(UPDATE_HEADERS, rows, title="Texts recovered from gradients", right=(0, 1, 2, 4, 5, 6, 7))
+    console.line()
+    console.table(BUDGET_HEADERS, list(budget_rows(findings)), title="What the attacks took", right=(1, 2, 3, 4))
+    console.line()
+
+
+def show_void(findings: Findings) -> None:
+    """Print which controls failed and that the audit is void."""
+    failed = [control for control in findings.controls if not control.passed]
+    for control in failed:
+        console.warning(
+            f"the positive control {control.name} recovered {share(control.got)}; {share(control.wanted)} were expected"
+        )
+    why = "a positive control failed" if failed else "no positive control was run"
+    console.error(f"{why}: this audit is void and its figures mean nothing.", "Change the model or the depths.")
+
+
+def facts(findings: Findings) -> Iterator[str]:
+    """Yield sentences about the model, the data and the trial."""
+    of, trial = findings.subject, findings.trial
+    trained = "" if of.trained_tokens is None else f", trained on {format_count(of.trained_tokens)} tokens"
+    yield (
+        f"Model: {of.name}; {format_count(of.parameters)} parameters, {of.layers} blocks of width {of.width}, "
+        f"vocabulary {of.vocabulary}{trained}; loss {of.loss:.2f} nats a token on held-out text (perplexity "
+        f"{of.perplexity:.0f})."
+    )
+    yield f"Data: {of.data}."
+    yield (
+        f"Trial: {trial.texts} texts of {trial.private_tokens} private tokens after {trial.template_tokens} known "
+        f"ones; always guessing the commonest token recovers {share(trial.chance)}."
+    )
+
+
+def boundary_headers(findings: Findings) -> tuple[str, ...]:
+    """Return the headers of the columns that `boundary_rows` fills."""
+    aside = (str(attack) for attack in _aside(findings))
+    return ("boundary", "depth", "loss", "white-box", "95 %", *aside, "ROUGE-L", "secrets")
+
+
+def boundary_rows(findings: Findings) -> Iterator[tuple[str, ...]]:
+    """Yield one row per boundary. ROUGE-L and secrets are those of the attack that recovered most."""
+    for one in findings.boundaries:
+        by = {other.attack: other for other in one.others}
+        worst = one.worst
+        yield (
+            one.defence,
+            str(one.depth),
+            f"{one.loss:.2f}",
+            share(one.white_box.top1),
+            _interval(one.white_box),
+            *(share(by[attack].top1) if attack in by else "-" for attack in _aside(findings)),
+            f"{worst.rouge_l:.2f}",
+            f"{worst.secrets_found}/{worst.secrets}",
+        )
+
+
+def update_row(update: Update) -> tuple[str, ...]:
+    """Return the cells of an update for the columns of `UPDATE_HEADERS`."""
+    one = update.recovery
+    return (
+        str(update.texts),
+        str(update.tokens),
+        str(update.width),
+        update.form,
+        share(one.top1),
+        _interval(one),
+        f"{one.rouge_l:.2f}",
+        format_seconds(one.budget.seconds),
+    )
+
+
+def budget_rows(findings: Findings) -> Iterator[tuple[str, ...]]:
+    """Yield one row per attack with its largest budget over all boundaries."""
+    for attack in ("white-box", *_aside(findings)):
+        spent = [one.budget for boundary in findings.boundaries for one in _all(boundary) if one.attack == attack]
+        yield (
+            attack,
+            format_count(max(one.forward_tokens for one in spent)),
+            format_count(max(one.auxiliary_tokens for one in spent)),
+            format_count(max(one.known_tokens for one in spent)),
+            format_seconds(max(one.seconds for one in spent)),
+        )
+
+
+def share(part: float) -> str:
+    """Return a fraction as a percentage that is never rounded up to 100 % or down to 0 %."""
+    percent = 100 * part
+    if 0 < percent < 0.1 or 99.9 < percent < 100:
+        return "<0.1 %" if percent < 50 else ">99.9 %"
+    return f"{percent:.0f} %" if percent in (0, 100) else f"{percent:.1f} %"
+
+
+def _interval(one: Recovery) -> str:
+    return f"{100 * one.low:.1f}-{100 * one.high:.1f}"
+
+
+def _aside(findings: Findings) -> tuple[Attack, ...]:
+    run = {one.attack for boundary in findings.boundaries for one in boundary.others}
+    return tuple(attack for attack in _ASIDE if attack in run)
+
+
+def _all(boundary: Boundary) -> tuple[Recovery, ...]:
+    return (boundary.white_box, *boundary.others)
+
 
 _ATTACKS = get_args(AuditAttack)
 

@@ -10,10 +10,8 @@ from pathlib import Path
 import click
 
 from fusionai.cli import console
-from fusionai.cli.json_output import json_option, write_json
-from fusionai.cli.lifeline import lifeline_option
-from fusionai.cli.options import address_option, home_option, quantity
-from fusionai.cli.running import run_until_stopped
+from fusionai.cli.options import address_option, home_option, json_option, quantity, write_json
+from fusionai.cli.running import lifeline_option, run_until_stopped
 from fusionai.primitives.ids import short
 from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per_s, parse_seconds
 from fusionai.transport.trust import parse_key

@@ -20,7 +20,16 @@ import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.chat_client import Answer, ApiRefusal, ChatClient, Message, Note, Piece, Route, Status
+from fusionai.cli.chat_client import (
+    AnswerPiece,
+    AnswerRoute,
+    ApiRefusal,
+    ChatAnswer,
+    ChatClient,
+    Message,
+    Note,
+    ServerStatus,
+)
 from fusionai.cli.options import home_option
 from fusionai.cli.serving_options import ServingOptions, serving_options
 from fusionai.primitives.errors import FusionError, TransportError, UsageError
@@ -92,11 +101,11 @@ def chat(
     key = None if key_file is None else _key(key_file)
     serving = nullcontext(url or URL) if model is None else _served(model, local, served, home)
     with serving as address, ChatClient(address, key) as client:
-        Conversation(client, max_tokens=max_tokens, temperature=temperature, seed=seed, system=system).run()
+        ChatHistory(client, max_tokens=max_tokens, temperature=temperature, seed=seed, system=system).run()
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatHistory:
     """One conversation with one model. `run` lasts until the end of input or /quit."""
 
     client: ChatClient
@@ -105,7 +114,7 @@ class Conversation:
     seed: int | None
     system: str | None
     messages: list[Message] = field(default_factory=list[Message])
-    route: Route | None = None
+    route: AnswerRoute | None = None
 
     def run(self) -> None:
         """Read questions and print answers. Raises `TransportError` if the gateway can't be reached."""
@@ -155,7 +164,7 @@ class Conversation:
         try:
             for part in self._answer(asked):
                 match part:
-                    case Piece(text=piece):
+                    case AnswerPiece(text=piece):
                         first_s = time.monotonic() if first_s is None else first_s
                         pieces += 1
                         written.append(piece)
@@ -163,7 +172,7 @@ class Conversation:
                         sys.stdout.flush()
                     case Note(text=note):
                         console.note(f"[{note}]")
-                    case Answer() as answer:
+                    case ChatAnswer() as answer:
                         click.echo()
                         self.route = answer.route or self.route
                         self._measure(answer, time.monotonic() - began_s, first_s, began_s)
@@ -183,7 +192,7 @@ class Conversation:
         if written:
             self.messages = [*asked, Message("assistant", "".join(written))]
 
-    def _answer(self, asked: list[Message]) -> Iterator[Piece | Note | Answer]:
+    def _answer(self, asked: list[Message]) -> Iterator[AnswerPiece | Note | ChatAnswer]:
         try:
             yield from self._parts(asked, self.max_tokens or ANSWER_TOKENS)
         except ApiRefusal as refusal:
@@ -191,10 +200,10 @@ class Conversation:
                 raise
             yield from self._parts(asked, None)
 
-    def _parts(self, asked: list[Message], max_tokens: int | None) -> Iterator[Piece | Note | Answer]:
+    def _parts(self, asked: list[Message], max_tokens: int | None) -> Iterator[AnswerPiece | Note | ChatAnswer]:
         return self.client.answer(asked, max_tokens=max_tokens, temperature=self.temperature, seed=self.seed)
 
-    def _measure(self, answer: Answer, took_s: float, first_s: float | None, began_s: float) -> None:
+    def _measure(self, answer: ChatAnswer, took_s: float, first_s: float | None, began_s: float) -> None:
         if not sys.stdout.isatty():
             return
         speed = answer.route.tokens_per_s if answer.route is not None else None
@@ -234,7 +243,7 @@ class Conversation:
             console.line(f"after {format_seconds(wait.at_s)}: {wait.state} {console.printable(wait.detail)}".rstrip())
 
 
-def _show_status(status: Status) -> None:
+def _show_status(status: ServerStatus) -> None:
     engine = status.engine
     console.table(
         ("stage", "peer", "blocks", "state", "spare", "memory", "compute"),

@@ -36,7 +36,7 @@ class Message(msgspec.Struct, frozen=True):
     content: str
 
 
-class Hop(msgspec.Struct, frozen=True):
+class AnswerHop(msgspec.Struct, frozen=True):
     """One machine's part in an answer. Times are means per token, in seconds."""
 
     stage: int
@@ -47,22 +47,22 @@ class Hop(msgspec.Struct, frozen=True):
     transfer_s: float
 
 
-class Wait(msgspec.Struct, frozen=True):
+class AnswerWait(msgspec.Struct, frozen=True):
     at_s: float
     state: str
     detail: str
 
 
-class Route(msgspec.Struct, frozen=True):
+class AnswerRoute(msgspec.Struct, frozen=True):
     """How an answer was computed. `route`: names of the machines in order of stages."""
 
     route: tuple[str, ...]
-    hops: tuple[Hop, ...]
+    hops: tuple[AnswerHop, ...]
     tokens_per_s: float | None = None
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[AnswerWait, ...] = ()
 
 
-class Stage(msgspec.Struct, frozen=True):
+class ServedStage(msgspec.Struct, frozen=True):
     stage: int
     name: str
     blocks: tuple[int, int]
@@ -74,16 +74,16 @@ class Stage(msgspec.Struct, frozen=True):
 
 class EngineState(msgspec.Struct, frozen=True):
     state: str
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[ServedStage, ...] = ()
     tokens_per_s: float = 0.0
 
 
-class Status(msgspec.Struct, frozen=True):
+class ServerStatus(msgspec.Struct, frozen=True):
     model: str
     engine: EngineState
 
 
-class Piece(msgspec.Struct, frozen=True):
+class AnswerPiece(msgspec.Struct, frozen=True):
     """The next piece of the answer."""
 
     text: str
@@ -95,12 +95,12 @@ class Note(msgspec.Struct, frozen=True):
     text: str
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ChatAnswer(msgspec.Struct, frozen=True):
     """The end of an answer."""
 
     completion_tokens: int
     finish: str
-    route: Route | None
+    route: AnswerRoute | None
 
 
 class _Delta(msgspec.Struct, frozen=True):
@@ -124,7 +124,7 @@ class _Problem(msgspec.Struct, frozen=True):
 class _Chunk(msgspec.Struct, frozen=True):
     choices: tuple[_Choice, ...] = ()
     usage: _Usage | None = None
-    fusion: Route | None = None
+    fusion: AnswerRoute | None = None
     error: _Problem | None = None
 
 
@@ -166,13 +166,13 @@ class ChatClient:
     ) -> None:
         self._connection.close()
 
-    def status(self) -> Status:
+    def status(self) -> ServerStatus:
         """Return the state of the engine and of its stages."""
-        return self._get("/fusion/status", Status)
+        return self._get("/fusion/status", ServerStatus)
 
     def answer(
         self, messages: Sequence[Message], *, max_tokens: int | None, temperature: float | None, seed: int | None
-    ) -> Iterator[Piece | Note | Answer]:
+    ) -> Iterator[AnswerPiece | Note | ChatAnswer]:
         """Yield the answer as it arrives. `max_tokens` None: as many as fit. If the iteration is left early, the
         connection is closed, which cancels the answer."""
         body: dict[str, object] = {
@@ -198,7 +198,7 @@ class ChatClient:
                     raise ApiRefusal(chunk.error.message or "the gateway failed.")
                 for choice in chunk.choices:
                     if choice.delta.content:
-                        yield Piece(choice.delta.content)
+                        yield AnswerPiece(choice.delta.content)
                     finish = choice.finish_reason or finish
                 tokens = chunk.usage.completion_tokens if chunk.usage is not None else tokens
                 route = chunk.fusion or route
@@ -208,7 +208,7 @@ class ChatClient:
         finally:
             if not whole:
                 self._connection.close()
-        yield Answer(tokens, finish, route)
+        yield ChatAnswer(tokens, finish, route)
 
     def _get(self, path: str, kind: type[T]) -> T:
         return _decoded(self._ask("GET", path, None).read(), kind)

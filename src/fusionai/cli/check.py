@@ -13,8 +13,7 @@ import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.json_output import json_option, write_json
-from fusionai.cli.options import lora_option
+from fusionai.cli.options import json_option, lora_option, write_json
 from fusionai.corpus.tables import Task
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes, format_count

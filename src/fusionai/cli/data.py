@@ -1,6 +1,6 @@
 """`fusion data RECIPE.toml`: shows a job's training data: counts, bad rows, and sample rows with the tokens trained on.
 
-Needs no pool. The tokenised data stays in the job's directory, so that the job starts sooner. `corpus.preview` supplies
+Needs no pool. The tokenised data stays in the job's directory, so that the job starts sooner. `corpus.source` supplies
 the rows; `cli.train` runs the job.
 """
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from fusionai.cli import console
-from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import json_option, write_json
 
 if TYPE_CHECKING:
     from fusionai.corpus.chat_source import ChatSource
-    from fusionai.corpus.preview import RowPreview
+    from fusionai.corpus.source import RowPreview
 
 OPEN: Final = "[["
 CLOSE: Final = "]]"
@@ -33,9 +33,8 @@ def data(recipe: Path, rows: int, json_file: Path | None) -> None:
 
     Sends nothing to the pool: the rows' text goes only to this terminal and to FILE."""
     from fusionai.corpus.chat_source import ChatSource
-    from fusionai.corpus.preview import preview
     from fusionai.corpus.recipe import load_recipe
-    from fusionai.corpus.source import TokenSource, open_source
+    from fusionai.corpus.source import TokenSource, open_source, preview
     from fusionai.storage.rundir import RunDirectory
 
     loaded = load_recipe(recipe)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 import click
 
 from fusionai.cli import console
-from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import json_option, write_json
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.units import format_seconds
 
 if TYPE_CHECKING:
     from fusionai.client.training.demo import DemoOptions, DemoResult
-    from fusionai.client.training.kills import Kill, Outcome
+    from fusionai.client.training.kills import Kill, KillOutcome
 
 
 @click.command()
@@ -62,7 +62,7 @@ def demo(
     standard library. Some of them are killed on the way, and spares take over. Plain PyTorch and transformers check
     losses, checkpoint and generation. Nothing is downloaded.
     """
-    from fusionai.cli.run_report import RunStory, write_demo_report
+    from fusionai.cli.run_report import RunReport, write_demo_report
     from fusionai.cli.watch import Watch
     from fusionai.client.training.demo import DemoEvent, DemoOptions, check, demo_recipe, run_demo
 
@@ -71,18 +71,18 @@ def demo(
     options = replace(options, kills=_kills(kill_texts, options))
     check(options)
     _create(options.directory)
-    story = RunStory()
-    with Watch("fusion demo", steps, story.faults) as watch:
+    run_report = RunReport()
+    with Watch("fusion demo", steps, run_report.faults) as watch:
 
         def seen(event: DemoEvent) -> None:
-            watch(event, story.see(event))
+            watch(event, run_report.see(event))
 
         result = run_until_stopped(lambda stop: run_demo(options, on_event=seen, stop=stop, now_s=time.monotonic))
     if result is None:
         console.line(f"Stopped before the end. Logs so far: {options.directory}")
         raise SystemExit(1)
     report = options.directory / "report.html"
-    write_demo_report(story, demo_recipe(options), result, report)
+    write_demo_report(run_report, demo_recipe(options), result, report)
     _show(result, report)
     if json_file is not None:
         write_json(json_file, "demo", figures(result, options.peers, options.spares, report))
@@ -121,7 +121,7 @@ def figures(result: DemoResult, peers: int, spares: int, report: Path) -> dict[s
     }
 
 
-def _kill_figures(outcome: Outcome) -> dict[str, object]:
+def _kill_figures(outcome: KillOutcome) -> dict[str, object]:
     """Return the figures of one kill. `takeover`: the peer that has the stage afterwards; `exact`: whether its numeric
     fingerprint promises the same bits."""
     return {
@@ -202,7 +202,7 @@ def _show_kills(result: DemoResult) -> None:
     )
 
 
-def _taken_over(outcome: Outcome) -> str:
+def _taken_over(outcome: KillOutcome) -> str:
     if outcome.takeover is None:
         return "itself, restarted"
     who = "itself, back again" if outcome.takeover == outcome.name else outcome.takeover

@@ -12,8 +12,7 @@ import click
 import msgspec
 
 from fusionai.cli import console, findings
-from fusionai.cli.json_output import json_option, write_json
-from fusionai.cli.options import home_option
+from fusionai.cli.options import home_option, json_option, write_json
 
 _MARKS = {"good": "ok", "note": "note", "bad": "FIX"}
 

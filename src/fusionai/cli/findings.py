@@ -28,7 +28,7 @@ from fusionai.backends.interface import DeviceReport
 from fusionai.backends.registry import BACKENDS, REQUIREMENTS, TRAINING
 from fusionai.backends.survey import Survey
 from fusionai.cli.reach import Reach, look
-from fusionai.client.pool.owner import OWNER_DIRECTORY, any_membership
+from fusionai.client.pool.session import OWNER_DIRECTORY, any_membership
 from fusionai.primitives import environment
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import short

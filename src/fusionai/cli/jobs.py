@@ -11,8 +11,7 @@ from pathlib import Path
 import click
 
 from fusionai.cli import console
-from fusionai.cli.json_output import json_option, write_json
-from fusionai.cli.options import home_option
+from fusionai.cli.options import home_option, json_option, write_json
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.wire.messages import JobView
@@ -62,7 +61,7 @@ def stop(job: str, home: Path) -> None:
 
     Only the machines of the job's owner and of the broker may stop a job."""
     from fusionai.cli.session import in_pool
-    from fusionai.client.pool.owner import OWNER_DIRECTORY
+    from fusionai.client.pool.session import OWNER_DIRECTORY
     from fusionai.transport.enrolment import MEMBERSHIP_FILE, load_membership
 
     found = _one(in_pool(home, lambda session: session.jobs(job)), job)

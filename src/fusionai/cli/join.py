@@ -15,10 +15,8 @@ import msgspec
 
 from fusionai.backends.registry import BACKENDS
 from fusionai.cli import console
-from fusionai.cli.json_output import json_option, write_json
-from fusionai.cli.lifeline import lifeline_option
-from fusionai.cli.options import address_option, home_option, quantity
-from fusionai.cli.running import run_until_stopped
+from fusionai.cli.options import address_option, home_option, json_option, quantity, write_json
+from fusionai.cli.running import lifeline_option, run_until_stopped
 from fusionai.primitives.ids import short
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limit_bytes_per_s, parse_share
@@ -175,7 +173,7 @@ def join(
 
 
 def _become_owner(invitation: str | None, home: Path) -> None:
-    from fusionai.client.pool.owner import owner_membership
+    from fusionai.client.pool.session import owner_membership
 
     membership = asyncio.run(owner_membership(home, invitation))
     console.line(

@@ -17,19 +17,13 @@ import msgspec
 
 from fusionai.backends.state import trained
 from fusionai.cli import console
-from fusionai.cli.apart_view import apart, apart_figures, show_apart
-from fusionai.cli.asked import Asked, captured, problem_of
-from fusionai.cli.catalogue_file import catalogue_option, read_catalogue
-from fusionai.cli.json_output import json_option, write_json
-from fusionai.cli.lines_view import show_lines
-from fusionai.cli.options import HowMany, home_option, lora_option
+from fusionai.cli.asked import Asked, Change, captured, problem_of, what_would_fit
+from fusionai.cli.options import HowMany, home_option, json_option, lora_option, write_json
+from fusionai.cli.plan_alternatives import apart, apart_figures, show_apart, show_lines
 from fusionai.cli.plan_figures import figures
-from fusionai.cli.plan_view import show_expense, show_guards, show_picture, show_plan
-from fusionai.cli.pool_file import PoolOnPaper, read_pool, resolve
-from fusionai.cli.pool_tables import ConstraintsTable
-from fusionai.cli.privacy_view import privacy_figures, privacy_lines
+from fusionai.cli.plan_view import privacy_figures, privacy_lines, show_expense, show_guards, show_picture, show_plan
+from fusionai.cli.pool_file import ConstraintsTable, PoolOnPaper, catalogue_option, read_catalogue, read_pool, resolve
 from fusionai.cli.serving_options import MOST_SESSIONS, ServingOptions, serving_options
-from fusionai.cli.what_would_fit import Change, what_would_fit
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel
@@ -402,7 +396,7 @@ def _draw(path: Path, found: Plan, between: tuple[Crossing, ...], names: Mapping
 
 
 def _draw_beside(path: Path, beside: ManyLines) -> None:
-    from fusionai.dashboard.lines_chart import lines_picture
+    from fusionai.dashboard.plan_chart import lines_picture
     from fusionai.storage.atomic import write_atomic
 
     write_atomic(path, lines_picture(beside).encode())

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+import msgspec
+
 from fusionai.cli import console
+from fusionai.primitives.privacy import STAYS, PrivacyLevel, keeps_ends
 from fusionai.primitives.units import format_bytes, format_seconds, format_speed
+from fusionai.scheduling.problem.embedding_and_head import owners_part
 from fusionai.scheduling.problem.levers import savings
 from fusionai.scheduling.problem.stage_costs import Crossing
 from fusionai.scheduling.problem.types import PROMPT_TOKENS, Excluded, Plan, StagePlacement
@@ -209,3 +213,25 @@ def _bar(part: float) -> str:
 def _list(names: Sequence[str]) -> str:
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def privacy_lines(level: PrivacyLevel, plan: Plan) -> Iterator[str]:
+    """Yield a sentence about the level and, if it keeps blocks with the owner, one about their cost."""
+    yield f"Privacy {level}: {STAYS[level]}"
+    part = owners_part(plan)
+    if not keeps_ends(level) or part is None:
+        return
+    blocks = " and ".join(
+        str(first) if end - first == 1 else f"{first} to {end - 1}" for first, end in dict.fromkeys(part.blocks)
+    )
+    each = "token" if plan.task == "serve" else "step"
+    yield (
+        f"This level costs this machine {format_bytes(part.memory_bytes)} of {format_bytes(part.limit_bytes)} memory "
+        f"and {format_seconds(part.compute_s)} per {each} (blocks {blocks})."
+    )
+
+
+def privacy_figures(level: PrivacyLevel, plan: Plan) -> dict[str, object]:
+    """Return the figures for `--json`. `owner`: cost of the blocks on the job owner's machine, None without any."""
+    part = owners_part(plan)
+    return {"level": level, "owner": None if part is None else msgspec.structs.asdict(part)}

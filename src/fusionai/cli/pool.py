@@ -15,8 +15,7 @@ import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.json_output import json_option, write_json
-from fusionai.cli.options import home_option
+from fusionai.cli.options import home_option, json_option, write_json
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 _STATES = {"idle": "standing by", "active": "working", "draining": "leaving", "silent": "silent", "lost": "lost"}
 TRUSTED = "yes"
-_TOLD_LINES = 8
+_HISTORY_LINES = 8
 """Most recent events shown per running job; `fusion logs` shows all."""
 
 
@@ -53,7 +52,7 @@ def pool(home: Path, json_file: Path | None) -> None:
         figures = [
             {**_figures(*_parts(member)), "trusted": words.get(member.view.peer) == TRUSTED} for member in members
         ]
-        stories = [{"job": job.job, "state": job.state, "story": list(job.story[-_TOLD_LINES:])} for job in jobs]
+        stories = [{"job": job.job, "state": job.state, "story": list(job.story[-_HISTORY_LINES:])} for job in jobs]
         write_json(json_file, "pool", {"pool": name, "members": figures, "jobs": stories})
     if not members:
         console.line(
@@ -75,7 +74,7 @@ def pool(home: Path, json_file: Path | None) -> None:
         )
     for job in jobs:
         console.line(f"{job.job}, {job.step + 1} steps done; recent events:")
-        for entry in job.story[-_TOLD_LINES:]:
+        for entry in job.story[-_HISTORY_LINES:]:
             console.line(f"  {console.printable(entry)}")
 
 
@@ -104,11 +103,11 @@ def _words(home: Path, members: Sequence[Member]) -> dict[str, str]:
     path = home / TRUST_FILE
     if not path.exists():
         return {}
-    circle = CircleFile(path, time.time)
+    trust_list = CircleFile(path, time.time)
     words: dict[str, str] = {}
     for member in members:
         try:
-            circle.check(PeerId(member.view.peer), member.profile.endorsements)
+            trust_list.check(PeerId(member.view.peer), member.profile.endorsements)
             words[member.view.peer] = TRUSTED
         except TrustError as error:
             words[member.view.peer] = f"no: {error.message.rstrip('.')}"

@@ -13,8 +13,8 @@ import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.audit_view import facts, show_findings
-from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.audit import facts, show_findings
+from fusionai.cli.options import json_option, write_json
 from fusionai.primitives.privacy import LEVELS, STAYS, PrivacyLevel
 from fusionai.privacy.findings import Findings
 from fusionai.privacy.measured import ADVERSARIES, SENT, STANDS, Adversary, shipped, told

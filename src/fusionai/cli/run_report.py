@@ -10,30 +10,84 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from fusionai.cli.observation import Observation, own_hosts, shared_cores
-from fusionai.cli.tenures import BROKER, Tenures
-from fusionai.client.pool.fault_report import Episode, FaultStory, stages_in_words
+from fusionai.client.pool.faults import Episode, FaultReport, stages_in_words
+from fusionai.client.pool.job_process import Met, Noted
 from fusionai.client.training.demo import PROMPT, DemoEvent, DemoResult
-from fusionai.client.training.kills import Killed, Returned
-from fusionai.client.training.train import Met, Noted, Planned, TrainingResult
+from fusionai.client.training.kills import Killed, PeerReturned
+from fusionai.client.training.train import Planned, TrainingResult
 from fusionai.corpus.recipe import Recipe
 from fusionai.dashboard.report import write_report
-from fusionai.dashboard.report_data import Fault, PlanObservation, ReportData, StepSpans
+from fusionai.dashboard.report_data import PlanObservation, ReportData, ReportedFault, StepSpans, Tenure
+from fusionai.scheduling.problem.types import Plan
 from fusionai.training import progress
+
+_Part = Literal["stage", "guard", "away"]
+BROKER = ""
 
 
 @dataclass(slots=True)
-class RunStory:
+class Tenures:
+    """The tenures of a run. All times are seconds since its start, and calls must be in chronological order."""
+
+    _open: dict[tuple[str, _Part, int | None], float] = field(default_factory=dict)
+    _ended: list[Tenure] = field(default_factory=list)
+
+    def plan(self, plan: Plan, at_s: float) -> None:
+        """Start the tenures of a plan and end those that it lacks. The job owner's part (the loss) has no row."""
+        wanted: set[tuple[str, _Part, int | None]] = {
+            (stage.peer, "stage", stage.stage) for stage in plan.stages if "stage" in stage.roles
+        }
+        wanted |= {(guard.peer, "guard", guard.stage) for guard in plan.guards}
+        for key in [key for key in self._open if key[1] != "away" and key[0] != BROKER and key not in wanted]:
+            self._end(key, at_s)
+        for key in wanted:
+            self.back(key[0], at_s)
+            self._open.setdefault(key, at_s)
+
+    def broker(self, at_s: float) -> None:
+        """The broker is available from now on."""
+        self._open.setdefault((BROKER, "stage", None), at_s)
+
+    def lost(self, peer: str, at_s: float) -> None:
+        """End the peer's tenures. It is away until `back` or a plan that contains it."""
+        for key in [key for key in self._open if key[0] == peer and key[1] != "away"]:
+            self._end(key, at_s)
+        self._open.setdefault((peer, "away", None), at_s)
+
+    def back(self, peer: str, at_s: float) -> None:
+        if (peer, "away", None) in self._open:
+            self._end((peer, "away", None), at_s)
+
+    def until(self, end_s: float) -> tuple[Tenure, ...]:
+        """Return all tenures, cut off at `end_s`, in order of their starts."""
+        going = [self._tenure(key, since_s, end_s) for key, since_s in self._open.items()]
+        ended = [msgspec.structs.replace(one, to_s=min(one.to_s, end_s)) for one in self._ended]
+        shown = (one for one in (*ended, *going) if one.from_s < end_s)
+        return tuple(sorted(shown, key=lambda one: (one.from_s, one.peer, one.part, one.stage or 0)))
+
+    def _end(self, key: tuple[str, _Part, int | None], at_s: float) -> None:
+        self._ended.append(self._tenure(key, self._open.pop(key), at_s))
+
+    @staticmethod
+    def _tenure(key: tuple[str, _Part, int | None], from_s: float, to_s: float) -> Tenure:
+        peer, part, stage = key
+        return Tenure(peer=peer, part=part, stage=stage, from_s=from_s, to_s=max(from_s, to_s))
+
+
+@dataclass(slots=True)
+class RunReport:
     """Events of a run, from the first plan on. `data` returns None until there is a plan and a step."""
 
     now_s: Callable[[], float] = time.monotonic
     planned: Planned | None = None
     steps: list[progress.StepDone] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
-    faults: FaultStory = field(default_factory=FaultStory)
+    faults: FaultReport = field(default_factory=FaultReport)
     commits: list[tuple[float, int]] = field(default_factory=list)
     tenures: Tenures = field(default_factory=Tenures)
     observation: Observation = field(default_factory=Observation)
@@ -74,7 +128,7 @@ class RunStory:
                 self.tenures.lost(peer, self._at_s())
                 who = f"{name} (stage {kill.stage})" if peer else "the broker"
                 return (f"step {kill.step}: SIGKILL for {who}",)
-            case Returned(name=name, peer=peer):
+            case PeerReturned(name=name, peer=peer):
                 self.tenures.back(peer, self._at_s())
                 if peer:
                     return (f"{name} is restarted and rejoins the pool",)
@@ -180,12 +234,12 @@ class RunStory:
             status="done" if result.stopped is None else "stopped",
         )
 
-    def _fault(self, episode: Episode) -> Fault:
+    def _fault(self, episode: Episode) -> ReportedFault:
         who = self.faults.name(episode.peer) if episode.peer else "the broker"
         if episode.stages:
             held = "standby of " if episode.kind == "guard" else ""
             who += f", {held}{stages_in_words(episode.stages)}"
-        return Fault(
+        return ReportedFault(
             step=episode.step,
             at_s=episode.seen_s,
             who=who,
@@ -211,9 +265,9 @@ def configuration(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def write_demo_report(story: RunStory, recipe: Recipe, result: DemoResult, path: Path) -> None:
+def write_demo_report(run: RunReport, recipe: Recipe, result: DemoResult, path: Path) -> None:
     """Write the demo's report, with the plain reference run, the comparison of the checkpoint and the completion."""
-    data = story.data(recipe, result.training)
+    data = run.data(recipe, result.training)
     if data is None:
         return
     write_report(

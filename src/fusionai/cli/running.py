@@ -1,5 +1,7 @@
 """Runs commands that last until they are asked to stop, and handles Ctrl-C for them.
 
+Also notices the end of the process that started the command (`lifeline_option`).
+
 The first Ctrl-C (or SIGTERM) sets an event and the command ends cleanly. The second cancels all tasks, which still
 clean up. The third raises `KeyboardInterrupt` in code that does not return to the event loop. Only the third raises
 from the signal handler: an exception there may occur inside a library's fork hook, which prints it instead of passing
@@ -10,15 +12,41 @@ ended `ORPHAN_S` seconds later, its tasks are cancelled. `cli.broker`, `cli.join
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
+
+import click
 
 from fusionai.cli import console
-from fusionai.cli.lifeline import when_cut
 from fusionai.transport.event_loop import run
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_READ_BYTES: Final = 4096
+
+
+def lifeline_option(function: _Function) -> _Function:
+    """Give a command the hidden parameter `lifeline: bool`, for programs that start the command."""
+    return click.option("--lifeline", is_flag=True, hidden=True, help="End when standard input ends.")(function)
+
+
+def when_cut(tell: Callable[[], None]) -> None:
+    """Call `tell` in a new thread once standard input has ended. Input is discarded."""
+
+    def watch() -> None:
+        # `os.read` instead of `sys.stdin`: a thread blocked in Python's buffer would block the process's exit.
+        with suppress(OSError, ValueError):
+            while os.read(sys.stdin.fileno(), _READ_BYTES):
+                pass
+        tell()
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
 
 _Result = TypeVar("_Result")
 ORPHAN_S: Final = 10.0

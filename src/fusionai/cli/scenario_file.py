@@ -14,8 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from fusionai.cli.asked import Asked, problem_of
-from fusionai.cli.catalogue_file import read_toml
-from fusionai.cli.pool_file import PoolOnPaper, read_pool
+from fusionai.cli.pool_file import PoolOnPaper, read_pool, read_toml
 from fusionai.cli.serving_options import ServingOptions
 from fusionai.corpus.strict import convert
 from fusionai.ir.schema import Graph

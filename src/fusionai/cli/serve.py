@@ -20,24 +20,23 @@ from typing import TYPE_CHECKING, Final, Literal
 import click
 
 from fusionai.cli import console
-from fusionai.cli.json_output import json_option, write_json
-from fusionai.cli.lifeline import lifeline_option
-from fusionai.cli.options import home_option, own_part_options
-from fusionai.cli.privacy_view import privacy_figures, privacy_lines
-from fusionai.cli.running import run_until_stopped
+from fusionai.cli.options import home_option, json_option, own_part_options, write_json
+from fusionai.cli.plan_view import privacy_figures, privacy_lines
+from fusionai.cli.running import lifeline_option, run_until_stopped
 from fusionai.cli.serving_options import GuessCount, ServingOptions, serving_options
 from fusionai.primitives.errors import UsageError
 
 if TYPE_CHECKING:
-    from fusionai.cli.serving_observation import ServingObservation, ServingRow
-    from fusionai.client.serving.serve import Served, ServeEvent, ServeRequest
+    from fusionai.cli.serving_view import ServingObservation, ServingRow
+    from fusionai.client.serving.job import ServeRequest
+    from fusionai.client.serving.serve import Served, ServeEvent
     from fusionai.serving.speculating import Speculate
 
 PORT: Final = 8000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
+class ApiEndpoint:
     """Where the API listens and who may use it. `name`: the model's name for clients, None: its own name."""
 
     host: str
@@ -148,9 +147,9 @@ def serve(
         raise UsageError("--local starts its own pool: it can't be combined with --invite or --stages.")
     if draft is not None and speculate == "off":
         raise UsageError("--draft names a model that guesses: it can't be combined with --speculate off.")
-    from fusionai.cli.serving_observation import show_serving
-    from fusionai.client.serving.adapters import parse_adapters
-    from fusionai.client.serving.serve import ServeRequest
+    from fusionai.cli.serving_view import show_serving
+    from fusionai.client.serving.job import ServeRequest
+    from fusionai.client.serving.model import parse_adapters
 
     request = ServeRequest(
         model=model,
@@ -175,7 +174,7 @@ def serve(
     )
     if name is not None and any(name == adapter for adapter, _ in request.adapters):
         raise UsageError(f"an adapter has the same name as the model, {name!r}.", hint="Give it another name.")
-    door = Door(host=host, port=port, key_file=key_file, name=name)
+    door = ApiEndpoint(host=host, port=port, key_file=key_file, name=name)
 
     written: dict[str, object] = {}
 
@@ -216,7 +215,7 @@ def _guessed(ready: Served) -> float:
     return ready.engine.status.extra.get("accepted_tokens", 0.0)
 
 
-def figures(url: str, ready: Served, door: Door) -> dict[str, object]:
+def figures(url: str, ready: Served, door: ApiEndpoint) -> dict[str, object]:
     """Return what `--json` writes once the model is ready."""
     plan = ready.engine.deployment.plan
     return {
@@ -233,7 +232,7 @@ def figures(url: str, ready: Served, door: Door) -> dict[str, object]:
 
 async def run(
     request: ServeRequest,
-    door: Door,
+    door: ApiEndpoint,
     stop: asyncio.Event,
     on_ready: Callable[[str, Served], None],
     on_end: Callable[[Served, ServingObservation], None],
@@ -265,19 +264,18 @@ async def run(
 
 async def _serve(
     request: ServeRequest,
-    door: Door,
+    door: ApiEndpoint,
     stop: asyncio.Event,
     ready: asyncio.Event,
     on_event: Callable[[ServeEvent], None],
     on_ready: Callable[[str, Served], None],
     on_end: Callable[[Served, ServingObservation], None],
 ) -> None:
-    from fusionai.cli.serving_observation import ServingObservation
+    from fusionai.cli.serving_view import ServingObservation
     from fusionai.client.serving.serve import serving
     from fusionai.gateway import server
     from fusionai.gateway.app import make_app
-    from fusionai.gateway.config import GatewayConfig
-    from fusionai.gateway.keys import KeyRing
+    from fusionai.gateway.config import GatewayConfig, KeyRing
 
     keys = None if door.key_file is None else KeyRing.load(door.key_file)
     async with serving(request, on_event=on_event) as served:
@@ -305,7 +303,7 @@ async def _serve(
         on_end(served, observation)
 
 
-def _announce(url: str, ready: Served, door: Door) -> None:
+def _announce(url: str, ready: Served, door: ApiEndpoint) -> None:
     name = door.name or ready.model.files.name
     if ready.model.texts.template.is_plain:
         console.line(f"{name} has no chat template: chats are passed to it as lines of `role: text`.")
@@ -319,7 +317,7 @@ def _announce(url: str, ready: Served, door: Door) -> None:
     console.line(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'")
 
 
-def _check_door(door: Door) -> None:
+def _check_door(door: ApiEndpoint) -> None:
     """Check address, port and key file before the model is loaded, which takes minutes. Raises `UsageError`."""
     if door.key_file is not None and not door.key_file.is_file():
         raise UsageError(f"--api-key-file: there is no file {door.key_file}.")

@@ -14,9 +14,7 @@ import msgspec
 from fusionai.cli import console
 from fusionai.cli.pool_file import PoolOnPaper
 from fusionai.client.pool.job_trust import job_trust
-from fusionai.client.pool.near_links import near_links
-from fusionai.client.pool.owner import any_membership
-from fusionai.client.pool.session import PoolSession
+from fusionai.client.pool.session import PoolSession, any_membership, near_links
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Excluded, PeerProfile
@@ -77,7 +75,7 @@ def pool_profiles(home: Path, *, trusted: bool = False) -> PoolOnPaper:
 def this_machine(peer: PeerId) -> PeerProfile:
     """Measure this machine and return its profile as a job owner started here would have it, without its links."""
     from fusionai.backends.registry import open_backend
-    from fusionai.client.training.train import owner_profile
+    from fusionai.client.pool.job_process import owner_profile
 
     console.note("Measuring this machine, which as job owner would feed the job and compute its loss.")
     report = open_backend("torch", device="auto", threads=None).probe()

@@ -13,8 +13,8 @@ import msgspec
 
 from fusionai.cli import console
 from fusionai.cli.asked import captured
-from fusionai.cli.catalogue_file import catalogue_option, read_catalogue
-from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import json_option, write_json
+from fusionai.cli.pool_file import catalogue_option, read_catalogue
 from fusionai.cli.scenario_file import ScenarioOnPaper, read_scenario
 from fusionai.cli.simulate_view import (
     Simulated,

@@ -10,8 +10,7 @@ from pathlib import Path
 import click
 
 from fusionai.cli import console
-from fusionai.cli.json_output import json_option, write_json
-from fusionai.cli.options import home_option, own_part_options, privacy_option
+from fusionai.cli.options import home_option, json_option, own_part_options, privacy_option, write_json
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.privacy import PrivacyLevel
 
@@ -35,7 +34,7 @@ def train(
 
     After an interruption or a stop, run the same command again to resume."""
     from fusionai.cli.observation import show_observation
-    from fusionai.cli.run_report import RunStory
+    from fusionai.cli.run_report import RunReport
     from fusionai.cli.watch import Watch
     from fusionai.client.training.train import RunEvent, TrainOptions
     from fusionai.client.training.train import train as run
@@ -50,11 +49,11 @@ def train(
 
         train_with_replicas(loaded, loaded.replicas, options, json_file)
         return
-    story = RunStory()
-    with Watch(loaded.job.name, loaded.job.steps, story.faults) as watch:
+    run_report = RunReport()
+    with Watch(loaded.job.name, loaded.job.steps, run_report.faults) as watch:
 
         def seen(event: RunEvent) -> None:
-            watch(event, story.see(event))
+            watch(event, run_report.see(event))
 
         result = run_until_stopped(lambda stop: run(loaded, options, on_event=seen, stop=stop))
     state = "done" if result.stopped is None else f"stopped ({result.stopped}); the same command resumes"
@@ -65,13 +64,13 @@ def train(
         console.line(f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}")
     for one in result.tolerant_takeovers:
         stages = ", ".join(str(stage) for stage in one.stages)
-        who = ", ".join(story.faults.name(peer) for peer in one.peers)
+        who = ", ".join(run_report.faults.name(peer) for peer in one.peers)
         console.line(
             f"from step {one.step + 1} on, machines with other numerics computed stage {stages} ({who}): tolerant "
             f"takeover, losses within {one.tolerance:g} of those of the machines before"
         )
-    show_observation(story.observed(), story.names(), story.shared_cores())
-    if (checks := story.checks()) is not None:
+    show_observation(run_report.observed(), run_report.names(), run_report.shared_cores())
+    if (checks := run_report.checks()) is not None:
         console.line(
             f"spot checks: {checks['checked_tasks']} of {checks['tasks']} tasks of stages with a warm standby were "
             "recomputed on another machine, with the same results"
@@ -80,7 +79,7 @@ def train(
         console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
     if result.best is not None and result.best_checkpoint is not None:
         console.line(f"best: step {result.best.step}, evaluation loss {result.best.loss:.4f}: {result.best_checkpoint}")
-    data = story.data(loaded, result)
+    data = run_report.data(loaded, result)
     if data is not None and loaded.output.report:
         write_report(data, result.directory / "report.html")
         console.line(f"report: {result.directory / 'report.html'}")
@@ -93,7 +92,7 @@ def train(
                 "steps": result.steps,
                 "stopped": result.stopped,
                 "losses": result.losses,
-                "evaluations": [{"step": step, "loss": loss} for step, loss in story.evaluations],
+                "evaluations": [{"step": step, "loss": loss} for step, loss in run_report.evaluations],
                 "checkpoint": result.checkpoint,
                 "best": None
                 if result.best is None
@@ -102,9 +101,9 @@ def train(
                 "directory": result.directory,
                 "faults": result.faults,
                 "tolerant_takeovers": result.tolerant_takeovers,
-                "checks": story.checks(),
-                "observed": story.observed(),
-                "shared_cores": story.shared_cores() or None,
-                "plan": None if story.planned is None else story.planned.plan,
+                "checks": run_report.checks(),
+                "observed": run_report.observed(),
+                "shared_cores": run_report.shared_cores() or None,
+                "plan": None if run_report.planned is None else run_report.planned.plan,
             },
         )

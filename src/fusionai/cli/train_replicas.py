@@ -1,6 +1,6 @@
 """`fusion train` for a recipe with `[replicas]`: several pipelines at once, with a live view and a report for each.
 
-Prints and writes the results. `client.training.replicas` runs the job, `dashboard.replicas_view` draws the live view;
+Prints and writes the results. `client.training.replicas` runs the job, `dashboard.live` draws the live view;
 `cli.train` does the same for one pipeline.
 """
 
@@ -13,15 +13,16 @@ from statistics import fmean
 from types import TracebackType
 
 from fusionai.cli import console
-from fusionai.cli.json_output import write_json
 from fusionai.cli.observation import show_observation
-from fusionai.cli.run_report import RunStory
+from fusionai.cli.options import write_json
+from fusionai.cli.run_report import RunReport
 from fusionai.cli.running import run_until_stopped
+from fusionai.client.pool.job_process import Noted
 from fusionai.client.training.replicas import InReplica, ReplicasEvent, ReplicasResult, train_replicas
-from fusionai.client.training.train import Noted, Planned, RunEvent, TrainingResult, TrainOptions
+from fusionai.client.training.train import Planned, RunEvent, TrainingResult, TrainOptions
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.tables import Replicas
-from fusionai.dashboard.replicas_view import ReplicasView
+from fusionai.dashboard.live import ReplicasView
 from fusionai.dashboard.report import write_report
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.problem.types import Plan
@@ -45,17 +46,17 @@ def train_with_replicas(recipe: Recipe, replicas: Replicas, options: TrainOption
         console.line(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} (mean of the replicas)")
     for number, reason in result.failed.items():
         console.line(f"replica {number} failed: {reason}")
-    for number, story in watch.stories.items():
-        if observed := story.observed():
+    for number, run_report in watch.reports.items():
+        if observed := run_report.observed():
             console.line(f"replica {number}:")
-            show_observation(observed, story.names(), story.shared_cores())
+            show_observation(observed, run_report.names(), run_report.shared_cores())
     exchange = _exchange(result)
     if result.rounds:
         console.line(str(exchange["sentence"]))
     if result.checkpoint is not None:
         console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
     if recipe.output.report:
-        _write_reports(recipe, result, watch.stories)
+        _write_reports(recipe, result, watch.reports)
     if json_file is not None:
         write_json(
             json_file,
@@ -70,14 +71,14 @@ def train_with_replicas(recipe: Recipe, replicas: Replicas, options: TrainOption
                 "exchange": exchange,
                 "failed": result.failed,
                 "replicas": [
-                    _figures(number, one, firsts[number], watch.story(number))
+                    _figures(number, one, firsts[number], watch.report_of(number))
                     for number, one in result.replicas.items()
                 ],
             },
         )
 
 
-def _figures(number: int, result: TrainingResult, first_step: int, story: RunStory) -> dict[str, object]:
+def _figures(number: int, result: TrainingResult, first_step: int, run_report: RunReport) -> dict[str, object]:
     return {
         "replica": number,
         "job": result.job,
@@ -85,12 +86,12 @@ def _figures(number: int, result: TrainingResult, first_step: int, story: RunSto
         "steps": result.steps,
         "stopped": result.stopped,
         "losses": result.losses,
-        "evaluations": [{"step": step, "loss": loss} for step, loss in story.evaluations],
+        "evaluations": [{"step": step, "loss": loss} for step, loss in run_report.evaluations],
         "checkpoint": result.checkpoint,
         "directory": result.directory,
         "faults": result.faults,
-        "observed": story.observed(),
-        "plan": None if story.planned is None else story.planned.plan,
+        "observed": run_report.observed(),
+        "plan": None if run_report.planned is None else run_report.planned.plan,
     }
 
 
@@ -117,20 +118,20 @@ def _exchange(result: ReplicasResult) -> dict[str, object]:
     }
 
 
-def _write_reports(recipe: Recipe, result: ReplicasResult, stories: Mapping[int, RunStory]) -> None:
+def _write_reports(recipe: Recipe, result: ReplicasResult, reports: Mapping[int, RunReport]) -> None:
     for number, one in result.replicas.items():
-        if number in stories and (data := stories[number].data(recipe, one)) is not None:
+        if number in reports and (data := reports[number].data(recipe, one)) is not None:
             write_report(data, one.directory / "report.html")
             console.line(f"report of replica {number}: {one.directory / 'report.html'}")
 
 
 @dataclass(slots=True)
 class _Watch:
-    """Shows events and collects the stories of all replicas."""
+    """Shows events and collects the run reports of all replicas."""
 
     recipe: Recipe
     replicas: Replicas
-    stories: dict[int, RunStory] = field(default_factory=dict[int, RunStory])
+    reports: dict[int, RunReport] = field(default_factory=dict[int, RunReport])
     _firsts: dict[int, int] = field(default_factory=dict[int, int])
     """First step of the job that each replica took, by its number."""
     _view: ReplicasView | None = None
@@ -146,8 +147,8 @@ class _Watch:
         if self._view is not None:
             self._view.__exit__(kind, problem, trace)
 
-    def story(self, number: int) -> RunStory:
-        return self.stories.setdefault(number, RunStory())
+    def report_of(self, number: int) -> RunReport:
+        return self.reports.setdefault(number, RunReport())
 
     def see(self, event: ReplicasEvent) -> None:
         assert self._view is not None
@@ -162,20 +163,20 @@ class _Watch:
                     f"round {number}: {len(jobs)}{missing} replicas synchronised{behind} ({format_bytes(nbytes)})"
                 )
             case InReplica(number=number, event=inner):
-                story = self.story(number)
-                for text in story.see(inner):
+                run_report = self.report_of(number)
+                for text in run_report.see(inner):
                     self._view.note(console.printable(f"replica {number}: {text}"))
-                self._see(self._view, number, inner, story)
+                self._see(self._view, number, inner, run_report)
 
-    def _see(self, view: ReplicasView, number: int, event: RunEvent, story: RunStory) -> None:
+    def _see(self, view: ReplicasView, number: int, event: RunEvent, run_report: RunReport) -> None:
         match event:
             case Noted(text=text):
                 view.note(console.printable(f"replica {number}: {text}"))
             case Planned(plan=plan, first_step=first_step):
                 self._firsts[number] = first_step
-                view.machines(number, console.printable(_machines(plan, story)))
+                view.machines(number, console.printable(_machines(plan, run_report)))
             case progress.PlanChanged(plan=plan):
-                view.machines(number, console.printable(_machines(plan, story)))
+                view.machines(number, console.printable(_machines(plan, run_report)))
             case progress.StepDone(record=record, replayed=False):
                 over = self._firsts.get(number, 0) + record.step + 1
                 view.step(number, over, loss=record.loss, tokens_per_s=event.tokens_per_s, step_s=event.step_s)
@@ -191,7 +192,7 @@ class _Watch:
                 pass
 
 
-def _machines(plan: Plan, story: RunStory) -> str:
-    names = [story.faults.name(stage.peer) for stage in plan.stages if stage.peer != plan.feed]
-    guards = {story.faults.name(guard.peer): None for guard in plan.guards}
+def _machines(plan: Plan, run_report: RunReport) -> str:
+    names = [run_report.faults.name(stage.peer) for stage in plan.stages if stage.peer != plan.feed]
+    guards = {run_report.faults.name(guard.peer): None for guard in plan.guards}
     return ", ".join(names) + (f" (standbys: {', '.join(guards)})" if guards else "")

@@ -17,8 +17,7 @@ import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.json_output import json_option, write_json
-from fusionai.cli.options import home_option
+from fusionai.cli.options import home_option, json_option, write_json
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
 from fusionai.transport.identity import KEY_FILE, load_identity, public_bytes, public_key_of
@@ -77,9 +76,9 @@ def key(home: Path, json_file: Path | None) -> None:
 def add(signing_key: str, name: str, home: Path) -> None:
     """Trust SIGNING_KEY: members that it endorses may run this machine's `trusted` jobs."""
     text = key_text(parse_key(signing_key))
-    circle = _circle(home)
-    others = tuple(one for one in circle.signers if one.key != text)
-    _keep(home, msgspec.structs.replace(circle, signers=(*others, Signer(text, name[:64]))))
+    trust_list = _trust_list(home)
+    others = tuple(one for one in trust_list.signers if one.key != text)
+    _keep(home, msgspec.structs.replace(trust_list, signers=(*others, Signer(text, name[:64]))))
     console.line(f"Trusted here: {text}{f' ({name})' if name else ''}.")
 
 
@@ -89,11 +88,11 @@ def add(signing_key: str, name: str, home: Path) -> None:
 def remove(signing_key: str, home: Path) -> None:
     """Stop trusting SIGNING_KEY: its endorsements no longer count here, with immediate effect."""
     text = key_text(parse_key(signing_key))
-    circle = _circle(home)
-    rest = tuple(one for one in circle.signers if one.key != text)
-    if len(rest) == len(circle.signers):
+    trust_list = _trust_list(home)
+    rest = tuple(one for one in trust_list.signers if one.key != text)
+    if len(rest) == len(trust_list.signers):
         raise UsageError(f"{text} is not trusted here.", hint="`fusion trust list` shows the trusted keys.")
-    _keep(home, msgspec.structs.replace(circle, signers=rest))
+    _keep(home, msgspec.structs.replace(trust_list, signers=rest))
     console.line(f"No longer trusted: {text}.")
 
 
@@ -112,8 +111,8 @@ def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) ->
     it also counts for others who trust this signing key."""
     member = _peer(peer)
     signer = _own_key(home)
-    circle = _circle(home)
-    if any(one.peer == member for one in circle.revoked):
+    trust_list = _trust_list(home)
+    if any(one.peer == member for one in trust_list.revoked):
         raise UsageError(f"{short(member)} is revoked here.", hint=f"Run `fusion trust revoke --undo {member}` first.")
     private = signing_key(home, make=False)
     if private is None:
@@ -126,7 +125,7 @@ def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) ->
         lifetime_s=days * DAY_S,
         serial=secrets.token_bytes(16),
     )
-    _keep(home, msgspec.structs.replace(circle, endorsements=(data, *circle.endorsements)))
+    _keep(home, msgspec.structs.replace(trust_list, endorsements=(data, *trust_list.endorsements)))
     if json_file is not None:
         write_json(json_file, "trust", {"peer": member, "signing_key": signer, "endorsement": line_of(data)})
     console.line(
@@ -159,17 +158,17 @@ def revoke(peer: str, undo: bool, home: Path) -> None:
 
     Running jobs exclude it within seconds. Other machines that trust PEER must revoke it themselves."""
     member = _peer(peer)
-    circle = _circle(home)
-    rest = tuple(one for one in circle.revoked if one.peer != member)
+    trust_list = _trust_list(home)
+    rest = tuple(one for one in trust_list.revoked if one.peer != member)
     if undo:
-        if len(rest) == len(circle.revoked):
+        if len(rest) == len(trust_list.revoked):
             raise UsageError(
                 f"{short(member)} is not revoked here.", hint="`fusion trust list` shows the revoked machines."
             )
-        _keep(home, msgspec.structs.replace(circle, revoked=rest))
+        _keep(home, msgspec.structs.replace(trust_list, revoked=rest))
         console.line(f"No longer revoked: {member}; its valid endorsements count again.")
         return
-    _keep(home, msgspec.structs.replace(circle, revoked=(*rest, Revoked(member, int(time.time())))))
+    _keep(home, msgspec.structs.replace(trust_list, revoked=(*rest, Revoked(member, int(time.time())))))
     console.line(f"Revoked: {member}.")
 
 
@@ -178,45 +177,45 @@ def revoke(peer: str, undo: bool, home: Path) -> None:
 @json_option
 def show(home: Path, json_file: Path | None) -> None:
     """List the trusted signing keys, the endorsements known here, and the revoked machines."""
-    circle = _circle(home)
-    rows = [_row(circle, data) for data in circle.endorsements]
+    trust_list = _trust_list(home)
+    rows = [_row(trust_list, data) for data in trust_list.endorsements]
     if json_file is not None:
         write_json(
             json_file,
             "trust",
             {
-                "signing_keys": [{"key": one.key, "name": one.name} for one in circle.signers],
+                "signing_keys": [{"key": one.key, "name": one.name} for one in trust_list.signers],
                 "endorsements": [
                     {"peer": peer, "name": name, "by": by, "state": state} for peer, name, by, state in rows
                 ],
-                "revoked": [{"peer": one.peer, "at_s": one.at_s} for one in circle.revoked],
+                "revoked": [{"peer": one.peer, "at_s": one.at_s} for one in trust_list.revoked],
             },
         )
-    if not circle.signers:
+    if not trust_list.signers:
         console.line("No signing key is trusted here, so `trusted` jobs find no peers. Start with `fusion trust key`.")
-    for one in circle.signers:
+    for one in trust_list.signers:
         console.line(f"trusted to sign: {one.key}{f' ({console.printable(one.name)})' if one.name else ''}")
     if rows:
         console.table(("peer", "name", "endorsed by", "state"), rows)
-    for gone in circle.revoked:
+    for gone in trust_list.revoked:
         console.line(f"revoked since {_date(gone.at_s)}: {gone.peer}")
 
 
-def _row(circle: Circle, data: bytes) -> tuple[str, str, str, str]:
+def _row(trust_list: Circle, data: bytes) -> tuple[str, str, str, str]:
     statement = read_endorsement(data)
     return (
         statement.peer,
         console.printable(statement.name),
-        console.printable(circle.name_of(statement.signer)),
-        _state(circle, data, statement),
+        console.printable(trust_list.name_of(statement.signer)),
+        _state(trust_list, data, statement),
     )
 
 
-def _state(circle: Circle, data: bytes, statement: Endorsement) -> str:
-    if any(one.peer == statement.peer for one in circle.revoked):
+def _state(trust_list: Circle, data: bytes, statement: Endorsement) -> str:
+    if any(one.peer == statement.peer for one in trust_list.revoked):
         return "revoked"
     try:
-        verify_endorsement(data, circle.keys, peer=PeerId(statement.peer), now_wall_s=time.time())
+        verify_endorsement(data, trust_list.keys, peer=PeerId(statement.peer), now_wall_s=time.time())
     except TrustError as error:
         return error.message
     return f"valid until {_date(statement.not_after_s)}"
@@ -230,19 +229,19 @@ def _own_key(home: Path) -> str:
         raise UsageError(f"no signing key could be created in {home}.")
     text = key_text(public_bytes(private.public_key()))
     if known is None:
-        circle = _circle(home)
-        _keep(home, msgspec.structs.replace(circle, signers=(*circle.signers, Signer(text, OWN_NAME))))
+        trust_list = _trust_list(home)
+        _keep(home, msgspec.structs.replace(trust_list, signers=(*trust_list.signers, Signer(text, OWN_NAME))))
     return text
 
 
-def _circle(home: Path) -> Circle:
+def _trust_list(home: Path) -> Circle:
     """Return the trust list of `home`, or an empty one. Raises if the file can't be read, so that it is kept."""
     path = home / TRUST_FILE
     return load_circle(path) if path.exists() else Circle()
 
 
-def _keep(home: Path, circle: Circle) -> None:
-    keep_circle(home / TRUST_FILE, circle)
+def _keep(home: Path, trust_list: Circle) -> None:
+    keep_circle(home / TRUST_FILE, trust_list)
 
 
 def _peer(text: str) -> PeerId:

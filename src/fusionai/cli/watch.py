@@ -11,11 +11,12 @@ from types import TracebackType
 from rich.console import Console
 
 from fusionai.cli import console
-from fusionai.cli.privacy_view import privacy_lines
-from fusionai.client.pool.fault_report import FaultStory
+from fusionai.cli.plan_view import privacy_lines
+from fusionai.client.pool.faults import FaultReport
+from fusionai.client.pool.job_process import Noted
 from fusionai.client.training.demo import DemoEvent
-from fusionai.client.training.kills import Killed, Returned
-from fusionai.client.training.train import Noted, Planned
+from fusionai.client.training.kills import Killed, PeerReturned
+from fusionai.client.training.train import Planned
 from fusionai.dashboard.live import FaultLine, StepUpdate, TrainingView
 from fusionai.primitives.units import format_count, format_seconds
 from fusionai.scheduling.problem.levers import savings
@@ -28,9 +29,9 @@ from fusionai.training.progress import StepDone
 class Watch:
     """Callable with every event and the lines to print about faults. As a context manager it closes the live view.
 
-    `faults`: the story of faults, which must have seen an event before this is called with it."""
+    `faults`: the report of faults, which must have seen an event before this is called with it."""
 
-    def __init__(self, title: str, total_steps: int, faults: FaultStory) -> None:
+    def __init__(self, title: str, total_steps: int, faults: FaultReport) -> None:
         self._title = title
         self._total_steps = total_steps
         self._faults = faults
@@ -87,7 +88,7 @@ class Watch:
             )
             for episode in self._faults.episodes
         ]
-        if isinstance(event, Killed | Returned | progress.Waiting):  # not part of the time line
+        if isinstance(event, Killed | PeerReturned | progress.Waiting):  # not part of the time line
             self._view.faults(lines, ())
             for text in said:
                 self._view.note(text)

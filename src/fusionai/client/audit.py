@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from fusionai.corpus import python_library
 from fusionai.corpus.tables import LocalTokenizer
-from fusionai.corpus.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from fusionai.corpus.tokens import Tokenizer, load_tokenizer, train_tokenizer
 from fusionai.execution.training.codecs import pack, unpack
 from fusionai.primitives.errors import ModelError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel

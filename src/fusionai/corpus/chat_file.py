@@ -11,24 +11,147 @@ A key covers the data's content and every setting that changes the tokens, so a 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from fusionai.corpus.bad_rows import BadRow, BadRows, RowError, check_bad_rows
-from fusionai.corpus.chat_parts import ChatPart, Parts, PartWriters, open_part
-from fusionai.corpus.chat_tokens import TEMPLATE_FILE, ChatEncoder, ChatWriter, Written, read_template
+from fusionai.corpus.chat_tokens import TEMPLATE_FILE, ChatEncoder, ChatTokens, ChatWriter, WrittenTokens, read_template
 from fusionai.corpus.conversations import KEYS, conversation_of
-from fusionai.corpus.files import find_files, fingerprint
-from fusionai.corpus.split import Split
+from fusionai.corpus.files import BadRow, BadRows, RowError, check_bad_rows, find_files, fingerprint
+from fusionai.corpus.order import Split
 from fusionai.corpus.tables import ChatData, FileData, HubData, HubTokenizer, LocalTokenizer, TrainTokenizer
 from fusionai.corpus.text import open_dataset, rows_of
-from fusionai.corpus.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from fusionai.corpus.tokens import Tokenizer, load_tokenizer, train_tokenizer
 from fusionai.primitives.errors import StorageError
 from fusionai.storage.atomic import storage_errors, whole_directory, write_atomic
+
+_Number = TypeVar("_Number", np.uint32, np.uint8, np.int64)
+_KINDS: Final = ("bin", "labels.bin", "ends.bin")
+
+
+class PartCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Number of conversations in a part, of their tokens, and of the tokens that are trained."""
+
+    conversations: int
+    tokens: int
+    labels: int
+
+
+class ChatParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`truncated`: conversations cut at their end; `dropped`: left out because of their length; `unanswered`: left out
+    because no label remained. `fingerprint`: SHA-256 over all files."""
+
+    train: PartCounts
+    evaluation: PartCounts
+    truncated: int
+    dropped: int
+    unanswered: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPart:
+    """Read-only memory-mapped arrays: tokens [n], labels [n] (1: trained), end of each conversation [m]."""
+
+    tokens: npt.NDArray[np.uint32]
+    labels: npt.NDArray[np.uint8]
+    ends: npt.NDArray[np.int64]
+
+
+class PartWriters:
+    """Appends conversations to the part that the split assigns."""
+
+    def __init__(self, directory: Path, data: ChatData, split: Split) -> None:
+        self._most = data.sequence_length
+        self._drops = data.too_long == "drop"
+        self._split = split
+        self._files: tuple[dict[str, BinaryIO], ...] = tuple(
+            {kind: (directory / f"{part}.{kind}").open("wb") for kind in _KINDS} for part in ("train", "evaluation")
+        )
+        self._hashes = [{kind: hashlib.sha256() for kind in _KINDS} for _ in self._files]
+        self._counts = [[0, 0, 0], [0, 0, 0]]
+        self._seen = self._truncated = self._dropped = self._unanswered = 0
+
+    def __enter__(self) -> PartWriters:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for files in self._files:
+            for file in files.values():
+                file.close()
+
+    def add(self, conversation: ChatTokens) -> None:
+        part = int(self._split.is_evaluation(self._seen))
+        self._seen += 1
+        ids, trained = conversation.ids, conversation.trained
+        if len(ids) > self._most:
+            if self._drops:
+                self._dropped += 1
+                return
+            self._truncated += 1
+            ids, trained = ids[: self._most], trained[: self._most]
+        if not trained.any():
+            self._unanswered += 1
+            return
+        counts = self._counts[part]
+        for index, more in enumerate((1, len(ids), int(trained.sum()))):
+            counts[index] += more
+        self._append(part, "bin", ids.tobytes())
+        self._append(part, "labels.bin", trained.astype("u1").tobytes())
+        self._append(part, "ends.bin", np.int64(counts[1]).astype("<i8").tobytes())
+
+    def close(self) -> ChatParts:
+        """Flush to disk and return the counts."""
+        for files in self._files:
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
+        train, evaluation = (
+            PartCounts(conversations=conversations, tokens=tokens, labels=labels)
+            for conversations, tokens, labels in self._counts
+        )
+        digests = b"".join(digest.digest() for hashes in self._hashes for digest in hashes.values())
+        return ChatParts(
+            train=train,
+            evaluation=evaluation,
+            truncated=self._truncated,
+            dropped=self._dropped,
+            unanswered=self._unanswered,
+            fingerprint=hashlib.sha256(digests).hexdigest(),
+        )
+
+    def _append(self, part: int, kind: str, content: bytes) -> None:
+        self._files[part][kind].write(content)
+        self._hashes[part][kind].update(content)
+
+
+def open_part(stem: Path, counts: PartCounts) -> ChatPart:
+    """Map the files that begin with `stem`. Raises `StorageError` if their sizes differ from `counts`."""
+    return ChatPart(
+        tokens=_mapped(stem, "bin", np.dtype("<u4"), counts.tokens),
+        labels=_mapped(stem, "labels.bin", np.dtype("u1"), counts.tokens),
+        ends=_mapped(stem, "ends.bin", np.dtype("<i8"), counts.conversations),
+    )
+
+
+def _mapped(stem: Path, kind: str, dtype: np.dtype[_Number], entries: int) -> npt.NDArray[_Number]:
+    path = stem.with_name(f"{stem.name}.{kind}")
+    expected = entries * dtype.itemsize
+    with storage_errors(path, "read"):
+        size = path.stat().st_size
+    if size != expected:
+        raise StorageError(
+            f"{path} is damaged: expected {expected} bytes, got {size}.",
+            hint=f"Delete {path.parent}; the next run makes it again.",
+        )
+    return np.memmap(path, dtype=dtype, mode="r") if entries else np.zeros(0, dtype=dtype)
+
 
 Progress = Callable[[str, int], None]
 
@@ -47,7 +170,7 @@ class ChatManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     bad_rows: int
     first_bad: tuple[BadRow, ...]
     plain: bool
-    written: Parts
+    written: ChatParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +231,7 @@ class _Reading:
     def bad_rows(self) -> BadRows:
         return BadRows(self._data.bad_rows, self._listing)
 
-    def written(self, writer: ChatWriter, what: str, bad: BadRows) -> Iterator[Written]:
+    def written(self, writer: ChatWriter, what: str, bad: BadRows) -> Iterator[WrittenTokens]:
         """Yield every conversation as text, without invalid rows. Raises `DataError` if there are too many of those."""
         for place, row in rows_of(self._data.source, KEYS[self._data.layout]):
             try:
@@ -176,9 +299,9 @@ def _write(
         write_atomic(partial / "manifest.json", msgspec.json.encode(manifest))
 
 
-def _batches(conversations: Iterator[Written]) -> Iterator[list[Written]]:
+def _batches(conversations: Iterator[WrittenTokens]) -> Iterator[list[WrittenTokens]]:
     """Batches large enough to keep all cores busy, small enough for memory."""
-    batch: list[Written] = []
+    batch: list[WrittenTokens] = []
     characters = 0
     for written in conversations:
         batch.append(written)

@@ -16,14 +16,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.corpus.chat_file import ChatFile, ChatManifest
-from fusionai.corpus.chat_parts import ChatPart
-from fusionai.corpus.masking import IGNORED
+from fusionai.corpus.chat_file import ChatFile, ChatManifest, ChatPart
 from fusionai.corpus.order import ALONE, Deal, SampleOrder, evaluation_samples
 from fusionai.corpus.recipe import Recipe
-from fusionai.corpus.row_packing import packed
+from fusionai.corpus.rows import IGNORED, packed
 from fusionai.corpus.tables import ChatData
-from fusionai.corpus.tokenizer import Tokenizer
+from fusionai.corpus.tokens import Tokenizer
 from fusionai.primitives.errors import DataError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 

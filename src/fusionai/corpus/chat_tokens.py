@@ -18,10 +18,10 @@ import numpy.typing as npt
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Engine
 
-from fusionai.corpus.bad_rows import RowError
-from fusionai.corpus.conversations import Conversation
+from fusionai.corpus.conversations import ChatConversation
+from fusionai.corpus.files import RowError
 from fusionai.corpus.templates import ConversationError, chat_templates, special_texts
-from fusionai.corpus.tokenizer import Tokenizer
+from fusionai.corpus.tokens import Tokenizer
 from fusionai.primitives.errors import DataError, ModelError
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -31,7 +31,7 @@ _LEAD: Final = "\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenTokens:
     """A conversation as text: (text, whether names of special tokens in it are those tokens), and the character spans
     of the trained answers in the joined text. `ends`: the end-of-text token follows."""
 
@@ -89,7 +89,7 @@ class ChatWriter:
         """True if there is no template."""
         return self._plain.is_plain
 
-    def write(self, conversation: Conversation) -> Written:
+    def write(self, conversation: ChatConversation) -> WrittenTokens:
         """Render a conversation. Raises `RowError` if the template does not accept it."""
         template = self._with_tools if conversation.tools else self._plain
         messages, answers = conversation.messages, conversation.answers
@@ -103,7 +103,7 @@ class ChatWriter:
             spans = [(0, sum(len(text) for text, _ in pieces))]
         # Text written without a template has no mark at the end of an answer.
         ends = template.is_plain and (self._all or len(messages) - 1 in answers)
-        return Written(tuple(pieces), tuple(spans), ends)
+        return WrittenTokens(tuple(pieces), tuple(spans), ends)
 
 
 class ChatEncoder:
@@ -118,7 +118,7 @@ class ChatEncoder:
         self._plain.encode_special_tokens = True
         self._tokenizer = tokenizer
 
-    def encode(self, conversations: Sequence[Written]) -> list[ChatTokens]:
+    def encode(self, conversations: Sequence[WrittenTokens]) -> list[ChatTokens]:
         """Tokens of the conversations in order; uses all cores."""
         firsts = self._trusting.encode_batch(
             [one.pieces[0][0] if one.pieces and one.pieces[0][1] else "" for one in conversations],
@@ -126,7 +126,7 @@ class ChatEncoder:
         )
         return [self._one(written, first) for written, first in zip(conversations, firsts, strict=True)]
 
-    def _one(self, written: Written, first: Encoding) -> ChatTokens:
+    def _one(self, written: WrittenTokens, first: Encoding) -> ChatTokens:
         ids: list[int] = []
         trained: list[bool] = []
         at = 0

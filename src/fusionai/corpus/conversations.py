@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from fusionai.corpus.bad_rows import RowError
+from fusionai.corpus.files import RowError
 from fusionai.corpus.strict import kind_word, nearest
 
 Layout = Literal["chat", "instructions"]
@@ -28,7 +28,7 @@ _OTHER_NAMES: Final = {"human": "user", "gpt": "assistant", "bot": "assistant", 
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ChatConversation:
     """`messages`: in the form that templates read. `answers`: indices of those that are trained, at least one."""
 
     messages: tuple[dict[str, Any], ...]
@@ -36,7 +36,7 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
 
 
-def conversation_of(row: Mapping[str, object], layout: Layout) -> Conversation:
+def conversation_of(row: Mapping[str, object], layout: Layout) -> ChatConversation:
     """Convert a row. Raises `RowError` if it is invalid."""
     match layout:
         case "chat":
@@ -51,7 +51,7 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [_for_template(message) for message in messages]
 
 
-def _chat(row: Mapping[str, object]) -> Conversation:
+def _chat(row: Mapping[str, object]) -> ChatConversation:
     if "messages" not in row:
         raise RowError(f"expected the key 'messages'; {nearest('messages', row)}")
     messages, tools = row["messages"], row.get("tools")
@@ -67,7 +67,7 @@ def _chat(row: Mapping[str, object]) -> Conversation:
     if not answers:
         raise RowError("expected an answer (a message of role 'assistant', its weight not 0), got none.")
     plain = [{name: value for name, value in message.items() if name != "weight"} for message in checked]
-    return Conversation(tuple(for_template(plain)), answers, tuple(tools or ()))
+    return ChatConversation(tuple(for_template(plain)), answers, tuple(tools or ()))
 
 
 def _message(message: object, number: int) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _message(message: object, number: int) -> dict[str, Any]:
     return {**said, "weight": weight}
 
 
-def _instruction(row: Mapping[str, object]) -> Conversation:
+def _instruction(row: Mapping[str, object]) -> ChatConversation:
     for key in ("instruction", "output"):
         if key not in row:
             raise RowError(f"expected the key {key!r}; {nearest(key, row)}")
@@ -116,7 +116,7 @@ def _instruction(row: Mapping[str, object]) -> Conversation:
         texts[key] = value
     asked = f"{texts['instruction']}\n\n{texts['input']}" if texts["input"].strip() else texts["instruction"]
     messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]})
-    return Conversation(messages, frozenset({1}))
+    return ChatConversation(messages, frozenset({1}))
 
 
 def _role_word(role: object) -> str:

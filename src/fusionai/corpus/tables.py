@@ -106,7 +106,7 @@ class HubTokenizer(_Table, frozen=True, kw_only=True, tag="hub"):
 # ------------------------------------------------------------------------------------------------------- tables
 
 
-class Job(_Table, frozen=True, kw_only=True):
+class JobTable(_Table, frozen=True, kw_only=True):
     """`steps`: optimizer updates; `checkpoint_every`: updates between checkpoints (0: one at the end). `directory`: for
     everything the job writes."""
 
@@ -282,7 +282,7 @@ class KnownAdapter(_Table, frozen=True, kw_only=True, tag="start"):
 Adapter = NewAdapter | KnownAdapter
 
 
-class Evaluation(_Table, frozen=True, kw_only=True):
+class EvaluationTable(_Table, frozen=True, kw_only=True):
     """Evaluates `batches` microbatches of the evaluation part every `every` steps (0: only at the end). `patience`:
     number of evaluations without an improvement of at least `minimum_improvement` after which the job ends.
     `keep_best`: make and keep a checkpoint of the lowest loss; by default if `patience` is set."""
@@ -298,7 +298,7 @@ class Evaluation(_Table, frozen=True, kw_only=True):
         return self.patience is not None if self.keep_best is None else self.keep_best
 
 
-class Placement(_Table, frozen=True, kw_only=True):
+class PlacementTable(_Table, frozen=True, kw_only=True):
     """Constraints for the planner. Peers are named by id or by name."""
 
     stages: Annotated[int, Meta(ge=1, le=1024)] | None = None
@@ -390,7 +390,7 @@ class Privacy(_Table, frozen=True, kw_only=True):
     confidential: bool = False
 
 
-class Output(_Table, frozen=True, kw_only=True):
+class OutputTable(_Table, frozen=True, kw_only=True):
     """Optional files besides checkpoints and telemetry."""
 
     tensorboard: bool = True
@@ -400,14 +400,14 @@ class Output(_Table, frozen=True, kw_only=True):
 class RecipeTables(_Table, frozen=True, kw_only=True):
     """A recipe file's tables as written."""
 
-    job: Job
+    job: JobTable
     model: ModelTable
     data: DataTable
     train: Train
     adapter: AdapterTable | None = None
-    evaluation: Evaluation | None = None
-    placement: Placement = Placement()
+    evaluation: EvaluationTable | None = None
+    placement: PlacementTable = PlacementTable()
     faults: Faults = Faults()
     replicas: ReplicasTable | None = None
     privacy: PrivacyTable = PrivacyTable()
-    output: Output = Output()
+    output: OutputTable = OutputTable()

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.corpus.files import find_files
-from fusionai.corpus.order import ALONE, Deal, SampleOrder, evaluation_samples
+from fusionai.corpus.order import ALONE, Deal, SampleOrder, Split, evaluation_samples
 from fusionai.corpus.recipe import Recipe
-from fusionai.corpus.split import Split
 from fusionai.corpus.strict import kind_word, nearest
 from fusionai.corpus.tables import FileData, HubData, TensorData
 from fusionai.corpus.text import open_dataset, records_of_files

@@ -19,8 +19,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fusionai.corpus.bad_rows import RowError
-from fusionai.corpus.files import SourceFile, find_files
+from fusionai.corpus.files import RowError, SourceFile, find_files
 from fusionai.corpus.strict import kind_word, nearest
 from fusionai.corpus.tables import FileData, HubData
 from fusionai.primitives.errors import DataError
@@ -35,14 +34,14 @@ _OBJECT: Final = msgspec.json.Decoder(dict[str, object])
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """A part of a document's text; `ends_document` is set on its last piece."""
 
     text: str
     ends_document: bool
 
 
-def pieces_of_files(files: tuple[SourceFile, ...], field: str) -> Iterator[Piece]:
+def pieces_of_files(files: tuple[SourceFile, ...], field: str) -> Iterator[TextPiece]:
     """All documents of the files in order. Raises `DataError` with file, line and column."""
     for file in files:
         match file.kind:
@@ -50,16 +49,16 @@ def pieces_of_files(files: tuple[SourceFile, ...], field: str) -> Iterator[Piece
                 yield from _text_pieces(file.path)
             case "jsonl":
                 for number, record in jsonl_records(file.path):
-                    yield Piece(_text_of(record, field, f"{file.path}, line {number}"), ends_document=True)
+                    yield TextPiece(_text_of(record, field, f"{file.path}, line {number}"), ends_document=True)
             case "parquet":
                 for number, record in parquet_records(file.path, (field,)):
-                    yield Piece(_text_of(record, field, f"{file.path}, row {number}"), ends_document=True)
+                    yield TextPiece(_text_of(record, field, f"{file.path}, row {number}"), ends_document=True)
 
 
-def pieces_of_dataset(data: HubData, field: str) -> Iterator[Piece]:
+def pieces_of_dataset(data: HubData, field: str) -> Iterator[TextPiece]:
     """All documents of a Hugging Face data set's split. Raises `DataError`."""
     for number, record in enumerate(open_dataset(data)):
-        yield Piece(_text_of(record, field, f"data set {data.dataset}, record {number}"), ends_document=True)
+        yield TextPiece(_text_of(record, field, f"data set {data.dataset}, record {number}"), ends_document=True)
 
 
 def records_of_files(
@@ -183,7 +182,7 @@ def _text_of(record: Mapping[str, object], field: str, where: str) -> str:
     return text
 
 
-def _text_pieces(path: Path) -> Iterator[Piece]:
+def _text_pieces(path: Path) -> Iterator[TextPiece]:
     """Group lines into pieces; the last piece, possibly empty, ends the document. An empty file has no pieces."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     held: list[str] = []
@@ -204,13 +203,13 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
             else:
                 column += len(chunk)
             if held_bytes >= PIECE_BYTES:
-                yield Piece("".join(held), ends_document=False)
+                yield TextPiece("".join(held), ends_document=False)
                 held, held_bytes = [], 0
         pending = len(decoder.getstate()[0])
         if pending:
             raise _undecodable(path, line_number, column - pending)
     if not first:
-        yield Piece("".join(held), ends_document=True)
+        yield TextPiece("".join(held), ends_document=True)
 
 
 def _undecodable(path: Path, line: int, column: int) -> DataError:

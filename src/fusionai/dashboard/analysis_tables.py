@@ -84,7 +84,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class AnalysisTable:
     """`right`: right-aligned columns, which have numbers."""
 
     title: str
@@ -94,7 +94,7 @@ class Table:
     notes: tuple[str, ...] = field(default=())
 
 
-def peaks(comparison: Comparison) -> Table:
+def peaks(comparison: Comparison) -> AnalysisTable:
     """The two fleets by their data sheets."""
     rows = [
         (
@@ -106,7 +106,7 @@ def peaks(comparison: Comparison) -> Table:
         )
         for peak in comparison.peaks
     ]
-    return Table(
+    return AnalysisTable(
         title="On paper",
         headers=("on paper", comparison.fleet.name, comparison.reference.name, "ratio", "claim"),
         rows=tuple(rows),
@@ -115,10 +115,10 @@ def peaks(comparison: Comparison) -> Table:
     )
 
 
-def levers(comparison: Comparison, task: Task, *, layouts: bool = True) -> list[Table]:
+def levers(comparison: Comparison, task: Task, *, layouts: bool = True) -> list[AnalysisTable]:
     """One table per model: the ratio with each lever on a few networks. `layouts`: add the stages and the limiting
     factor."""
-    tables: list[Table] = []
+    tables: list[AnalysisTable] = []
     for model in _MODELS[task]:
         rows = [
             (
@@ -129,7 +129,7 @@ def levers(comparison: Comparison, task: Task, *, layouts: bool = True) -> list[
         ]
         theirs = comparison.cell(task, model, _LEVERS[task][0], *PLACES[0]).theirs
         tables.append(
-            Table(
+            AnalysisTable(
                 title=f"{TASKS[task]}: {model}",
                 headers=("levers", *(network(mbit, ms) for mbit, ms in PLACES)),
                 rows=tuple(rows),
@@ -139,7 +139,7 @@ def levers(comparison: Comparison, task: Task, *, layouts: bool = True) -> list[
     return tables
 
 
-def grid(comparison: Comparison, task: Task, model: str, name: str) -> Table:
+def grid(comparison: Comparison, task: Task, model: str, name: str) -> AnalysisTable:
     """All bandwidths and latencies for one model and one set of levers."""
     rows = [
         (
@@ -148,18 +148,18 @@ def grid(comparison: Comparison, task: Task, model: str, name: str) -> Table:
         )
         for mbit in BANDWIDTHS_MBIT
     ]
-    return Table(
+    return AnalysisTable(
         title=f"{TASKS[task]}: {model}, {name}",
         headers=("uplink", *(f"{ms} ms" for ms in LATENCIES_MS)),
         rows=tuple(rows),
     )
 
 
-def grids(comparison: Comparison) -> list[Table]:
+def grids(comparison: Comparison) -> list[AnalysisTable]:
     return [grid(comparison, task, model, name) for task, name in GRIDS for model in _MODELS[task]]
 
 
-def counts(comparison: Comparison) -> Table:
+def counts(comparison: Comparison) -> AnalysisTable:
     """How often the claim holds, over all networks and levers."""
     rows: list[tuple[Entry, ...]] = []
     for task in TASKS:
@@ -170,7 +170,7 @@ def counts(comparison: Comparison) -> Table:
             span = f"{min(ratios):.2g} to {max(ratios):.2g}" if ratios else "-"
             numbers = [Entry(str(said.count(word))) for word in MARKS]
             rows.append((Entry(f"{TASKS[task].split(',')[0]}: {model}"), *numbers, Entry(span)))
-    return Table(
+    return AnalysisTable(
         title="All cells",
         headers=("work", *MARKS, "ratios"),
         rows=tuple(rows),
@@ -182,7 +182,7 @@ def counts(comparison: Comparison) -> Table:
     )
 
 
-def costs(comparison: Comparison) -> Table:
+def costs(comparison: Comparison) -> AnalysisTable:
     """Energy and money per million tokens, with the fleet's best levers on home links."""
     rows: list[tuple[Entry, ...]] = []
     for task, name in _COSTED:
@@ -212,7 +212,7 @@ def costs(comparison: Comparison) -> Table:
                 case _:
                     pass
     known = comparison.assumptions
-    return Table(
+    return AnalysisTable(
         title="Energy and money per million tokens, 100 Mbit/s and 50 ms",
         headers=("work, levers", "kJ, fleet", "kJ, box", "energy", "USD, fleet", "USD, box", "money"),
         rows=tuple(rows),
@@ -224,7 +224,7 @@ def costs(comparison: Comparison) -> Table:
     )
 
 
-def against(comparisons: Sequence[Comparison]) -> Table:
+def against(comparisons: Sequence[Comparison]) -> AnalysisTable:
     """The main figures for each reference, side by side."""
     rows = [
         (
@@ -239,14 +239,14 @@ def against(comparisons: Sequence[Comparison]) -> Table:
         Entry("Peak, dense fp16"),
         *(_worth(one.peaks[0].ratio, f"{one.peaks[0].ratio:.2f} ") for one in comparisons),
     )
-    return Table(
+    return AnalysisTable(
         title="Against each reference, at 100 Mbit/s and 50 ms",
         headers=("work, levers", *(f"ratio to {one.reference.name}" for one in comparisons)),
         rows=(paper, *rows),
     )
 
 
-def assumptions(known: Assumptions) -> Table:
+def assumptions(known: Assumptions) -> AnalysisTable:
     """All numbers that are not from a data sheet."""
     said = {
         "training_part": "fraction of its fp16 peak that the fleet reaches in training (MFU)",
@@ -264,10 +264,12 @@ def assumptions(known: Assumptions) -> Table:
         "years": "years over which a machine's price is spread",
     }
     rows = [(Entry(said[f.name]), Entry(f"{getattr(known, f.name):g}")) for f in fields(known)]
-    return Table(title="Assumptions", headers=("what", "value"), rows=tuple(rows), right=(1,), notes=tuple(LIMITS))
+    return AnalysisTable(
+        title="Assumptions", headers=("what", "value"), rows=tuple(rows), right=(1,), notes=tuple(LIMITS)
+    )
 
 
-def sensitivity(comparison: Comparison) -> Table:
+def sensitivity(comparison: Comparison) -> AnalysisTable:
     """Sensitivity to each assumption: the ratio with the number a fifth lower and a fifth higher. Rows in which no
     ratio changes are left out."""
     found = swings(comparison.fleet, comparison.reference, comparison.assumptions)
@@ -282,7 +284,7 @@ def sensitivity(comparison: Comparison) -> Table:
         ]
         if set(texts) != {"-"}:
             rows.append((Entry(what), *(Entry(text) for text in texts)))
-    return Table(
+    return AnalysisTable(
         title="Sensitivity to each assumption, 100 Mbit/s and 50 ms",
         headers=("a fifth lower to a fifth higher", *cells),
         rows=tuple(rows),
@@ -292,7 +294,7 @@ def sensitivity(comparison: Comparison) -> Table:
     )
 
 
-def effects() -> Table:
+def effects() -> AnalysisTable:
     """Measured effect on the loss of levers that change the computation."""
     rows = [
         (
@@ -305,7 +307,7 @@ def effects() -> Table:
         )
         for effect in EFFECTS
     ]
-    return Table(
+    return AnalysisTable(
         title="Effect of the levers on the loss",
         headers=("lever", "bytes, of half precision", "held-out loss, by seed", "mean", "measured with", "by"),
         rows=tuple(rows),
@@ -336,7 +338,7 @@ LIMITS: Final = (
 )
 
 
-def shapes() -> Table:
+def shapes() -> AnalysisTable:
     """Sizes of the models."""
     rows = [
         (
@@ -351,7 +353,7 @@ def shapes() -> Table:
         )
         for shape in TRAINED
     ]
-    return Table(
+    return AnalysisTable(
         title="Models",
         headers=(
             "model",
@@ -368,7 +370,7 @@ def shapes() -> Table:
     )
 
 
-def sources(comparison: Comparison, *others: Fleet) -> Table:
+def sources(comparison: Comparison, *others: Fleet) -> AnalysisTable:
     """Sources of the devices' figures."""
     kinds = {"vendor": "published", "measured": "measured", "memory": "general knowledge"}
     rows: list[tuple[Entry, ...]] = []
@@ -383,7 +385,7 @@ def sources(comparison: Comparison, *others: Fleet) -> Table:
                     Entry(source),
                 )
             )
-    return Table(
+    return AnalysisTable(
         title="Sources of the figures",
         headers=("device", "figure", "value", "kind", "source"),
         rows=tuple(rows),
@@ -435,7 +437,7 @@ def network(mbit: int, ms: int) -> str:
     return f"{bandwidth(mbit)}, {ms} ms"
 
 
-def lines(table: Table) -> Iterator[tuple[str, ...]]:
+def lines(table: AnalysisTable) -> Iterator[tuple[str, ...]]:
     for row in table.rows:
         yield tuple(entry.text for entry in row)
 

@@ -1,5 +1,7 @@
 """Live view of training on the terminal: stages, progress, loss. Never blocks the job.
 
+Also draws the view of several replicas.
+
 On a terminal the view redraws itself a few times per second, however fast the steps are; elsewhere (a pipe, a log file)
 each step is one plain line with the same content. Neighbours: the process that drives a job calls `step` after each
 commit.
@@ -8,6 +10,8 @@ commit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isfinite
 from typing import Final
 
 import msgspec
@@ -19,10 +23,33 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fusionai.dashboard.sparkline import sparkline
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.problem.types import PeerProfile, Plan, StagePlacement
+
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_ASCII: Final = "_.-=+*#@"
+_MISSING: Final = "x"
+
+
+def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
+    """Return at most `width` characters, oldest left, each the mean of an equal share of `values`; `x` if that is not
+    finite."""
+    if not values or width < 1:
+        return ""
+    levels = _ASCII if ascii_only else _BLOCKS
+    columns = min(width, len(values))
+    means = [_mean(values[i * len(values) // columns : (i + 1) * len(values) // columns]) for i in range(columns)]
+    finite = [m for m in means if isfinite(m)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    # A constant series becomes a low line.
+    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
+    return "".join(levels[round((m - low) * scale)] if isfinite(m) else _MISSING for m in means)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
 
 _REFRESHES_PER_S: Final = 4
 _NOTES_SHOWN: Final = 5
@@ -272,3 +299,107 @@ class TrainingView:
 def _agreement(loss: float, reference: float) -> str:
     """Since bit equality is the claim, any difference is shown as a number."""
     return "equal bit for bit" if loss == reference else f"differs by {abs(loss - reference):.3g}"
+
+
+_REPLICA_NOTES_SHOWN: Final = 8
+_BAR_CELLS: Final = 12
+_CURVE_CELLS: Final = 60
+
+
+@dataclass(slots=True)
+class _Row:
+    """One replica. `step`: number of the job's steps that are done."""
+
+    machines: str = ""
+    step: int = 0
+    loss: float | None = None
+    tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    state: str = "looking for machines"
+
+
+@dataclass(slots=True)
+class ReplicasView:
+    """A context manager. `console`: where to write."""
+
+    title: str
+    total_steps: int
+    console: Console = field(default_factory=Console)
+    _rows: dict[int, _Row] = field(default_factory=dict[int, _Row])
+    _notes: list[str] = field(default_factory=list[str])
+    _losses: list[float] = field(default_factory=list[float])
+    _round: str = "none yet"
+    _live: Live | None = None
+
+    def __enter__(self) -> ReplicasView:
+        if self.console.is_terminal:
+            self._live = Live(
+                console=self.console, get_renderable=self._render, refresh_per_second=_REFRESHES_PER_S, transient=False
+            )
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Draw the last state and leave the terminal as it was."""
+        if self._live is not None:
+            self._live.stop()
+
+    def machines(self, number: int, names: str) -> None:
+        """Show which machines run a replica, in a few words."""
+        row = self._row(number)
+        row.machines, row.state = names, "starting"
+        self._line(f"replica {number}: {names}")
+
+    def step(self, number: int, step: int, *, loss: float, tokens_per_s: float, step_s: float) -> None:
+        """Show a committed step: the replica has done `step` of the job's steps."""
+        row = self._row(number)
+        row.step, row.loss, row.tokens_per_s, row.step_s, row.state = step, loss, tokens_per_s, step_s, "training"
+        self._losses.append(loss)
+        self._line(
+            f"replica {number}  step {step}/{self.total_steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  "
+            f"{format_seconds(step_s)}"
+        )
+
+    def state(self, number: int, text: str) -> None:
+        """Show what a replica does while it does not train."""
+        self._row(number).state = text
+
+    def exchanged(self, text: str) -> None:
+        """Show the end of a round."""
+        self._round = text
+        self._line(text)
+
+    def note(self, text: str) -> None:
+        if self._live is not None:
+            self._notes = [*self._notes[1 - _REPLICA_NOTES_SHOWN :], text]
+        self._line(text)
+
+    def _row(self, number: int) -> _Row:
+        return self._rows.setdefault(number, _Row())
+
+    def _line(self, text: str) -> None:
+        if self._live is None:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _render(self) -> RenderableType:
+        table = Table(box=None, padding=(0, 2, 0, 0), expand=False)
+        for heading in ("replica", "machines", "", "step", "loss", "tokens/s", "per step", ""):
+            table.add_column(heading, overflow="fold")
+        for number, row in sorted(self._rows.items()):
+            table.add_row(
+                str(number),
+                escape(row.machines),
+                ProgressBar(total=self.total_steps, completed=row.step, width=_BAR_CELLS),
+                f"{row.step}/{self.total_steps}",
+                "" if row.loss is None else f"{row.loss:.4f}",
+                f"{row.tokens_per_s:,.0f}" if row.loss is not None else "",
+                format_seconds(row.step_s) if row.loss is not None else "",
+                escape(row.state),
+            )
+        together = sum(row.tokens_per_s for row in self._rows.values() if row.state == "training")
+        ascii_only = not (self.console.encoding or "").lower().startswith("utf")
+        curve = sparkline(self._losses, _CURVE_CELLS, ascii_only=ascii_only)
+        lines = [f"total {together:,.0f} tokens/s   loss {curve}", f"last exchange: {self._round}"]
+        return Panel(
+            Group(table, *(escape(line) for line in lines), *(escape(note) for note in self._notes)), title=self.title
+        )

@@ -16,10 +16,8 @@ import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fusionai.dashboard.fault_chart import fault_chart
-from fusionai.dashboard.gantt_chart import gantt_chart
-from fusionai.dashboard.loss_chart import loss_chart
 from fusionai.dashboard.report_data import ReportData
+from fusionai.dashboard.run_charts import fault_chart, gantt_chart, loss_chart
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_count, format_seconds, format_speed
@@ -89,7 +87,7 @@ def max_abs_difference(data: ReportData) -> float | None:
     return worst
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class ReportVerdict(msgspec.Struct, frozen=True):
     good: bool | None
     """None: nothing was compared."""
     text: str
@@ -103,21 +101,25 @@ class Fact(msgspec.Struct, frozen=True):
     good: bool | None = None
 
 
-def _verdict(data: ReportData) -> Verdict:
+def _verdict(data: ReportData) -> ReportVerdict:
     steps = f"{len(data.losses)} {'step' if len(data.losses) == 1 else 'steps'}"
     difference = max_abs_difference(data)
     if data.status == "failed":
-        return Verdict(False, f"The job failed after {steps}.")
+        return ReportVerdict(False, f"The job failed after {steps}.")
     if difference is None:
-        return Verdict(None, f"{steps} trained; no reference run to compare with.")
+        return ReportVerdict(None, f"{steps} trained; no reference run to compare with.")
     if difference > 0:
-        return Verdict(False, f"The pool's loss differs from one process by up to {difference:.3g} within {steps}.")
+        return ReportVerdict(
+            False, f"The pool's loss differs from one process by up to {difference:.3g} within {steps}."
+        )
     if data.lost_steps:
-        return Verdict(False, f"{steps} equal bit for bit, but {data.lost_steps} committed steps were lost.")
+        return ReportVerdict(False, f"{steps} equal bit for bit, but {data.lost_steps} committed steps were lost.")
     if data.checkpoint_loss_diff or data.generation_equal is False:
-        return Verdict(False, f"{steps} equal bit for bit, but the exported model gives different results; see below.")
+        return ReportVerdict(
+            False, f"{steps} equal bit for bit, but the exported model gives different results; see below."
+        )
     through = f", through {len(data.faults)} {'fault' if len(data.faults) == 1 else 'faults'}" if data.faults else ""
-    return Verdict(True, f"{steps}: the pool's loss equals one process bit for bit{through}.")
+    return ReportVerdict(True, f"{steps}: the pool's loss equals one process bit for bit{through}.")
 
 
 def _facts(data: ReportData) -> list[Fact]:
@@ -196,17 +198,17 @@ class _Names:
         return self._names.get(peer, short(PeerId(peer)))
 
 
-class Member(msgspec.Struct, frozen=True):
+class ReportMember(msgspec.Struct, frozen=True):
     """A row of the pool table."""
 
     profile: PeerProfile
     part: str
 
 
-def _members(data: ReportData) -> list[Member]:
+def _members(data: ReportData) -> list[ReportMember]:
     plan = data.plan
     refused = {e.peer for e in plan.excluded}
-    members: list[Member] = []
+    members: list[ReportMember] = []
     for peer in data.pool:
         held = [s for s in plan.stages if s.peer == peer.peer]
         if held:
@@ -215,7 +217,7 @@ def _members(data: ReportData) -> list[Member]:
             part = "spare" if peer.peer in plan.spares else "not used" if peer.peer in refused else "-"
         if peer.peer == plan.feed:
             part = "data feed" if part == "-" else f"{part}, data feed"
-        members.append(Member(peer, part))
+        members.append(ReportMember(peer, part))
     return members
 
 

@@ -22,7 +22,7 @@ class StepSpans(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Stage number in the plan -> spans of its work."""
 
 
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ReportedFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A fault and its outcome."""
 
     step: int
@@ -122,7 +122,7 @@ class ReportData(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """One entry per plan with steps, in order."""
     shared_cores: str = ""
     """A sentence if several machines of the plan are processes on one computer."""
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[ReportedFault, ...] = ()
     commits: tuple[tuple[float, int], ...] = ()
     """(seconds since the start of the run, step from 1), in order; for the timeline."""
     tenures: tuple[Tenure, ...] = ()

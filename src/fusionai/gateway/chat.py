@@ -31,11 +31,9 @@ from fusionai.gateway.answers import (
     ToolCallDelta,
     TopLogprob,
 )
-from fusionai.gateway.choice import Choice, Delta, Said
-from fusionai.gateway.desk import Desk, Heading
+from fusionai.gateway.desk import GatewayContext, Heading
 from fusionai.gateway.errors import invalid
-from fusionai.gateway.generating import Generating
-from fusionai.gateway.reading import read
+from fusionai.gateway.generating import AnswerText, ApiGeneration, Choice, Delta
 from fusionai.gateway.requests import (
     ChatRequest,
     JsonObjectFormat,
@@ -44,6 +42,7 @@ from fusionai.gateway.requests import (
     RefusalPart,
     TextPart,
     plain,
+    read,
 )
 from fusionai.gateway.streaming import comment, event, while_connected
 from fusionai.serving.constraint import Form, JsonObject, JsonSchema
@@ -57,7 +56,7 @@ from fusionai.serving.tools import CallPiece, Tool, calls_of
 class ChatEndpoint:
     """Handles one request per call."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: GatewayContext) -> None:
         self._desk = desk
 
     async def __call__(self, request: Request) -> Response:
@@ -160,10 +159,10 @@ class ChatEndpoint:
             case _:
                 return wanted
 
-    async def _whole(self, generating: Generating, heading: Heading, count: int) -> ChatCompletion:
+    async def _whole(self, generating: ApiGeneration, heading: Heading, count: int) -> ChatCompletion:
         texts: list[list[str]] = [[] for _ in range(count)]
         called: list[list[CallPiece]] = [[] for _ in range(count)]
-        said: list[list[Said]] = [[] for _ in range(count)]
+        said: list[list[AnswerText]] = [[] for _ in range(count)]
         finish: list[FinishWord] = ["stop"] * count
         with_logprobs = heading.with_logprobs
         async for happening in generating.happenings():
@@ -196,7 +195,7 @@ class ChatEndpoint:
             fusion=self._desk.report(generating) if heading.with_route else UNSET,
         )
 
-    async def _chunks(self, generating: Generating, heading: Heading, count: int) -> AsyncGenerator[bytes, None]:
+    async def _chunks(self, generating: ApiGeneration, heading: Heading, count: int) -> AsyncGenerator[bytes, None]:
         usage = None if heading.with_usage else UNSET
 
         def chunk(choice: ChatChunkChoice) -> bytes:
@@ -230,7 +229,7 @@ class ChatEndpoint:
             yield event(ChatChunk(heading.answer_id, heading.created, heading.model, [], generating.usage, fusion=told))
         yield b"data: [DONE]\n\n"
 
-    def _logprobs(self, said: list[Said]) -> ChatLogprobs:
+    def _logprobs(self, said: list[AnswerText]) -> ChatLogprobs:
         tokenizer = self._tokenizer
         return ChatLogprobs(
             [

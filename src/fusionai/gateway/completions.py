@@ -1,29 +1,75 @@
 """`POST /v1/completions`: continues texts. Decides the form of the answer; its content comes from the engine.
 
+Also answers `/v1/embeddings`, which takes the same prompts.
+
 Neighbours: `requests.CompletionRequest` comes in, `answers.Completion` goes out, whole or in parts.
 """
 
 from __future__ import annotations
 
+import base64
 import itertools
+import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from fusionai.gateway import asking
-from fusionai.gateway.answers import Completion, FinishWord, TextChoice, TextLogprobs
-from fusionai.gateway.choice import Choice, Delta, Said
-from fusionai.gateway.desk import Desk, Heading
-from fusionai.gateway.generating import Generating, PromptSaid
-from fusionai.gateway.prompts import prompts_of
-from fusionai.gateway.reading import read
-from fusionai.gateway.requests import CompletionRequest
+from fusionai.gateway.answers import (
+    Completion,
+    Embedding,
+    EmbeddingList,
+    EmbeddingUsage,
+    FinishWord,
+    TextChoice,
+    TextLogprobs,
+)
+from fusionai.gateway.asking import check_length, check_tokens, off_loop
+from fusionai.gateway.desk import GatewayContext, Heading
+from fusionai.gateway.errors import invalid, of_failure
+from fusionai.gateway.generating import AnswerText, ApiGeneration, Choice, Delta, PromptSaid
+from fusionai.gateway.requests import CompletionRequest, EmbeddingRequest, read
 from fusionai.gateway.streaming import comment, event, while_connected
-from fusionai.serving.interface import Generation, Held, TokenLogprob
+from fusionai.primitives.errors import FusionError
+from fusionai.serving.interface import Engine, Generation, Held, TokenLogprob
+from fusionai.serving.model_text import ModelText
+
+
+async def prompts_of(
+    given: str | list[str | int | list[int]], text: ModelText, engine: Engine, param: str
+) -> list[tuple[int, ...]]:
+    """Return one or more prompts as tokens, none of them empty. Raises `ApiError`."""
+    if isinstance(given, str):
+        prompts = await _texts([given], text, engine, param)
+    elif all(isinstance(part, str) for part in given):
+        prompts = await _texts([part for part in given if isinstance(part, str)], text, engine, param)
+    elif all(isinstance(part, int) for part in given):
+        prompts = [tuple(part for part in given if isinstance(part, int))]
+    elif all(isinstance(part, list) for part in given):
+        prompts = [tuple(part) for part in given if isinstance(part, list)]
+    else:
+        raise invalid(
+            f"`{param}` must be a text, texts, tokens or lists of tokens, not a mixture.", param, "invalid_type"
+        )
+    for prompt in prompts:
+        if not prompt:
+            raise invalid(f"`{param}` is empty: expected at least one token.", param)
+        check_tokens(prompt, engine.vocabulary, param)
+    return prompts
+
+
+async def _texts(texts: Sequence[str], text: ModelText, engine: Engine, param: str) -> list[tuple[int, ...]]:
+    prompts: list[tuple[int, ...]] = []
+    for one in texts:
+        await check_length([one], text, engine, param)
+        prompts.append(await off_loop(len(one), text.text_tokens, one))
+    return prompts
+
 
 _DEFAULT_TOKENS: Final = 16
 """OpenAI's default."""
@@ -41,7 +87,7 @@ class _Echo:
 class CompletionEndpoint:
     """Handles one request per call."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: GatewayContext) -> None:
         self._desk = desk
 
     async def __call__(self, request: Request) -> Response:
@@ -98,7 +144,7 @@ class CompletionEndpoint:
         text = "".join(piece.text for piece in (*pieces, decoder.finish()))
         return _Echo(text, tuple(prompt), tuple(piece.offset for piece in pieces))
 
-    async def _whole(self, generating: Generating, heading: Heading, echoes: Sequence[_Echo | None]) -> Completion:
+    async def _whole(self, generating: ApiGeneration, heading: Heading, echoes: Sequence[_Echo | None]) -> Completion:
         texts: list[list[str]] = [[] for _ in echoes]
         logprobs = [_empty() for _ in echoes]
         finish: list[FinishWord] = ["stop"] * len(echoes)
@@ -121,7 +167,7 @@ class CompletionEndpoint:
         return Completion(heading.answer_id, heading.created, heading.model, choices, generating.usage, fusion=told)
 
     async def _chunks(
-        self, generating: Generating, heading: Heading, echoes: Sequence[_Echo | None]
+        self, generating: ApiGeneration, heading: Heading, echoes: Sequence[_Echo | None]
     ) -> AsyncGenerator[bytes, None]:
         usage = None if heading.with_usage else UNSET
         unfinished = len(echoes)
@@ -151,7 +197,7 @@ class CompletionEndpoint:
             )
         yield b"data: [DONE]\n\n"
 
-    def _of_answer(self, said: Sequence[Said], echo: _Echo | None) -> TextLogprobs:
+    def _of_answer(self, said: Sequence[AnswerText], echo: _Echo | None) -> TextLogprobs:
         before = 0 if echo is None else len(echo.text)
         return self._lists([(one.logprob.token, one.logprob, before + one.offset) for one in said])
 
@@ -182,3 +228,55 @@ def _extend(all_of: TextLogprobs, more: TextLogprobs) -> None:
     all_of.token_logprobs.extend(more.token_logprobs)
     all_of.top_logprobs.extend(more.top_logprobs)
     all_of.text_offset.extend(more.text_offset)
+
+
+class EmbeddingEndpoint:
+    """Handles one request per call."""
+
+    def __init__(self, desk: GatewayContext) -> None:
+        self._desk = desk
+
+    async def __call__(self, request: Request) -> Response:
+        desk = self._desk
+        asking.check_ready(desk.engine)
+        body = await read(request, EmbeddingRequest, desk.config.limits)
+        adapter = asking.adapter_of(body.model, desk.config)
+        most = desk.config.limits.inputs
+        if isinstance(body.input, list) and not isinstance(body.input[0], int) and len(body.input) > most:
+            raise invalid(f"The request has {len(body.input)} inputs; at most {most} are allowed.", "input")
+        answer = await while_connected(request, self._answer(body, desk.scope(request), adapter))
+        return desk.answer(answer)
+
+    async def _answer(self, body: EmbeddingRequest, scope: str, adapter: str | None) -> EmbeddingList:
+        desk = self._desk
+        prompts = await prompts_of(body.input, desk.text, desk.engine, "input")
+        for prompt in prompts:
+            if len(prompt) > desk.engine.context_tokens:
+                message = f"The model's limit is {desk.engine.context_tokens} tokens; one input has {len(prompt)}."
+                raise invalid(message, "input", "context_length_exceeded")
+        try:
+            vectors = await desk.engine.embed(prompts, scope, adapter)
+        except FusionError as problem:
+            raise of_failure(problem) from problem
+        if body.dimensions is not None:
+            vectors = [_shortened(vector, body.dimensions) for vector in vectors]
+        data = [
+            Embedding(index, _base64(vector) if body.encoding_format == "base64" else vector)
+            for index, vector in enumerate(vectors)
+        ]
+        tokens = sum(map(len, prompts))
+        return EmbeddingList(data, adapter or desk.config.model, EmbeddingUsage(tokens, tokens))
+
+
+def _shortened(vector: list[float], dimensions: int) -> list[float]:
+    """The first `dimensions` entries, scaled to length 1 again, as OpenAI does. Raises `ApiError` if the vector is
+    shorter."""
+    if dimensions > len(vector):
+        raise invalid(f"The model's vectors have {len(vector)} dimensions, not {dimensions}.", "dimensions")
+    cut = vector[:dimensions]
+    length = math.sqrt(sum(value * value for value in cut))
+    return [value / length for value in cut] if length else cut
+
+
+def _base64(vector: list[float]) -> str:
+    return base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode("ascii")

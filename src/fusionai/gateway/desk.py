@@ -1,10 +1,13 @@
 """What all endpoints of a gateway share: the engine, the tokenizer and templates, headings of answers, sending.
 
+Also answers the status endpoints.
+
 Neighbours: `chat`, `completions` and `embeddings` use it, `app` creates it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,17 +19,16 @@ from starlette.responses import Response
 
 from fusionai.gateway import asking
 from fusionai.gateway.answers import RouteReport
-from fusionai.gateway.choice import Choice
 from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.errors import invalid, of_failure
-from fusionai.gateway.generating import Generating
+from fusionai.gateway.generating import ApiGeneration, Choice
 from fusionai.gateway.metrics import Metrics
 from fusionai.gateway.requests import ChatRequest, CompletionRequest
-from fusionai.gateway.streaming import EventStream, Streams
+from fusionai.gateway.streaming import EventStream, Streams, event
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError
 from fusionai.serving.constraint import ConstraintCompiler, Form
-from fusionai.serving.interface import Constraint, Engine, Sampling
+from fusionai.serving.interface import Constraint, Engine, EngineStatus, Sampling
 from fusionai.serving.model_text import ModelText
 
 P = ParamSpec("P")
@@ -46,7 +48,7 @@ class Heading:
     with_logprobs: bool
 
 
-class Desk:
+class GatewayContext:
     """The endpoints' shared state; one per gateway."""
 
     def __init__(self, config: GatewayConfig, engine: Engine, text: ModelText, metrics: Metrics, clock: Clock) -> None:
@@ -108,13 +110,13 @@ class Desk:
         except FusionError as problem:
             raise of_failure(problem) from problem
 
-    async def start(self, choices: Sequence[Choice]) -> Generating:
+    async def start(self, choices: Sequence[Choice]) -> ApiGeneration:
         """Submit all generations. Raises `ApiError`."""
-        generating = Generating(self.engine, choices, self.metrics, self.clock.now_s)
+        generating = ApiGeneration(self.engine, choices, self.metrics, self.clock.now_s)
         await generating.open()
         return generating
 
-    def stream(self, generating: Generating, pieces: AsyncGenerator[bytes, None]) -> Response:
+    def stream(self, generating: ApiGeneration, pieces: AsyncGenerator[bytes, None]) -> Response:
         """A streamed answer."""
         return EventStream(
             pieces,
@@ -129,7 +131,7 @@ class Desk:
         """A complete answer."""
         return Response(msgspec.json.encode(body), media_type="application/json")
 
-    def report(self, generating: Generating) -> RouteReport:
+    def report(self, generating: ApiGeneration) -> RouteReport:
         """The route up to now."""
         return generating.route.report(self.clock.now_s())
 
@@ -137,3 +139,63 @@ class Desk:
         """Release the constraint compiler's thread."""
         if self._compiler is not None:
             self._compiler.close()
+
+
+_LOOK_S: Final = 0.5
+"""Period at which the status is compared with the last one sent, in seconds (chosen)."""
+
+
+class StatusReport(msgspec.Struct, frozen=True):
+    """Status of the engine. `at_s`: seconds since 1970."""
+
+    model: str
+    context_tokens: int
+    at_s: float
+    engine: EngineStatus
+
+
+class StatusEndpoint:
+    """`GET /fusion/status`."""
+
+    def __init__(self, desk: GatewayContext) -> None:
+        self._desk = desk
+
+    async def __call__(self, request: Request) -> Response:
+        del request
+        return self._desk.answer(report(self._desk))
+
+
+class StatusEventsEndpoint:
+    """`GET /fusion/status/events`: a report at once, and again after each change."""
+
+    def __init__(self, desk: GatewayContext) -> None:
+        self._desk = desk
+
+    async def __call__(self, request: Request) -> Response:
+        del request
+        limits = self._desk.config.limits
+
+        async def nothing() -> None:
+            """There is no generation to cancel."""
+
+        return EventStream(
+            self._changes(), limits, self._desk.streams, on_slow=_ignore, on_gone=_ignore, on_end=nothing
+        )
+
+    async def _changes(self) -> AsyncGenerator[bytes, None]:
+        told: EngineStatus | None = None
+        while True:
+            now = report(self._desk)
+            if now.engine != told:
+                told = now.engine
+                yield event(now)
+            await asyncio.sleep(_LOOK_S)
+
+
+def report(desk: GatewayContext) -> StatusReport:
+    """The status now."""
+    return StatusReport(desk.config.model, desk.engine.context_tokens, desk.clock.wall_s(), desk.engine.status)
+
+
+def _ignore() -> None:
+    """Disconnected status pages are not counted."""

@@ -1,6 +1,8 @@
 """All answers of one request, generated at the same time. The request is over after its last answer, at its first
 failure, or when the client disconnects.
 
+Also holds the state of one choice and the log of the route that its tokens took.
+
 Closing it cancels every generation. Neighbours: `choice` reads each stream, `chat` and `completions` serialise the
 result.
 """
@@ -8,16 +10,167 @@ result.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from fusionai.gateway.answers import CachedDetail, Usage
-from fusionai.gateway.choice import Choice, Delta
+from fusionai.gateway.answers import CachedDetail, FinishWord, HopMean, RouteReport, Usage, Wait
 from fusionai.gateway.errors import ApiError, of_failure
 from fusionai.gateway.metrics import Metrics
-from fusionai.gateway.route import RouteLog
 from fusionai.primitives.errors import FusionError
-from fusionai.serving.interface import Emitted, Engine, Finished, Held, PromptRead, TokenStream
+from fusionai.serving.decoding import Decoder, Piece
+from fusionai.serving.interface import (
+    Emitted,
+    Engine,
+    Finished,
+    Generation,
+    Held,
+    HopTiming,
+    PromptRead,
+    TokenLogprob,
+    TokenStream,
+)
+from fusionai.serving.tool_reading import Read, ToolReader
+from fusionai.serving.tools import CallPiece
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerText:
+    """A token's log-probabilities, and the number of the answer's characters before it."""
+
+    logprob: TokenLogprob
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New content of answer `index`."""
+
+    index: int
+    text: str = ""
+    calls: tuple[CallPiece, ...] = ()
+    said: tuple[AnswerText, ...] = ()
+    finish: FinishWord | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to send to the client."""
+        return not (self.text or self.calls or self.said or self.finish)
+
+
+@dataclass(slots=True)
+class Choice:
+    """`prompt`: index among the request's prompts; `keeps`: number of tokens to pass on (fewer than generated if none
+    is wanted); `one_call`: the answer ends after the first tool call."""
+
+    index: int
+    prompt: int
+    generation: Generation
+    decoder: Decoder
+    tools: ToolReader | None = None
+    one_call: bool = False
+    keeps: int | None = None
+    tokens: int = 0
+    is_over: bool = False
+
+    def token(self, emitted: Emitted) -> Delta:
+        """Process the next token."""
+        self.tokens += 1
+        if self.keeps is not None and self.tokens > self.keeps:
+            self.tokens = self.keeps
+            return Delta(self.index)
+        piece = self.decoder.add(emitted.token)
+        said = (AnswerText(emitted.logprob, piece.offset),) if emitted.logprob is not None else ()
+        return self._delta(piece, said, "stop" if piece.stop is not None else None)
+
+    def end(self, reason: Literal["stop", "length"]) -> Delta:
+        """End the answer; returns text that was held back."""
+        return self._delta(self.decoder.finish(), (), reason)
+
+    def _delta(self, piece: Piece, said: tuple[AnswerText, ...], finish: Literal["stop", "length"] | None) -> Delta:
+        if self.tools is None:
+            self.is_over = finish is not None
+            return Delta(self.index, piece.text, (), said, finish)
+        read = self.tools.feed(piece.text)
+        if finish is not None:
+            rest = self.tools.finish()
+            read = Read(read.text + rest.text, read.pieces + rest.pieces)
+        pieces = read.pieces
+        if self.one_call:
+            pieces = tuple(piece for piece in pieces if piece.index == 0)
+            finish = "stop" if self.tools.whole else finish
+        self.is_over = finish is not None
+        called = self.tools.calls and finish == "stop"
+        return Delta(self.index, read.text, pieces, said, "tool_calls" if called else finish)
+
+
+@dataclass(slots=True)
+class _Sum:
+    tokens: int
+    queued_s: float
+    compute_s: float
+    transfer_s: float
+    last: HopTiming
+
+
+class RouteLog:
+    """Hops of one request, over all its answers. `now_s` is monotonic time."""
+
+    def __init__(self, now_s: float) -> None:
+        self._began_s = now_s
+        self._sums: dict[tuple[int, str], _Sum] = {}
+        self._holders: dict[int, str] = {}
+        self._first_s: float | None = None
+        self._spans: dict[int, tuple[float, float, int]] = {}
+        self._waits: list[Wait] = []
+
+    def token(self, choice: int, hops: Iterable[HopTiming], now_s: float) -> None:
+        """Record a token."""
+        if self._first_s is None:
+            self._first_s = now_s
+        first, _, count = self._spans.get(choice, (now_s, now_s, 0))
+        self._spans[choice] = (first, now_s, count + 1)
+        for hop in hops:
+            self._holders[hop.stage] = hop.peer
+            known = self._sums.get((hop.stage, hop.peer))
+            if known is None:
+                self._sums[hop.stage, hop.peer] = _Sum(1, hop.queued_s, hop.compute_s, hop.transfer_s, hop)
+            else:
+                known.tokens += 1
+                known.queued_s += hop.queued_s
+                known.compute_s += hop.compute_s
+                known.transfer_s += hop.transfer_s
+                known.last = hop
+
+    def held(self, held: Held, now_s: float) -> None:
+        """Record that the stream pauses or continues."""
+        self._waits.append(Wait(now_s - self._began_s, held.state, held.detail))
+
+    def report(self, now_s: float) -> RouteReport:
+        """The report up to now."""
+        rates = [(count - 1) / (last - first) for first, last, count in self._spans.values() if last > first]
+        return RouteReport(
+            route=[self._holders[stage] for stage in sorted(self._holders)],
+            hops=[
+                HopMean(
+                    stage=stage,
+                    peer=peer,
+                    tokens=known.tokens,
+                    queued_s=known.queued_s / known.tokens,
+                    compute_s=known.compute_s / known.tokens,
+                    transfer_s=known.transfer_s / known.tokens,
+                    last_queued_s=known.last.queued_s,
+                    last_compute_s=known.last.compute_s,
+                    last_transfer_s=known.last.transfer_s,
+                )
+                for (stage, peer), known in sorted(self._sums.items())
+            ],
+            first_token_s=None if self._first_s is None else self._first_s - self._began_s,
+            total_s=now_s - self._began_s,
+            tokens_per_s=sum(rates) / len(rates) if rates else None,
+            waits=list(self._waits),
+        )
+
 
 _QUEUED_EVENTS = 64
 
@@ -33,7 +186,7 @@ class PromptSaid:
 Happening = Delta | Held | PromptSaid
 
 
-class Generating:
+class ApiGeneration:
     """Use as: `open`, read `happenings` to the end, and always `close`."""
 
     def __init__(self, engine: Engine, choices: Sequence[Choice], metrics: Metrics, now_s: Callable[[], float]) -> None:

@@ -19,7 +19,7 @@ from typing import Final
 import uvicorn
 
 from fusionai.gateway.app import Gateway
-from fusionai.gateway.connections import limited
+from fusionai.gateway.guards import limited
 from fusionai.primitives.errors import FusionError, UsageError
 
 _BACKLOG: Final = 1024
@@ -30,7 +30,7 @@ _RESERVED_FILES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Certificate:
+class TlsCertificate:
     """PEM files for HTTPS."""
 
     chain: Path
@@ -44,7 +44,7 @@ async def serve(
     *,
     stop: asyncio.Event | None = None,
     on_listening: Callable[[str], None] | None = None,
-    certificate: Certificate | None = None,
+    certificate: TlsCertificate | None = None,
 ) -> None:
     """Serve until `stop` is set or the task is cancelled; streams may then continue for `Limits.drain_s`. `port` 0: any
     free port; `on_listening` is called with the URL. Raises `UsageError` if it can't listen on the address, or if the

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fusionai.gateway.config import Limits
+from fusionai.gateway.config import RequestLimits
 from fusionai.gateway.errors import ApiError, error_bytes
 
 Answer = TypeVar("Answer")
@@ -90,7 +90,7 @@ class EventStream(Response):
     def __init__(
         self,
         pieces: AsyncGenerator[bytes, None],
-        limits: Limits,
+        limits: RequestLimits,
         streams: Streams,
         *,
         on_slow: Callable[[], None],

@@ -2,7 +2,7 @@
 
 A weak attack proves nothing: a learned probe may find a tenth of what can be found. So a `Boundary` can't be
 constructed without its white-box recovery, and all other figures are shown beside that one. The attacks make these,
-`measured` reads the shipped ones, `cli.audit_view` prints them.
+`measured` reads the shipped ones, `cli.audit` prints them.
 """
 
 from __future__ import annotations

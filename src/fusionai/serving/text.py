@@ -2,7 +2,7 @@
 
 Decides how the names of special tokens in a text are read: as those tokens in a rendered chat, as plain text if the
 text's author is not trusted. Uses the `tokenizers` library alone. Neighbours: `decoding` turns a stream of tokens into
-text, `templates` renders chats, `model_text` reads a model's other files, `corpus.tokenizer` is for training.
+text, `templates` renders chats, `model_text` reads a model's other files, `corpus.tokens` is for training.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusionai.cli.audit_view import boundary_headers, boundary_rows, share
+from fusionai.cli.audit import boundary_headers, boundary_rows, share
 from fusionai.cli.main import main
 from fusionai.client import audit as client_audit
 from fusionai.client.audit import AuditOptions

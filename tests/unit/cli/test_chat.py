@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusionai.cli.chat_client import Answer, ApiRefusal, ChatClient, Message, Note, Piece
+from fusionai.cli.chat_client import AnswerPiece, ApiRefusal, ChatAnswer, ChatClient, Message, Note
 from fusionai.cli.main import main
 from fusionai.primitives.errors import TransportError
 
@@ -110,7 +110,7 @@ def gateway() -> Iterator[Gateway]:
     server.server_close()
 
 
-def parts(client: ChatClient) -> list[Piece | Note | Answer]:
+def parts(client: ChatClient) -> list[AnswerPiece | Note | ChatAnswer]:
     return list(client.answer([Message("user", "hi")], max_tokens=5, temperature=0.0, seed=7))
 
 
@@ -118,9 +118,9 @@ def test_an_answer_comes_in_pieces_with_its_route(gateway: Gateway) -> None:
     gateway.lines = [chunk("Hel"), ": still here", ": recovering: bob is gone", chunk("lo"), *ending()]
     with ChatClient(gateway.address, "secret") as client:
         found = parts(client)
-    assert found[:3] == [Piece("Hel"), Note("recovering: bob is gone"), Piece("lo")]
+    assert found[:3] == [AnswerPiece("Hel"), Note("recovering: bob is gone"), AnswerPiece("lo")]
     answer = found[3]
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, ChatAnswer)
     assert (answer.completion_tokens, answer.finish) == (3, "stop")
     assert answer.route is not None
     assert answer.route.route == ("me", "ada", "bob")
@@ -160,7 +160,7 @@ def test_an_interrupt_before_the_first_word_closes_the_connection(
                 parts(client)
         assert client._connection.sock is None
         gateway.lines = [chunk("Hel"), *ending()]
-        assert parts(client)[0] == Piece("Hel")
+        assert parts(client)[0] == AnswerPiece("Hel")
 
 
 def test_a_conversation_in_plain_lines(

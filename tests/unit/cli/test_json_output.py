@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from fusionai.cli.json_output import json_option, write_json
+from fusionai.cli.options import json_option, write_json
 from fusionai.primitives.errors import StorageError, UsageError
 
 

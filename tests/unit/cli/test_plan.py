@@ -14,8 +14,7 @@ from fusionai.cli import asked as asked_module
 from fusionai.cli import plan as plan_command
 from fusionai.cli.asked import Asked, problem_of
 from fusionai.cli.main import main
-from fusionai.cli.pool_file import read_pool
-from fusionai.cli.pool_tables import ConstraintsTable
+from fusionai.cli.pool_file import ConstraintsTable, read_pool
 from fusionai.cli.serving_options import ServingOptions
 from fusionai.ir.schema import Graph
 from fusionai.scheduling.problem.types import SharedWeight

@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fusionai.cli.catalogue_file import shipped_catalogue
-from fusionai.cli.pool_file import read_pool, resolve
+from fusionai.cli.pool_file import read_pool, resolve, shipped_catalogue
 from fusionai.primitives.errors import RecipeError, UsageError
 
 GOOD = """

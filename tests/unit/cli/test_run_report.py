@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from fusionai.cli.run_report import RunStory
-from fusionai.cli.tenures import Tenures
-from fusionai.client.training.kills import Kill, Killed, Returned
-from fusionai.client.training.train import Met, Noted, Planned, TrainingResult
+from fusionai.cli.run_report import RunReport, Tenures
+from fusionai.client.pool.job_process import Met, Noted
+from fusionai.client.training.kills import Kill, Killed, PeerReturned
+from fusionai.client.training.train import Planned, TrainingResult
 from fusionai.dashboard.report_data import ReportData, Tenure
 from fusionai.primitives.ids import JobId
 from fusionai.scheduling.problem.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
@@ -57,7 +57,7 @@ class Told:
 
     def __init__(self) -> None:
         self.at_s = 100.0
-        self.story = RunStory(now_s=lambda: self.at_s)
+        self.story = RunReport(now_s=lambda: self.at_s)
         self.lines: list[str] = []
 
     def see(self, at_s: float, event: Any) -> None:
@@ -83,12 +83,12 @@ def told() -> Told:
     run.see(2.5, done(0, replayed=True))
     run.see(3.0, done(1, step_s=9.0))
     run.see(3.0, progress.Recovered(1, 1.4))
-    run.see(4.0, Returned("laptop", LAPTOP))
+    run.see(4.0, PeerReturned("laptop", LAPTOP))
     run.see(4.5, Killed(Kill(3, "broker"), "broker", ""))
     run.see(4.6, progress.BrokerAway("refused"))
     run.see(5.0, done(2))
     run.see(5.5, progress.BrokerBack())
-    run.see(5.6, Returned("broker", ""))
+    run.see(5.6, PeerReturned("broker", ""))
     return run
 
 
@@ -167,7 +167,7 @@ def test_speed_counts_what_faults_cost_and_the_drawn_step_has_none(told: Told) -
 
 
 def test_whoever_joins_while_the_job_runs_has_a_name_too() -> None:
-    story = RunStory()
+    story = RunReport()
     story.see(Met({ATTIC: "attic"}))
     (line,) = story.see(progress.FaultSeen("peer", ATTIC, (1,), 4, "gone"))
     assert line == "step 5: attic is lost (stage 1): gone"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fusionai.cli.serving_view import ServingView
-from fusionai.client.serving.serve import Met, Noted, ServeEvent
+from fusionai.client.pool.job_process import Met, Noted
+from fusionai.client.serving.serve import ServeEvent
 from fusionai.serving import progress
 from fusionai.serving.interface import FaultNote
 

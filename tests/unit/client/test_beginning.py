@@ -13,8 +13,8 @@ import pytest
 
 from fusionai.client.pool import beginning
 from fusionai.client.pool.beginning import begin
-from fusionai.client.pool.deployments import keep_deployment
-from fusionai.client.pool.replanning import Replanner
+from fusionai.client.pool.job_files import keep_deployment
+from fusionai.client.pool.replanning import TrainingReplanner
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, TransportError
 from fusionai.scheduling.planner import plan as planned
@@ -64,7 +64,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
             if committed:
                 journal.append(record())
             pool = FakePool(list(looks), grants=grants or [None], version=7)
-            replanner = Replanner(
+            replanner = TrainingReplanner(
                 pool=pool,
                 job=JOB,
                 title="job",

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fusionai.client.pool.fault_report import FaultStory
+from fusionai.client.pool.faults import FaultReport
 from fusionai.scheduling.problem.types import Certificate, Guard, PeerProfile, Plan, StagePlacement, TolerantTakeover
 from fusionai.training import progress
 from fusionai.wire.messages import CommitRecord, Fence
@@ -44,8 +44,8 @@ def committed(step: int, *, replayed: bool = False) -> progress.StepDone:
 
 
 @pytest.fixture
-def story() -> FaultStory:
-    told = FaultStory()
+def story() -> FaultReport:
+    told = FaultReport()
     members = [PeerProfile(peer=peer, name=name, flops_per_s=1.0, memory_bytes=1) for peer, name in NAMES.items()]
     told.begin(plan(1, TOWER, LAPTOP, guards={1: ATTIC}), members)
     told.see(committed(10), 0.0)
@@ -56,7 +56,7 @@ def lost(peer: str = LAPTOP, kind: str = "peer", stages: tuple[int, ...] = (1,))
     return progress.FaultSeen(kind, peer, stages, 11, "connection closed.")  # type: ignore[arg-type]
 
 
-def test_a_takeover_is_told_in_a_line(story: FaultStory) -> None:
+def test_a_takeover_is_told_in_a_line(story: FaultReport) -> None:
     assert story.see(lost(), 5.0) == ("step 12: laptop is lost (stage 1): connection closed",)
     assert story.see(progress.PlanChanged(plan(2, TOWER, ATTIC), "x"), 5.1) == ()
     assert story.see(progress.Restored(11, 10, (1,), False), 5.2) == ()
@@ -70,20 +70,20 @@ def test_a_takeover_is_told_in_a_line(story: FaultStory) -> None:
     assert (episode.exact, episode.takeover, episode.over_s, episode.recovered_s) == (True, {1: ATTIC}, 6.5, 1.5)
 
 
-def test_a_reason_is_not_said_twice(story: FaultStory) -> None:
+def test_a_reason_is_not_said_twice(story: FaultReport) -> None:
     reason = f"peer {LAPTOP[:8]} was lost: the other side closed the channel."
     said = story.see(progress.FaultSeen("peer", LAPTOP, (1,), 11, reason), 5.0)
     assert said == ("step 12: laptop is lost (stage 1): the other side closed the channel",)
 
 
-def test_what_was_killed_on_purpose_is_called_killed_once(story: FaultStory) -> None:
+def test_what_was_killed_on_purpose_is_called_killed_once(story: FaultReport) -> None:
     story.kill(LAPTOP)
     assert story.see(lost(), 5.0) == ("step 12: laptop was killed (stage 1)",)
     story.see(progress.Recovered(11, 1.0), 6.0)
     assert "is lost" in story.see(lost(), 7.0)[0]
 
 
-def test_other_numerics_are_said(story: FaultStory) -> None:
+def test_other_numerics_are_said(story: FaultReport) -> None:
     story.see(lost(), 5.0)
     story.see(progress.PlanChanged(plan(2, TOWER, ATTIC, odd=ATTIC), "x"), 5.1)
     story.see(progress.Restored(11, 10, (1,), False), 5.2)
@@ -91,7 +91,7 @@ def test_other_numerics_are_said(story: FaultStory) -> None:
     assert story.episodes[0].exact is False
 
 
-def test_a_lost_guard_stops_nothing(story: FaultStory) -> None:
+def test_a_lost_guard_stops_nothing(story: FaultReport) -> None:
     assert story.see(lost(ATTIC, "guard", ()), 5.0) == (
         "step 12: attic, warm standby of stage 1, is lost: connection closed; the job continues",
     )
@@ -100,7 +100,7 @@ def test_a_lost_guard_stops_nothing(story: FaultStory) -> None:
     assert story.see(progress.Recovered(11, 1.0), 6.0) == ()
 
 
-def test_two_at_once_are_two_faults_of_one_recovery(story: FaultStory) -> None:
+def test_two_at_once_are_two_faults_of_one_recovery(story: FaultReport) -> None:
     story.see(lost(TOWER, stages=(0,)), 5.0)
     story.see(lost(LAPTOP), 5.5)
     story.see(progress.PlanChanged(plan(2, HERON, ATTIC), "x"), 5.6)
@@ -110,7 +110,7 @@ def test_two_at_once_are_two_faults_of_one_recovery(story: FaultStory) -> None:
     assert "attic takes over from its snapshot of step 10, with 1 step recomputed; recovered after 1.5 s" in second
 
 
-def test_a_broken_link_that_was_a_death_is_one_fault(story: FaultStory) -> None:
+def test_a_broken_link_that_was_a_death_is_one_fault(story: FaultReport) -> None:
     assert story.see(lost(kind="link"), 5.0) == (
         "step 12: the connection to laptop broke (stage 1): connection closed",
     )
@@ -118,12 +118,12 @@ def test_a_broken_link_that_was_a_death_is_one_fault(story: FaultStory) -> None:
     assert [episode.kind for episode in story.episodes] == ["peer"]
 
 
-def test_a_broken_link_alone_costs_no_state(story: FaultStory) -> None:
+def test_a_broken_link_alone_costs_no_state(story: FaultReport) -> None:
     story.see(lost(kind="link"), 5.0)
     assert "every stage kept its state; recovered after 1 s" in story.see(progress.Recovered(11, 1.0), 6.0)[0]
 
 
-def test_a_rollback_is_called_so(story: FaultStory) -> None:
+def test_a_rollback_is_called_so(story: FaultReport) -> None:
     story.see(lost(), 5.0)
     story.see(progress.Restored(11, 8, (0, 1), True), 5.2)
     assert "with all stages from the checkpoint of step 8" in story.see(progress.Recovered(11, 9.0), 14.0)[0]
@@ -135,7 +135,7 @@ def test_a_rollback_is_called_so(story: FaultStory) -> None:
     )
 
 
-def test_waiting_says_for_what_and_what_to_do_once(story: FaultStory) -> None:
+def test_waiting_says_for_what_and_what_to_do_once(story: FaultReport) -> None:
     story.see(lost(), 5.0)
     (line,) = story.see(progress.Waiting("waiting for a peer that lends 75 MB (stage 1)."), 5.1)
     assert line.startswith("step 12: the job waits for a peer that lends 75 MB (stage 1). It continues by itself")
@@ -154,7 +154,7 @@ def test_waiting_says_for_what_and_what_to_do_once(story: FaultStory) -> None:
     assert story.see(progress.Waiting("no peer stands by for stage 1"), 11.0) != ()
 
 
-def test_the_broker_goes_and_comes(story: FaultStory) -> None:
+def test_the_broker_goes_and_comes(story: FaultReport) -> None:
     (away,) = story.see(progress.BrokerAway("connection refused"), 5.0)
     assert away == "step 12: the broker can't be reached (connection refused); the job continues without it"
     assert story.open() == []
@@ -163,13 +163,13 @@ def test_the_broker_goes_and_comes(story: FaultStory) -> None:
     assert (episode.kind, episode.recovered_s) == ("broker", 2.5)
 
 
-def test_a_stranger_is_called_by_its_key(story: FaultStory) -> None:
+def test_a_stranger_is_called_by_its_key(story: FaultReport) -> None:
     assert story.name("z" * 52).startswith("z")
     story.know({"z" * 52: "newcomer"})
     assert story.name("z" * 52) == "newcomer"
 
 
-def test_a_liar_is_named_with_what_it_did_and_what_follows(story: FaultStory) -> None:
+def test_a_liar_is_named_with_what_it_did_and_what_follows(story: FaultReport) -> None:
     wrong = progress.FaultSeen("liar", LAPTOP, (1,), 11, "activations for stage 2 differ by 0.01 of their size")
     what = "activations for stage 2 differ by 0.01 of their size"
     said = f"stage 1 on laptop gave wrong results and gets no more work from this job: {what}"
@@ -180,7 +180,7 @@ def test_a_liar_is_named_with_what_it_did_and_what_follows(story: FaultStory) ->
     assert "heron takes over from a stored state of step 8" in line
 
 
-def test_a_guard_that_accused_the_honest_stops_nothing(story: FaultStory) -> None:
+def test_a_guard_that_accused_the_honest_stops_nothing(story: FaultReport) -> None:
     wrong = progress.FaultSeen("liar", ATTIC, (), 11, "its word against another peer did not hold")
     (line,) = story.see(wrong, 5.0)
     assert line.endswith("its word against another peer did not hold; the job continues")
@@ -188,7 +188,7 @@ def test_a_guard_that_accused_the_honest_stops_nothing(story: FaultStory) -> Non
     assert story.open() == []
 
 
-def test_a_count_down_is_said_once_whole_and_then_in_short(story: FaultStory) -> None:
+def test_a_count_down_is_said_once_whole_and_then_in_short(story: FaultReport) -> None:
     story.see(lost(), 5.0)
     waits = "waiting for a peer that lends 1 GB (stage 1); cutting the model anew over 1 machine (tower) in {} s"
     (first,) = story.see(progress.Waiting(waits.format(30)), 5.1)
@@ -200,7 +200,7 @@ def test_a_count_down_is_said_once_whole_and_then_in_short(story: FaultStory) ->
     )
 
 
-def test_a_model_cut_anew_is_told_with_its_machines(story: FaultStory) -> None:
+def test_a_model_cut_anew_is_told_with_its_machines(story: FaultReport) -> None:
     story.see(lost(), 5.0)
     story.see(progress.Waiting("waiting for a peer"), 5.1)
     alone = plan(2, TOWER, HERON)

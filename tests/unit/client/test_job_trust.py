@@ -10,9 +10,8 @@ from typing import Any, cast
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fusionai.client.pool import trust_watch as circle_watch
-from fusionai.client.pool.job_trust import JobTrust, job_trust
-from fusionai.client.pool.trust_watch import watch_circle
+from fusionai.client.pool import job_trust as circle_watch
+from fusionai.client.pool.job_trust import JobTrust, job_trust, watch_trust
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import LEVELS, PrivacyLevel
@@ -35,7 +34,9 @@ CIRCLE = Circle(
 
 def trust_of(path: Path, level: PrivacyLevel = "trusted", now_s: float = 1000.0) -> JobTrust:
     keep_circle(path / "trust.json", CIRCLE)
-    return JobTrust(level=level, me=ME, seal=Seal(KEY, level), circle=CircleFile(path / "trust.json", lambda: now_s))
+    return JobTrust(
+        level=level, me=ME, seal=Seal(KEY, level), trust_list=CircleFile(path / "trust.json", lambda: now_s)
+    )
 
 
 def membership() -> Any:
@@ -92,7 +93,7 @@ async def test_who_is_revoked_while_the_job_runs_is_shut_out(tmp_path: Path):
     circle_watch_s, circle_watch.LOOK_S = circle_watch.LOOK_S, 0.0
     try:
         trust, driver = trust_of(tmp_path), Driver(ADA, ME)
-        watching = asyncio.create_task(watch_circle(trust, driver))
+        watching = asyncio.create_task(watch_trust(trust, driver))
         for _ in range(20):
             await asyncio.sleep(0)
         assert driver.out == []
@@ -109,7 +110,7 @@ async def test_who_is_revoked_while_the_job_runs_is_shut_out(tmp_path: Path):
 
 @in_a_loop
 async def test_at_other_levels_nobody_is_watched(tmp_path: Path):
-    await asyncio.wait_for(watch_circle(trust_of(tmp_path, "split"), Driver(EVE)), 5.0)
+    await asyncio.wait_for(watch_trust(trust_of(tmp_path, "split"), Driver(EVE)), 5.0)
 
 
 def test_the_count_is_said_where_there_is_a_circle(tmp_path: Path):

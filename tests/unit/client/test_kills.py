@@ -10,7 +10,7 @@ import pytest
 
 from fusionai.client.pool.local_pool import LocalPool
 from fusionai.client.training import kills
-from fusionai.client.training.kills import Kill, Killed, Returned, Striker, check_kills, parse_kill, usual_kills
+from fusionai.client.training.kills import Kill, Killed, PeerReturned, Striker, check_kills, parse_kill, usual_kills
 from fusionai.client.training.train import Planned
 from fusionai.primitives.errors import FusionError, UsageError
 from fusionai.primitives.ids import JobId
@@ -168,7 +168,7 @@ def test_a_stage_is_killed_in_its_step_and_comes_back_after_the_commit(tmp_path:
         run.commit(1, replayed=True)
         run.clock.now_s = 12.0
         run.commit(2)
-        await run.until(Returned)
+        await run.until(PeerReturned)
         await run.striker.close()
         assert run.pool.done == ["kill laptop", "start laptop"]
         (outcome,) = run.striker.outcomes
@@ -219,7 +219,7 @@ def test_who_is_waited_for_comes_back_before_the_commit(tmp_path: Path) -> None:
         run.commit(0)
         await run.until(Killed)
         run.see(progress.Waiting("no peer stands by"))
-        await run.until(Returned)
+        await run.until(PeerReturned)
         assert run.pool.done == ["kill laptop", "start laptop"]
         await run.striker.close()
         assert run.striker.outcomes[0].recovered_s is None
@@ -321,7 +321,7 @@ def test_the_broker_is_back_when_it_shows_its_members(tmp_path: Path, monkeypatc
         run.commit(0)
         await run.until(Killed)
         run.see(progress.BrokerAway("connection refused"))
-        await run.until(Returned)
+        await run.until(PeerReturned)
         await run.striker.close()
         (outcome,) = run.striker.outcomes
         assert (outcome.detected_s, outcome.recovered_s, answers) == (0.0, 3.0, [])

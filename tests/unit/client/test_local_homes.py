@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fusionai.client.pool.local_homes import local_home
+from fusionai.client.pool.local_pool import local_home
 
 HOLDER = """
 import sys
 from pathlib import Path
-from fusionai.client.pool.local_homes import local_home
+from fusionai.client.pool.local_pool import local_home
 
 with local_home(Path(sys.argv[1])) as directory:
     (directory / "weights").write_bytes(b"many")

@@ -20,7 +20,7 @@ from fusionai.client.pool.beginning import first_deployment
 from fusionai.client.pool.job_trust import parts
 from fusionai.client.pool.replanning import PoolReplanner
 from fusionai.client.pool.session import Member
-from fusionai.client.serving.replanning import ServingReplanner
+from fusionai.client.serving.watch import ServingReplanner
 from fusionai.execution.deployment import Deployment
 from fusionai.execution.links.peer_links import open_job
 from fusionai.primitives.errors import FusionError, PlanError, RefusedError, TransportError, TrustError

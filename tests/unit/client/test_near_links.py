@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fusionai.client.pool.near_links import BETTER, MOST_MEMBERS, near_links
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.session import BETTER, MOST_MEMBERS, Member, near_links
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import Link
 from fusionai.wire.messages import LinkView, Way

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from fusionai.client.pool import watch as pool_watch
-from fusionai.client.pool.replanning import FORGOTTEN_S, Replanner
+from fusionai.client.pool.replanning import FORGOTTEN_S, TrainingReplanner
 from fusionai.client.pool.session import Member
 from fusionai.client.pool.watch import PoolWatch
 from fusionai.execution.deployment import Deployment
@@ -85,7 +85,7 @@ def bench(tmp_path: Path) -> Iterator[Make]:
             plan = msgspec.structs.replace(planned(msgspec.structs.replace(base, required=("a", "b"))), version=1)
             journal.adopt_plan(1, msgspec.json.encode(plan))
             clock, pool = FakeClock(), FakePool(list(looks))
-            replanner = Replanner(
+            replanner = TrainingReplanner(
                 pool=pool,
                 job=JOB,
                 title="job",

@@ -14,9 +14,8 @@ import msgspec
 import pytest
 
 from fusionai.client.pool import replanning
-from fusionai.client.pool.deployments import kept_deployment
-from fusionai.client.pool.distrusted import distrusted
-from fusionai.client.pool.replanning import Replanner
+from fusionai.client.pool.job_files import distrusted, kept_deployment
+from fusionai.client.pool.replanning import TrainingReplanner
 from fusionai.client.pool.session import Member
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import (
@@ -39,7 +38,7 @@ from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile
 
 @dataclass
 class Bench:
-    replanner: Replanner
+    replanner: TrainingReplanner
     pool: FakePool
     clock: FakeClock
     present: Deployment
@@ -71,7 +70,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             present = msgspec.structs.replace(planned(made), version=1)
             journal.adopt_plan(1, msgspec.json.encode(present))
             clock, fake = FakeClock(), FakePool(list(looks), **pool)
-            replanner = Replanner(
+            replanner = TrainingReplanner(
                 pool=fake,
                 job=JOB,
                 title="job",

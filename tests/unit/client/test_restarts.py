@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusionai.client.pool.restarts import MOST, WINDOW_S, Restarts
+from fusionai.client.pool.local_pool import MOST, WINDOW_S, Restarts
 
 
 def test_each_start_waits_twice_as_long_until_it_is_given_up() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from fusionai.client.serving.checks import checking_sentence
+from fusionai.client.serving.planning import checking_sentence
 
 
 def said(guards: dict[int, str], checkable: set[int], *, spot: bool = True, peers: str = "oabo") -> str | None:

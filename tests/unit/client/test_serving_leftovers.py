@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
+from fusionai.client.pool.reporting import ServedNote, end_leftovers, leftovers
 from fusionai.client.pool.session import PoolSession
-from fusionai.client.serving.leftovers import ServedNote, end_leftovers, leftovers
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import JobId
 from fusionai.wire import messages as wire
@@ -21,11 +21,11 @@ class Broker:
     """Notes what it is told; `problem` is its answer where there is one."""
 
     def __init__(self, problem: FusionError | None = None) -> None:
-        self.told: list[tuple[str, str]] = []
+        self.reported: list[tuple[str, str]] = []
         self.problem = problem
 
     async def report(self, report: wire.JobReport) -> None:
-        self.told.append((report.job, report.state))
+        self.reported.append((report.job, report.state))
         if self.problem is not None:
             raise self.problem
 
@@ -35,15 +35,15 @@ def end(broker: Broker, home: Path) -> tuple[JobId, ...]:
 
 
 def test_a_job_whose_server_is_gone_is_ended_once(tmp_path: Path):
-    ServedNote(tmp_path, KILLED).close(told=False)  # what a killed process leaves: the file without its lock
+    ServedNote(tmp_path, KILLED).close(reported=False)  # what a killed process leaves: the file without its lock
     living = ServedNote(tmp_path, LIVING)
     broker = Broker()
     assert end(broker, tmp_path) == (KILLED,)
-    assert broker.told == [(KILLED, "failed")]
+    assert broker.reported == [(KILLED, "failed")]
     assert end(broker, tmp_path) == ()
-    living.close(told=True)
+    living.close(reported=True)
     assert end(broker, tmp_path) == ()
-    assert broker.told == [(KILLED, "failed")]
+    assert broker.reported == [(KILLED, "failed")]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_job_whose_server_is_gone_is_ended_once(tmp_path: Path):
     ],
 )
 def test_a_broker_that_is_away_is_told_at_the_next_start(problem: FusionError, over: bool, tmp_path: Path):
-    ServedNote(tmp_path, KILLED).close(told=False)
+    ServedNote(tmp_path, KILLED).close(reported=False)
     assert end(Broker(problem), tmp_path) == ((KILLED,) if over else ())
     assert leftovers(tmp_path) == (() if over else (KILLED,))
 

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 
 from fusionai.client.pool.session import Member
-from fusionai.client.serving.replanning import ServingReplanner
+from fusionai.client.serving.watch import ServingReplanner
 from fusionai.execution.deployment import Deployment
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan

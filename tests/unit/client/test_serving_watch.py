@@ -9,8 +9,7 @@ from typing import cast
 import msgspec
 
 from fusionai.client.pool.session import Member
-from fusionai.client.serving.replanning import ServingReplanner
-from fusionai.client.serving.watch import ServingWatch
+from fusionai.client.serving.watch import ServingReplanner, ServingWatch
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.planner import plan as planned

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fusionai.corpus.bad_rows import RowError
 from fusionai.corpus.conversations import conversation_of, for_template
+from fusionai.corpus.files import RowError
 
 USER = {"role": "user", "content": "hello"}
 ANSWER = {"role": "assistant", "content": "good day"}

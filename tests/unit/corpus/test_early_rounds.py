@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fusionai.corpus.early_rounds import early_rounds, usual_early_steps
 from fusionai.corpus.recipe import Recipe, recipe_from_table
+from fusionai.corpus.schedule import early_rounds, usual_early_steps
 from fusionai.primitives.errors import RecipeError
 
 

@@ -5,10 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.corpus.masking import IGNORED, mask_rows
-from fusionai.corpus.order import ALONE, Deal, SampleOrder, evaluation_samples
-from fusionai.corpus.permutation import Permutation, derived_key, mix
-from fusionai.corpus.split import Split
+from fusionai.corpus.order import ALONE, Deal, Permutation, SampleOrder, Split, derived_key, evaluation_samples, mix
+from fusionai.corpus.rows import IGNORED, mask_rows
 from harness.examples import examples
 
 

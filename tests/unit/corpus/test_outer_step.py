@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionai.corpus.outer_step import outer_step
+from fusionai.corpus.schedule import outer_step
 
 
 def test_short_jobs_forget_sooner() -> None:

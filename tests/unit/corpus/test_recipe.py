@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fusionai.corpus.outer_step import outer_step
+from fusionai.client.training.job_directory import check_resumable, differences, encode_recipe
 from fusionai.corpus.recipe import load_recipe, recipe_from_table
-from fusionai.corpus.resume import check_resumable, differences, encode_recipe
+from fusionai.corpus.schedule import outer_step
 from fusionai.corpus.tables import (
     ConfigModel,
     FactoryModel,

@@ -18,7 +18,7 @@ from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.corpus.source import TokenSource, open_source, shifted
 from fusionai.corpus.tables import HubTokenizer, LocalTokenizer
 from fusionai.corpus.tensors import TensorSource
-from fusionai.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from fusionai.corpus.tokens import END_OF_TEXT, load_tokenizer, train_tokenizer
 from fusionai.primitives.errors import DataError, StorageError
 from fusionai.primitives.tensors import HostTensor
 
@@ -260,7 +260,7 @@ def test_tokenizers_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             raise answer[hub]
         return str(tmp_path / hub.removeprefix("org/"))
 
-    monkeypatch.setattr("fusionai.corpus.tokenizer.snapshot_download", download)
+    monkeypatch.setattr("fusionai.corpus.tokens.snapshot_download", download)
     assert load_tokenizer(HubTokenizer(hub="org/there")).files == tokenizer.files
     with pytest.raises(DataError, match=r"org/empty: has no tokenizer\.json on the hub"):
         load_tokenizer(HubTokenizer(hub="org/empty"))

@@ -12,11 +12,11 @@ import pytest
 from fusionai.corpus.files import SourceFile, find_files, fingerprint
 from fusionai.corpus.python_library import select
 from fusionai.corpus.tables import FileData, HubData
-from fusionai.corpus.text import PIECE_BYTES, Piece, pieces_of_dataset, pieces_of_files
+from fusionai.corpus.text import PIECE_BYTES, TextPiece, pieces_of_dataset, pieces_of_files
 from fusionai.primitives.errors import DataError
 
 
-def read(path: Path, kind: str = "text", field: str = "text") -> list[Piece]:
+def read(path: Path, kind: str = "text", field: str = "text") -> list[TextPiece]:
     return list(pieces_of_files((SourceFile(path, kind),), field))  # pyright: ignore[reportArgumentType]
 
 
@@ -61,7 +61,7 @@ def test_undecodable_text_names_file_line_and_column(tmp_path: Path, content: by
 def test_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one", "n": 1}\n\n{"text": "zwei ü"}')
-    assert read(path, "jsonl") == [Piece("one", True), Piece("zwei ü", True)]
+    assert read(path, "jsonl") == [TextPiece("one", True), TextPiece("zwei ü", True)]
 
 
 @pytest.mark.parametrize(

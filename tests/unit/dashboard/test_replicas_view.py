@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from fusionai.dashboard.replicas_view import ReplicasView
+from fusionai.dashboard.live import ReplicasView
 
 
 def shown(*, terminal: bool, width: int = 160) -> str:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from fusionai.dashboard.report import max_abs_difference, render_report, write_report
-from fusionai.dashboard.report_data import Fault, PlanObservation, ReportData, StageObservation, Tenure
+from fusionai.dashboard.report_data import PlanObservation, ReportData, ReportedFault, StageObservation, Tenure
 from fusionai.primitives.errors import StorageError
 
 VOID = {"meta", "br", "path", "use", "image", "stop", "rect", "circle", "line", "ellipse", "polygon", "polyline"}
@@ -61,7 +61,7 @@ def with_faults(data: ReportData) -> ReportData:
     return msgspec.structs.replace(
         data,
         faults=(
-            Fault(
+            ReportedFault(
                 step=2,
                 at_s=1.5,
                 who="machine a, stage 0",
@@ -71,10 +71,10 @@ def with_faults(data: ReportData) -> ReportData:
                 over_s=3.0,
                 recovery_s=1.5,
             ),
-            Fault(
+            ReportedFault(
                 step=2, at_s=1.51, who="machine b, a spare", peer=b, what="connection closed", outcome="x", over_s=1.51
             ),
-            Fault(step=3, at_s=3.5, who="the broker", what="no answer", outcome="the job went on"),
+            ReportedFault(step=3, at_s=3.5, who="the broker", what="no answer", outcome="the job went on"),
         ),
         commits=((1.0, 1), (3.0, 2), (4.0, 3)),
         tenures=(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.dashboard.sparkline import sparkline
+from fusionai.dashboard.live import sparkline
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.gateway.keys import KeyRing
+from fusionai.gateway.config import KeyRing
 from fusionai.primitives.errors import UsageError
 
 LONG = "a-key-of-enough-letters"

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.gateway.errors import ApiError
-from fusionai.gateway.reading import decode
-from fusionai.gateway.requests import ChatRequest, CompletionRequest, EmbeddingRequest, plain
+from fusionai.gateway.requests import ChatRequest, CompletionRequest, EmbeddingRequest, decode, plain
 from harness.examples import examples
 
 SMALL = {"model": "m", "messages": [{"role": "user", "content": "x"}]}

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from fusionai.gateway.config import Limits
+from fusionai.gateway.config import RequestLimits
 from fusionai.gateway.errors import ApiError
 from fusionai.gateway.streaming import ABORT_EXTENSION, EventStream, Streams, comment, event
 from harness.gateway_stand import until
 
-LIMITS = Limits(unread_bytes=1000, stalled_s=0.05, keep_alive_s=0.02)
+LIMITS = RequestLimits(unread_bytes=1000, stalled_s=0.05, keep_alive_s=0.02)
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Client:
         await self.leaves.wait()
         return {"type": "http.disconnect"}
 
-    async def run(self, pieces: AsyncGenerator[bytes, None], limits: Limits = LIMITS) -> None:
+    async def run(self, pieces: AsyncGenerator[bytes, None], limits: RequestLimits = LIMITS) -> None:
         async def ended() -> None:
             self.seen.append("end")
 
@@ -128,7 +128,7 @@ def test_a_client_that_reads_again_is_told_why_its_stream_ended():
 
     async def scenario() -> Client:
         client = Client(stops_reading=1)
-        running = asyncio.create_task(client.run(pieces(), Limits(unread_bytes=1000, stalled_s=5)))
+        running = asyncio.create_task(client.run(pieces(), RequestLimits(unread_bytes=1000, stalled_s=5)))
         await until(lambda: "slow" in client.seen)
         client.reads_again.set()
         await running

@@ -16,8 +16,8 @@ UNREACHED_MODULES: dict[str, str] = {}
 """Module -> why no command reaches it and it stays."""
 UNREACHED: dict[str, str] = {
     "fusionai.cli.analyze.shipped_comparisons": "docs/generate.py writes docs/analysis.md from it",
-    "fusionai.dashboard.analysis_document.document": "docs/generate.py writes docs/analysis.md with it",
-    "fusionai.dashboard.analysis_document._markdown": "part of `document`",
+    "fusionai.dashboard.analysis_page.document": "docs/generate.py writes docs/analysis.md with it",
+    "fusionai.dashboard.analysis_page._markdown": "part of `document`",
     "fusionai.coordination.machine.START": "part of `rows`",
     "fusionai.coordination.machine.rows": "docs/generate.py draws docs/machines.md from it",
     "fusionai.serving.inspection.Measured": "result of `measured`",

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Engine
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fusionai.corpus.templates import PLAIN_STOPS, ConversationError
-from fusionai.corpus.tokenizer import train_tokenizer
+from fusionai.corpus.tokens import train_tokenizer
 from fusionai.primitives.errors import ModelError
 from fusionai.serving.interface import Sampling
 from fusionai.serving.model_text import ModelText

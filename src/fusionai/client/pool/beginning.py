@@ -15,10 +15,10 @@ from typing import Final
 import msgspec
 
 from fusionai.client.pool.background import in_background
-from fusionai.client.pool.deployments import kept_deployment
-from fusionai.client.pool.replanning import PoolReplanner, Replanner
+from fusionai.client.pool.job_files import kept_deployment
+from fusionai.client.pool.replanning import PoolReplanner, TrainingReplanner
 from fusionai.client.pool.session import Member
-from fusionai.client.training.preparation import Prepared, problem_for
+from fusionai.client.training.preparation import PreparedJob, problem_for
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import PlanError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
@@ -37,8 +37,8 @@ that slept when its job ended, with the one after."""
 
 
 async def begin(
-    replanner: Replanner,
-    prepared: Prepared,
+    replanner: TrainingReplanner,
+    prepared: PreparedJob,
     owner: PeerProfile,
     members: tuple[Member, ...] | None,
     *,
@@ -72,7 +72,7 @@ async def begin(
         return kept
 
 
-def _known(replanner: Replanner, prepared: Prepared) -> Plan | None:
+def _known(replanner: TrainingReplanner, prepared: PreparedJob) -> Plan | None:
     """Return the plan of the job's last start, if it is for the same model and the recipe still allows it."""
     adopted = replanner.journal.plan
     if adopted is None:
@@ -89,8 +89,8 @@ def _known(replanner: Replanner, prepared: Prepared) -> Plan | None:
 
 
 async def _anew(
-    replanner: Replanner,
-    prepared: Prepared,
+    replanner: TrainingReplanner,
+    prepared: PreparedJob,
     owner: PeerProfile,
     *,
     pool_name: str,
@@ -139,7 +139,7 @@ async def first_deployment(
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _as_begun(replanner: Replanner, problem: Problem) -> Problem:
+def _as_begun(replanner: TrainingReplanner, problem: Problem) -> Problem:
     """Return `problem` with the number of replicas fixed once steps are committed: the order of sums depends on it."""
     adopted = replanner.journal.plan
     if problem.replicas != "auto" or adopted is None or not replanner.journal.committed:
@@ -150,7 +150,7 @@ def _as_begun(replanner: Replanner, problem: Problem) -> Problem:
         return problem  # written by another version of this program
 
 
-def _equal_numerics(replanner: Replanner, usable: tuple[Member, ...]) -> tuple[Member, ...]:
+def _equal_numerics(replanner: TrainingReplanner, usable: tuple[Member, ...]) -> tuple[Member, ...]:
     """Return the members that may continue the job once steps are committed. An exact job needs machines that compute
     the same bits; a job with takeover = "any" prefers them if there are as many as it had.
 

@@ -10,10 +10,13 @@ for every connection, `client.pool.trust_watch` while the job runs.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Protocol
 
+from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
@@ -35,7 +38,7 @@ class JobTrust:
     level: PrivacyLevel
     me: PeerId
     seal: Seal
-    circle: CircleFile
+    trust_list: CircleFile
     own: frozenset[PeerId] = frozenset()
     barred: tuple[Excluded, ...] = ()
     _carried: dict[PeerId, tuple[bytes, ...]] = field(default_factory=dict[PeerId, tuple[bytes, ...]])
@@ -79,14 +82,14 @@ class JobTrust:
         if peer == self.me or peer in self.own:
             return None
         try:
-            self.circle.check(peer, self._carried.get(peer, ()))
+            self.trust_list.check(peer, self._carried.get(peer, ()))
         except TrustError as error:
             return error.message
         return None
 
     def sentence(self, plan: Plan) -> str | None:
         """Return how many of the plan's other machines are trusted; None if the owner has no trust list."""
-        if not self.required and not self.circle.path.exists():
+        if not self.required and not self.trust_list.path.exists():
             return None
         others = parts(plan) - {self.me}
         trusted = sum(self.reason_against(peer) is None for peer in others)
@@ -106,10 +109,36 @@ def job_trust(home: Path, membership: Membership, level: PrivacyLevel, *, confid
         level=level,
         me=membership.peer,
         seal=Seal(membership.credentials.identity.key, level),
-        circle=CircleFile(home / TRUST_FILE, SystemClock().wall_s),
+        trust_list=CircleFile(home / TRUST_FILE, SystemClock().wall_s),
     )
 
 
 def parts(plan: Plan) -> frozenset[PeerId]:
     """Return all peers with a part in `plan`: holders, standbys and the feed."""
     return frozenset(PeerId(one.peer) for one in (*plan.stages, *plan.guards)) | {PeerId(plan.feed)}
+
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 1.0
+
+
+class Guarded(Protocol):
+    """A training driver or a serving engine."""
+
+    @property
+    def deployment(self) -> Deployment: ...
+
+    def shut_out(self, peer: PeerId, reason: str) -> None:
+        """Treat `peer` as lost."""
+        ...
+
+
+async def watch_trust(trust: JobTrust, driver: Guarded) -> None:
+    """Check until cancelled. Returns at once for a job that does not need trusted peers."""
+    while trust.required:
+        await asyncio.sleep(LOOK_S)
+        for peer in sorted(parts(driver.deployment.plan)):
+            if (reason := trust.reason_against(peer)) is not None:
+                log.warning("peer %s is shut out: %s", short(peer), reason)
+                driver.shut_out(peer, f"it is not trusted (any more): {reason}")

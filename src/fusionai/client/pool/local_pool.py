@@ -1,5 +1,7 @@
 """Runs a whole pool on this machine: a broker and peers as separate processes, over mutual TLS on loopback.
 
+Also keeps the homes of such processes (`local_home`) and limits their restarts (`Restarts`).
+
 The processes are ordinary `fusion broker` and `fusion join` commands. A process that ends with an error, for example
 killed by the system, is restarted (`restarts` says when). One killed through `LocalPool.kill` stays down until
 `start_again`, and one that ended cleanly is not restarted. All processes end with this one: if it is killed, their
@@ -12,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import shutil
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +26,64 @@ from typing import IO, Final, TypeVar
 
 import msgspec
 
-from fusionai.client.pool.restarts import Restarts
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.environment import inherited
-from fusionai.primitives.errors import FusionError
+from fusionai.primitives.errors import FusionError, StorageError
 from fusionai.primitives.process import ORDINARY, YIELDING, weigh_session
+from fusionai.storage.lock import JobLock
+
+FIRST_S: Final = 1.0
+"""Delay before the first restart, in seconds (chosen); doubled with each further one within `WINDOW_S`."""
+MOST: Final = 6
+"""Most restarts within `WINDOW_S` (chosen). A process that ends more often would end again."""
+WINDOW_S: Final = 600.0
+"""Time after which an end of the process no longer counts, in seconds (chosen)."""
+
+
+@dataclass(slots=True)
+class Restarts:
+    """Restarts of one process."""
+
+    _ended_s: list[float] = field(default_factory=list[float])
+
+    def ended(self, now_s: float) -> float | None:
+        """Record an end at `now_s`. Returns the seconds until the restart, None if it must not be restarted."""
+        self._ended_s = [at_s for at_s in self._ended_s if now_s - at_s < WINDOW_S]
+        count = len(self._ended_s)
+        self._ended_s.append(now_s)
+        return FIRST_S * 2**count if count < MOST else None
+
+
+@contextmanager
+def local_home(parent: Path) -> Iterator[Path]:
+    """Yield a new directory in `parent` and remove it with its content afterwards. Blocking."""
+    clear_left(parent)
+    directory = parent / secrets.token_hex(4)
+    # Locked before it is created, because a directory without a lock is removed as left over.
+    with JobLock(_lock_of(directory)):
+        try:
+            directory.mkdir()
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+            _lock_of(directory).unlink(missing_ok=True)
+
+
+def clear_left(parent: Path) -> None:
+    """Remove the directories of processes that are gone. Files that can't be removed stay."""
+    for directory in parent.glob("*/"):
+        try:
+            lock = JobLock(_lock_of(directory))
+        except StorageError:
+            continue
+        with lock:
+            shutil.rmtree(directory, ignore_errors=True)
+            _lock_of(directory).unlink(missing_ok=True)
+
+
+def _lock_of(directory: Path) -> Path:
+    return directory.with_suffix(".lock")
+
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +115,7 @@ class LocalPeer:
     """A peer to start. `share`: fraction of time it computes, which makes machines unequal. `memory_bytes`: memory that
     it lends, None: most of what is free. `port`: where it listens, None: any free one. `address`: the one it announces
     instead of its own. `limit_bytes_per_s`: limit for sending and for receiving. `weights_beside`: see
-    `peer.lending`."""
+    `peer.options`."""
 
     name: str
     share: float = 1.0

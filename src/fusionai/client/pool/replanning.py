@@ -22,10 +22,8 @@ from typing import Final, Protocol
 import msgspec
 
 from fusionai.client.pool.background import in_background
-from fusionai.client.pool.deployments import keep_deployment
-from fusionai.client.pool.distrusted import distrust
-from fusionai.client.pool.near_links import near_links
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.job_files import distrust, keep_deployment
+from fusionai.client.pool.session import Member, near_links
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ExecutionError, RefusedError, TransportError, TrustError
@@ -58,7 +56,7 @@ RETRIED: Final = ("busy", "unknown_peer", "untrusted", "leaving", "stale_fence",
 """Codes of refusals after which listing the pool and planning again may succeed."""
 
 
-class Pool(Protocol):
+class PlanRequests(Protocol):
     """Requests to the broker, as implemented by `client.pool_session.PoolSession`."""
 
     async def pool(self) -> tuple[Member, ...]: ...
@@ -90,7 +88,7 @@ class PoolReplanner:
 
     Stores nothing on disk: for jobs that start from scratch after a restart, such as serving."""
 
-    pool: Pool
+    pool: PlanRequests
     job: JobId
     title: str
     steps: int
@@ -356,7 +354,7 @@ class PoolReplanner:
 
 
 @dataclass(kw_only=True)
-class Replanner(PoolReplanner):
+class TrainingReplanner(PoolReplanner):
     """Gets plans for a training job. A plan is on disk before any machine acts on it."""
 
     journal: CommitJournal

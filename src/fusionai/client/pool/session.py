@@ -1,5 +1,7 @@
 """A session with the pool's broker: lists members and jobs, has plans adopted, stops jobs, creates invitations.
 
+Also finds the membership with which this machine connects, and selects measured links within one local network.
+
 Every method is one request and its answer. The broker is trusted no more than necessary: a job sees only members that
 its owner's trust list allows, and a granted plan must equal the requested one. `broker` answers, `cli` and
 `client.training.train` send requests, `client.pool.job_trust` says which members are allowed.
@@ -8,8 +10,9 @@ its owner's trust list allows, and a granted plan must equal the requested one. 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Final, TypeVar
 
@@ -18,13 +21,51 @@ import msgspec
 from fusionai.client.pool.job_trust import JobTrust
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import PoolClock, SystemClock
-from fusionai.primitives.errors import RefusedError, TransportError, TrustError, WireError
+from fusionai.primitives.errors import RefusedError, TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.scheduling.problem.types import Excluded, PeerProfile, Plan
+from fusionai.scheduling.problem.links import hop
+from fusionai.scheduling.problem.types import Excluded, Link, PeerProfile, Plan
 from fusionai.transport.conversation import Conversation
-from fusionai.transport.enrolment import Membership
+from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, enrol, enrol_second_key, load_membership
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.wire import messages as wire
+
+OWNER_DIRECTORY: Final = "owner"
+
+
+async def owner_membership(home: Path, invitation: str | None) -> Membership:
+    """Return this machine's membership as a job owner; enrol if it has none. Raises `UsageError` if that needs an
+    invitation."""
+    owner_home = home / OWNER_DIRECTORY
+    if invitation is not None:
+        return await enrol(invitation, owner_home, "owner")
+    if (home / MEMBERSHIP_FILE).is_file():
+        machine = load_membership(home)
+        if (owner_home / MEMBERSHIP_FILE).is_file():
+            kept = load_membership(owner_home)
+            if kept.credentials.authority == machine.credentials.authority:
+                return kept
+        return await enrol_second_key(machine, owner_home, "owner")
+    if (owner_home / MEMBERSHIP_FILE).is_file():
+        return load_membership(owner_home)
+    raise UsageError(
+        f"this machine has not joined a pool (there is no {home / MEMBERSHIP_FILE}).",
+        hint="Pass --invite INVITE, or join a pool first: fusion join INVITE.",
+    )
+
+
+def any_membership(home: Path) -> Membership:
+    """Return the machine's own membership, else its owner's. Either is enough to query the pool."""
+    if (home / MEMBERSHIP_FILE).is_file() or not (home / OWNER_DIRECTORY / MEMBERSHIP_FILE).is_file():
+        return load_membership(home)
+    return load_membership(home / OWNER_DIRECTORY)
+
+
+def known_owner(home: Path) -> Membership | None:
+    """Return the stored membership as a job owner, None if there is none. Contacts no other machine."""
+    owner_home = home / OWNER_DIRECTORY
+    return load_membership(owner_home) if (owner_home / MEMBERSHIP_FILE).is_file() else None
+
 
 M = TypeVar("M", bound=wire.Message)
 
@@ -175,3 +216,33 @@ def _check_same(asked: Plan, made: Plan, granted_job: str, job: JobId) -> None:
         )
     if made.version < 1 if fresh else made.version != asked.version:
         raise TrustError(f"the broker gave job {job}'s plan version {made.version}, which can't be its next version.")
+
+
+BETTER: Final = 2.0
+"""Least factor by which a local link must exceed the access links' bandwidth (chosen). Every exception slows down the
+planner's search."""
+MOST_MEMBERS: Final = 64
+"""Largest pool for which local links are used (chosen). In larger ones, the planner's bounds, which rely on equal
+machines, are worth more."""
+
+
+def near_links(members: Sequence[Member]) -> dict[str, Link]:
+    """Return links by `"<from>><to>"`, in both directions, with the slower figures if both ends measured."""
+    if len(members) > MOST_MEMBERS:
+        return {}
+    profiles = {member.view.peer: member.profile for member in members}
+    found: dict[str, Link] = {}
+    for member in members:
+        for link in member.view.links:
+            other = profiles.get(link.peer)
+            if link.way != "lan" or not link.probed_bytes_per_s or other is None or other is member.profile:
+                continue
+            line = hop(member.profile, other, {})
+            if link.probed_bytes_per_s < BETTER * line.bandwidth_bytes_per_s:
+                continue
+            known = Link(bandwidth_bytes_per_s=link.probed_bytes_per_s, latency_s=link.round_trip_s / 2)
+            for key in (f"{member.view.peer}>{link.peer}", f"{link.peer}>{member.view.peer}"):
+                before = found.get(key)
+                if before is None or known.bandwidth_bytes_per_s < before.bandwidth_bytes_per_s:
+                    found[key] = known
+    return dict(sorted(found.items()))

@@ -17,9 +17,8 @@ from typing import Final, Protocol
 import msgspec
 
 from fusionai.client.pool.background import in_background
-from fusionai.client.pool.near_links import near_links
 from fusionai.client.pool.replanning import RETRIED, PoolReplanner
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.session import Member, near_links
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError

@@ -1,5 +1,7 @@
 """Opens a model for serving: finds its files, captures its graph, hashes its weights.
 
+Also finds adapters to serve with the model, and opens a draft model for speculative decoding.
+
 MODEL is a directory in Hugging Face layout, a hub id, or the output of `fusion train`: a job's directory (its newest
 checkpoint is used) or one of its checkpoints. Weights are read only to hash them.
 
@@ -10,27 +12,90 @@ checkpoint is used) or one of its checkpoints. Weights are read only to hash the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
+from fusionai.backends.interface import Backend, ServingBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.check import require_causal
 from fusionai.capture.models.adapter import slots_of
 from fusionai.capture.models.huggingface import model_directory
 from fusionai.capture.models.source import DirectorySource, HubSource, parse_source
-from fusionai.client.serving.adapters import CHECKPOINTS, ServedAdapter
+from fusionai.execution.compute import ComputeThread
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import LOGITS, SEQUENCE, require_servable, serving_graph
-from fusionai.primitives.errors import GraphError, ModelError
+from fusionai.primitives.errors import GraphError, ModelError, UsageError
+from fusionai.primitives.tensors import ITEMSIZE_BYTES
+from fusionai.serving.draft import DraftProposer, load_draft
 from fusionai.serving.graph import weight_keys
 from fusionai.serving.model_text import ModelText
 from fusionai.serving.text import read_json
-from fusionai.storage.adapter_files import CONFIG_FILE
+from fusionai.storage.adapter_files import CONFIG_FILE, AdapterFiles, read_adapter
 from fusionai.storage.reader import open_latest
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
+from fusionai.wire.messages import ServeOptions
+from fusionai.wire.serving import MAX_ADAPTERS
+
+CHECKPOINTS: Final = "checkpoints"
+"""Name of the directory of checkpoints in a job's directory (`storage.rundir`)."""
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """An adapter. Clients request it by `name` instead of the model's name."""
+
+    name: str
+    files: AdapterFiles
+
+    @property
+    def words(self) -> str:
+        """Description in one line."""
+        return f"adapter {self.name}: rank {self.files.rank} on {len(self.files.layers)} layers"
+
+
+def parse_adapters(written: Sequence[str]) -> tuple[tuple[str, Path], ...]:
+    """Parse texts `NAME=DIR`. Raises `UsageError`."""
+    found: dict[str, Path] = {}
+    for text in written:
+        name, equals, directory = text.partition("=")
+        if not (equals and directory and _NAME.fullmatch(name)):
+            raise UsageError(
+                f"expected --adapter NAME=DIR, got {text!r}.",
+                hint="NAME: the adapter's name for clients, of letters, digits and . _ : / -; DIR: its directory.",
+            )
+        if name in found:
+            raise UsageError(f"two adapters have the name {name!r}.", hint="Give each its own name.")
+        found[name] = Path(directory).expanduser()
+    if len(found) > MAX_ADAPTERS:
+        raise UsageError(f"{len(found)} adapters are given, but at most {MAX_ADAPTERS} can be served at once.")
+    return tuple(found.items())
+
+
+def find_adapters(named: Sequence[tuple[str, Path]]) -> tuple[ServedAdapter, ...]:
+    """Return the adapters. Blocking. Raises `ModelError` for a directory that is not an adapter, `StorageError` for a
+    damaged checkpoint."""
+    return tuple(ServedAdapter(name, read_adapter(_directory(path))) for name, path in named)
+
+
+def _directory(path: Path) -> Path:
+    if not path.is_dir():
+        raise ModelError(f"there is no directory {path}.", hint="Check the path of --adapter NAME=DIR.")
+    if not (path / CHECKPOINTS).is_dir():
+        return path
+    newest = open_latest(path / CHECKPOINTS)
+    if newest is None:
+        raise ModelError(
+            f"the job in {path} has no checkpoint yet.",
+            hint="Let it train further, or set checkpoint_every in its recipe.",
+        )
+    return newest.directory
+
 
 SAFE_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 """File that maps tensors to weight files, if a model's weights are in several files."""
@@ -195,3 +260,64 @@ def _positions(config: Mapping[str, Any]) -> int | None:
             if isinstance(size, int) and size > 0:
                 return size
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A captured draft model with the manifest of its weights, not loaded yet."""
+
+    model: ServedModel
+    weights: ModelWeights
+
+    @property
+    def weight_bytes(self) -> int:
+        """Approximate memory that it needs on this machine."""
+        return sum(prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype] for spec in self.model.graph.params.values())
+
+
+def open_draft(files: ServedFiles, model: ServedModel) -> ServedModel:
+    """Capture the draft model. Blocking. Raises `ModelError` if its tokenizer differs from that of `model`, or if it
+    can't use a KV cache."""
+    draft = open_model(files)
+    if draft.whole:
+        raise ModelError(
+            f"the draft {files.name} can't use a KV cache, so guessing with it would be slower than not guessing.",
+            hint="Use a smaller model of another family with the same tokenizer, or leave --draft out.",
+        )
+    if not draft.texts.tokenizer.is_like(model.texts.tokenizer):
+        raise ModelError(
+            f"the draft {files.name} has a different tokenizer than {model.files.name}, so its guesses are useless.",
+            hint="Use a smaller model of the same family, or leave --draft out.",
+        )
+    return draft
+
+
+async def draft_proposer(
+    draft: DraftModel, backend: Backend, options: ServeOptions, vocabulary: int, stack: AsyncExitStack
+) -> DraftProposer:
+    """Load the draft model and return its proposer. `stack` closes its thread. `options`: those of the served model,
+    whose numbers of pages and sessions the draft model shares. Raises `ExecutionError`, `StorageError`."""
+    model = draft.model
+    compute = ComputeThread()
+    stack.callback(compute.close)
+    longest = model.graph.symbols.get(SEQUENCE, (1, options.pass_tokens))[1]
+    own = ServeOptions(
+        weights=options.weights,
+        cache=options.cache,
+        page_tokens=options.page_tokens,
+        pages=options.pages,
+        sessions=options.sessions,
+        pass_tokens=min(options.pass_tokens, longest),
+        retain=False,
+    )
+    loaded, _ = await compute.run(
+        lambda: load_draft(
+            cast(ServingBackend, backend),
+            model.graph,
+            draft.weights,
+            own,
+            vocabulary=min(model.vocabulary, vocabulary),
+            context_tokens=model.positions or options.pages * options.page_tokens,
+        )
+    )
+    return DraftProposer(loaded, compute)

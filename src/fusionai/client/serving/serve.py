@@ -11,112 +11,63 @@ generations until the block ends. At the end, everything that was started is sto
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
-from statistics import median
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
-from fusionai.backends.interface import TILE_POSITIONS, DeviceReport
-from fusionai.backends.registry import open_backend
+from fusionai.backends.interface import DeviceReport
 from fusionai.client.pool.background import in_background
 from fusionai.client.pool.beginning import first_deployment, nobody
-from fusionai.client.pool.job_trust import job_trust
-from fusionai.client.pool.local_homes import local_home
-from fusionai.client.pool.local_pool import LocalPeer, LocalPool
-from fusionai.client.pool.near_links import near_links
-from fusionai.client.pool.owner import owner_membership
+from fusionai.client.pool.job_process import KnownMembers, Met, Noted, OwnMachine, beside, own_machine
+from fusionai.client.pool.job_trust import JobTrust, job_trust, watch_trust
+from fusionai.client.pool.local_pool import LocalPool
 from fusionai.client.pool.replanning import PoolReplanner
-from fusionai.client.pool.session import Member, PoolSession
-from fusionai.client.pool.trust_watch import watch_circle
-from fusionai.client.serving.adapters import find_adapters
-from fusionai.client.serving.checks import checking_sentence
-from fusionai.client.serving.draft import DraftModel, draft_proposer, open_draft
-from fusionai.client.serving.leftovers import ServedNote, end_leftovers
-from fusionai.client.serving.model import ServedModel, find_model, hash_weights, job_name, open_model
-from fusionai.client.serving.problem import Ends, serving_problem
-from fusionai.client.serving.replanning import ServingReplanner
-from fusionai.client.serving.watch import ServingWatch
-from fusionai.execution.compute import ComputeThread
+from fusionai.client.pool.reporting import ServedNote, end_leftovers, report_state, report_tokens
+from fusionai.client.pool.session import Member, PoolSession, near_links, owner_membership
+from fusionai.client.serving.job import ServeRequest, kept_blocks, serving_job, whole_needs
+from fusionai.client.serving.local import equalised, local_pool, local_threads, own_memory_bytes
+from fusionai.client.serving.model import (
+    DraftModel,
+    ServedFiles,
+    ServedModel,
+    draft_proposer,
+    find_adapters,
+    find_model,
+    hash_weights,
+    job_name,
+    open_draft,
+    open_model,
+)
+from fusionai.client.serving.planning import checking_sentence, serving_problem
+from fusionai.client.serving.watch import ServingReplanner, ServingWatch
 from fusionai.execution.deployment import Deployment
-from fusionai.execution.host import Host
 from fusionai.ir.cost import balance_tokens
-from fusionai.ir.partition import ends
 from fusionai.ir.serving import SEQUENCE
 from fusionai.primitives.clock import SystemClock
-from fusionai.primitives.errors import FusionError, PlanError, RefusedError, UsageError
+from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
+from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.process import set_aside_what_stays
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.problem.calibration import typical_serving
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, ServingNeeds
 from fusionai.serving import progress
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.job import ServingJob
-from fusionai.serving.speculating import Speculate
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.storage.weight_store import WeightStore
-from fusionai.wire import messages as wire
-from fusionai.wire.messages import ServeOptions
 
 T = TypeVar("T")
 
-MOST_LOCAL: Final = 16
-LOCAL_NAMES: Final = ("tower", "desktop", "laptop", "workshop", "bedroom", "attic")
-OWNERS_SHARE: Final = 2
-"""Share of the free memory for this machine's own process with `--local`, in shares of a local peer (chosen)."""
 GRACE_S: Final = 10.0
 """Time to wait for a machine for a lost stage before the model is cut anew over the remaining machines, in seconds
 (chosen). A new cut loads weights again, so a machine that returns at once is worth waiting for."""
 REMEMBERED: Final = "weights.json"
 """File with the hashes of model files, in this machine's home."""
-LAST_WORD_S: Final = 5.0
-REPORT_S: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeRequest:
-    """What to serve and how. `local`: start a pool of this many active peers, and `local_spares` further ones, on this
-    machine. `stages`: exact number of stages, None: the planner chooses. `needs`: returns what sessions need, given the
-    model's longest context."""
-
-    model: str
-    needs: Callable[[int | None], ServingNeeds]
-    home: Path
-    local: int | None = None
-    local_spares: int = 1
-    ends: Ends = "owner"
-    privacy: PrivacyLevel = "split"
-    first_layers: int = 0
-    last_layers: int = 0
-    invitation: str | None = None
-    device: str = "auto"
-    threads: int | None = None
-    stages: int | None = None
-    spares: int | None = None
-    speculate: Speculate = "off"
-    draft: str | None = None
-    """Small model with the same tokenizer that guesses tokens; None: guess from repetitions in the text."""
-    confidential: bool = False
-    """Refuse privacy levels other than `trusted`."""
-    adapters: tuple[tuple[str, Path], ...] = ()
-    """Adapters to serve beside the model, as (name for clients, directory)."""
-    checks: bool = True
-    """Whether warm standbys recompute part of the texts to check the peers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """A line for the user about the progress."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +78,6 @@ class ServePlanned:
     plan: Plan
     names: dict[str, str]
     model: ServedModel
-
-
-@dataclass(frozen=True, slots=True)
-class Met:
-    """Names of machines that were not known before, by peer id."""
-
-    names: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +116,45 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
     """Serve the model during the block and yield it once it is ready. Raises `ModelError`, `GraphError`, `PlanError`,
     `TransportError`, `RefusedError`, `StorageError`, `ExecutionError`, `UsageError`."""
     async with AsyncExitStack() as stack:
+        yield await _Start(request, on_event, stack).run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Connection:
+    """The session with the pool. `home`: of the job owner; with `--local` in the pool's directory."""
+
+    pool: PoolSession
+    trust: JobTrust
+    home: Path
+    local: LocalPool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """What this machine contributes: the model with its weights, and the backend."""
+
+    model: ServedModel
+    weights: ModelWeights
+    machine: OwnMachine
+    draft: DraftModel | None
+
+
+class _Start:
+    """Starts a served job. `stack` ends everything that was started."""
+
+    def __init__(self, request: ServeRequest, on_event: Callable[[ServeEvent], None], stack: AsyncExitStack) -> None:
+        self._request = request
+        self._on_event = on_event
+        self._stack = stack
+        self._clock = SystemClock()
+        self._stopped = asyncio.Event()
+        self._known = KnownMembers(on_event)
+
+    def _note(self, text: str) -> None:
+        self._on_event(Noted(text))
+
+    async def run(self) -> Served:
+        request = self._request
         # Names are checked before anything starts.
         files = await in_background(lambda: find_model(request.model))
         adapters = await in_background(lambda: find_adapters(request.adapters))
@@ -180,76 +163,93 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
                 f"an adapter has the same name as the model, {files.name!r}.", hint="Give it another name."
             )
         small = None if request.draft is None else await in_background(lambda name=request.draft: find_model(name))
-        clock = SystemClock()
-        home, invitation, local = request.home, request.invitation, None
-        on_event(Noted(f"capturing {files.name}"))
+        self._note(f"capturing {files.name}")
         # The model is opened while processes start and the pool is contacted.
-        opening = _beside(stack, in_background(lambda: open_model(files, adapters)))
-        hashing = _beside(stack, _hashed(opening, request, on_event))
+        opening = _task(self._stack, in_background(lambda: open_model(files, adapters)))
+        hashing = _task(self._stack, _hashed(opening, request, self._on_event))
+        connection = await self._connect()
+        members = await connection.pool.pool()
+        if not members:
+            raise nobody(connection.pool.membership.pool, members, connection.trust.barred)
+        loaded = await self._load(opening, hashing, small)
+        needs = self._needs(loaded.model)
+        replanner = self._replanner(connection, loaded, needs, members)
+        self._note("planning")
+        self._stack.push_async_callback(
+            _ended, connection.pool, replanner.job, ServedNote(connection.home, replanner.job)
+        )
+        deployment = await _begin(
+            replanner, connection.pool.membership.pool, self._on_event, is_local=request.local is not None
+        )
+        self._on_event(ServePlanned(replanner.job, deployment.plan, dict(self._known.names), loaded.model))
+        if (sentence := connection.trust.sentence(deployment.plan)) is not None:
+            self._note(sentence)
+        return await self._serve(connection, loaded, needs, replanner, deployment)
+
+    async def _connect(self) -> _Connection:
+        """Connect to the pool, after starting it with `--local`, and end the jobs of killed servers."""
+        request, local = self._request, None
+        home, invitation = request.home, request.invitation
         if request.local is not None:
-            on_event(
-                Noted(f"starting a pool of {request.local} peers and {request.local_spares} spares on this machine")
-            )
-            local = await stack.enter_async_context(_local_pool(request, lambda text: on_event(Noted(text))))
+            spares = request.local_spares
+            self._note(f"starting a pool of {request.local} peers and {spares} spares on this machine")
+            starting = local_pool(request.home, request.local, spares, hashes=request.home / REMEMBERED, say=self._note)
+            local = await self._stack.enter_async_context(starting)
             home, invitation = local.directory / "owner", local.invitation
         membership = await owner_membership(home, invitation)
         trust = job_trust(request.home, membership, request.privacy, confidential=request.confidential)
         if local is not None:
             trust.own = frozenset(PeerId(peer) for peer in local.names)
-        stopped = asyncio.Event()
-        names: dict[str, str] = {}
-        profiles: dict[str, PeerProfile] = {}
-
-        def met(members: tuple[Member, ...]) -> None:
-            profiles.update((one.view.peer, one.profile) for one in members)
-            new = {one.view.peer: one.profile.name for one in members if one.profile.name != names.get(one.view.peer)}
-            if new:
-                names.update(new)
-                on_event(Met(new))
-
-        pool = await stack.enter_async_context(
-            PoolSession(membership, trust=trust, on_stop=lambda _job: stopped.set(), on_members=met)
+        session = PoolSession(
+            membership, trust=trust, on_stop=lambda _job: self._stopped.set(), on_members=self._known.see
         )
+        pool = await self._stack.enter_async_context(session)
         for left in await end_leftovers(pool, home):
-            on_event(Noted(f"the server of {left} was killed; its peers are free again"))
-        if not (members := await pool.pool()):
-            raise nobody(membership.pool, members, trust.barred)
+            self._note(f"the server of {left} was killed; its peers are free again")
+        return _Connection(pool=pool, trust=trust, home=home, local=local)
+
+    async def _load(
+        self, opening: asyncio.Task[ServedModel], hashing: asyncio.Task[ModelWeights], small: ServedFiles | None
+    ) -> _Loaded:
+        request, stack = self._request, self._stack
         # Capturing patches the framework and modules like `math` for all threads. Imports and computations in this
         # process must therefore come after it.
         model = await opening
-        for adapter in adapters:
-            on_event(Noted(adapter.words))
-        for note in model.captured.notes:
-            on_event(Noted(note))
-        compute = ComputeThread()
-        stack.callback(compute.close)
-        backend, _ = await compute.run(
-            lambda: open_backend("torch", device=request.device, threads=_owner_threads(request))
-        )
-        report, _ = await compute.run(backend.probe)
+        for text in (*(adapter.words for adapter in model.adapters), *model.captured.notes):
+            self._note(text)
+        threads = request.threads or (None if request.local is None else local_threads(request.local))
+        machine = await stack.enter_async_context(own_machine(request.device, threads))
         weights = await hashing
         stack.callback(weights.close)
         draft: DraftModel | None = None
         if small is not None and request.speculate != "off":
-            on_event(Noted(f"capturing the draft model {small.name}"))
+            self._note(f"capturing the draft model {small.name}")
             opened = await in_background(lambda: open_draft(small, model))
-            draft_weights = await _hashed(opened, request, on_event)
+            draft_weights = await _hashed(opened, request, self._on_event)
             stack.callback(draft_weights.close)
             draft = DraftModel(opened, draft_weights)
         await in_background(set_aside_what_stays)  # capturing allocates many objects that stay
-        owner = _owner_profile(membership.peer, report, request, 0 if draft is None else draft.weight_bytes)
-        names[membership.peer] = owner.name
-        needs = request.needs(model.positions)
+        return _Loaded(model=model, weights=weights, machine=machine, draft=draft)
+
+    def _needs(self, model: ServedModel) -> ServingNeeds:
+        needs = self._request.needs(model.positions)
         if model.whole:
-            needs = _whole_needs(needs, model)
-            on_event(Noted(f"{files.name} can't use a KV cache: the whole text is recomputed for every token"))
+            needs = whole_needs(needs, model)
+            self._note(f"{model.files.name} can't use a KV cache: the whole text is recomputed for every token")
         longest = model.graph.symbols.get(SEQUENCE, (1, needs.pass_tokens))[1]
-        needs = msgspec.structs.replace(needs, pass_tokens=min(needs.pass_tokens, longest))
-        job = JobId(f"{job_name(files.name)}-{secrets.token_hex(4)}")
-        replanner = ServingReplanner(
-            pool=pool,
-            job=job,
-            title=f"serve {files.name}",
+        return msgspec.structs.replace(needs, pass_tokens=min(needs.pass_tokens, longest))
+
+    def _replanner(
+        self, connection: _Connection, loaded: _Loaded, needs: ServingNeeds, members: tuple[Member, ...]
+    ) -> ServingReplanner:
+        request, model = self._request, loaded.model
+        taken_bytes = 0 if loaded.draft is None else loaded.draft.weight_bytes
+        owner = _owner_profile(connection.pool.membership.peer, loaded.machine.report, request, taken_bytes)
+        self._known.names[owner.peer] = owner.name
+        return ServingReplanner(
+            pool=connection.pool,
+            job=JobId(f"{job_name(model.files.name)}-{secrets.token_hex(4)}"),
+            title=f"serve {model.files.name}",
             steps=0,
             problem=serving_problem(
                 model.graph,
@@ -259,118 +259,83 @@ async def serving(request: ServeRequest, *, on_event: Callable[[ServeEvent], Non
                 ends=request.ends,
                 stages=request.local or request.stages,
                 spares=request.spares,
-                kept=_kept(request, model),
+                kept=kept_blocks(request, model),
             ),
             policy="tolerant",
             grace_s=GRACE_S,
             excluded=lambda _members: frozenset(),
-            barred=lambda: trust.barred,
-            clock=clock,
-            say=lambda text: on_event(Noted(text)),
+            barred=lambda: connection.trust.barred,
+            clock=self._clock,
+            say=self._note,
         )
-        on_event(Noted("planning"))
-        stack.push_async_callback(_ended, pool, job, ServedNote(home, job))
-        deployment = await _begin(replanner, membership.pool, on_event, is_local=request.local is not None)
-        on_event(ServePlanned(job, deployment.plan, dict(names), model))
-        if (sentence := trust.sentence(deployment.plan)) is not None:
-            on_event(Noted(sentence))
-        served_job = _serving_job(
-            model,
-            job,
-            membership.peer,
-            deployment.plan,
-            weights,
-            request,
-            # Other backends compute all rows of a piece in one product, whose bits depend on the number of rows.
-            tiled=not model.whole and all(profile.backend == "torch" for profile in profiles.values()),
-            balanced_at=balance_tokens(model.graph),
-        )
-        engine = ServingEngine(
-            served_job,
-            Host(
-                peer=membership.peer,
-                backend=backend,
-                compute=compute,
-                transport=pool.transport,
-                fingerprint=report.fingerprint,
-                clock=clock,
-                seal=trust.seal,
-            ),
-            deployment,
-            replanner=replanner,
-            names=names,
-            incarnation=1,
-            on_progress=on_event,
-            proposer=None
-            if draft is None
-            else await draft_proposer(draft, backend, served_job.options, served_job.vocabulary, stack),
-        )
+
+    async def _serve(
+        self,
+        connection: _Connection,
+        loaded: _Loaded,
+        needs: ServingNeeds,
+        replanner: ServingReplanner,
+        deployment: Deployment,
+    ) -> Served:
+        """Load and probe. Returns when the job is ready."""
+        request, pool, job, model = self._request, connection.pool, replanner.job, loaded.model
+        engine, served_job = await self._engine(connection, loaded, replanner, deployment)
         if (checked := checking_sentence(deployment.plan, engine.checkable, spot=request.checks)) is not None:
-            on_event(Noted(checked))
-        await _report(pool, job, "running", "loading")
+            self._note(checked)
+        await report_state(pool, job, "running", "loading")
         running = asyncio.ensure_future(engine.run())
-        stack.push_async_callback(_end, engine, running)
+        self._stack.push_async_callback(_end, engine, running)
         await _ready_or_failed(engine, running)
-
-        def problem() -> Problem:
-            everyone = tuple(profiles.values())
-            peers = everyone if request.local is None else _equal(everyone)
-            return msgspec.structs.replace(replanner.problem, peers=peers)
-
-        priced = _measured if request.local is None else _equal
-        watch = asyncio.create_task(ServingWatch(replanner, engine, membership.peer, clock, priced=priced).run())
-        telling = asyncio.create_task(_tell(engine, pool, job))
-        stack.callback(watch.cancel)
-        guarding = asyncio.create_task(watch_circle(trust, engine))
-        stack.callback(guarding.cancel)
-        stack.callback(telling.cancel)
-        yield Served(
+        priced = _measured if request.local is None else equalised
+        watch = ServingWatch(replanner, engine, pool.membership.peer, self._clock, priced=priced)
+        reports = report_tokens(pool, job, lambda: (engine.status.state, engine.status.emitted_tokens))
+        self._stack.enter_context(beside(watch.run(), watch_trust(connection.trust, engine), reports))
+        return Served(
             job=job,
             model=model,
             needs=needs,
             privacy=request.privacy,
             engine=engine,
-            names=names,
+            names=self._known.names,
             ended=running,
-            stopped=stopped,
-            pool=local,
+            stopped=self._stopped,
+            pool=connection.local,
             chunk_tokens=min(served_job.chunk_tokens, served_job.options.pass_tokens),
-            problem=problem,
+            problem=lambda: msgspec.structs.replace(
+                replanner.problem, peers=priced(tuple(self._known.profiles.values()))
+            ),
         )
 
-
-@asynccontextmanager
-async def _local_pool(request: ServeRequest, say: Callable[[str], None]) -> AsyncIterator[LocalPool]:
-    """Run a pool of local processes during the block. Their homes are in a directory of this machine's home, which is
-    removed afterwards."""
-    count = request.local or 0
-    if not 1 <= count <= MOST_LOCAL:
-        raise UsageError(f"expected --local from 1 to {MOST_LOCAL}, got {count}.")
-    import psutil
-
-    machines = count + request.local_spares
-    lent = psutil.virtual_memory().available // (machines + OWNERS_SHARE)
-    peers = [
-        LocalPeer(
-            LOCAL_NAMES[number] if number < len(LOCAL_NAMES) else f"peer{number}",
-            threads=_local_threads(count),
-            memory_bytes=lent,
-            weights_beside=request.home / REMEMBERED,
+    async def _engine(
+        self, connection: _Connection, loaded: _Loaded, replanner: ServingReplanner, deployment: Deployment
+    ) -> tuple[ServingEngine, ServingJob]:
+        model, profiles = loaded.model, self._known.profiles.values()
+        job = serving_job(
+            model,
+            replanner.job,
+            connection.pool.membership.peer,
+            deployment.plan,
+            loaded.weights,
+            self._request,
+            # Other backends compute all rows of a piece in one product, whose bits depend on the number of rows.
+            tiled=not model.whole and all(profile.backend == "torch" for profile in profiles),
+            balanced_at=balance_tokens(model.graph),
         )
-        for number in range(machines)
-    ]
-    with local_home(request.home / "local") as directory:
-        async with LocalPool(directory, peers, name="local", say=say) as pool:
-            yield pool
-
-
-def _local_threads(peers: int) -> int:
-    """Return the threads per local process: its share of the cores, because stages of several sessions work at once."""
-    return max(1, (os.cpu_count() or 1) // peers)
-
-
-def _owner_threads(request: ServeRequest) -> int | None:
-    return request.threads or (None if request.local is None else _local_threads(request.local))
+        proposer = None
+        if loaded.draft is not None:
+            backend = loaded.machine.backend
+            proposer = await draft_proposer(loaded.draft, backend, job.options, job.vocabulary, self._stack)
+        engine = ServingEngine(
+            job,
+            loaded.machine.host(connection.pool, connection.trust, self._clock),
+            deployment,
+            replanner=replanner,
+            names=self._known.names,
+            incarnation=1,
+            on_progress=self._on_event,
+            proposer=proposer,
+        )
+        return engine, job
 
 
 async def _begin(
@@ -378,7 +343,7 @@ async def _begin(
 ) -> Deployment:
     async def plan_with(usable: tuple[Member, ...]) -> Plan:
         profiles = tuple(member.profile for member in usable)
-        peers, links = (_equal(profiles), {}) if is_local else (profiles, near_links(usable))
+        peers, links = (equalised(profiles), {}) if is_local else (profiles, near_links(usable))
         problem = msgspec.structs.replace(replanner.problem, peers=peers, links=links)
         return await in_background(lambda: planned(problem))
 
@@ -386,30 +351,11 @@ async def _begin(
 
 
 def _measured(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
-    """As they are."""
+    """Return measured profiles unchanged."""
     return profiles
 
 
-def _equal(profiles: tuple[PeerProfile, ...]) -> tuple[PeerProfile, ...]:
-    """Return the profiles with median speeds. Local processes are equal, but measured their speed under each other's
-    load."""
-    flops_per_s = median(profile.flops_per_s for profile in profiles)
-    bandwidth = median(profile.memory_bandwidth_bytes_per_s for profile in profiles)
-    serving = typical_serving(profiles)
-    attention_flops_per_s = median(profile.attention_flops_per_s for profile in profiles)
-    return tuple(
-        msgspec.structs.replace(
-            profile,
-            flops_per_s=flops_per_s,
-            memory_bandwidth_bytes_per_s=bandwidth,
-            serving=serving,
-            attention_flops_per_s=attention_flops_per_s,
-        )
-        for profile in profiles
-    )
-
-
-def _beside(stack: AsyncExitStack, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
+def _task(stack: AsyncExitStack, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
     """Start a task to be awaited later. It is cancelled with `stack` at the latest."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its awaiter gets the exception
@@ -429,71 +375,6 @@ async def _hashed(
             request.home / REMEMBERED,
             lambda done, total: on_event(Hashed(done, total)),
         )
-    )
-
-
-def _kept(request: ServeRequest, model: ServedModel) -> tuple[int, int]:
-    """Return the numbers of first and last blocks that stay on this machine. Raises `GraphError` if the model can't be
-    split like that, `UsageError` if `ends` contradicts the privacy level."""
-    if not keeps_ends(request.privacy):
-        return 0, 0
-    if request.ends == "pool":
-        raise UsageError(f"the privacy level {request.privacy} keeps embedding and head here, so --ends can't be pool.")
-    return ends(model.graph, first_layers=request.first_layers, last_layers=request.last_layers, training=False)
-
-
-def _whole_needs(needs: ServingNeeds, model: ServedModel) -> ServingNeeds:
-    if (needs.weights, needs.cache) != ("fp32", "fp32"):
-        raise UsageError(
-            f"{model.files.name} can't use a KV cache and needs --weights fp32 and --cache fp32; got "
-            f"{needs.weights} and {needs.cache}.",
-            hint="Leave --weights and --cache out.",
-        )
-    return msgspec.structs.replace(needs, whole=True)
-
-
-def _serving_job(
-    model: ServedModel,
-    job: JobId,
-    owner: PeerId,
-    plan: Plan,
-    weights: ModelWeights,
-    request: ServeRequest,
-    *,
-    tiled: bool = False,
-    balanced_at: float = inf,
-) -> ServingJob:
-    """Return the job for the engine. `tiled`: pieces of prompts may have any length in tiles without changing bits, at
-    all stages. `balanced_at`: see `ServingJob.balance_tokens`."""
-    sizes = plan.serving
-    if sizes is None:
-        raise PlanError("expected a plan for serving, got one without serving sizes.")
-    return ServingJob(
-        job=job,
-        owner=owner,
-        model=model.files.name,
-        graph=model.captured.graph,
-        options=ServeOptions(
-            weights=sizes.weights,
-            cache=sizes.cache,
-            page_tokens=sizes.page_tokens,
-            pages=sizes.pages,
-            sessions=sizes.sessions + 1,  # one for the probe
-            pass_tokens=sizes.pass_tokens,
-            whole=model.whole,
-            adapter_ranks=tuple(adapter.files.rank for adapter in model.adapters),
-        ),
-        weights=weights,
-        vocabulary=model.vocabulary,
-        context_tokens=sizes.context_tokens,
-        stop_tokens=model.texts.stop_tokens,
-        adapters=tuple(adapter.name for adapter in model.adapters),
-        prefix_cache=not model.windows,
-        tile_tokens=TILE_POSITIONS if tiled else None,
-        balance_tokens=balanced_at,
-        in_flight=max(sizes.passes_in_flight, len(plan.stages)),
-        speculate=request.speculate,
-        secret=secrets.token_bytes(32) if request.checks else b"",
     )
 
 
@@ -518,45 +399,15 @@ async def _end(engine: ServingEngine, running: asyncio.Future[None]) -> None:
         raise problem
 
 
-async def _tell(engine: ServingEngine, pool: PoolSession, job: JobId) -> None:
-    """Report the job's progress to the broker every `REPORT_S` seconds if it changed. While the broker is away, the
-    next interval tries again."""
-    told = ""
-    while True:
-        status = engine.status
-        detail = f"{status.state}, {status.emitted_tokens} tokens"
-        if detail != told:
-            with suppress(FusionError):
-                await pool.report(wire.JobReport(job=job, state="running", step=status.emitted_tokens, detail=""))
-                told = detail
-        await asyncio.sleep(REPORT_S)
-
-
 async def _ended(pool: PoolSession, job: JobId, note: ServedNote) -> None:
-    note.close(told=await _report(pool, job, "done", "the server has ended"))
-
-
-async def _report(pool: PoolSession, job: JobId, state: Literal["running", "done", "failed"], detail: str) -> bool:
-    """Report the job's state. Returns False if the broker does not answer; it then learns of an end from the members'
-    leases."""
-    try:
-        async with asyncio.timeout(LAST_WORD_S):
-            await pool.report(wire.JobReport(job=job, state=state, step=0, detail=detail))
-    except RefusedError:
-        pass  # the broker does not know the job, or knows that it is over
-    except (FusionError, TimeoutError):
-        return False
-    return True
+    note.close(reported=await report_state(pool, job, "done", "the server has ended"))
 
 
 def _owner_profile(peer: PeerId, report: DeviceReport, request: ServeRequest, taken_bytes: int) -> PeerProfile:
     """Return the profile of this machine as job owner. `taken_bytes`: memory used by things outside the plan."""
     memory_bytes = report.memory_bytes
     if request.local is not None:
-        import psutil
-
-        machines = request.local + request.local_spares
-        memory_bytes = psutil.virtual_memory().available * OWNERS_SHARE // (machines + OWNERS_SHARE)
+        memory_bytes = own_memory_bytes(request.local + request.local_spares)
     return PeerProfile(
         peer=peer,
         name="job owner",

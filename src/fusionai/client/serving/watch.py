@@ -14,16 +14,25 @@ from functools import partial
 import msgspec
 
 from fusionai.client.pool.background import in_background
-from fusionai.client.pool.near_links import near_links
 from fusionai.client.pool.replanning import PoolReplanner
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.session import Member, near_links
 from fusionai.client.pool.watch import PoolWatch
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.scheduling.standby.regrowth import Regrowth, regrown
-from fusionai.scheduling.standby.takeover import told
+from fusionai.scheduling.standby.takeover import Waiting, reinforced, told
 from fusionai.serving.engine import ServingEngine
+
+
+class ServingReplanner(PoolReplanner):
+    def _replaced(self, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]) -> Plan | Waiting:
+        found = super()._replaced(plan, lost, members)
+        returned = [one.profile for one in self.usable(members) if one.view.peer in lost and self.is_there(one)]
+        if isinstance(found, Waiting) or not returned:
+            return found
+        return reinforced(found, self.problem, returned) or found
+
 
 Priced = Callable[[tuple[PeerProfile, ...]], tuple[PeerProfile, ...]]
 """Profiles as plans should see them."""

@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from fusionai.client.pool.job_process import Noted
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
-from fusionai.client.training.completion import Completion, greedy
-from fusionai.client.training.kills import Kill, Outcome, StrikeEvent, Striker, check_kills
-from fusionai.client.training.preparation import Prepared
-from fusionai.client.training.reference_run import PlainTraining, ReferenceRun
-from fusionai.client.training.train import Noted, Planned, RunEvent, TrainingResult, TrainOptions, train
+from fusionai.client.training.kills import Kill, KillOutcome, StrikeEvent, Striker, check_kills
+from fusionai.client.training.preparation import PreparedJob
+from fusionai.client.training.reference_run import GreedyCompletion, PlainTraining, ReferenceRun, greedy
+from fusionai.client.training.train import Planned, RunEvent, TrainingResult, TrainOptions, train
 from fusionai.corpus import python_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.corpus.source import TokenSource
@@ -62,13 +62,13 @@ class DemoResult:
     reference: PlainTraining
     evaluation_loss: float
     checkpoint_loss: float
-    completion: Completion
-    completion_reference: Completion
+    completion: GreedyCompletion
+    completion_reference: GreedyCompletion
     completion_text: str
     wall_s: float
     trained_s: float
     """Time from the first commit to the last, including faults, in seconds."""
-    kills: tuple[Outcome, ...] = ()
+    kills: tuple[KillOutcome, ...] = ()
     lost_steps: int = 0
     """Number of commits that were journalled at a kill and were missing or different at the end."""
     notes: tuple[str, ...] = field(default=())
@@ -321,7 +321,7 @@ class _Seen:
         self.notes: list[str] = []
         self.evaluation_loss = float("nan")
         self.prompt: tuple[int, ...] = ()
-        self.completion = Completion((), ())
+        self.completion = GreedyCompletion((), ())
 
     def __call__(self, event: RunEvent) -> None:
         match event:
@@ -345,7 +345,7 @@ class _Seen:
     def trained_s(self) -> float:
         return self._committed_s[-1] - self._committed_s[0]
 
-    async def complete(self, driver: Driver, prepared: Prepared) -> None:
+    async def complete(self, driver: Driver, prepared: PreparedJob) -> None:
         """Compute the completion across the stages before these are released."""
         if not isinstance(prepared.source, TokenSource):
             return

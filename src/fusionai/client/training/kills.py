@@ -58,18 +58,18 @@ class Killed:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class PeerReturned:
     """Event: a killed process runs again. A peer is back in the pool, or the broker has its members back."""
 
     name: str
     peer: str
 
 
-StrikeEvent = Killed | Returned
+StrikeEvent = Killed | PeerReturned
 
 
 @dataclass(slots=True)
-class Outcome:
+class KillOutcome:
     """Result of a kill. Times are seconds since the kill; None if the event did not happen."""
 
     kill: Kill
@@ -151,7 +151,7 @@ class Striker:
         self._plan: Plan | None = None
         self._usual_step_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[KillOutcome] = []
 
     def see(self, event: RunEvent) -> None:
         match event:
@@ -260,7 +260,7 @@ class Striker:
         assert self._plan is not None, "a step has begun, so there is a plan"
         peer = "" if kill.stage == BROKER_STAGE else self._plan.stages[kill.stage].peer
         name = self._pool.names[peer] if peer else BROKER
-        outcome = Outcome(kill, name, peer, self._now_s(), ())
+        outcome = KillOutcome(kill, name, peer, self._now_s(), ())
         dead = not self._pool.lives(name)
         # Two kills of one peer in the same step count as one, even if it was restarted before this task ran.
         together = any(other.peer == peer and (dead or other.kill.step == kill.step) for other in self.outcomes)
@@ -276,9 +276,9 @@ class Striker:
                 async with asyncio.timeout(ABSENCE_S):
                     await outcome.past.wait()
             await self._pool.start_again(name)
-            self._on_event(Returned(name, peer))
+            self._on_event(PeerReturned(name, peer))
 
-    async def _bring_broker_back(self, outcome: Outcome) -> None:
+    async def _bring_broker_back(self, outcome: KillOutcome) -> None:
         assert self._plan is not None
         holders = {stage.peer for stage in self._plan.stages} & set(self._pool.names)
         await self._pool.start_again(BROKER)
@@ -292,4 +292,4 @@ class Striker:
         except TimeoutError:
             raise FusionError("the broker was restarted, but its members did not reconnect to it.") from None
         outcome.recovered_s = self._now_s() - outcome.at_s
-        self._on_event(Returned(BROKER, ""))
+        self._on_event(PeerReturned(BROKER, ""))

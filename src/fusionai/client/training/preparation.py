@@ -32,8 +32,8 @@ from fusionai.capture.models.source import (
     ModelSource,
     architecture_of,
 )
-from fusionai.client.pool.near_links import near_links
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.faults import stages_in_words
+from fusionai.client.pool.session import Member, near_links
 from fusionai.corpus.chat_source import ChatSource
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.source import TensorSource, TokenSource, open_source
@@ -57,10 +57,11 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.privacy import keeps_ends
 from fusionai.primitives.tensors import tensor_bytes
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, RolePlacement
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement
 from fusionai.scheduling.standby.continuation import numerics
 from fusionai.scheduling.training.cut_bits import shared_weights
 from fusionai.storage.adapter_files import CONFIG_FILE, encode_adapter_config
+from fusionai.storage.checkpoint import CheckpointHeader
 from fusionai.storage.rundir import RunDirectory
 
 _SIZES: Final = (
@@ -81,7 +82,7 @@ _PEFT_TASKS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedJob:
     """A recipe with its data and graph. `symbols`: sizes of one microbatch. `tokens_per_microbatch`: tokens, or records
     if the data has no tokens."""
 
@@ -107,7 +108,7 @@ class Prepared:
         return files
 
 
-def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], None]) -> Prepared:
+def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], None]) -> PreparedJob:
     """Read the data, train a tokenizer if the recipe says so, and capture the model. Blocking. `progress` receives
     lines for the user. Raises `RecipeError`, `DataError`, `ModelError` or `GraphError`."""
     progress("reading the data")
@@ -161,7 +162,7 @@ def prepare(recipe: Recipe, directory: RunDirectory, progress: Callable[[str], N
             captured = replace(captured, graph=held_in_front(captured.graph))
             sent = format_bytes(recipe.train.microbatches * sent_bytes(captured.graph))
             progress(f"the adapter stays on this machine: each step sends {sent} of it to peers and receives as much")
-    return Prepared(recipe, source, captured, content_hash(captured.graph), symbols, tokens, base)
+    return PreparedJob(recipe, source, captured, content_hash(captured.graph), symbols, tokens, base)
 
 
 def _compare(captured: Captured, progress: Callable[[str], None]) -> None:
@@ -284,7 +285,7 @@ def _with_tokenizer(config: Mapping[str, Any], vocabulary: int | None, end_id: i
 
 
 def problem_for(
-    prepared: Prepared, members: tuple[Member, ...], owner: PeerProfile, note: Callable[[str], None]
+    prepared: PreparedJob, members: tuple[Member, ...], owner: PeerProfile, note: Callable[[str], None]
 ) -> Problem:
     """Return the problem for a job's first plan: the graph's costs at the job's sizes over the free peers.
 
@@ -299,7 +300,7 @@ def problem_for(
     )
 
 
-def standing_problem(prepared: Prepared, members: tuple[Member, ...], owner: PeerProfile) -> Problem:
+def standing_problem(prepared: PreparedJob, members: tuple[Member, ...], owner: PeerProfile) -> Problem:
     """Return the problem without required and excluded peers, for later plans: a job continues if a required peer is
     lost."""
     recipe = prepared.recipe
@@ -374,3 +375,30 @@ def _excluded(name: str, members: tuple[Member, ...], note: Callable[[str], None
     if not found:
         note(f"warning: [placement] excluded: no peer {name!r} is free in the pool at present")
     return found
+
+
+def checkpoint_header(recipe: Recipe, prepared: PreparedJob) -> CheckpointHeader:
+    params = prepared.captured.graph.params.values()
+    return CheckpointHeader(
+        graph_hash=prepared.graph_hash,
+        data_fingerprint=prepared.source.fingerprint,
+        recipe=msgspec.to_builtins(recipe),
+        aliases={alias: spec.key for spec in params for alias in spec.aliases},
+        private_keys=prepared.captured.private_keys,
+        adapter_keys=frozenset() if recipe.adapter is None else frozenset(one.key for one in params if one.trainable),
+        base=prepared.base,
+        layout={} if recipe.adapter is not None else prepared.captured.layout(),
+    )
+
+
+def checking(recipe: Recipe, plan: Plan) -> str:
+    """Return a sentence about which stages are spot-checked."""
+    if not recipe.checks:
+        return "the peers' results are not checked"
+    guarded = {guard.stage for guard in plan.guards}
+    working = [stage.stage for stage in plan.stages if stage.peer != plan.feed]
+    bare = [stage for stage in working if stage not in guarded]
+    if not guarded:
+        return "the peers' results are not checked: there is no warm standby to recompute them"
+    text = f"spot checks: warm standbys recompute part of the work of {stages_in_words(sorted(guarded))}"
+    return text if not bare else f"{text}; not checked: {stages_in_words(bare)}"

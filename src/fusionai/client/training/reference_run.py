@@ -9,19 +9,48 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from fusionai.client.training.completion import Completion
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.source import TokenSource
 from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.safetensors_file import write_safetensors
+from fusionai.training.driver import Driver
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyCompletion:
+    """New token ids, and the float32 logits of the first new token."""
+
+    tokens: tuple[int, ...]
+    logits: tuple[float, ...]
+
+
+async def greedy(driver: Driver, prompt: Sequence[int], new_tokens: int, *, end_id: int | None) -> GreedyCompletion:
+    """Return at most `new_tokens` tokens after `prompt`, ending after `end_id`."""
+    tokens = list(prompt)
+    first: tuple[float, ...] = ()
+    while len(tokens) - len(prompt) < new_tokens:
+        length = len(tokens)
+        outputs = await driver.infer({"input_ids": _row(tokens), "position_ids": _row(range(length))})
+        logits = outputs["logits"]
+        scores = np.frombuffer(logits.data, np.float32).reshape(logits.shape)
+        first = first or tuple(scores[0, -1].tolist())
+        tokens.append(int(scores[0, -1].argmax()))
+        if tokens[-1] == end_id:
+            break
+    return GreedyCompletion(tuple(tokens[len(prompt) :]), first)
+
+
+def _row(values: Sequence[int]) -> HostTensor:
+    return host_tensor("int64", (1, len(values)), np.asarray(values, dtype=np.int64).tobytes())
 
 
 class PlainTraining(msgspec.Struct, frozen=True):
@@ -67,9 +96,9 @@ class ReferenceRun:
         rows = [[self._source.evaluation(index)["input_ids"]] for index in range(self._source.evaluation_batches)]
         return (await self._run("evaluate", checkpoint, batches=rows))["loss"]
 
-    async def generate(self, checkpoint: Path, prompt: Sequence[int], new_tokens: int) -> Completion:
+    async def generate(self, checkpoint: Path, prompt: Sequence[int], new_tokens: int) -> GreedyCompletion:
         answer = await self._run("generate", checkpoint, prompt_ids=list(prompt), new_tokens=new_tokens)
-        return Completion(tuple(answer["token_ids"]), tuple(answer["logits"]))
+        return GreedyCompletion(tuple(answer["token_ids"]), tuple(answer["logits"]))
 
     async def _run(
         self, task: str, checkpoint: Path, *, batches: Sequence[Sequence[HostTensor]] = (), **settings: Any

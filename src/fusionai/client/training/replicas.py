@@ -7,7 +7,7 @@ The job is over when one replica has taken all its steps; the work of replicas t
 they took part in the synchronisation.
 
 `client.training.replica_crews` assigns machines to replicas, `scheduling.training.replica_groups` divides them at the
-start, `client.training.newcomer` starts a replica later."""
+start, `client.training.replica_directory` starts a replica later."""
 
 from __future__ import annotations
 
@@ -21,21 +21,18 @@ from typing import Final
 from fusionai.backends.registry import open_backend
 from fusionai.client.pool.background import in_background
 from fusionai.client.pool.beginning import PLAN_PAUSE_S, WAITED_FOR, nobody
+from fusionai.client.pool.job_process import Noted, owner_profile
 from fusionai.client.pool.job_trust import job_trust
-from fusionai.client.pool.owner import owner_membership
-from fusionai.client.pool.session import Member, PoolSession
-from fusionai.client.training.job_directory import job_id, keep_recipe, open_directory
-from fusionai.client.training.newcomer import begin_with
-from fusionai.client.training.preparation import Prepared, excluded_peers, prepare, problem_for
-from fusionai.client.training.replica import ReplicaPart
-from fusionai.client.training.replica_crews import Crews, stands_by
-from fusionai.client.training.replica_directory import Past, ReplicaDirectories
-from fusionai.client.training.train import Noted, Planned, RunEvent, TrainingResult, TrainOptions, owner_profile, train
+from fusionai.client.pool.session import Member, PoolSession, owner_membership
+from fusionai.client.training.job_directory import check_resumable, job_id, keep_recipe, open_directory
+from fusionai.client.training.preparation import PreparedJob, excluded_peers, prepare, problem_for
+from fusionai.client.training.replica_crews import Crews, ReplicaPart, stands_by
+from fusionai.client.training.replica_directory import Past, ReplicaDirectories, begin_with
+from fusionai.client.training.train import Planned, RunEvent, TrainingResult, TrainOptions, train
 from fusionai.coordination.training.exchanges import Early, Exchanges
-from fusionai.corpus.early_rounds import early_rounds
 from fusionai.corpus.order import Deal
 from fusionai.corpus.recipe import Recipe
-from fusionai.corpus.resume import check_resumable
+from fusionai.corpus.schedule import early_rounds
 from fusionai.corpus.tables import Replicas
 from fusionai.primitives.errors import FusionError, PlanError, TransportError
 from fusionai.scheduling.planner import plan as planned
@@ -170,7 +167,7 @@ class _Replicas:
     replicas: Replicas
     options: TrainOptions
     pool: PoolSession
-    prepared: Prepared
+    prepared: PreparedJob
     places: ReplicaDirectories
     owner: PeerProfile
     on_event: Callable[[ReplicasEvent], None]

@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from fusionai.backends.interface import DeviceReport
-from fusionai.backends.registry import open_backend
 from fusionai.backends.tolerance import TOLERANCES
 from fusionai.client.pool.background import in_background
 from fusionai.client.pool.beginning import begin, nobody
-from fusionai.client.pool.distrusted import distrusted
-from fusionai.client.pool.fault_records import FaultRecord, FaultRecords
-from fusionai.client.pool.fault_report import stages_in_words
-from fusionai.client.pool.job_trust import JobTrust, job_trust
-from fusionai.client.pool.owner import known_owner, owner_membership
-from fusionai.client.pool.replanning import Replanner, adopted_plan, is_present
-from fusionai.client.pool.session import Member, PoolSession
-from fusionai.client.pool.trust_watch import watch_circle
+from fusionai.client.pool.faults import FaultRecord, FaultRecords
+from fusionai.client.pool.job_files import Distrusted, distrusted
+from fusionai.client.pool.job_process import KnownMembers, Met, Noted, OwnMachine, beside, own_machine, owner_profile
+from fusionai.client.pool.job_trust import JobTrust, job_trust, watch_trust
+from fusionai.client.pool.replanning import TrainingReplanner, adopted_plan, is_present
+from fusionai.client.pool.reporting import Reporting
+from fusionai.client.pool.session import Member, PoolSession, known_owner, owner_membership
 from fusionai.client.pool.watch import PoolWatch
-from fusionai.client.training.checkpoint_header import checkpoint_header
 from fusionai.client.training.job_directory import (
+    JobRecords,
     check_checkpoint,
     check_recipe,
     has_directory,
@@ -39,16 +35,19 @@ from fusionai.client.training.job_directory import (
     keep_recipe,
     open_directory,
 )
-from fusionai.client.training.preparation import Prepared, excluded_peers, prepare, standing_problem
-from fusionai.client.training.records import JobRecords
-from fusionai.client.training.replica import ReplicaPart
-from fusionai.client.training.reporting import Reporting
+from fusionai.client.training.preparation import (
+    PreparedJob,
+    checking,
+    checkpoint_header,
+    excluded_peers,
+    prepare,
+    standing_problem,
+)
+from fusionai.client.training.replica_crews import ReplicaPart
 from fusionai.coordination.training.evaluations import Evaluation, standing
-from fusionai.corpus.early_rounds import early_rounds
 from fusionai.corpus.recipe import Recipe
-from fusionai.corpus.schedule import learning_rate
-from fusionai.execution.compute import ComputeThread
-from fusionai.execution.host import Host
+from fusionai.corpus.schedule import early_rounds, learning_rate
+from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ExecutionError, FusionError, TransportError
 from fusionai.primitives.ids import JobId, PeerId, short
@@ -74,13 +73,6 @@ UNSAVED_ENDS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
-    """A line for the user about the progress."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Planned:
     """The first plan. `members`: profiles of the members of the pool and of the owner. `first_step`: steps of the job
     that were over when this replica started."""
@@ -88,16 +80,8 @@ class Planned:
     job: JobId
     plan: Plan
     members: tuple[PeerProfile, ...]
-    prepared: Prepared
+    prepared: PreparedJob
     first_step: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Met:
-    """Names and addresses of machines that were not known before, by peer id."""
-
-    names: dict[str, str]
-    addresses: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
 
 RunEvent = Noted | Planned | Met | progress.Progress
@@ -113,7 +97,7 @@ class TrainOptions:
     device: str = "auto"
     threads: int | None = None
     save_base: bool = False
-    epilogue: Callable[[Driver, Prepared], Awaitable[None]] | None = None
+    epilogue: Callable[[Driver, PreparedJob], Awaitable[None]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,9 +146,18 @@ async def train(
         on_event(Noted("connecting to the pool"))
         membership = membership or await owner_membership(options.home, options.invitation)
         driving = asyncio.Event()
-        working = asyncio.create_task(
-            _run(recipe, options, directory, journal, membership, on_event, stop, driving, part)
+        run = _Run(
+            recipe=recipe,
+            options=options,
+            directory=directory,
+            journal=journal,
+            membership=membership,
+            on_event=on_event,
+            stop=stop,
+            driving=driving,
+            part=part,
         )
+        working = asyncio.create_task(run.run())
         asked_early = asyncio.create_task(_cancel_unless(driving, stop, working))
         try:
             return await working
@@ -179,167 +172,197 @@ async def train(
             await asyncio.wait({working})
 
 
-async def _run(
-    recipe: Recipe,
-    options: TrainOptions,
-    directory: RunDirectory,
-    journal: CommitJournal,
-    membership: Membership,
-    on_event: Callable[[RunEvent], None],
-    stop: asyncio.Event,
-    driving: asyncio.Event,
-    part: ReplicaPart | None,
-) -> TrainingResult:
-    """Run the job. `driving` is set before the broker starts the job; from then on a stop ends it cleanly instead of
-    cancelling it."""
-    asked = asyncio.Event()
-    clock = SystemClock()
-    names: dict[str, str] = {}
-    trust = job_trust(options.home, membership, recipe.privacy.level, confidential=recipe.privacy.confidential)
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A job with its first plan. `saved`: step of the newest checkpoint, -1 without one."""
 
-    def met(members: tuple[Member, ...]) -> None:
-        new = {one.view.peer: one.profile.name for one in members if one.profile.name != names.get(one.view.peer, "")}
-        if new:
-            names.update(new)
-            on_event(Met(new, {one.view.peer: one.view.addresses for one in members if one.view.peer in new}))
+    prepared: PreparedJob
+    replanner: TrainingReplanner
+    deployment: Deployment
+    faulty: tuple[Distrusted, ...]
+    saved: int
 
-    async with (
-        _compute_thread() as compute,
-        PoolSession(membership, trust=trust, on_stop=lambda _job: asked.set(), on_members=met) as pool,
-    ):
-        # Quick checks come before long work: first the broker and the device, then data and model.
-        members = await _look(pool, journal, trust)
-        backend, _ = await compute.run(lambda: open_backend("torch", device=options.device, threads=options.threads))
-        report, _ = await compute.run(backend.probe)
-        note = lambda text: on_event(Noted(text))  # noqa: E731
-        prepared = part.prepared if part else await in_background(lambda: prepare(recipe, directory, note))
-        host = Host(
-            peer=membership.peer,
-            backend=backend,
-            compute=compute,
-            transport=pool.transport,
-            fingerprint=report.fingerprint,
-            clock=clock,
-            seal=trust.seal,
+
+@dataclass(kw_only=True)
+class _Run:
+    """One start of the job. `driving` is set before the broker starts the job; from then on a stop ends it cleanly
+    instead of cancelling it. `asked`: set when the broker passes on a `fusion stop`."""
+
+    recipe: Recipe
+    options: TrainOptions
+    directory: RunDirectory
+    journal: CommitJournal
+    membership: Membership
+    on_event: Callable[[RunEvent], None]
+    stop: asyncio.Event
+    driving: asyncio.Event
+    part: ReplicaPart | None
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    clock: SystemClock = field(default_factory=SystemClock)
+
+    def __post_init__(self) -> None:
+        privacy = self.recipe.privacy
+        self.trust = job_trust(self.options.home, self.membership, privacy.level, confidential=privacy.confidential)
+        self.known = KnownMembers(self.on_event)
+
+    def note(self, text: str) -> None:
+        self.on_event(Noted(text))
+
+    def warn(self, text: str) -> None:
+        self.note(f"warning: {text}")
+
+    async def run(self) -> TrainingResult:
+        session = PoolSession(
+            self.membership,
+            trust=self.trust,
+            on_stop=lambda _job: self.asked.set(),
+            on_members=self.known.see,
         )
+        async with session as pool:
+            # Quick checks come before long work: first the broker and the device, then data and model.
+            members = await _look(pool, self.journal, self.trust)
+            async with own_machine(self.options.device, self.options.threads) as machine:
+                return await self._drive(pool, machine, await self._begin(pool, machine, members))
+
+    async def _begin(self, pool: PoolSession, machine: OwnMachine, members: tuple[Member, ...] | None) -> _Begun:
+        """Prepare data and model, plan, and have the plan adopted."""
+        part, recipe = self.part, self.recipe
+        prepared = part.prepared if part else await in_background(lambda: prepare(recipe, self.directory, self.note))
         await in_background(set_aside_what_stays)  # capturing allocates many objects that stay
-        job = job_id(recipe, membership.peer, directory)
-        reader = await in_background(lambda: open_latest(directory.checkpoints))
+        reader = await in_background(lambda: open_latest(self.directory.checkpoints))
         if reader is not None:
             check_checkpoint(prepared, reader)
-        owner = owner_profile(membership.peer, report)
-        known_liars = await in_background(lambda: distrusted(directory))
-        replanner = Replanner(
+        owner = owner_profile(self.membership.peer, machine.report)
+        faulty = await in_background(lambda: distrusted(self.directory))
+        replanner = await self._replanner(pool, prepared, members or (), owner, faulty)
+        deployment = await begin(
+            *(replanner, prepared, owner, members),
+            pool_name=self.membership.pool,
+            driving=self.driving,
+            note=self.note,
+        )
+        plan = deployment.plan
+        if (sentence := self.trust.sentence(plan)) is not None:
+            self.note(sentence)
+        # The number of replicas is fixed for all later plans, because the order of sums depends on it.
+        replanner.problem = with_replicas(replanner.problem, plan.replicas)
+        keep_recipe(recipe, self.directory)
+        self.journal.start_incarnation()
+        present = (*(member.profile for member in members or () if is_present(member)), owner)
+        self.on_event(Planned(replanner.job, plan, present, prepared, part.first_step if part else 0))
+        if keeps_ends(recipe.privacy.level) and not recipe.job.checkpoint_every:
+            self.note(UNSAVED_ENDS)
+        self.note(checking(recipe, plan))
+        if reader is not None or self.journal.committed:
+            base = 0 if reader is None else reader.step
+            self.note(f"resuming from the checkpoint of step {base}; {self.journal.committed} steps are committed")
+        return _Begun(prepared, replanner, deployment, faulty, -1 if reader is None else reader.step)
+
+    async def _replanner(
+        self,
+        pool: PoolSession,
+        prepared: PreparedJob,
+        members: tuple[Member, ...],
+        owner: PeerProfile,
+        faulty: tuple[Distrusted, ...],
+    ) -> TrainingReplanner:
+        recipe, part = self.recipe, self.part
+        return TrainingReplanner(
             pool=pool,
-            job=job,
+            job=job_id(recipe, self.membership.peer, self.directory),
             title=recipe.job.name if part is None else f"{recipe.job.name}, replica {part.number}",
             steps=recipe.job.steps,
-            problem=await in_background(lambda: standing_problem(prepared, members or (), owner)),
+            problem=await in_background(lambda: standing_problem(prepared, members, owner)),
             policy=recipe.faults.takeover,
             grace_s=recipe.faults.grace_s,
             tolerance=TOLERANCES["float32" if recipe.train.precision == "fp32" else "bfloat16"].loss,
             excluded=lambda members: excluded_peers(recipe, members) | (part.excluded(members) if part else set()),
-            barred=lambda: trust.barred,
-            journal=journal,
-            directory=directory,
-            clock=clock,
-            say=note,
-            liars={one.peer for one in known_liars},
+            barred=lambda: self.trust.barred,
+            journal=self.journal,
+            directory=self.directory,
+            clock=self.clock,
+            say=self.note,
+            liars={one.peer for one in faulty},
         )
-        deployment = await begin(
-            replanner,
-            prepared,
-            owner,
-            members,
-            pool_name=membership.pool,
-            driving=driving,
-            note=note,
-        )
-        if (sentence := trust.sentence(deployment.plan)) is not None:
-            note(sentence)
-        # The number of replicas is fixed for all later plans, because the order of sums depends on it.
-        replanner.problem = with_replicas(replanner.problem, deployment.plan.replicas)
-        keep_recipe(recipe, directory)
-        journal.start_incarnation()
-        present = (*(member.profile for member in members or () if is_present(member)), owner)
-        on_event(Planned(job, deployment.plan, present, prepared, part.first_step if part else 0))
-        if keeps_ends(recipe.privacy.level) and not recipe.job.checkpoint_every:
-            on_event(Noted(UNSAVED_ENDS))
-        on_event(Noted(checking(recipe, deployment.plan)))
-        if reader is not None or journal.committed:
-            base = 0 if reader is None else reader.step
-            on_event(Noted(f"resuming from the checkpoint of step {base}; {journal.committed} steps are committed"))
-        reporting = Reporting(pool, job, lambda event: watched(event))
-        warn = lambda text: on_event(Noted(f"warning: {text}"))  # noqa: E731
-        records = JobRecords(
-            directory,
-            job,
-            membership.peer,
-            deployment.plan.version,
-            tensorboard=recipe.output.tensorboard,
-            warn=warn,
-        )
-        faults = FaultRecords(directory, deployment.plan, names, clock, say=reporting.note, warn=warn)
+
+    async def _drive(self, pool: PoolSession, machine: OwnMachine, begun: _Begun) -> TrainingResult:
+        """Run the driver to the job's end, with everything that follows its progress."""
+        job, names, plan = begun.replanner.job, self.known.names, begun.deployment.plan
+        receivers: list[Callable[[progress.Progress], None]] = []
 
         def watched(event: progress.Progress) -> None:
-            reporting.see(event)
-            records.see(event)
-            faults.see(event)
-            watch.see(event)
-            on_event(event)
+            for receive in receivers:
+                receive(event)
 
-        driver = Driver(
-            _training_job(recipe, prepared, job, membership.peer, options, part),
-            host,
-            deployment,
-            journal=journal,
-            checkpoints=_checkpoints(recipe, prepared, directory),
-            saved=-1 if reader is None else reader.step,
-            replanner=replanner,
-            on_progress=watched,
-            exchange=None if part is None else part.exchange,
+        reporting = Reporting(pool, job, watched)
+        records = JobRecords(
+            self.directory,
+            job,
+            self.membership.peer,
+            plan.version,
+            tensorboard=self.recipe.output.tensorboard,
+            warn=self.warn,
         )
-        for one in known_liars:
-            on_event(
-                Noted(f"{names.get(one.peer) or short(PeerId(one.peer))} gets no work from this job: {one.reason}")
-            )
-        if part is not None:
-            part.driver = driver
-        watch = PoolWatch(replanner, driver, membership.peer, clock)
-        watchers = [
-            asyncio.create_task(_stop_when(stop, driver, "Ctrl-C")),
-            asyncio.create_task(_stop_when(asked, driver, "fusion stop")),
-            asyncio.create_task(reporting.run()),
-            asyncio.create_task(watch.run()),
-            asyncio.create_task(watch_circle(trust, driver)),
-        ]
+        faults = FaultRecords(self.directory, plan, names, self.clock, say=reporting.note, warn=self.warn)
+        driver = Driver(
+            _training_job(self.recipe, begun.prepared, job, self.membership.peer, self.options, self.part),
+            machine.host(pool, self.trust, self.clock),
+            begun.deployment,
+            journal=self.journal,
+            checkpoints=Checkpoints(
+                self.directory.checkpoints,
+                checkpoint_header(self.recipe, begun.prepared),
+                files=begun.prepared.files,
+                keep=self.recipe.job.keep_checkpoints,
+            ),
+            saved=begun.saved,
+            replanner=begun.replanner,
+            on_progress=watched,
+            exchange=None if self.part is None else self.part.exchange,
+        )
+        for one in begun.faulty:
+            name = names.get(one.peer) or short(PeerId(one.peer))
+            self.note(f"{name} gets no work from this job: {one.reason}")
+        if self.part is not None:
+            self.part.driver = driver
+        watch = PoolWatch(begun.replanner, driver, self.membership.peer, self.clock)
+        receivers += [reporting.see, records.see, faults.see, watch.see, self.on_event]
         reason, noticed = "interrupted", ()
         try:
-            ended = await driver.run()
-            if ended.failed is not None:
-                reason = _named(ended.failed.rstrip("."), names)
-                raise ExecutionError(
-                    f"the job failed at step {ended.steps}: {reason}.",
-                    hint=f"Run the command again to resume: {journal.committed} steps are committed and not lost.",
-                )
-            if options.epilogue is not None and ended.stopped is None:
-                await options.epilogue(driver, prepared)
-            reason = "done" if ended.stopped is None else f"stopped: {ended.stopped}"
-            if ended.early is not None:
-                reason = f"done early: {ended.early}"
-                on_event(Noted(f"ending early after {ended.steps} steps: {ended.early}"))
+            with beside(
+                _stop_when(self.stop, driver, "Ctrl-C"),
+                _stop_when(self.asked, driver, "fusion stop"),
+                reporting.run(),
+                watch.run(),
+                watch_trust(self.trust, driver),
+            ):
+                stopped, reason = await self._until_ended(driver, begun.prepared)
         except FusionError as error:
             reason = error.message
             raise
         finally:
-            for watcher in watchers:
-                watcher.cancel()
             await driver.close(reason)
             records.close()
             noticed = faults.close()
             if reason != "interrupted":  # after an interruption the broker's answer is not waited for
                 await reporting.close("done" if reason.startswith(("done", "stopped")) else "failed", reason)
-        return _result(recipe, directory, journal, job, ended.stopped, noticed)
+        return _result(self.recipe, self.directory, self.journal, job, stopped, noticed)
+
+    async def _until_ended(self, driver: Driver, prepared: PreparedJob) -> tuple[str | None, str]:
+        """Run the driver. Returns why the job was stopped, None if it is done, and a sentence about its end."""
+        ended = await driver.run()
+        if ended.failed is not None:
+            reason = _named(ended.failed.rstrip("."), self.known.names)
+            raise ExecutionError(
+                f"the job failed at step {ended.steps}: {reason}.",
+                hint=f"Run the command again to resume: {self.journal.committed} steps are committed and not lost.",
+            )
+        if self.options.epilogue is not None and ended.stopped is None:
+            await self.options.epilogue(driver, prepared)
+        if ended.early is not None:
+            self.note(f"ending early after {ended.steps} steps: {ended.early}")
+            return ended.stopped, f"done early: {ended.early}"
+        return ended.stopped, "done" if ended.stopped is None else f"stopped: {ended.stopped}"
 
 
 async def _look(pool: PoolSession, journal: CommitJournal, trust: JobTrust) -> tuple[Member, ...] | None:
@@ -356,15 +379,6 @@ async def _look(pool: PoolSession, journal: CommitJournal, trust: JobTrust) -> t
     return members
 
 
-@asynccontextmanager
-async def _compute_thread() -> AsyncIterator[ComputeThread]:
-    compute = ComputeThread()
-    try:
-        yield compute
-    finally:
-        compute.close()
-
-
 def _named(reason: str, names: Mapping[str, str]) -> str:
     """Return `reason` with the names of peers added to their ids."""
     for peer, name in names.items():
@@ -372,39 +386,9 @@ def _named(reason: str, names: Mapping[str, str]) -> str:
     return reason
 
 
-def owner_profile(peer: PeerId, report: DeviceReport) -> PeerProfile:
-    return PeerProfile(
-        peer=peer,
-        name="job owner",
-        backend=report.backend,
-        device=report.device,
-        device_name=report.device_name,
-        flops_per_s=report.flops_per_s,
-        pace=report.pace,
-        memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
-        memory_bytes=report.memory_bytes,
-        threads=report.threads,
-        fingerprint=report.fingerprint,
-        roles=("owner",),
-    )
-
-
-def checking(recipe: Recipe, plan: Plan) -> str:
-    """Return a sentence about which stages are spot-checked."""
-    if not recipe.checks:
-        return "the peers' results are not checked"
-    guarded = {guard.stage for guard in plan.guards}
-    working = [stage.stage for stage in plan.stages if stage.peer != plan.feed]
-    bare = [stage for stage in working if stage not in guarded]
-    if not guarded:
-        return "the peers' results are not checked: there is no warm standby to recompute them"
-    text = f"spot checks: warm standbys recompute part of the work of {stages_in_words(sorted(guarded))}"
-    return text if not bare else f"{text}; not checked: {stages_in_words(bare)}"
-
-
 def _training_job(
     recipe: Recipe,
-    prepared: Prepared,
+    prepared: PreparedJob,
     job: JobId,
     owner: PeerId,
     options: TrainOptions,
@@ -448,11 +432,6 @@ def _training_job(
         tokens_per_microbatch=prepared.tokens_per_microbatch,
         secret=secrets.token_bytes(32) if recipe.checks else b"",
     )
-
-
-def _checkpoints(recipe: Recipe, prepared: Prepared, directory: RunDirectory) -> Checkpoints:
-    header = checkpoint_header(recipe, prepared)
-    return Checkpoints(directory.checkpoints, header, files=prepared.files, keep=recipe.job.keep_checkpoints)
 
 
 def _over(recipe: Recipe, directory: RunDirectory, journal: CommitJournal) -> str | None:

@@ -1,4 +1,4 @@
-"""Builds the planning problem for serving a graph: its costs, the machines, and the needs of all sessions together.
+"""Builds the planning problem for serving a graph, and words which stages of the plan are checked.
 
 `ir.cost` computes the costs, `scheduling.serving.planning` plans, `client.serving.serve` and `cli.asked` call
 this."""
@@ -10,11 +10,12 @@ from typing import Literal
 
 import msgspec
 
+from fusionai.client.pool.faults import stages_in_words
 from fusionai.ir.cost import serving_costs
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.serving import LOGITS
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
-from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, RolePlacement, ServingNeeds
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
 
 Ends = Literal["owner", "pool"]
 
@@ -70,3 +71,25 @@ def serving_problem(
         takeover=takeover,
         serving=msgspec.structs.replace(needs, result_bytes=row_bytes),
     )
+
+
+def checking_sentence(plan: Plan, checkable: frozenset[int], *, spot: bool) -> str | None:
+    """Return a sentence about the checks, None if this machine computes everything. `checkable`: stages whose inputs
+    and outputs other stages see."""
+    working = sorted(stage.stage for stage in plan.stages if stage.peer != plan.feed)
+    if not working:
+        return None
+    if not spot:
+        return "the peers' results are not checked (--checks off)"
+    guarded = {guard.stage for guard in plan.guards if guard.peer != plan.feed}
+    checked = [stage for stage in working if stage in guarded & checkable]
+    hidden = [stage for stage in working if stage not in checkable]
+    bare = [stage for stage in working if stage in checkable - guarded]
+    parts: list[str] = []
+    if checked:
+        parts.append(f"spot checks: warm standbys recompute part of the texts of {stages_in_words(checked)}")
+    if bare:
+        parts.append(f"not checked: {stages_in_words(bare)}, which {'has' if len(bare) == 1 else 'have'} no standby")
+    if hidden:
+        parts.append(f"not checked: {stages_in_words(hidden)}, whose inputs or outputs no other stage sees")
+    return "; ".join(parts)

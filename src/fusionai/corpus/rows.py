@@ -1,9 +1,6 @@
-"""Masks tokens for a masked language model, as a pure function of a key. Decides which tokens, and what replaces them.
+"""Builds rows for training: masks tokens (masked language models), packs short samples into rows of full length.
 
-As in BERT (arXiv 1810.04805, section 3.1): of the chosen positions, 80 % become the mask token, 10 % a random token, 10
-% stay. Uses integer arithmetic on a counter, so that every machine computes the same. Neighbour: `source` calls it for
-each microbatch.
-"""
+`corpus.source` and `corpus.chat_source` use this."""
 
 from __future__ import annotations
 
@@ -43,3 +40,28 @@ def _draws(counters: npt.NDArray[np.uint64], key: int, stream: int) -> npt.NDArr
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return value ^ (value >> np.uint64(31))
+
+
+def packed(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """Rows of indices into `lengths` (each length 1 to `capacity`), ascending within a row; rows sorted by first
+    index."""
+    rows: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}
+    rooms = 0
+    """Bit r is set if some row has room for exactly r more tokens."""
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        enough = rooms >> length
+        if enough:
+            room = length + ((enough & -enough).bit_length() - 1)
+            row = with_room[room].pop()
+            if not with_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        if left := room - length:
+            with_room.setdefault(left, []).append(row)
+            rooms |= 1 << left
+    return sorted(sorted(row) for row in rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from fusionai.client.serving import serve
+from fusionai.client.serving.job import serving_job
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.problem.types import ServingSizes
 
@@ -33,14 +33,12 @@ def test_the_probe_takes_no_place_from_the_sessions_that_were_asked_for() -> Non
     )
     plan = SimpleNamespace(serving=sizes, stages=(1, 2, 3))
     asked = SimpleNamespace(speculate="off", checks=True)
-    job = serve._serving_job(
-        cast(Any, model), JobId("job"), PeerId("me"), cast(Any, plan), cast(Any, None), cast(Any, asked)
-    )
+    job = serving_job(cast(Any, model), JobId("job"), PeerId("me"), cast(Any, plan), cast(Any, None), cast(Any, asked))
     # The engine leaves one of what stages have room for to its probe.
     assert job.options.sessions - 1 == 8
     assert job.in_flight == 4
     assert len(job.secret) == 32
     asked.checks = False
-    assert not serve._serving_job(
+    assert not serving_job(
         cast(Any, model), JobId("job"), PeerId("me"), cast(Any, plan), cast(Any, None), cast(Any, asked)
     ).secret

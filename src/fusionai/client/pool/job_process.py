@@ -1,0 +1,114 @@
+"""What the job owner's process does in both kinds of job: measure itself, name members, run tasks beside the job.
+
+`client.training.train` and `client.serving.serve` run the jobs with it; `client.pool.session` talks to the broker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+from fusionai.backends.interface import Backend, DeviceReport
+from fusionai.backends.registry import open_backend
+from fusionai.client.pool.job_trust import JobTrust
+from fusionai.client.pool.session import Member, PoolSession
+from fusionai.execution.compute import ComputeThread
+from fusionai.execution.host import Host
+from fusionai.primitives.clock import Clock
+from fusionai.primitives.ids import PeerId
+from fusionai.scheduling.problem.types import PeerProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A line for the user about the progress."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """Names and addresses of machines that were not known before, by peer id."""
+
+    names: dict[str, str]
+    addresses: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+
+
+class KnownMembers:
+    """Names and profiles of the pool's members, from all listings so far. `on_met` receives new names."""
+
+    def __init__(self, on_met: Callable[[Met], None]) -> None:
+        self._on_met = on_met
+        self.names: dict[str, str] = {}
+        self.profiles: dict[str, PeerProfile] = {}
+
+    def see(self, members: tuple[Member, ...]) -> None:
+        self.profiles.update((one.view.peer, one.profile) for one in members)
+        new = {
+            one.view.peer: one.profile.name for one in members if one.profile.name != self.names.get(one.view.peer, "")
+        }
+        if new:
+            self.names.update(new)
+            self._on_met(Met(new, {one.view.peer: one.view.addresses for one in members if one.view.peer in new}))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnMachine:
+    """This machine's backend with its measured speeds, and the thread that computes with it."""
+
+    compute: ComputeThread
+    backend: Backend
+    report: DeviceReport
+
+    def host(self, pool: PoolSession, trust: JobTrust, clock: Clock) -> Host:
+        return Host(
+            peer=pool.membership.peer,
+            backend=self.backend,
+            compute=self.compute,
+            transport=pool.transport,
+            fingerprint=self.report.fingerprint,
+            clock=clock,
+            seal=trust.seal,
+        )
+
+
+@asynccontextmanager
+async def own_machine(device: str, threads: int | None) -> AsyncIterator[OwnMachine]:
+    """Open the torch backend and measure it, in a thread that lasts as long as the block."""
+    compute = ComputeThread()
+    try:
+        backend, _ = await compute.run(lambda: open_backend("torch", device=device, threads=threads))
+        report, _ = await compute.run(backend.probe)
+        yield OwnMachine(compute, backend, report)
+    finally:
+        compute.close()
+
+
+def owner_profile(peer: PeerId, report: DeviceReport) -> PeerProfile:
+    """Return the profile of this machine as the owner of a training job."""
+    return PeerProfile(
+        peer=peer,
+        name="job owner",
+        backend=report.backend,
+        device=report.device,
+        device_name=report.device_name,
+        flops_per_s=report.flops_per_s,
+        pace=report.pace,
+        memory_bandwidth_bytes_per_s=report.memory_bandwidth_bytes_per_s,
+        memory_bytes=report.memory_bytes,
+        threads=report.threads,
+        fingerprint=report.fingerprint,
+        roles=("owner",),
+    )
+
+
+@contextmanager
+def beside(*work: Coroutine[object, object, None]) -> Iterator[None]:
+    """Run coroutines as tasks during the block and cancel them at its end."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
