@@ -42,7 +42,6 @@ from fusionai.gateway.requests import (
     RefusalPart,
     TextPart,
     plain,
-    read,
 )
 from fusionai.gateway.streaming import comment, event, while_connected
 from fusionai.serving.constraint import Form, JsonObject, JsonSchema
@@ -60,21 +59,10 @@ class ChatEndpoint:
         self._desk = desk
 
     async def __call__(self, request: Request) -> Response:
-        desk = self._desk
-        asking.check_ready(desk.engine)
-        body = await read(request, ChatRequest, desk.config.limits)
-        asking.adapter_of(body.model, desk.config)
-        is_stream = asking.stream_wanted(body)
-        heading = desk.heading("chatcmpl", body, with_route=asking.wants_route(request, body.fusion_route))
+        body, heading, is_stream = await self._desk.opened(request, ChatRequest, "chatcmpl")
         choices = await while_connected(request, self._choices(request, body))
-        generating = await desk.start(choices)
-        if is_stream:
-            return desk.stream(generating, self._chunks(generating, heading, len(choices)))
-        try:
-            whole = await while_connected(request, self._whole(generating, heading, len(choices)))
-        finally:
-            await generating.close()
-        return desk.answer(whole)
+        compose = self._chunks if is_stream else self._whole
+        return await self._desk.reply(request, choices, lambda started: compose(started, heading, len(choices)))
 
     async def _choices(self, request: Request, body: ChatRequest) -> list[Choice]:
         desk, text = self._desk, self._desk.text

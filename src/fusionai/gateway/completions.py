@@ -91,21 +91,10 @@ class CompletionEndpoint:
         self._desk = desk
 
     async def __call__(self, request: Request) -> Response:
-        desk = self._desk
-        asking.check_ready(desk.engine)
-        body = await read(request, CompletionRequest, desk.config.limits)
-        asking.adapter_of(body.model, desk.config)
-        is_stream = asking.stream_wanted(body)
-        heading = desk.heading("cmpl", body, with_route=asking.wants_route(request, body.fusion_route))
+        body, heading, is_stream = await self._desk.opened(request, CompletionRequest, "cmpl")
         choices, echoes = await while_connected(request, self._choices(request, body))
-        generating = await desk.start(choices)
-        if is_stream:
-            return desk.stream(generating, self._chunks(generating, heading, echoes))
-        try:
-            whole = await while_connected(request, self._whole(generating, heading, echoes))
-        finally:
-            await generating.close()
-        return desk.answer(whole)
+        compose = self._chunks if is_stream else self._whole
+        return await self._desk.reply(request, choices, lambda started: compose(started, heading, echoes))
 
     async def _choices(self, request: Request, body: CompletionRequest) -> tuple[list[Choice], list[_Echo | None]]:
         desk, text = self._desk, self._desk.text

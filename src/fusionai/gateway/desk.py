@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -23,8 +23,8 @@ from fusionai.gateway.config import GatewayConfig
 from fusionai.gateway.errors import invalid, of_failure
 from fusionai.gateway.generating import ApiGeneration, Choice
 from fusionai.gateway.metrics import Metrics
-from fusionai.gateway.requests import ChatRequest, CompletionRequest
-from fusionai.gateway.streaming import EventStream, Streams, event
+from fusionai.gateway.requests import ChatRequest, CompletionRequest, read
+from fusionai.gateway.streaming import EventStream, Streams, event, while_connected
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError
 from fusionai.serving.constraint import ConstraintCompiler, Form
@@ -33,6 +33,8 @@ from fusionai.serving.model_text import ModelText
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
+Compose = Callable[[ApiGeneration], AsyncGenerator[bytes, None] | Coroutine[Any, Any, msgspec.Struct]]
 _SEEDS: Final = 2**63
 
 
@@ -115,6 +117,26 @@ class GatewayContext:
         generating = ApiGeneration(self.engine, choices, self.metrics, self.clock.now_s)
         await generating.open()
         return generating
+
+    async def opened(self, request: Request, kind: type[Asked], prefix: str) -> tuple[Asked, Heading, bool]:
+        """Return the request's checked body, the heading of its answer, and whether to stream. Raises `ApiError`."""
+        asking.check_ready(self.engine)
+        body = await read(request, kind, self.config.limits)
+        asking.adapter_of(body.model, self.config)
+        is_stream = asking.stream_wanted(body)
+        return body, self.heading(prefix, body, with_route=asking.wants_route(request, body.fusion_route)), is_stream
+
+    async def reply(self, request: Request, choices: Sequence[Choice], compose: Compose) -> Response:
+        """Start the generations and answer: with chunks as they come, or with the whole answer once it is there."""
+        generating = await self.start(choices)
+        body = compose(generating)
+        if isinstance(body, AsyncGenerator):
+            return self.stream(generating, body)
+        try:
+            whole = await while_connected(request, body)
+        finally:
+            await generating.close()
+        return self.answer(whole)
 
     def stream(self, generating: ApiGeneration, pieces: AsyncGenerator[bytes, None]) -> Response:
         """A streamed answer."""

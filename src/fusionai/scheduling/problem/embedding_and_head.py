@@ -142,13 +142,6 @@ def owners_part(plan: Plan) -> OwnersPart | None:
     )
 
 
-def owners_flops(problem: Problem) -> float:
-    """FLOPs of both ends for the forward and backward pass of one microbatch."""
-    ends = ends_of(problem)
-    own = (*problem.blocks[: ends.first], *problem.blocks[len(problem.blocks) - ends.last :])
-    return sum(block.forward_flops + block.backward_flops for block in own)
-
-
 def owners_bytes(problem: Problem) -> float:
     """Memory of both ends on the owner's machine, with one microbatch in flight at each."""
     ends = ends_of(problem)
