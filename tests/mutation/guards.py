@@ -83,15 +83,11 @@ SUBJECTS: Final = {
     for subject in (
         Subject("training.stage", ("unit/coordination/test_stage*.py", *JOBS)),
         Subject("training.driver", ("unit/coordination/test_driver*.py", *JOBS)),
-        *(
-            Subject(f"training.{part}", ("unit/coordination/test_driver*.py", *JOBS))
-            for part in ("votes", "saves", "verifying")
-        ),
+        Subject("training.votes", ("unit/coordination/test_driver*.py", *JOBS)),
         Subject("round.faults", ("unit/coordination/test_driver*.py", *JOBS)),
         Subject(
             "training.restoring", ("unit/coordination/test_restoring*.py", "unit/coordination/test_driver*.py", *JOBS)
         ),
-        Subject("training.roles", ("unit/coordination/test_roles*.py", "unit/coordination/test_driver*.py", *JOBS)),
         Subject("round.liveness", ("unit/coordination/test_silence*.py", "property/test_silence*.py")),
         Subject("broker.lease", ("unit/coordination/test_lease.py", "unit/coordination/test_decisions.py")),
         Subject(
@@ -121,13 +117,13 @@ ACCEPTED: Final[dict[tuple[str, str], str]] = {
     ): "asked when somebody with a stage is lost: a plan over the same cut has one place more than there are living",
     (
         "training.driver",
-        "DriverMachine._without_guard: self._restoration and peer in self._restoration.holders.values()"
-        "  ->  peer in self._restoration.holders.values()",
+        "DriverMachine._without_guard: self._round.restoration and peer in self._round.restoration.holders.values()"
+        "  ->  peer in self._round.restoration.holders.values()",
     ): "whoever loads does so by a restoration, so there is one; the type checker wants it said",
     (
         "training.driver",
-        "DriverMachine._change_plan_if_quiet: self._pending is None or busy or self.phase is not DriverPhase.RUNNING"
-        "  ->  self._pending is None or busy",
+        "DriverMachine._change_plan_if_quiet: self._pending is not None and (not busy)"
+        " and (self.phase is DriverPhase.RUNNING)  ->  self._pending is not None and (not busy)",
     ): "asked only while the job runs; a decision that ends it just before had its whole step fed, so it is busy",
     (
         "round.liveness",
