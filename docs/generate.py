@@ -26,7 +26,6 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, get_args
@@ -335,15 +334,6 @@ def _machines() -> Iterator[tuple[str, ModuleType, list[Arrow]]]:
     yield "Driver", driver, [(*row[:3],) for row in rows(driver.TABLE)]
     yield "Stage", stage, [(*row[:3],) for row in rows(stage.TABLE)]
     yield "Serving", serving, [(*row[:3],) for row in rows(serving.TABLE)]
-
-
-def _arrows(table: Mapping[tuple[Enum, type], Any], initial: Enum) -> list[Arrow]:
-    """Return the arrows of a state machine whose rows name an act and its targets."""
-    found: list[Arrow] = [(START, "", initial.value)]
-    for (source, event), transition in table.items():
-        targets = sorted(target.value for target in transition.targets)
-        found += [(source.value, event.__name__, target) for target in targets]
-    return found
 
 
 def _drawn(arrows: list[Arrow]) -> Iterator[str]:

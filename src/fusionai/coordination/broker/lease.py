@@ -1,7 +1,7 @@
-"""How long somebody counts as present without being heard. Decides when silence becomes loss.
+"""Leases: for how long a silent member or unattended job still counts as present, and when silence becomes loss.
 
-Leases live in memory only. After a restart of the broker everybody gets one whole lease of grace (`granted`). Durations
-and the time are arguments. Neighbours: `desk` keeps a lease per member and per unattended job.
+Leases live in memory only. After a restart of the broker each member gets one whole lease of grace (`granted`).
+Durations and the time are arguments. `broker.state` keeps a lease for each member and each unattended job.
 """
 
 from __future__ import annotations

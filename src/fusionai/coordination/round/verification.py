@@ -1,4 +1,4 @@
-"""Spot checks of a training job: which stretch is run again by whom, what each outcome means, who is not believed.
+"""Spot checks of a training job: which steps which machine runs again, and which peer each outcome discredits.
 
 A *stretch* is what one stage did in the steps from one snapshot to the next. Its guard has the state at the beginning,
 the stage's neighbours still have what they gave it, and all of them told the driver marks (projections under keys of

@@ -1,4 +1,4 @@
-"""Who of a serving job's members is in, what each was told to guard, whose weights are there. Decides nothing.
+"""Members of a serving job: which are enlisted, which stages each guards, and whose weights are loaded.
 
 Neighbours: `coordination.serving.driver` enlists, asks and dismisses by it.
 """
