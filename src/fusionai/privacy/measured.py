@@ -81,7 +81,7 @@ ADVERSARIES: Final[dict[Adversary, str]] = {
     "A1": "a curious peer, which computes as agreed, and keeps and reads all that it receives",
     "A2": "several peers that pool what they receive",
     "A3": "a malicious peer, which computes something else, and reads as A1 does",
-    "A4": "a curious broker, which reads all that it has",
+    "A4": "a curious broker, which reads all data it stores",
     "A5": "a malicious broker, which lies about which peers are present and which are members",
 }
 Stand = Literal["promises nothing", "holds", "reads tokens", "reconstructs", "only those trusted"]
