@@ -89,10 +89,8 @@ class Certified:
 
 
 def load_authority(home: Path, pool: str, *, now_wall_s: float) -> Authority:
-    """Return the authority kept in `home`, created there at the first call.
-
-    Raises `UsageError` if the directory holds another pool's authority.
-    """
+    """Return the authority kept in `home`, created there at the first call. Raises `UsageError` if the directory holds
+    another pool's authority."""
     if not 0 < len(pool) <= MAX_POOL_NAME_LENGTH:
         raise UsageError(f"expected a pool name of 1 to {MAX_POOL_NAME_LENGTH} characters, got {len(pool)}.")
     key_path = home / KEY_FILE
@@ -116,10 +114,7 @@ def load_authority(home: Path, pool: str, *, now_wall_s: float) -> Authority:
 
 def verify_certificate(certificate: bytes, authority_key: bytes, *, now_wall_s: float) -> Certified:
     """Verify a certificate (DER) without OpenSSL: signed by `authority_key` (32 bytes), in date, name equal to the
-    key's peer id.
-
-    Raises `TrustError` saying which check failed.
-    """
+    key's peer id. Raises `TrustError` saying which check failed."""
     parsed = _parse(certificate)
     if parsed.signature_algorithm_oid != SignatureAlgorithmOID.ED25519:
         raise TrustError("expected a certificate signed by this pool's authority, got another kind of signature.")
@@ -139,10 +134,8 @@ def verify_certificate(certificate: bytes, authority_key: bytes, *, now_wall_s: 
 
 
 def read_certificate(certificate: bytes) -> Certified:
-    """Return peer and role of a certificate whose signature OpenSSL has already checked.
-
-    Raises `TrustError` if its name and its key disagree or its role is unknown.
-    """
+    """Return peer and role of a certificate whose signature OpenSSL has already checked. Raises `TrustError` if its
+    name and its key disagree or its role is unknown."""
     parsed = _parse(certificate)
     peer = peer_of(_key_of(parsed))
     if _name_part(parsed.subject, NameOID.COMMON_NAME) != peer:

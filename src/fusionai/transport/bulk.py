@@ -32,44 +32,31 @@ BACK_OFF: Final = 0.96
 RISE: Final = 0.02
 """First rise of the cap per sample without a queue, as a fraction."""
 MOST_RISE: Final = 0.16
-"""Largest rise of the cap per sample.
-
-While no queue stands, the rise doubles from sample to sample up to this value, so that a line that others have released
-is used again within a few samples; boundary tensors last one or two each.
-"""
+"""Largest rise of the cap per sample. While no queue stands, the rise doubles from sample to sample up to this value,
+so that a line that others have released is used again within a few samples; boundary tensors last one or two each."""
 OWN_LIMIT: Final = 0.9
 """Fraction of the cap above which a delivery rate counts as limited by the cap, not by the line."""
 LEAST_OF_BEST: Final = 0.8
 """Lowest cap as a fraction of the best delivery rate: a standing queue may be caused by others, and bulk yields to
-them, but does not give up the line.
-"""
+them, but does not give up the line."""
 LOSSY: Final = 1.6
 LOSS_MEMORY: Final = 0.92
-"""Decay of the loss score per sample.
-
-A path counts as lossy once its score reaches `LOSSY`: after two samples with a loss at most 0.6 s apart, or three that
-are each 1 s apart.
-"""
+"""Decay of the loss score per sample. A path counts as lossy once its score reaches `LOSSY`: after two samples with a
+loss at most 0.6 s apart, or three that are each 1 s apart."""
 MOST_SINGLE: Final = 5
-"""Retransmissions per sample up to which they count as random loss.
-
-More in one sample indicate an overflowing queue.
-"""
+"""Retransmissions per sample up to which they count as random loss. More in one sample indicate an overflowing
+queue."""
 OF_LINE: Final = 0.97
 """Pace as a fraction of the measured uplink bandwidth, so that no queue builds."""
 LONG_QUEUE_LOOKS: Final = 30
-"""Samples with a standing queue after which another line counts as the bottleneck, because the
-pace of this machine makes no queue.
-"""
+"""Samples with a standing queue after which another line counts as the bottleneck, because the pace of this machine
+makes no queue."""
 UNCAPPED_LOOKS: Final = 10
 """Samples without a cap while the bandwidth is unknown: one second of plain TCP, so that a probe can find the
-bandwidth.
-"""
+bandwidth."""
 BEST_OF_LOOKS: Final = 100
-"""Samples over which the best delivery rate is kept: ten seconds of sending.
-
-In a shorter window, a tensor that shared the line would determine the estimate.
-"""
+"""Samples over which the best delivery rate is kept: ten seconds of sending. In a shorter window, a tensor that shared
+the line would determine the estimate."""
 _NOT_CAPPED: Final = 2**32 - 1
 _SO_MAX_PACING_RATE: Final = 47
 _TCP_INFO_BYTES: Final = 168
@@ -118,10 +105,8 @@ class Pacing:
         return self.bytes_per_s is not None and not self._slower
 
     def look(self, view: KernelView, line_bytes_per_s: float | None = None) -> None:
-        """Update the cap from a sample.
-
-        `line_bytes_per_s`: measured bandwidth of this machine's uplink, None if unknown.
-        """
+        """Update the cap from a sample. `line_bytes_per_s`: measured bandwidth of this machine's uplink, None if
+        unknown."""
         self._standing = self._standing + 1 if view.queues and not view.limited_here else 0
         self._slower = line_bytes_per_s is None or self._slower or self._standing >= LONG_QUEUE_LOOKS
         self._looks += 1
@@ -175,10 +160,8 @@ class Losses:
 
 
 def use_for_bulk(sock: socket.socket, way: str = LOSSY_PATHS) -> bool:
-    """Use this congestion control for sending from now on.
-
-    Returns False if the kernel does not offer it or permit it.
-    """
+    """Use this congestion control for sending from now on. Returns False if the kernel does not offer it or permit
+    it."""
     if not hasattr(socket, "TCP_CONGESTION"):
         return False
     try:
@@ -226,17 +209,14 @@ def bulk_is_available() -> bool:
 LEFT_S: Final = 0.005
 LEAST_LEFT_BYTES: Final = 4 * 2**10
 """Remaining data (in seconds at the delivery rate, and the minimum in bytes) at which the next turn begins, so that the
-line is never idle.
-"""
+line is never idle."""
 TURN_S: Final = 0.2
 LEAST_TURN_BYTES: Final = 512 * 2**10
 """Longest turn while others wait (in seconds at the line's rate, and the minimum in bytes), so that a connection that
-sends a whole state shares the line with one that sends boundary tensors.
-"""
+sends a whole state shares the line with one that sends boundary tensors."""
 TOO_LONG: Final = 4.0
 """Multiple of the time a turn needs at the line's rate after which it ends: the receiver or another line is the
-bottleneck.
-"""
+bottleneck."""
 LEAST_TOO_LONG_S: Final = 0.25
 NEARBY_S: Final = 0.003
 """Round trip in seconds below which the receiver is in the local network, so that its data does not use the uplink."""

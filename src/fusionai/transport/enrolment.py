@@ -36,11 +36,8 @@ _HINT: Final = "Copy the whole line again, or ask the pool's owner for a new one
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Content of an invitation.
-
-    `addresses` are the brokers' addresses, `authority_key` is the raw Ed25519 key of the pool's authority, `token` is
-    the secret that the broker issued.
-    """
+    """Content of an invitation. `addresses` are the brokers' addresses, `authority_key` is the raw Ed25519 key of the
+    pool's authority, `token` is the secret that the broker issued."""
 
     pool: Annotated[str, Meta(min_length=1, max_length=64)]
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(min_length=1, max_length=32)]
@@ -57,10 +54,8 @@ def format_invitation(invitation: Invitation) -> str:
 
 
 def parse_invitation(text: str) -> Invitation:
-    """Decode an invitation.
-
-    Raises `UsageError` with the reason; the message never repeats the text, which is a secret.
-    """
+    """Decode an invitation. Raises `UsageError` with the reason; the message never repeats the text, which is a
+    secret."""
     line = text.strip()
     if not line.startswith(PREFIX):
         raise UsageError(f"expected an invitation starting with {PREFIX!r}, got another text.", hint=_HINT)
@@ -116,10 +111,8 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 async def enrol(invitation: str | Invitation, home: Path, purpose: Purpose, *, timeout_s: float = 10.0) -> Membership:
     """Join the invitation's pool with the key in `home` (created if there is none) and store the membership there.
-
     Raises `UsageError` (malformed invitation), `TransportError` (no broker answered), `TrustError` (another machine
-    answered), `RefusedError` (the token is unknown, used up or expired), `StorageError`.
-    """
+    answered), `RefusedError` (the token is unknown, used up or expired), `StorageError`."""
     invited = parse_invitation(invitation) if isinstance(invitation, str) else invitation
     identity = load_identity(home)
     transport = TcpTransport(StrangerCredentials(invited.authority_key))
@@ -132,9 +125,7 @@ async def enrol(invitation: str | Invitation, home: Path, purpose: Purpose, *, t
 
 async def enrol_second_key(machine: Membership, home: Path, purpose: Purpose, *, timeout_s: float = 10.0) -> Membership:
     """Have an additional key of this machine, in `home`, certified by the broker on behalf of its existing membership.
-
-    Raises `TransportError`, `TrustError`, `RefusedError` (too many such keys), `StorageError`.
-    """
+    Raises `TransportError`, `TrustError`, `RefusedError` (too many such keys), `StorageError`."""
     identity = load_identity(home)
     transport = TcpTransport(machine.credentials)
     request = JoinRequest(token=b"", public_key=identity.public_key, purpose=purpose)
@@ -182,11 +173,8 @@ def keep_membership(home: Path, membership: Membership) -> None:
 
 
 def load_membership(home: Path) -> Membership:
-    """Return the membership that `enrol` stored.
-
-    Raises `UsageError` if this machine has not joined a pool, `StorageError` for a broken file, `TrustError` if the
-    certificate is invalid or another key's.
-    """
+    """Return the membership that `enrol` stored. Raises `UsageError` if this machine has not joined a pool,
+    `StorageError` for a broken file, `TrustError` if the certificate is invalid or another key's."""
     path = home / MEMBERSHIP_FILE
     data = read_private(path)
     if data is None:

@@ -98,10 +98,8 @@ def limits_from(sender: Role, stream: Stream) -> FrameLimits:
 
 
 HIGH_WATER_BYTES: Final = 8 * 2**20
-"""Queued bytes above which reading pauses.
-
-One frame may be larger; a second frame is then not read before it is taken.
-"""
+"""Queued bytes above which reading pauses. One frame may be larger; a second frame is then not read before it is
+taken."""
 HIGH_WATER_FRAMES: Final = 256
 """Queued frames above which reading pauses, because small frames cost more memory than their bytes."""
 
@@ -145,10 +143,8 @@ class Inbox:
                 getter.set_result(None)
 
     async def get(self) -> Envelope:
-        """Return the next envelope.
-
-        After the end raises the end's error: a `WireError` once, then always `ChannelClosed`.
-        """
+        """Return the next envelope. After the end raises the end's error: a `WireError` once, then always
+        `ChannelClosed`."""
         while not self._waiting:
             if self._end is not None:
                 error = self._end

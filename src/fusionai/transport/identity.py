@@ -26,10 +26,8 @@ from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` atomically.
-
-    The file has mode 0600 from its first byte and is on disk before it gets its name. Raises `StorageError`.
-    """
+    """Replace `path` by `data` atomically. The file has mode 0600 from its first byte and is on disk before it gets its
+    name. Raises `StorageError`."""
     try:
         with _temporary(path, data) as temporary:
             os.replace(temporary, path)
@@ -51,10 +49,8 @@ def create_private(path: Path, data: bytes) -> bool:
 
 
 def read_private(path: Path, *, limit_bytes: int = 2**20) -> bytes | None:
-    """Return at most `limit_bytes` of the content, or None if there is no file.
-
-    Raises `TrustError` if others may read it.
-    """
+    """Return at most `limit_bytes` of the content, or None if there is no file. Raises `TrustError` if others may read
+    it."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -105,10 +101,8 @@ class Identity:
 
 
 def load_identity(home: Path) -> Identity:
-    """Return the key in `home/identity.pem`, created there (mode 0600) at the first call.
-
-    Raises `TrustError` if others may read the file or it holds no Ed25519 key, `StorageError` if it can't be written.
-    """
+    """Return the key in `home/identity.pem`, created there (mode 0600) at the first call. Raises `TrustError` if others
+    may read the file or it holds no Ed25519 key, `StorageError` if it can't be written."""
     path = home / KEY_FILE
     data = read_private(path)
     if data is None:

@@ -70,11 +70,8 @@ SLOW: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasurement:
-    """Result of a measurement.
-
-    `latency_s` is one way: half the fastest round trip. `bandwidth_bytes_per_s` is from this side to the other,
-    `back_bytes_per_s` the opposite direction, None if it was not requested.
-    """
+    """Result of a measurement. `latency_s` is one way: half the fastest round trip. `bandwidth_bytes_per_s` is from
+    this side to the other, `back_bytes_per_s` the opposite direction, None if it was not requested."""
 
     round_trip_s: float
     latency_s: float
@@ -92,10 +89,8 @@ async def measure_link(
     enough_s: float = 0.25,
     back: bool = False,
 ) -> LinkMeasurement:
-    """Measure a link. No other task may use `channel` meanwhile, and its other side must call `answer_probe`.
-
-    Raises `ChannelClosed` if the link breaks, `WireError` if the other side answers with anything else.
-    """
+    """Measure a link. No other task may use `channel` meanwhile, and its other side must call `answer_probe`. Raises
+    `ChannelClosed` if the link breaks, `WireError` if the other side answers with anything else."""
     asking = _Asking(channel, clock)
     round_trip_s = min([await asking.pinged() for _ in range(pings)])
     there = await _bandwidth(asking.sent, round_trip_s, largest_probe_bytes, enough_s)
@@ -197,8 +192,7 @@ def set_options(sock: socket.socket) -> None:
 
 def silent_s(sock: socket.socket) -> float:
     """Seconds for which the other side has owed an acknowledgement; 0 if it owes none or the platform does not report
-    it.
-    """
+    it."""
     return unacknowledged_s(sock) or 0.0
 
 

@@ -60,10 +60,8 @@ def available() -> bool:
 
 
 def _mend(library: Any) -> None:
-    """Replace the binding's copy, once per process.
-
-    Raises `TransportError`, and leaves the library unchanged, if the replacement gives another result.
-    """
+    """Replace the binding's copy, once per process. Raises `TransportError`, and leaves the library unchanged, if the
+    replacement gives another result."""
     builder = library._UniffiRustBufferBuilder
     if builder.write is _write_at_once:
         return
@@ -102,9 +100,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 def parse_quic(address: str) -> tuple[PeerId, str, int] | None:
     """Peer, host and port of a `quic://` address; None for another scheme and for an address without a valid key.
-
-    Raises `UsageError` for malformed addresses.
-    """
+    Raises `UsageError` for malformed addresses."""
     target = parse_address(address, SCHEME)
     if target is None:
         return None

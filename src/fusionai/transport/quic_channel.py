@@ -190,10 +190,8 @@ class QuicChannel(FramedChannel):
         await self._send.write_all(data)
 
     async def _beat(self) -> None:
-        """Send a datagram twice a second.
-
-        End the channel if nothing has arrived for too long while this side was running.
-        """
+        """Send a datagram twice a second. End the channel if nothing has arrived for too long while this side was
+        running."""
         loop = asyncio.get_running_loop()
         while not self._gone.is_set():
             before_s = loop.time()

@@ -43,11 +43,8 @@ _HANG_UP: Final = struct.pack("ii", 1, 0)
 
 @dataclass(slots=True)
 class Activity:
-    """Time of the last byte between two peers, over all their connections.
-
-    Shared, because a job may leave one connection silent for long while it sends something four times a second on
-    another.
-    """
+    """Time of the last byte between two peers, over all their connections. Shared, because a job may leave one
+    connection silent for long while it sends something four times a second on another."""
 
     moved_at_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
@@ -81,10 +78,8 @@ class Flow:
 
 
 async def splice(flows: tuple[Flow, Flow], *, idle_s: float) -> str:
-    """Copy in both directions until that ends and return the reason; empty if both sides ended normally.
-
-    Closes nothing: after a break call `hang_up` on both sides.
-    """
+    """Copy in both directions until that ends and return the reason; empty if both sides ended normally. Closes
+    nothing: after a break call `hang_up` on both sides."""
     tasks = [asyncio.create_task(flow.run()) for flow in flows]
     watch = asyncio.create_task(_watch(flows, idle_s))
     try:
@@ -198,10 +193,8 @@ class Relay:
         self._pairs: dict[frozenset[str], _Pair] = {}
 
     async def serve(self, sock: socket.socket, greeted: Callable[[], None] = lambda: None) -> None:
-        """Serve one connection from its greeting to its end, and close it.
-
-        `greeted` is called once the caller has proven its key.
-        """
+        """Serve one connection from its greeting to its end, and close it. `greeted` is called once the caller has
+        proven its key."""
         set_options(sock)
         try:
             async with asyncio.timeout(self.limits.greeting_s):

@@ -68,10 +68,8 @@ _Peer = Annotated[str, Meta(min_length=PEER_ID_LENGTH, max_length=PEER_ID_LENGTH
 
 
 class PairingToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Permission for `peer` to meet `other`.
-
-    `meeting` is drawn by the broker for the two peers. `expires_at_s` is in seconds since 1970.
-    """
+    """Permission for `peer` to meet `other`. `meeting` is drawn by the broker for the two peers. `expires_at_s` is in
+    seconds since 1970."""
 
     meeting: Annotated[bytes, Meta(min_length=MEETING_BYTES, max_length=MEETING_BYTES)]
     peer: _Peer
@@ -128,11 +126,8 @@ class ExpiredTicket(TrustError):
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Role of one peer in one job.
-
-    `stage` is -1 for the driver; for a `guard` it is the first stage whose snapshots it keeps. `expires_at_s` is in
-    seconds since 1970.
-    """
+    """Role of one peer in one job. `stage` is -1 for the driver; for a `guard` it is the first stage whose snapshots it
+    keeps. `expires_at_s` is in seconds since 1970."""
 
     job: Annotated[str, Meta(min_length=1, max_length=128)]
     peer: Annotated[str, Meta(min_length=52, max_length=52)]
@@ -152,10 +147,8 @@ def sign_ticket(ticket: Ticket, authority_key: Ed25519PrivateKey) -> bytes:
 
 
 def expiry_s(data: bytes) -> float:
-    """Return when a ticket expires, in seconds since 1970, without verifying it.
-
-    Raises `TrustError` if it can't be decoded.
-    """
+    """Return when a ticket expires, in seconds since 1970, without verifying it. Raises `TrustError` if it can't be
+    decoded."""
     try:
         return _TICKET_DECODER.decode(data[SIGNATURE_BYTES:]).expires_at_s
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -171,10 +164,7 @@ def verify_ticket(
     peer: PeerId | None = None,
 ) -> Ticket:
     """Return the ticket if `authority_key` (32 raw bytes) signed it, it is not expired, and it names `job` and `peer`
-    (if given).
-
-    Raises `ExpiredTicket` for an expired one, `TrustError` for any other failure.
-    """
+    (if given). Raises `ExpiredTicket` for an expired one, `TrustError` for any other failure."""
     content = content_of(data, _TICKET_DOMAIN, authority_key, what="ticket", max_bytes=MAX_TICKET_BYTES)
     try:
         ticket = _TICKET_DECODER.decode(content)
@@ -202,10 +192,8 @@ Places = Annotated[tuple[tuple[Stage, Holder], ...], Meta(max_length=4096)]
 
 
 class SignedPlacement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Placement of one round.
-
-    `stages` and `guards` are (stage, peer) in ascending order; stages that the owner keeps have the owner's id.
-    """
+    """Placement of one round. `stages` and `guards` are (stage, peer) in ascending order; stages that the owner keeps
+    have the owner's id."""
 
     version: Literal[1]
     job: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -235,9 +223,7 @@ class Seal:
         self, job: str, fence: Fence, *, stages: Iterable[tuple[int, str]], guards: Iterable[tuple[int, str]]
     ) -> bytes:
         """Return the signed statement of which peers hold and guard which stages of `job` in the round of `fence`.
-
-        Raises `TrustError` if it exceeds `MAX_PLACEMENT_BYTES`.
-        """
+        Raises `TrustError` if it exceeds `MAX_PLACEMENT_BYTES`."""
         placement = SignedPlacement(
             version=1,
             job=job,
@@ -259,10 +245,8 @@ def sign_placement(placement: SignedPlacement, key: Ed25519PrivateKey) -> bytes:
 
 
 def verify_placement(data: bytes, owner: PeerId, *, job: str, fence: Fence) -> SignedPlacement:
-    """Return the placement if `owner` signed it for exactly this round of this job.
-
-    Raises `TrustError` saying what failed.
-    """
+    """Return the placement if `owner` signed it for exactly this round of this job. Raises `TrustError` saying what
+    failed."""
     by = f"by the job's owner {short(owner)}"
     content = content_of(
         data, _PLACEMENT_DOMAIN, public_key_of(owner), what="placement", by=by, max_bytes=MAX_PLACEMENT_BYTES

@@ -38,11 +38,8 @@ _POLL_S: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class DoorLimits:
-    """Limits of half-open connections.
-
-    `greeting_s`: time for TLS and `Hello` together. `stranger_s`: total time of a stranger. `half_open`: number of both
-    together.
-    """
+    """Limits of half-open connections. `greeting_s`: time for TLS and `Hello` together. `stranger_s`: total time of a
+    stranger. `half_open`: number of both together."""
 
     greeting_s: float = 5.0
     stranger_s: float = 20.0
@@ -76,10 +73,8 @@ class TcpListener:
         self._door = asyncio.get_running_loop().create_task(self._stand_at_door())
 
     def candidates_now(self) -> tuple[str, ...]:
-        """Return the addresses at which this machine can be dialled now.
-
-        Its network may have changed since the listener opened.
-        """
+        """Return the addresses at which this machine can be dialled now. Its network may have changed since the
+        listener opened."""
         return candidates(*self._place)
 
     async def close(self) -> None:
@@ -156,10 +151,8 @@ class TcpListener:
         self._half_open.pop(current, None)
 
     async def _speaks_tls(self, sock: socket.socket) -> bool:
-        """Return whether the first byte, which stays in the socket, is TLS.
-
-        A silent caller is left to TLS, whose handshake times out.
-        """
+        """Return whether the first byte, which stays in the socket, is TLS. A silent caller is left to TLS, whose
+        handshake times out."""
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(self._limits.greeting_s):
                 return await first_byte(sock) != MAGIC[:1]
@@ -215,10 +208,8 @@ async def first_byte(sock: socket.socket) -> bytes:
 
 
 class TcpTransport:
-    """Implements `Transport` for one machine.
-
-    May be created outside an event loop; it keeps no connection. `rates` limit all its connections together.
-    """
+    """Implements `Transport` for one machine. May be created outside an event loop; it keeps no connection. `rates`
+    limit all its connections together."""
 
     def __init__(
         self, credentials: Credentials, *, door_limits: DoorLimits | None = None, rates: Limits | None = None
@@ -232,10 +223,8 @@ class TcpTransport:
     async def listen(
         self, accept: Accept, *, host: str, port: int, strangers: bool = False, relay: Relay | None = None
     ) -> TcpListener:
-        """Listen. With `relay`, connections for the relay may come to the same port.
-
-        Raises `UsageError` if the port or host can't be used, `TrustError` if this machine has not joined a pool.
-        """
+        """Listen. With `relay`, connections for the relay may come to the same port. Raises `UsageError` if the port or
+        host can't be used, `TrustError` if this machine has not joined a pool."""
         if isinstance(self._credentials, StrangerCredentials):
             raise TrustError("a machine outside any pool can't listen.", hint="Join with an invitation first.")
         sock = await open_door(host, port)
@@ -257,10 +246,8 @@ class TcpTransport:
         ]
 
     async def dial_over(self, sock: socket.socket, dialling: Dialling, timeout_s: float, *, where: str) -> TcpChannel:
-        """Dial over a connected socket, e.g. through a relay, and take the socket over.
-
-        The machine at the other end proves its identity as on any connection.
-        """
+        """Dial over a connected socket, e.g. through a relay, and take the socket over. The machine at the other end
+        proves its identity as on any connection."""
         channel = TcpChannel(self._credentials, self._role, dialling, self._rates, relayed=True)
         return await self._shake_hands(channel, where, timeout_s, sock=sock, server_hostname="")
 

@@ -231,10 +231,8 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
     # Internals.
 
     def _watch_over(self) -> None:
-        """Check that the other side is alive until all data is acknowledged.
-
-        Keep-alive probes watch idle connections.
-        """
+        """Check that the other side is alive until all data is acknowledged. Keep-alive probes watch idle
+        connections."""
         if self._watch is None:
             self._watch = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._look_for_life)
 

@@ -44,11 +44,8 @@ Seconds = Annotated[int, Meta(ge=0, le=10**12)]
 
 
 class Endorsement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Endorsement of one member's key.
-
-    `signer` is a public key of 32 bytes, `peer` the member's id, `purpose` what the member may do. Times are whole
-    seconds since 1970. `serial` makes each endorsement unique.
-    """
+    """Endorsement of one member's key. `signer` is a public key of 32 bytes, `peer` the member's id, `purpose` what the
+    member may do. Times are whole seconds since 1970. `serial` makes each endorsement unique."""
 
     version: Literal[1]
     signer: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -87,9 +84,7 @@ def verify_endorsement(
     data: bytes, signers: Collection[bytes], *, peer: PeerId | None, now_wall_s: float
 ) -> Endorsement:
     """Return the endorsement if one of `signers` (32 raw bytes each) signed it, it is valid now and it names `peer`.
-
-    Raises `TrustError` saying which check failed.
-    """
+    Raises `TrustError` saying which check failed."""
     statement = read_endorsement(data)
     if statement.signer not in signers:
         raise TrustError(f"its endorsement is signed by {key_text(statement.signer)}, which is not a key trusted here.")
@@ -111,10 +106,8 @@ def verify_endorsement(
 
 
 def read_endorsement(data: bytes) -> Endorsement:
-    """Decode an endorsement without checking its signature.
-
-    Raises `TrustError` for anything that is no endorsement in its canonical encoding.
-    """
+    """Decode an endorsement without checking its signature. Raises `TrustError` for anything that is no endorsement in
+    its canonical encoding."""
     if not SIGNATURE_BYTES < len(data) <= MAX_ENDORSEMENT_BYTES:
         raise TrustError(
             f"expected an endorsement of {SIGNATURE_BYTES + 1} to {MAX_ENDORSEMENT_BYTES} bytes, got {len(data)}."
@@ -174,10 +167,7 @@ def parse_line(line: str) -> bytes:
 
 def signing_key(home: Path, *, make: bool) -> Ed25519PrivateKey | None:
     """Return this machine's signing key from `home/trust.pem` (mode 0600), created there first if `make`; None without
-    one.
-
-    Raises `TrustError` if others may read the file or it holds no key, `StorageError` if it can't be written.
-    """
+    one. Raises `TrustError` if others may read the file or it holds no key, `StorageError` if it can't be written."""
     path = home / SIGNING_KEY_FILE
     data = read_private(path)
     if data is None and make:
@@ -229,10 +219,8 @@ class Circle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return next((signer.name for signer in self.signers if signer.key == text and signer.name), text)
 
     def endorsement_of(self, peer: PeerId, carried: Sequence[bytes], now_wall_s: float) -> Endorsement:
-        """Return the first valid endorsement among those kept here and those the member shows (`carried`).
-
-        Raises `TrustError` with the reason if `peer` is not trusted.
-        """
+        """Return the first valid endorsement among those kept here and those the member shows (`carried`). Raises
+        `TrustError` with the reason if `peer` is not trusted."""
         if any(one.peer == peer for one in self.revoked):
             raise TrustError("its key is revoked in this machine's trust file.")
         keys = self.keys
@@ -250,10 +238,8 @@ class Circle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def load_circle(path: Path) -> Circle:
-    """Read the trust list.
-
-    Raises `TrustError` if the file is missing or readable by others, `StorageError` if it is broken.
-    """
+    """Read the trust list. Raises `TrustError` if the file is missing or readable by others, `StorageError` if it is
+    broken."""
     data = read_private(path, limit_bytes=MAX_FILE_BYTES)
     if data is None:
         raise TrustError(
@@ -314,10 +300,8 @@ class _Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def carried_endorsements(home: Path) -> tuple[bytes, ...]:
-    """Return the endorsements that this machine shows when it lends.
-
-    Raises `StorageError` for a broken file, `TrustError` for one that others may read.
-    """
+    """Return the endorsements that this machine shows when it lends. Raises `StorageError` for a broken file,
+    `TrustError` for one that others may read."""
     path = home / CARRIED_FILE
     data = read_private(path)
     if data is None:

@@ -96,10 +96,8 @@ def successor(member: Member, fact: MemberRegistered) -> Member:
 
 
 def rests_until_s(member: Member, *, losses: int, window_s: float, rest_s: float) -> float:
-    """Until when (seconds since 1970) a machine lost `losses` times within `window_s` rests; 0.0 for any other.
-
-    A machine that flaps costs a job one recovery per loss: it is worth less than no spare at all.
-    """
+    """Until when (seconds since 1970) a machine lost `losses` times within `window_s` rests; 0.0 for any other. A
+    machine that flaps costs a job one recovery per loss: it is worth less than no spare at all."""
     if not 0 < losses <= len(member.losses):
         return 0.0
     newest = max(member.losses)

@@ -122,11 +122,9 @@ def _check_leftovers(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
 
 
 def _check_dismissed(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
-    """A job whose driver ended it while this broker was away has let its members go, and nobody reports its end.
-
-    It is over once its driver is out of touch and no member present has held anything of it for `clear_s`. A driver
-    that crashed lets nobody go: its members hold their stages for its return.
-    """
+    """A job whose driver ended it while this broker was away has let its members go, and nobody reports its end. It is
+    over once its driver is out of touch and no member present has held anything of it for `clear_s`. A driver that
+    crashed lets nobody go: its members hold their stages for its return."""
     if member.job is None or member.job in jobs:
         turn.keep(dismissed=without_entry(turn.desk.dismissed, member.peer))
         return
