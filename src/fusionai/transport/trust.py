@@ -31,11 +31,10 @@ from fusionai.transport.identity import (
     read_private,
     write_private,
 )
-from fusionai.transport.signed import SIGNATURE_BYTES, content_of, signed
+from fusionai.transport.signed import StatementKind
 
 SIGNING_KEY_FILE: Final = "trust.pem"
 MAX_ENDORSEMENT_BYTES: Final = 512
-_DOMAIN: Final = b"fusionai endorsement 1\x00"
 _KEY_PREFIX: Final = "signing-"
 _LINE_PREFIX: Final = "endorsement-1:"
 MAX_LINE_LENGTH: Final = len(_LINE_PREFIX) + 4 * MAX_ENDORSEMENT_BYTES // 3 + 4
@@ -57,7 +56,9 @@ class Endorsement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     serial: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
-_DECODER: Final = msgspec.msgpack.Decoder(Endorsement)
+_ENDORSEMENT: Final = StatementKind(
+    "endorsement", Endorsement, b"fusionai endorsement 1\x00", MAX_ENDORSEMENT_BYTES, canonical=True
+)
 
 
 def endorse(
@@ -77,7 +78,7 @@ def endorse(
         not_after_s=int(now_wall_s) + lifetime_s,
         serial=serial,
     )
-    return signed(msgspec.msgpack.encode(statement), _DOMAIN, key)
+    return _ENDORSEMENT.sign(statement, key)
 
 
 def verify_endorsement(
@@ -88,14 +89,7 @@ def verify_endorsement(
     statement = read_endorsement(data)
     if statement.signer not in signers:
         raise TrustError(f"its endorsement is signed by {key_text(statement.signer)}, which is not a key trusted here.")
-    content_of(
-        data,
-        _DOMAIN,
-        statement.signer,
-        what="endorsement",
-        by=f"by {key_text(statement.signer)}",
-        max_bytes=MAX_ENDORSEMENT_BYTES,
-    )
+    _ENDORSEMENT.verify(data, statement.signer, by=f"by {key_text(statement.signer)}")
     if peer is not None and statement.peer != peer:
         raise TrustError(f"the endorsement it shows is for another key, {short(PeerId(statement.peer))}.")
     if now_wall_s < statement.not_before_s - CLOCK_SKEW_S:
@@ -108,19 +102,7 @@ def verify_endorsement(
 def read_endorsement(data: bytes) -> Endorsement:
     """Decode an endorsement without checking its signature. Raises `TrustError` for anything that is no endorsement in
     its canonical encoding."""
-    if not SIGNATURE_BYTES < len(data) <= MAX_ENDORSEMENT_BYTES:
-        raise TrustError(
-            f"expected an endorsement of {SIGNATURE_BYTES + 1} to {MAX_ENDORSEMENT_BYTES} bytes, got {len(data)}."
-        )
-    content = data[SIGNATURE_BYTES:]
-    try:
-        statement = _DECODER.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TrustError(
-            f"expected an endorsement of version 1, got content that can't be decoded: {error}."
-        ) from error
-    if msgspec.msgpack.encode(statement) != content:
-        raise TrustError("expected an endorsement in its canonical encoding, got another encoding.")
+    statement = _ENDORSEMENT.read(data)
     public_key_of(statement.peer)
     return statement
 
