@@ -22,14 +22,12 @@ from fusionai.primitives.errors import FusionError, StorageError, TrustError, Us
 from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
 from fusionai.transport.authority import CLOCK_SKEW_S
 from fusionai.transport.identity import (
-    create_private,
-    parse_private_pem,
+    load_key,
     peer_of,
-    private_pem,
     public_bytes,
     public_key_of,
-    read_private,
-    write_private,
+    read_private_json,
+    write_private_json,
 )
 from fusionai.transport.signed import StatementKind
 
@@ -151,12 +149,7 @@ def signing_key(home: Path, *, make: bool) -> Ed25519PrivateKey | None:
     """Return this machine's signing key from `home/trust.pem` (mode 0600), created there first if `make`; None without
     one. Raises `TrustError` if others may read the file or it holds no key, `StorageError` if it can't be written."""
     path = home / SIGNING_KEY_FILE
-    data = read_private(path)
-    if data is None and make:
-        create_private(path, private_pem(Ed25519PrivateKey.generate()))
-        # Read back, because another process may have created the file first.
-        data = read_private(path) or b""
-    return None if data is None else parse_private_pem(data, path)
+    return load_key(path) if make or path.exists() else None
 
 
 TRUST_FILE: Final = "trust.json"
@@ -222,26 +215,23 @@ class Circle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 def load_circle(path: Path) -> Circle:
     """Read the trust list. Raises `TrustError` if the file is missing or readable by others, `StorageError` if it is
     broken."""
-    data = read_private(path, limit_bytes=MAX_FILE_BYTES)
-    if data is None:
+    hint = "Restore it from a backup, or delete it and create a new trust list; until then no key is trusted."
+    circle = read_private_json(path, Circle, what="a trust file", hint=hint, limit_bytes=MAX_FILE_BYTES)
+    if circle is None:
         raise TrustError(
             f"this machine has no trust list yet (there is no {path}).",
             hint="Create a trust list with `fusion trust key` and `fusion trust sign`.",
         )
     try:
-        circle = msgspec.json.decode(data, type=Circle)
         _ = circle.keys, [read_endorsement(one) for one in circle.endorsements]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, FusionError) as error:
-        raise StorageError(
-            f"expected a trust file in {path}, got something else: {error}.",
-            hint="Restore it from a backup, or delete it and create a new trust list; until then no key is trusted.",
-        ) from error
+    except FusionError as error:
+        raise StorageError(f"expected a trust file in {path}, got something else: {error}.", hint=hint) from error
     return circle
 
 
 def keep_circle(path: Path, circle: Circle) -> None:
     """Write the trust list. Raises `StorageError`."""
-    write_private(path, msgspec.json.format(msgspec.json.encode(circle)))
+    write_private_json(path, circle)
 
 
 @dataclass(slots=True)
@@ -284,17 +274,9 @@ class _Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def carried_endorsements(home: Path) -> tuple[bytes, ...]:
     """Return the endorsements that this machine shows when it lends. Raises `StorageError` for a broken file,
     `TrustError` for one that others may read."""
-    path = home / CARRIED_FILE
-    data = read_private(path)
-    if data is None:
-        return ()
-    try:
-        return msgspec.json.decode(data, type=_Carried).endorsements
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StorageError(
-            f"expected this machine's endorsements in {path}, got something else: {error}.",
-            hint="Delete the file and add them again with `fusion trust carry`.",
-        ) from error
+    hint = "Delete the file and add them again with `fusion trust carry`."
+    kept = read_private_json(home / CARRIED_FILE, _Carried, what="this machine's endorsements", hint=hint)
+    return () if kept is None else kept.endorsements
 
 
 def carry(home: Path, data: bytes, peer: PeerId) -> None:
@@ -307,4 +289,4 @@ def carry(home: Path, data: bytes, peer: PeerId) -> None:
         )
     known = [one for one in carried_endorsements(home) if one != data]
     kept = _Carried("fusionai.endorsements/1", (data, *known)[:MAX_CARRIED])
-    write_private(home / CARRIED_FILE, msgspec.json.format(msgspec.json.encode(kept)))
+    write_private_json(home / CARRIED_FILE, kept)
