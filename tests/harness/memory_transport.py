@@ -17,7 +17,7 @@ from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.framed import AcceptedTasks, Dialling, FramedChannel
 from fusionai.transport.interface import Accept, Remote, Role
-from fusionai.wire.frame import allocate_bytes, encode_frame_head
+from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Stream
 
 SCHEME: Final = "memory://"
@@ -139,7 +139,7 @@ class MemoryChannel(FramedChannel):
     other: MemoryChannel
 
     def __init__(self, network: MemoryNetwork, owner: Remote, dialling: Dialling | None) -> None:
-        super().__init__(own_role=owner.role, dialling=dialling, allocate=allocate_bytes)
+        super().__init__(own_role=owner.role, dialling=dialling)
         self.owner = owner
         self._network = network
         self._transit: asyncio.Queue[bytes | None] = asyncio.Queue()

@@ -4,7 +4,7 @@ Samples the kernel's statistics while a large frame is in transit: paces the con
 loses packets, and ends the connection's turn as soon as all but a few milliseconds of its data have left, or if that
 takes far too long. On platforms without statistics, turns end at once. Writes no data itself.
 
-`tcp_channel` writes slices, `turns` decides which connection waits, `congestion` how fast it sends.
+`tcp_channel` writes slices, `uplink` decides which connection waits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import asyncio
 import math
 import socket
 import struct
-import sys
 from dataclasses import dataclass
 from typing import Final
 
+from fusionai.transport import links
 from fusionai.transport.uplink import Turns
 
 CLEAN_PATHS: Final = "cubic"
@@ -59,10 +59,6 @@ BEST_OF_LOOKS: Final = 100
 the line would determine the estimate."""
 _NOT_CAPPED: Final = 2**32 - 1
 _SO_MAX_PACING_RATE: Final = 47
-_TCP_INFO_BYTES: Final = 168
-_APP_LIMITED_AT, _MSS_AT, _UNACKED_AT, _RTT_AT = 7, 16, 24, 68
-_RESENT_AT, _UNSENT_AT, _MIN_RTT_AT, _DELIVERED_AT = 100, 144, 148, 160
-"""Byte offsets of fields in Linux's `struct tcp_info` (linux/tcp.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,24 +169,18 @@ def use_for_bulk(sock: socket.socket, way: str = LOSSY_PATHS) -> bool:
 
 def kernel_view(sock: socket.socket) -> KernelView | None:
     """Return the kernel's statistics; None where the platform has none."""
-    if sys.platform != "linux":
+    info = links.tcp_info(sock)
+    if info is None or not info[links.LEAST_RTT_US]:
         return None
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    if len(info) < _TCP_INFO_BYTES:
-        return None
-    rtt_us, jitter_us = struct.unpack_from("=II", info, _RTT_AT)
-    unsent, least_us = struct.unpack_from("=II", info, _UNSENT_AT)
-    mss, unacked, resent = (struct.unpack_from("=I", info, at)[0] for at in (_MSS_AT, _UNACKED_AT, _RESENT_AT))
-    (delivered,) = struct.unpack_from("=Q", info, _DELIVERED_AT)
     return KernelView(
-        rtt_us / 1e6,
-        jitter_us / 1e6,
-        least_us / 1e6,
-        float(delivered),
-        bool(info[_APP_LIMITED_AT] & 1),
-        unsent_bytes=unsent,
-        in_flight_bytes=unacked * mss,
-        resent_segments=resent,
+        info[links.RTT_US] / 1e6,
+        info[links.JITTER_US] / 1e6,
+        info[links.LEAST_RTT_US] / 1e6,
+        float(info[links.DELIVERED]),
+        bool(info[links.FLAGS] & 1),
+        unsent_bytes=info[links.NOT_SENT],
+        in_flight_bytes=info[links.UNACKED] * info[links.MSS],
+        resent_segments=info[links.RESENT],
     )
 
 
@@ -286,10 +276,7 @@ class Bulk:
             self._timer.cancel()
 
     def _view(self) -> KernelView | None:
-        try:
-            return None if self._gone else kernel_view(self._socket)
-        except (OSError, ValueError):  # uvloop raises either for a socket it has closed
-            return None
+        return None if self._gone else kernel_view(self._socket)
 
     def _is_near(self) -> bool:
         view = self._view()

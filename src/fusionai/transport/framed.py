@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from fusionai import __version__
 from fusionai.primitives.errors import ChannelClosed, FusionError, RefusedError, TrustError, WireError
 from fusionai.primitives.ids import PeerId, short
@@ -25,7 +27,6 @@ from fusionai.wire.frame import (
     GREETING_LIMITS,
     STRANGER_LIMITS,
     STREAM_LIMITS,
-    Allocate,
     Frame,
     FrameLimits,
     FrameReader,
@@ -100,6 +101,8 @@ def limits_from(sender: Role, stream: Stream) -> FrameLimits:
 HIGH_WATER_BYTES: Final = 8 * 2**20
 """Queued bytes above which reading pauses. One frame may be larger; a second frame is then not read before it is
 taken."""
+LARGE_ALLOCATION_BYTES: Final = 2**20
+"""Size in bytes from which receive buffers are allocated by numpy."""
 HIGH_WATER_FRAMES: Final = 256
 """Queued frames above which reading pauses, because small frames cost more memory than their bytes."""
 
@@ -192,21 +195,24 @@ class Dialling:
 class FramedChannel(ABC):
     """A `Channel` without the network part. `dialling` is None on the listening side."""
 
-    def __init__(self, *, own_role: Role, dialling: Dialling | None, allocate: Allocate) -> None:
+    def __init__(self, *, own_role: Role, dialling: Dialling | None) -> None:
+        self._loop = asyncio.get_running_loop()
         self.remote = Remote(None, "stranger")
         self.stream: Stream = dialling.stream if dialling is not None else "control"
         self.stats = ChannelStats()
         self.way: Way = "lan"
-        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.opened: asyncio.Future[None] = self._loop.create_future()
         """Resolved when the handshake is over, or failed with the reason why it can't succeed."""
         # The waiting task may have given up. Reading the exception avoids asyncio's warning about an unread failure.
         self.opened.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._own_role: Role = own_role
         self._dialling = dialling
-        self._reader = FrameReader(GREETING_LIMITS, allocate)
+        self._reader = FrameReader(GREETING_LIMITS, _allocate)
         self._outbound = GREETING_LIMITS
         self._inbox = Inbox(self._pause_reading, self._resume_reading)
         self._closing = False
+        self._heard_s = self._loop.time()
+        """When something arrived last, on the event loop's clock."""
 
     @property
     def closed(self) -> bool:
@@ -232,8 +238,10 @@ class FramedChannel(ABC):
     @abstractmethod
     async def close(self) -> None: ...
 
-    @abstractmethod
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        self._closing = True
+        self._settle(ChannelClosed("this side dropped the connection."))
+        self._abort()
 
     async def receive(self) -> Envelope:
         return await self._inbox.get()
@@ -315,12 +323,26 @@ class FramedChannel(ABC):
             self.opened.set_exception(error)
         self._inbox.end(error)
 
+    def _count_sent(self, nbytes: int) -> None:
+        self.stats.sent_frames += 1
+        self.stats.sent_bytes += nbytes
+
     def _check_open(self) -> None:
         """Raises `ChannelClosed` if nothing can be sent any more, `WireError` before the end of the handshake."""
         if self.closed:
             raise ChannelClosed(f"the channel on stream {self.stream} is closed.")
         if not self.opened.done():
             raise WireError("expected the handshake to be over before anything is sent.")
+
+
+def joined(head: bytes, tensors: Sequence[HostTensor]) -> bytes:
+    """Return a small frame as one buffer."""
+    return b"".join([head, *(tensor.data for tensor in tensors)]) if tensors else head
+
+
+def _allocate(count: int) -> memoryview:
+    # numpy neither clears a large buffer (a second pass over its memory) nor touches it before data arrives.
+    return np.empty(count, np.uint8).data if count >= LARGE_ALLOCATION_BYTES else memoryview(bytearray(count))
 
 
 _LOG = logging.getLogger(__name__)
