@@ -8,7 +8,7 @@ then does it adopt the new desk and perform the commands. If the journal refuses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 from fusionai.coordination.broker import admission, assignment, presence
@@ -35,7 +35,7 @@ from fusionai.coordination.broker.transaction import Turn
 from fusionai.coordination.machine import ForbiddenTransition
 from fusionai.wire.messages import Refused
 
-_DECIDES: Final[Mapping[type[Request], Callable[[Turn, Any], None]]] = {
+_DECIDES: Final[dict[type[Request], Callable[[Turn, Any], None]]] = {
     Enrol: admission.enrol,
     Vouch: admission.vouch,
     Invite: admission.invite,

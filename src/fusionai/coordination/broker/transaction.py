@@ -126,10 +126,13 @@ def with_entry(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
     known = mapping.get(key)
     if known == value and known is not None:
         return mapping
-    base, recent = (mapping.base, mapping.recent) if isinstance(mapping, _Overlaid) else (mapping, {})
-    if known is None or len(base) < LARGE or len(recent) >= OVERLAID:
-        return {**base, **recent, key: value}
-    return _Overlaid(base, {**recent, key: value})
+    if known is None or len(mapping) < LARGE:
+        return {**mapping, key: value}
+    if not isinstance(mapping, _Overlaid):
+        return _Overlaid(mapping, {key: value})
+    if len(mapping.recent) < OVERLAID:
+        return _Overlaid(mapping.base, {**mapping.recent, key: value})
+    return {**mapping.base, **mapping.recent, key: value}
 
 
 def without_entry(mapping: Mapping[K, V], key: K) -> Mapping[K, V]:
