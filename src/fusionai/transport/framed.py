@@ -348,20 +348,65 @@ def _allocate(count: int) -> memoryview:
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class DoorLimits:
+    """Limits of half-open connections. `greeting_s`: time for TLS and `Hello` together. `stranger_s`: total time of a
+    stranger. `half_open`: number of both together."""
+
+    greeting_s: float = 5.0
+    stranger_s: float = 20.0
+    half_open: int = 128
+
+
 class AcceptedTasks:
-    """Tasks of one listener. `stranger_lifetime_s`: how long a side without a certificate may stay connected."""
+    """Tasks of one listener, one for each connection. At the limit of half-open connections the oldest one is dropped.
+    `errors`: exceptions by which a connection may fail besides the transport's own."""
 
-    def __init__(self, accept: Accept, *, stranger_lifetime_s: float | None = None) -> None:
+    def __init__(self, accept: Accept, limits: DoorLimits, errors: tuple[type[Exception], ...] = ()) -> None:
         self._accept = accept
-        self._stranger_lifetime_s = stranger_lifetime_s
+        self._limits = limits
+        self._errors = (OSError, FusionError, asyncio.CancelledError, *errors)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._half_open: dict[asyncio.Task[None], None] = {}
 
-    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Start `run`, or a coroutine that ends in it, as a task of this listener."""
+    def start(self, work: Coroutine[None, None, None]) -> None:
+        """Start `serve`, or a coroutine that ends in it, as the task of a new connection."""
+        if len(self._half_open) >= self._limits.half_open:
+            oldest = next(iter(self._half_open))
+            del self._half_open[oldest]
+            oldest.cancel()
         task = asyncio.get_running_loop().create_task(work)
+        for tasks in (self._tasks.discard, lambda done: self._half_open.pop(done, None)):
+            task.add_done_callback(tasks)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        self._half_open[task] = None
+
+    def proven(self) -> None:
+        """Stop counting the current task's connection as half open."""
+        current = asyncio.current_task()
+        assert current is not None, "a coroutine of this listener runs as a task"
+        self._half_open.pop(current, None)
+
+    async def serve(self, connect: Callable[[], Coroutine[None, None, FramedChannel]]) -> None:
+        """Connect, wait for the handshake, then run the channel. Raises nothing but cancellation."""
+        channel: FramedChannel | None = None
+        try:
+            async with asyncio.timeout(self._limits.greeting_s):
+                channel = await connect()
+                await channel.opened
+        except self._errors as error:
+            _LOG.debug("an incoming connection was rejected: %r", error)
+            if channel is not None:
+                if isinstance(error, FusionError):
+                    # A refusal may still be in the send queue.
+                    await channel.close()
+                channel.abort()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return
+        if channel.remote.role != "stranger":
+            self.proven()
+        await self._run(channel)
 
     async def close(self) -> None:
         """Cancel all tasks, which closes their channels."""
@@ -370,11 +415,10 @@ class AcceptedTasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def run(self, channel: FramedChannel) -> None:
-        """Wait for the handshake, call `accept`, close the channel. Raises nothing but cancellation."""
+    async def _run(self, channel: FramedChannel) -> None:
+        """Call `accept` and close the channel."""
         try:
-            await channel.opened
-            lifetime_s = self._stranger_lifetime_s if channel.remote.role == "stranger" else None
+            lifetime_s = self._limits.stranger_s if channel.remote.role == "stranger" else None
             async with asyncio.timeout(lifetime_s):
                 await self._accept(channel)
         except (ChannelClosed, TimeoutError) as error:

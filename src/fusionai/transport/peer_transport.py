@@ -5,8 +5,8 @@ wins only if nothing else answers, or if it is what worked last time. While a li
 are tried again in the background, and the next connection uses the one that was found. The other side proves its
 identity on every route alike.
 
-`tcp` dials, `udp_door` goes through NATs, `introductions` asks the broker, `relay_dialling` connects through its relay,
-`racing` decides which attempt wins; `peer` passes on the broker's notices.
+`tcp` dials, `quic` goes through NATs, `introductions` asks the broker, `relay_dialling` connects through its relay,
+`routes` decides which attempt wins; `peer` passes on the broker's notices.
 """
 
 from __future__ import annotations

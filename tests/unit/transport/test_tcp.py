@@ -20,9 +20,10 @@ from fusionai.primitives.errors import ChannelClosed, TransportError, TrustError
 from fusionai.primitives.tensors import host_tensor
 from fusionai.transport import bulk, event_loop
 from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
+from fusionai.transport.framed import DoorLimits
 from fusionai.transport.interface import Channel, Listener
 from fusionai.transport.routes import parse_address
-from fusionai.transport.tcp import DoorLimits, TcpTransport
+from fusionai.transport.tcp import TcpTransport
 from fusionai.transport.tcp_channel import TcpChannel
 from fusionai.transport.uplink import Limits
 from fusionai.wire.frame import GREETING_LIMITS, encode_frame_head, encode_header
