@@ -7,14 +7,14 @@ the graph, `ir.partition` cuts the result, backends serve it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Final
 
 import msgspec
 
-from fusionai.ir.graph import SYMINT, cheap_nodes, needed_nodes, producers, prune, reads, restrict
+from fusionai.ir.graph import SYMINT, cheap_nodes, needed_nodes, producers, prune, reads, renamed, restrict
 from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import Arg, Graph, ListArg, Node, Ref
+from fusionai.ir.schema import Graph, ListArg, Node, Ref
 from fusionai.ir.shapes import symbols_of
 from fusionai.primitives.errors import GraphError
 
@@ -179,25 +179,11 @@ def _without_identities(graph: Graph) -> Graph:
             if isinstance(source, Ref) and graph.values[source.name] == graph.values[node.outputs[0]]:
                 origin[node.outputs[0]] = origin.get(source.name, source.name)
                 continue
-        renamed = msgspec.structs.replace(
-            node,
-            args=tuple(_renamed(arg, origin) for arg in node.args),
-            kwargs={name: _renamed(arg, origin) for name, arg in node.kwargs.items()},
-        )
-        if renamed.op == _ATTENTION:
-            renamed = msgspec.structs.replace(renamed, kwargs={**renamed.kwargs, "dropout": 0.0})
-        kept.append(renamed)
+        node = renamed(node, origin)
+        if node.op == _ATTENTION:
+            node = msgspec.structs.replace(node, kwargs={**node.kwargs, "dropout": 0.0})
+        kept.append(node)
     return prune(msgspec.structs.replace(graph, nodes=tuple(kept)), list(graph.outputs))
-
-
-def _renamed(arg: Arg, origin: Mapping[str, str]) -> Arg:
-    match arg:
-        case Ref(name):
-            return Ref(origin[name]) if name in origin else arg
-        case ListArg(items):
-            return ListArg(tuple(_renamed(item, origin) for item in items))
-        case _:
-            return arg
 
 
 def _hidden(graph: Graph) -> str:

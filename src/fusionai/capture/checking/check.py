@@ -30,7 +30,7 @@ from fusionai.capture.models.build import Adapters
 from fusionai.capture.models.source import ConfigSource, ModelSource, describe
 from fusionai.capture.tasks import Task
 from fusionai.ir.blocks import block_hashes
-from fusionai.ir.graph import reads
+from fusionai.ir.graph import nodes_by_block, reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import LOGITS
@@ -160,8 +160,7 @@ def check(
 def _blocks(graph: Graph) -> tuple[BlockReport, ...]:
     kinds: dict[str, int] = {}
     reports: list[BlockReport] = []
-    for block, digest in enumerate(block_hashes(graph)):
-        nodes = [node for node in graph.nodes if node.block == block]
+    for block, (digest, nodes) in enumerate(zip(block_hashes(graph), nodes_by_block(graph), strict=True)):
         read = {name for node in nodes for name in reads(node)}
         specs = [graph.params[name] for name in sorted(read & graph.params.keys())]
         owned = [spec for spec in specs if spec.kind == "parameter"]

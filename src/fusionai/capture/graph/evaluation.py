@@ -18,9 +18,8 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from fusionai.capture.graph.copies import renamed
 from fusionai.capture.graph.lowering import Lowered
-from fusionai.ir.graph import SYMINT, reads
+from fusionai.ir.graph import SYMINT, reads, renamed
 from fusionai.ir.schema import Arg, ListArg, Node, Ref, ValueSpec
 
 _CHOICE: Final = "fusion.in_training"

@@ -15,23 +15,25 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+import msgspec
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from fusionai.capture.graph.copies import Copies, renamed
+from fusionai.capture.graph.copies import Copies
 from fusionai.capture.graph.repetition import Repetition
 from fusionai.capture.graph.shapes import spell
 from fusionai.capture.tasks import InputSpec
 from fusionai.capture.tracing import code_lines
 from fusionai.capture.tracing.complex_parts import REFUSED
-from fusionai.ir.graph import reads
+from fusionai.ir.graph import needed_nodes, reads, renamed
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import (
     Arg,
     DeviceArg,
     DTypeArg,
     FloatArg,
+    Graph,
     ListArg,
     MemoryFormatArg,
     Node,
@@ -331,24 +333,13 @@ class _Lowering:
 
     def drop_dead(self) -> None:
         """Keep the nodes that outputs and state writes need, and number them in order."""
-        needed = {*self.result.outputs.values(), *self.result.state_writes}
-        kept: list[Node] = []
-        for node in reversed(self.result.nodes):
-            if needed.isdisjoint(node.outputs):
-                continue
-            kept.append(node)
-            needed.update(reads(node))
-        kept.reverse()
-        used = needed | {value for node in kept for value in node.outputs} | set(self.result.inputs)
+        wanted = {*self.result.outputs.values(), *self.result.state_writes}
+        kept = needed_nodes(Graph(nodes=tuple(self.result.nodes)), wanted)
+        used = wanted | {value for node in kept for value in (*reads(node), *node.outputs)} | set(self.result.inputs)
         # A buffer that is written but never read must stay in the table.
         written = set(self.result.state_writes.values())
         used |= {value for value, key in self.result.buffers.items() if key in written}
-        self.result.nodes = [
-            Node(
-                id=index, op=node.op, args=node.args, kwargs=node.kwargs, outputs=node.outputs, path=node.path,
-            )
-            for index, node in enumerate(kept)
-        ]  # fmt: skip
+        self.result.nodes = [msgspec.structs.replace(node, id=index) for index, node in enumerate(kept)]
         self.result.values = {name: spec for name, spec in self.result.values.items() if name in used}
         for table in (self.result.parameters, self.result.buffers, self.result.constants):
             for value in [value for value in table if value not in used]:
