@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import numpy as np
 
@@ -23,12 +23,10 @@ from fusionai.backends.registry import lacking
 from fusionai.backends.state import Trained, trained
 from fusionai.backends.tolerance import numbers
 from fusionai.backends.torch.backend import TorchBackend
-from fusionai.capture.capture import Captured, Range, capture, draft
+from fusionai.capture.capture import Captured, CaptureOptions, capture, draft
 from fusionai.capture.checking.self_check import SelfCheck, self_check
 from fusionai.capture.checking.shrinking import TooLarge, reduced
-from fusionai.capture.models.build import Adapters
 from fusionai.capture.models.source import ConfigSource, ModelSource, describe
-from fusionai.capture.tasks import Task
 from fusionai.ir.blocks import block_hashes
 from fusionai.ir.graph import nodes_by_block, reads
 from fusionai.ir.operators import OPERATORS
@@ -95,31 +93,14 @@ class CheckReport:
 
 
 def check(
-    source: ModelSource,
-    *,
-    task: Task = "causal_lm",
-    batch: Range = (1, 64),
-    sequence: Range = (1, 2048),
-    seed: int = 0,
-    example_inputs: Mapping[str, Any] | None = None,
-    adapter: Adapters | None = None,
-    compare: Callable[[str], None] | None = None,
+    source: ModelSource, *, compare: Callable[[str], None] | None = None, **options: Unpack[CaptureOptions]
 ) -> CheckReport:
     """Capture as far as possible and report.
 
     `compare`: also compare the graph with the module by numbers, passing lines of progress to this function. Raises
     `ModelError` if the model can't be built or traced at all, or if graph and module differ.
     """
-    made = draft(
-        source,
-        task=task,
-        batch=batch,
-        sequence=sequence,
-        seed=seed,
-        train=True,
-        example_inputs=example_inputs,
-        adapter=adapter,
-    )
+    made = draft(source, **options)
     captured, graph = made.captured, made.captured.graph
     problems = [Problem(found.op, found.path, found.reason, found.line) for found in made.unsupported]
     if not problems:
@@ -133,7 +114,7 @@ def check(
             compared = self_check(captured, progress=compare)
         except TooLarge as error:
             not_compared = str(error)
-    operators = Counter(node.op for node in graph.nodes)
+    operators, owed = Counter(node.op for node in graph.nodes), set(captured.owed)
     return CheckReport(
         model=describe(source),
         ok=not problems,
@@ -145,9 +126,7 @@ def check(
         blocks=_blocks(graph),
         attention_layers=captured.attention_layers,
         attention_nodes=captured.attention_nodes,
-        owed_bytes=sum(
-            tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values() if spec.key in set(captured.owed)
-        ),
+        owed_bytes=sum(tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values() if spec.key in owed),
         problems=tuple(problems),
         notes=captured.notes,
         trained=trained(graph, OptimizerSpec()),
