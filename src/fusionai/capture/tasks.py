@@ -77,21 +77,13 @@ class TaskModule(nn.Module):
         if chosen is not None:
             chosen.mask = None
         match self.task:
-            case "causal_lm" | "masked_lm" | "seq2seq_lm":
+            case "causal_lm" | "counted_lm" | "masked_lm" | "seq2seq_lm":
                 logits = _scores(result, "batch, sequence, vocabulary", self.task)
-                loss = F.cross_entropy(
-                    logits.view(-1, logits.shape[-1]), inputs["labels"].view(-1), ignore_index=IGNORED_LABEL
-                )
-                return {"logits": logits, "loss": loss}
-            case "counted_lm":
-                logits = _scores(result, "batch, sequence, vocabulary", self.task)
-                total = F.cross_entropy(
-                    logits.view(-1, logits.shape[-1]),
-                    inputs["labels"].view(-1),
-                    ignore_index=IGNORED_LABEL,
-                    reduction="sum",
-                )
-                return {"logits": logits, "loss": total / inputs[LABEL_COUNT]}
+                scores, labels = logits.view(-1, logits.shape[-1]), inputs["labels"].view(-1)
+                if self.task == "counted_lm":
+                    total = F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+                    return {"logits": logits, "loss": total / inputs[LABEL_COUNT]}
+                return {"logits": logits, "loss": F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL)}
             case "classification":
                 logits = _scores(result, "batch, classes", self.task)
                 return {"logits": logits, "loss": F.cross_entropy(logits, inputs["labels"])}

@@ -22,9 +22,8 @@ from fusionai.backends.interface import Call
 from fusionai.backends.registry import lacking
 from fusionai.backends.state import Trained, trained
 from fusionai.backends.tolerance import numbers
-from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, CaptureOptions, capture, draft
-from fusionai.capture.checking.self_check import SelfCheck, self_check
+from fusionai.capture.checking.self_check import SelfCheck, self_check, started
 from fusionai.capture.checking.shrinking import TooLarge, reduced
 from fusionai.capture.models.source import ConfigSource, ModelSource, describe
 from fusionai.ir.blocks import block_hashes
@@ -195,9 +194,7 @@ def require_causal(captured: Captured) -> None:
 
 def _logits(captured: Captured, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the logits, [positions, vocabulary]."""
-    program = TorchBackend("cpu").load(captured.graph, grad_inputs=(), options=StageOptions())
-    program.initialise()
-    program.import_state((f"model/{key}", tensor) for key, tensor in captured.state(captured.owed))
+    program = started(captured, captured.graph, StageOptions().seed)
     given = {"input_ids": tokens, "position_ids": np.arange(TOKENS), "labels": np.zeros_like(tokens)}
     inputs = {
         name: host_tensor("int64", (1, TOKENS), given[name].astype(np.int64).tobytes())

@@ -11,8 +11,9 @@ numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -22,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.torch.semantic import scaled_mask, uniform
+from fusionai.capture.tasks import TaskModule
 from fusionai.capture.tracing.draws import IN_PLACE, draws, leaky_by_chance
+from fusionai.capture.tracing.patching import patched
 from fusionai.ir.graph import needed_nodes
 from fusionai.ir.schema import Arg, Graph, Node
 from fusionai.primitives.tensors import HostTensor
@@ -99,6 +102,18 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield rows[start : start + step]
 
 
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Worst relative differences, as in `self_check.SelfCheck`. `worst`: the parameter whose gradient differs most, if
+    known. `notes`: in which ways the comparison differed from a job's run."""
+
+    forward: float
+    gradient: float | None
+    evaluation: float | None
+    worst: str
+    notes: tuple[str, ...]
+
+
 class _Plain:
     """Stands for the autograd function that recomputes: only runs the function."""
 
@@ -107,20 +122,15 @@ class _Plain:
         return run(*args)
 
 
-@contextmanager
-def without_checkpoints() -> Iterator[None]:
+def without_checkpoints() -> AbstractContextManager[None]:
     """While open, checkpointed functions keep their activations instead of recomputing them."""
-    module: Any = checkpoint
-    reentrant, frames = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
 
     def plainly(*_: Any, **__: Any) -> Iterator[None]:
         yield
 
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _Plain, plainly
-    try:
-        yield
-    finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = reentrant, frames
+    return patched(
+        (checkpoint, "CheckpointFunction", _Plain), (checkpoint, "_checkpoint_without_reentrant_generator", plainly)
+    )
 
 
 _ARGUMENT: Final = {"fusion.dropout": "p", "fusion.attention": "dropout"}
@@ -188,6 +198,33 @@ class SameDraws(TorchDispatchMode):
             return uniform(like, self._key, self._nodes[place].id)
         self._fits = self._key is None
         return torch.full_like(like, _MIDDLE)
+
+
+def expected_outputs(
+    task: TaskModule,
+    graph: Graph,
+    inputs: Mapping[str, torch.Tensor],
+    key: DropoutKey,
+    notes: list[str],
+    *,
+    training: bool,
+    saving: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> tuple[dict[str, torch.Tensor], Graph]:
+    """Run the module with the graph's draws. Returns its outputs and the graph to compare: if the module draws in
+    another order, both sides are without draws, and a note says so. `saving`: opened around each forward."""
+    buffers = {name: buffer.clone() for name, buffer in task.module.named_buffers()}
+    replay = SameDraws(graph, key, training=training)
+    with replay, saving():
+        expected = task(dict(inputs))
+    if replay.all_replayed:
+        return expected, graph
+    mode = "training" if training else "evaluation"
+    notes.append(f"In {mode} the module draws random numbers in another order than the graph: compared without draws.")
+    with torch.no_grad():
+        for name, buffer in task.module.named_buffers():
+            buffer.copy_(buffers[name])
+    with SameDraws(graph, None, training=training), saving():
+        return task(dict(inputs)), without_draws(graph)
 
 
 def without_draws(graph: Graph) -> Graph:

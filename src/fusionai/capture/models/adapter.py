@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusionai.backends.tolerance import numbers
+from fusionai.capture.tracing import code_lines
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.adapter_files import PREFIX, AdapterConfig, AdapterFiles, read_adapter
@@ -89,7 +90,7 @@ def adapted(module: nn.Module, adapter: Adapter) -> nn.Module:
             model: Any = get_peft_model(module, settings, ADAPTER)
         except (ValueError, TypeError) as error:
             raise ModelError(
-                f"peft can't put this adapter into {type(module).__name__}: {str(error).splitlines()[0]}",
+                f"peft can't put this adapter into {type(module).__name__}: {code_lines.reason(error)}.",
                 hint="Name other layers in `targets` of [adapter].",
             ) from error
     inner = model.get_base_model()

@@ -24,6 +24,7 @@ from torch.autograd import function as autograd_function
 from torch.utils import checkpoint as torch_checkpoint
 
 from fusionai.capture.tracing import code_lines
+from fusionai.capture.tracing.patching import patched
 from fusionai.primitives.errors import ModelError
 
 SEEDS: Final = (0, 1)
@@ -92,8 +93,6 @@ def watched_gradients() -> Iterator[GradientWatch]:
     # Every `Function.apply` calls this first, however it was bound.
     defined: Callable[[Any], bool] = autograd_function._is_setup_context_defined
     data: Any = torch.Tensor.data
-    checkpointed: Any = torch_checkpoint.CheckpointFunction
-    run_again = checkpointed.forward
 
     def noted(setup_context: Any) -> bool:
         frame: FrameType | None = sys._getframe(1)
@@ -114,21 +113,14 @@ def watched_gradients() -> Iterator[GradientWatch]:
     def forward(_ctx: Any, run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         return run(*args)
 
-    names = ("register_hook", "register_post_accumulate_grad_hook")
-    hooks = {name: getattr(torch.Tensor, name) for name in names}
-    autograd_function._is_setup_context_defined = noted
-    for name in names:
-        setattr(torch.Tensor, name, hooked)
-    checkpointed.forward = staticmethod(forward)
-    setattr(torch.Tensor, "data", property(lambda tensor: tensor.detach(), data.__set__))  # noqa: B010
-    try:
+    with patched(
+        (autograd_function, "_is_setup_context_defined", noted),
+        (torch.Tensor, "register_hook", hooked),
+        (torch.Tensor, "register_post_accumulate_grad_hook", hooked),
+        (torch.Tensor, "data", property(lambda tensor: tensor.detach(), data.__set__)),
+        (torch_checkpoint.CheckpointFunction, "forward", staticmethod(forward)),
+    ):
         yield watch
-    finally:
-        autograd_function._is_setup_context_defined = defined
-        for name, original in hooks.items():
-            setattr(torch.Tensor, name, original)
-        checkpointed.forward = staticmethod(run_again)
-        del torch.Tensor.data
 
 
 def refuse_hooks(module: nn.Module) -> None:

@@ -46,6 +46,7 @@ from fusionai.capture.tracing.functions import (
     refused_by_name,
     unchecked_arguments,
 )
+from fusionai.capture.tracing.patching import patched
 from fusionai.capture.tracing.rearranging import composed, rearranging, triangular
 from fusionai.capture.tracing.resizing import resizing, sampling_grids
 from fusionai.primitives.errors import ModelError
@@ -198,12 +199,8 @@ def _own_words() -> Iterator[None]:
     """Suppress what a failing export prints (its unfinished graph and a traceback); our error names the model's line
     instead."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        with contextlib.redirect_stderr(_Silenced(sys.stderr)):
-            yield
-    finally:
-        logger.disabled = before
+    with patched((logger, "disabled", True)), contextlib.redirect_stderr(_Silenced(sys.stderr)):
+        yield
 
 
 @contextmanager
@@ -305,9 +302,6 @@ def _explain(error: Exception, inputs: tuple[InputSpec, ...]) -> ModelError:
             "It came without example inputs and was given token ids [batch, sequence]. A function that returns "
             "(module, example_inputs) can name other inputs: example_inputs is a dictionary of one tensor per input."
         )
-    return ModelError(f"the model could not be traced{where}: {type(error).__name__}: {_first_line(text)}.", hint=hint)
-
-
-def _first_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines[0] if lines else "no message").rstrip(".")
+    return ModelError(
+        f"the model could not be traced{where}: {type(error).__name__}: {code_lines.reason(error)}.", hint=hint
+    )
