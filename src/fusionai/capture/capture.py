@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from fusionai.capture.checking.comparison import drawn_in_evaluation
-from fusionai.capture.examples import model_inputs
 from fusionai.capture.graph.copies import Unlike
 from fusionai.capture.graph.evaluation import Apart, with_evaluation
 from fusionai.capture.graph.lowering import PREFIX, Lowered, Unsupported, lower
@@ -29,7 +28,7 @@ from fusionai.capture.models.build import Adapters, Built, build
 from fusionai.capture.models.conversion import left_out
 from fusionai.capture.models.source import ModelSource
 from fusionai.capture.models.state import Checkpoint, StateSource, group, index_checkpoint
-from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs
+from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs, model_inputs
 from fusionai.capture.tracing.by_mode import mode_reads
 from fusionai.capture.tracing.experts import by_products, derived_routers
 from fusionai.capture.tracing.export import export, output_dims

@@ -35,6 +35,7 @@ from fusionai.capture.tracing.by_mode import both_modes
 from fusionai.capture.tracing.complex_parts import real_parts
 from fusionai.capture.tracing.complex_rules import RULES
 from fusionai.capture.tracing.custom_gradients import refuse_hooks, watched_gradients
+from fusionai.capture.tracing.decompositions import composed, rearranging, resizing, sampling_grids, triangular
 from fusionai.capture.tracing.draws import draws, uniform
 from fusionai.capture.tracing.fourier import Fourier
 from fusionai.capture.tracing.functions import (
@@ -47,8 +48,6 @@ from fusionai.capture.tracing.functions import (
     unchecked_arguments,
 )
 from fusionai.capture.tracing.patching import patched
-from fusionai.capture.tracing.rearranging import composed, rearranging, triangular
-from fusionai.capture.tracing.resizing import resizing, sampling_grids
 from fusionai.primitives.errors import ModelError
 
 _EXAMPLE_SIZES = {"b": 3, "s": 13}
