@@ -232,7 +232,10 @@ def load_attacked(directory: Path, device: str) -> AttackedModel:
         )
     except (OSError, ValueError, KeyError, RuntimeError) as problem:
         reason = (str(problem).splitlines() or [type(problem).__name__])[0]
-        raise ModelError(f"{directory}: not a model that can be audited: {reason}") from problem
+        raise ModelError(
+            f"{directory}: not a model that can be audited: {reason}",
+            hint="Give the directory of a causal language model in Hugging Face layout, with safetensors.",
+        ) from problem
     return AttackedModel(cast(PreTrainedModel, model.to(device)))
 
 

@@ -168,7 +168,10 @@ def require_causal(captured: Captured) -> None:
     """Raise `ModelError` unless a position's logits depend only on the tokens up to it."""
     name, source = captured.graph.name, captured.source.built.huggingface
     if captured.config is None or source is None:
-        raise ModelError(f"{name} has no configuration, so a small copy to test whether it is causal can't be made.")
+        raise ModelError(
+            f"{name} has no configuration, so a small copy to test whether it is causal can't be made.",
+            hint="Serve a Hugging Face model, or one whose attention goes through transformers' attention interface.",
+        )
     try:
         small = capture(
             ConfigSource(reduced(captured.config, LAYERS), source.architecture),

@@ -164,7 +164,10 @@ def _chosen(module: nn.Module, targets: tuple[str, ...] | Literal["all-linear"])
         head = _head(module)
         found = {name for name, child in layers.items() if child is not head}
         if not found:
-            raise ModelError(f"{type(module).__name__} has no linear layer that could take an adapter.")
+            raise ModelError(
+                f"{type(module).__name__} has no linear layer that could take an adapter.",
+                hint="Train the whole model: leave out [adapter].",
+            )
         return found
     chosen: set[str] = set()
     for target in targets:
@@ -285,7 +288,10 @@ def _piece(adapter: AdapterFiles, layer: str, *, is_up: bool) -> Any:
         return None
     values = np.asarray(numbers(SafetensorsFile(adapter.weights).read(found.b if is_up else found.a)), np.float32)
     if not np.isfinite(values).all():
-        raise ModelError(f"the adapter {adapter.directory} has weights at {layer!r} that are not finite.")
+        raise ModelError(
+            f"the adapter {adapter.directory} has weights at {layer!r} that are not finite.",
+            hint="Serve an earlier checkpoint of the adapter.",
+        )
     return values * np.float32(adapter.config.scale(layer, found.rank)) if is_up else values
 
 
