@@ -20,7 +20,7 @@ from torch import nn
 
 from fusionai.backends.torch.host import to_torch
 from fusionai.capture.models.adapter import chosen_of
-from fusionai.ir.serving import ADAPTERS
+from fusionai.ir.serving import ADAPTERS, BATCH, SEQUENCE
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor
 
@@ -40,11 +40,9 @@ module's outputs."""
 
 IGNORED_LABEL: Final = -100
 """Label of positions without loss, as in PyTorch and transformers."""
-BATCH: Final = "b"
 DECODER: Final = "decoder_input_ids"
 LABEL_COUNT: Final = "labels_per_microbatch"
 """Input of `counted_lm`: the mean number of labels in a microbatch of the step."""
-SEQUENCE: Final = "s"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,12 +29,11 @@ import msgspec
 from fusionai.ir.graph import cheap_nodes, consumers, nodes_by_block, producers, reads, renamed
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, Node, ParamSpec, Ref, ValueSpec
+from fusionai.ir.serving import LOGITS
 from fusionai.primitives.tensors import tensor_bytes
 
 LABELS: Final = "labels"
-"""Input whose dependants belong to the loss."""
-LOGITS: Final = "logits"
-"""Output whose dependants belong to the loss."""
+"""Input whose dependants belong to the loss, as do those of the logits."""
 
 _LAYER: Final = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")

@@ -24,7 +24,7 @@ import msgspec
 from fusionai.ir.graph import cheap_nodes, consumers, needing_gradient, nodes_by_block, reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, Node, ParamSpec, Ref
-from fusionai.ir.serving import SEQUENCE
+from fusionai.ir.serving import ATTENTION, SEQUENCE
 from fusionai.ir.shapes import evaluate
 from fusionai.ir.stored import stored_bytes
 from fusionai.primitives.errors import GraphError
@@ -256,7 +256,6 @@ INT4_GROUP: Final = 32
 """Weights per group of the 4-bit format."""
 PRODUCTS: Final = frozenset({"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default"})
 EMBEDDING: Final = "aten.embedding.default"
-ATTENTION: Final = "fusion.attention"
 BESIDE: Final = 2
 """Factor from the largest result of one operator to the memory of a pass, including values that are read later."""
 LENGTH: Final = 256

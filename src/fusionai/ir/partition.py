@@ -24,7 +24,6 @@ from typing import Final
 
 import msgspec
 
-from fusionai.ir.blocks import LOGITS
 from fusionai.ir.gradients import (
     GradientRoute,
     Rewritten,
@@ -36,7 +35,7 @@ from fusionai.ir.gradients import (
 )
 from fusionai.ir.graph import cheap_nodes, needing_gradient, nodes_by_block, producers, reads, restrict
 from fusionai.ir.schema import Dim, Graph, Node, Ref
-from fusionai.ir.serving import FROM_SEGMENTS
+from fusionai.ir.serving import FROM_SEGMENTS, LOGITS
 from fusionai.ir.shapes import parse
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import tensor_bytes

@@ -28,6 +28,7 @@ from fusionai.capture.tracing.draws import IN_PLACE, draws, leaky_by_chance
 from fusionai.capture.tracing.patching import patched
 from fusionai.ir.graph import needed_nodes
 from fusionai.ir.schema import Arg, Graph, Node
+from fusionai.ir.serving import BY_MODE, RANDOM
 from fusionai.primitives.tensors import HostTensor
 
 _ROUNDING: Final = 1e-6
@@ -134,8 +135,6 @@ def without_checkpoints() -> AbstractContextManager[None]:
 
 
 _ARGUMENT: Final = {"fusion.dropout": "p", "fusion.attention": "dropout"}
-_UNIFORM: Final = "fusion.uniform"
-_IN_TRAINING: Final = "fusion.in_training"
 _LEAKY_BY_CHANCE: Final = (torch.ops.aten.rrelu_with_noise.default, torch.ops.aten.rrelu_with_noise_.default)
 _MIDDLE: Final = 0.5
 """Replaces every uniform number if nothing is drawn."""
@@ -180,10 +179,10 @@ class SameDraws(TorchDispatchMode):
         """Return the mask of plain dropout; None if this is another kind of draw. Dropout divides the mask by the
         probability of keeping an element, so a mask filled with that probability drops nothing."""
         if self._key is None:
-            dropped = any(_like(_probability(node), 1.0 - kept) for node in self._nodes if node.op != _UNIFORM)
+            dropped = any(_like(_probability(node), 1.0 - kept) for node in self._nodes if node.op != RANDOM)
             return torch.full_like(noise, kept) if dropped else None
         node = self._nodes[self._drawn] if self._drawn < len(self._nodes) else None
-        if node is not None and node.op == _UNIFORM:
+        if node is not None and node.op == RANDOM:
             return None
         self._drawn += 1
         if node is None or not _like(_probability(node), 1.0 - kept):
@@ -194,7 +193,7 @@ class SameDraws(TorchDispatchMode):
 
     def _uniform(self, like: torch.Tensor) -> torch.Tensor:
         place, self._drawn = self._drawn, self._drawn + 1
-        if self._key is not None and place < len(self._nodes) and self._nodes[place].op == _UNIFORM:
+        if self._key is not None and place < len(self._nodes) and self._nodes[place].op == RANDOM:
             return uniform(like, self._key, self._nodes[place].id)
         self._fits = self._key is None
         return torch.full_like(like, _MIDDLE)
@@ -231,7 +230,7 @@ def without_draws(graph: Graph) -> Graph:
     """Return the same graph with every dropout probability 0 and every uniform number 0.5."""
 
     def kept(node: Node) -> Node:
-        if node.op == _UNIFORM:
+        if node.op == RANDOM:
             return msgspec.structs.replace(node, op="aten.full_like.default", args=(*node.args, _MIDDLE))
         if _probability(node) == 0.0:
             return node
@@ -245,7 +244,7 @@ def in_mode(graph: Graph, *, training: bool) -> Graph:
     """Return `graph` with each selection by mode replaced by the operand of that mode."""
 
     def chosen(node: Node) -> Node:
-        if node.op != _IN_TRAINING:
+        if node.op != BY_MODE:
             return node
         return msgspec.structs.replace(node, op="aten.alias.default", args=(node.args[0 if training else 1],))
 
@@ -254,11 +253,11 @@ def in_mode(graph: Graph, *, training: bool) -> Graph:
 
 def drawn_in_evaluation(graph: Graph) -> tuple[Node, ...]:
     """Return the nodes that draw random numbers in evaluation."""
-    return tuple(node for node in _needed(in_mode(graph, training=False)) if node.op == _UNIFORM)
+    return tuple(node for node in _needed(in_mode(graph, training=False)) if node.op == RANDOM)
 
 
 def _draws(node: Node, training: bool) -> bool:
-    return node.op == _UNIFORM or (training and _probability(node) > 0.0)
+    return node.op == RANDOM or (training and _probability(node) > 0.0)
 
 
 def _needed(graph: Graph) -> tuple[Node, ...]:
