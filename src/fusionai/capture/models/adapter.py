@@ -143,7 +143,9 @@ def _config(module: nn.Module, adapter: Adapter, layers: Collection[str] | None 
             chosen = tuple(sorted(files.layers)) if layers is None else tuple(sorted(layers))
             if layers is None:
                 require_fit(module, files)
-            return replace(found, dropout=adapter.dropout, targets=chosen, fan_in_fan_out=_turned(module, chosen))
+            return replace(
+                found, dropout=adapter.dropout, targets=chosen, fan_in_fan_out=_stores_transposed(module, chosen)
+            )
         case Lora():
             chosen = tuple(sorted(_chosen(module, adapter.targets) if layers is None else layers))
             return AdapterConfig(
@@ -152,7 +154,7 @@ def _config(module: nn.Module, adapter: Adapter, layers: Collection[str] | None 
                 dropout=adapter.dropout,
                 targets=chosen,
                 rank_stabilised=adapter.rank_stabilised,
-                fan_in_fan_out=_turned(module, chosen),
+                fan_in_fan_out=_stores_transposed(module, chosen),
             )
 
 
@@ -215,7 +217,7 @@ def _head(module: nn.Module) -> nn.Module | None:
     return find() if find is not None else None
 
 
-def _turned(module: nn.Module, layers: Collection[str]) -> bool:
+def _stores_transposed(module: nn.Module, layers: Collection[str]) -> bool:
     """Return whether these layers store their weights as [in, out]. Raises `ModelError` if some do and others don't."""
     children = dict(module.named_modules())
     kinds = {not isinstance(getattr(children[name], "base_layer", children[name]), nn.Linear) for name in layers}

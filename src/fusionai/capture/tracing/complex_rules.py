@@ -185,8 +185,8 @@ def _view_as_real(parts: Parts, node: fx.Node, args: tuple[Any, ...], _kwargs: d
 
 def _polar(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair:
     length, angle = args
-    turned = [parts.call(op, angle) for op in (_aten.cos.default, _aten.sin.default)]
-    return Pair(*(parts.call(_aten.mul.Tensor, length, part) for part in turned))
+    direction = [parts.call(op, angle) for op in (_aten.cos.default, _aten.sin.default)]
+    return Pair(*(parts.call(_aten.mul.Tensor, length, part) for part in direction))
 
 
 def _exp(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair:
@@ -194,8 +194,8 @@ def _exp(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str,
     length = None if real is None else parts.call(_aten.exp.default, real)
     if imaginary is None:
         return Pair(length, None)
-    turned = [parts.call(op, imaginary) for op in (_aten.cos.default, _aten.sin.default)]
-    return Pair(*(part if length is None else parts.call(_aten.mul.Tensor, length, part) for part in turned))
+    direction = [parts.call(op, imaginary) for op in (_aten.cos.default, _aten.sin.default)]
+    return Pair(*(part if length is None else parts.call(_aten.mul.Tensor, length, part) for part in direction))
 
 
 def _conjugate(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair | fx.Node:

@@ -74,7 +74,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
         warnings.simplefilter("ignore")
         try:
             with (
-                _own_words(),
+                _quiet_export(),
                 watched_gradients() as gradients,
                 averaged_statistics(),  # before `both_modes`, which wraps the current forward
                 both_modes(task.module),
@@ -91,7 +91,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
         except ModelError:
             raise
         except Exception as error:
-            raise _explain(error, inputs) from error
+            raise _model_error(error, inputs) from error
     if task.module.training:
         gradients.require_derived()
     return program
@@ -157,7 +157,7 @@ def _output_shape(task: TaskModule, inputs: tuple[InputSpec, ...], sizes: Mappin
     except ModelError:
         raise
     except Exception as error:
-        raise _explain(error, inputs) from error
+        raise _model_error(error, inputs) from error
     finally:
         task.train(was_training)
 
@@ -194,7 +194,7 @@ class _Silenced(io.TextIOBase):
 
 
 @contextmanager
-def _own_words() -> Iterator[None]:
+def _quiet_export() -> Iterator[None]:
     """Suppress what a failing export prints (its unfinished graph and a traceback); our error names the model's line
     instead."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -271,7 +271,7 @@ def _example_size(name: str, bounds: tuple[int, int]) -> int:
 _SIZES: Final = {"b": "batch", "s": "sequence"}
 
 
-def _explain(error: Exception, inputs: tuple[InputSpec, ...]) -> ModelError:
+def _model_error(error: Exception, inputs: tuple[InputSpec, ...]) -> ModelError:
     """Return the error as the place, the reason and a remedy in the model's own terms."""
     text = str(error)
     where = code_lines.of_error(error)
