@@ -12,7 +12,7 @@ from torch import nn
 from fusionai.capture.capture import capture
 from fusionai.capture.checking.self_check import self_check
 from fusionai.capture.models.source import FactorySource
-from fusionai.capture.tracing.resizing import resizing
+from fusionai.capture.tracing.decompositions import resizing
 
 OPERATORS = torch.ops.aten
 ASKED: list[dict[str, Any]] = [
