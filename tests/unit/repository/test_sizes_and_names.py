@@ -27,7 +27,6 @@ LONG_FILES = frozenset(
     {
         "fusionai.backends.torch.program",
         "fusionai.backends.torch.row_kernels",
-        "fusionai.backends.torch.row_plan",
         "fusionai.capture.graph.lowering",
         "fusionai.coordination.serving.batching",
         "fusionai.coordination.training.driver",
@@ -42,7 +41,6 @@ LONG_FUNCTIONS = frozenset(
     {
         "fusionai.backends.torch.attention_kernels._sweep",
         "fusionai.backends.torch.row_kernels._attend",
-        "fusionai.backends.torch.row_plan._Planner._moved",
         "fusionai.capture.capture._assemble",
         "fusionai.capture.capture.draft",
         "fusionai.cli.join.join",

@@ -24,7 +24,8 @@ from fusionai.backends.torch.packed_graph import Held, Use
 from fusionai.backends.torch.paged_cache import LayerCache
 from fusionai.backends.torch.row_blocks import Blocks
 from fusionai.backends.torch.row_code import Field, Form
-from fusionai.backends.torch.row_plan import Plan, Unplanned, plan_rows
+from fusionai.backends.torch.row_memory import Unplanned
+from fusionai.backends.torch.row_plan import Plan, plan_rows
 from fusionai.ir.schema import Graph
 from fusionai.wire.serving import ServeOptions
 
