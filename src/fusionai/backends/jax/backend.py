@@ -6,12 +6,8 @@ Integers have 64 bits as everywhere else in a job, and float32 products keep flo
 
 from __future__ import annotations
 
-import hashlib
-import platform
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import jax
@@ -24,7 +20,16 @@ from fusionai.backends.jax.dtypes import Device
 from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.jax.program import JaxStageProgram
 from fusionai.backends.jax.serving import KEPT_AS, JaxServingProgram
-from fusionai.backends.measurement import arithmetic, scratch_bytes_per_s, with_pace
+from fusionai.backends.measurement import (
+    arithmetic,
+    calls_per_s,
+    hashed,
+    probe_pattern,
+    processor_name,
+    require_threads,
+    scratch_bytes_per_s,
+    with_pace,
+)
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph
 from fusionai.primitives.environment import limit_xla_threads
@@ -43,8 +48,7 @@ class JaxBackend:
     name = "jax"
 
     def __init__(self, device: str = "auto", threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise UsageError(f"expected at least one thread, got {threads}.")
+        require_threads(threads)
         self._threads = limit_xla_threads(threads)
         jax.config.update("jax_enable_x64", True)
         jax.config.update("jax_default_matmul_precision", "highest")
@@ -56,7 +60,9 @@ class JaxBackend:
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about a second and some compilations; less with `speeds`."""
-        known = speeds or with_pace(measure_speeds(self._device, self.device), self, lambda call: 1 / calls_per_s(call))
+        known = speeds or with_pace(
+            measure_speeds(self._device, self.device), self, lambda call: 1 / _calls_per_s(call)
+        )
         report = describe_device(self._device, self.device, self._threads, known)
         return replace(report, unsupported_ops=self.unsupported(OPERATORS), weight_formats=tuple(KEPT_AS))
 
@@ -113,8 +119,6 @@ def _choose(device: str) -> tuple[Device, str]:
     raise UsageError(f"JAX sees no {device} device here.", hint="Install it with CUDA: pip install 'jax[cuda12]'.")
 
 
-MEASURE_S: Final = 0.2
-"""Time for each measurement, in seconds; chosen."""
 MATRIX_SIZE: Final = {"cpu": 512, "cuda": 4096}
 """Rows and columns of the measured matrix product, per device; chosen."""
 COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20}
@@ -145,23 +149,16 @@ def measure_speeds(device: Device, kind: str) -> Speeds:
     size = MATRIX_SIZE[kind]
     left = jax.device_put(jnp.ones((size, size), jnp.float32), device)
     multiply = jax.jit(jnp.matmul)
-    flops_per_s = 2.0 * size**3 * calls_per_s(lambda: multiply(left, left))
+    flops_per_s = 2.0 * size**3 * _calls_per_s(lambda: multiply(left, left))
     source = jax.device_put(jnp.zeros(COPY_BYTES[kind] // 4, jnp.float32), device)
     copy = jax.jit(lambda x: x + 1)
     # A copy reads and writes every byte.
-    return Speeds(flops_per_s, 2.0 * source.nbytes * calls_per_s(lambda: copy(source)), scratch_bytes_per_s())
+    return Speeds(flops_per_s, 2.0 * source.nbytes * _calls_per_s(lambda: copy(source)), scratch_bytes_per_s())
 
 
 def device_name(device: Device, kind: str) -> str:
     """Return the device's product name."""
-    if kind != "cpu":
-        return str(device.device_kind)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    return processor_name() if kind == "cpu" else str(device.device_kind)
 
 
 def memory_bytes(device: Device, kind: str) -> int:
@@ -176,21 +173,8 @@ def fingerprint(device: Device, kind: str, threads: int) -> str:
     """Return a hex SHA-256 over versions, instruction set, device, threads and the bits of a small training
     computation."""
     described = ("jax", jax.__version__, *arithmetic(), kind, device_name(device, kind), str(threads))
-    digest = hashlib.sha256("\n".join(described).encode())
-    for value in jax.jit(_probe_computation)(*(jax.device_put(one, device) for one in _patterns())):
-        digest.update(np.asarray(value).tobytes())
-    return digest.hexdigest()
-
-
-def _patterns() -> list[np.ndarray[Any, Any]]:
-    """Return inputs that are exact in float32 on every device: multiples of 2**-10 below 1."""
-    shapes = ((3, 67, 96), (160, 96), (96, 160))
-    return [
-        ((np.arange(np.prod(shape), dtype=np.int64) * 2_654_435_761 % 2_039 - 1_019) / 1_024)
-        .astype(np.float32)
-        .reshape(shape)
-        for shape in shapes
-    ]
+    given = (jax.device_put(probe_pattern(*shape), device) for shape in ((3, 67, 96), (160, 96), (96, 160)))
+    return hashed(described, (np.asarray(value).tobytes() for value in jax.jit(_probe_computation)(*given)))
 
 
 def _probe_computation(x: jax.Array, first: jax.Array, second: jax.Array) -> list[jax.Array]:
@@ -203,11 +187,5 @@ def _probe_computation(x: jax.Array, first: jax.Array, second: jax.Array) -> lis
     return [loss, *gradients]
 
 
-def calls_per_s(call: Callable[[], object]) -> float:
-    """Return how many calls per second run one after the other, each completed before the next starts."""
-    jax.block_until_ready(call())
-    calls, start_s = 0, time.perf_counter()
-    while (elapsed_s := time.perf_counter() - start_s) < MEASURE_S or not calls:
-        jax.block_until_ready(call())
-        calls += 1
-    return calls / elapsed_s
+def _calls_per_s(call: Callable[[], object]) -> float:
+    return calls_per_s(lambda: jax.block_until_ready(call()))

@@ -6,11 +6,7 @@ a stage, `serving` serves one.
 
 from __future__ import annotations
 
-import hashlib
-import platform
-import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +16,14 @@ from onnx import TensorProto, helper
 
 from fusionai.backends.binding import SIZES
 from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
-from fusionai.backends.measurement import arithmetic
+from fusionai.backends.measurement import (
+    arithmetic,
+    calls_per_s,
+    hashed,
+    probe_pattern,
+    processor_name,
+    require_threads,
+)
 from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET
 from fusionai.backends.onnxruntime.program import OnnxStageProgram
 from fusionai.backends.onnxruntime.serving import FORMATS, OnnxServingProgram
@@ -31,8 +34,6 @@ from fusionai.primitives.errors import ExecutionError, UsageError
 from fusionai.wire.messages import StageOptions
 from fusionai.wire.serving import ServeOptions
 
-MEASURE_S: Final = 0.2
-"""Time for each measurement, in seconds; chosen."""
 SIZE: Final = 512
 """Rows and columns of the measured matrix product; chosen."""
 
@@ -44,8 +45,7 @@ class OnnxBackend:
     name = "onnxruntime"
 
     def __init__(self, device: str = "auto", threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise UsageError(f"expected at least one thread, got {threads}.")
+        require_threads(threads)
         self.device = _choose(device)
         self._threads = threads
 
@@ -61,7 +61,7 @@ class OnnxBackend:
             backend=self.name,
             backend_version=ort.__version__,
             device=self.device,
-            device_name=_processor(),
+            device_name=processor_name(),
             flops_per_s=known.flops_per_s,
             memory_bandwidth_bytes_per_s=known.memory_bandwidth_bytes_per_s,
             memory_bytes=psutil.virtual_memory().total,
@@ -126,37 +126,17 @@ class OnnxBackend:
         return lambda a, b: session.run(None, {"a": a, "b": b})[0]
 
     def _fingerprint(self, multiply: Callable[[Any, Any], Any]) -> str:
-        described = ("onnxruntime", ort.__version__, *arithmetic(), self.device, _processor(), str(self._threads))
-        digest = hashlib.sha256("\n".join(described).encode())
-        values = ((np.arange(67 * 96) * 2_654_435_761 % 2_039 - 1_019) / 1_024).astype(np.float32).reshape(67, 96)
-        digest.update(np.ascontiguousarray(multiply(values, np.ascontiguousarray(values.T))).tobytes())
-        return digest.hexdigest()
+        described = ("onnxruntime", ort.__version__, *arithmetic(), self.device, processor_name(), str(self._threads))
+        values = probe_pattern(67, 96)
+        return hashed(described, [np.ascontiguousarray(multiply(values, np.ascontiguousarray(values.T))).tobytes()])
 
 
 def _measured(multiply: Callable[[Any, Any], Any]) -> Speeds:
     ones = np.ones((SIZE, SIZE), np.float32)
-    flops_per_s = 2.0 * SIZE**3 * _calls_per_s(lambda: multiply(ones, ones))
+    flops_per_s = 2.0 * SIZE**3 * calls_per_s(lambda: multiply(ones, ones))
     source = np.zeros(64 << 20, np.uint8)
     # A copy reads and writes every byte.
-    return Speeds(flops_per_s, 2.0 * source.nbytes * _calls_per_s(source.copy))
-
-
-def _calls_per_s(call: Callable[[], object]) -> float:
-    call()
-    calls, start_s = 0, time.perf_counter()
-    while (elapsed_s := time.perf_counter() - start_s) < MEASURE_S or not calls:
-        call()
-        calls += 1
-    return calls / elapsed_s
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    return Speeds(flops_per_s, 2.0 * source.nbytes * calls_per_s(source.copy))
 
 
 def _choose(device: str) -> str:

@@ -23,7 +23,7 @@ import torch._refs
 import torch._refs.nn.functional
 
 from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
-from fusionai.backends.measurement import with_pace
+from fusionai.backends.measurement import require_threads, with_pace
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.torch.optimizers import StageOptimizer, clip_scale
 from fusionai.backends.torch.probe import calls_per_s, describe_device, measure_speeds
@@ -48,9 +48,8 @@ class TorchBackend:
         """`scratch`: directory for data that does not fit into memory; None: the system's directory for large temporary
         files."""
         self._scratch = scratch
+        require_threads(threads)
         if threads is not None:
-            if threads < 1:
-                raise UsageError(f"expected at least one thread, got {threads}.")
             torch.set_num_threads(threads)
         self._device = _choose(device)
         without_compiler()

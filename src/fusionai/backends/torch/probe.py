@@ -7,8 +7,6 @@ Neighbours: `backend.TorchBackend.probe` calls this; `scheduling` plans with the
 
 from __future__ import annotations
 
-import hashlib
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +17,14 @@ import psutil
 import torch
 
 from fusionai.backends.interface import DeviceReport, Speeds
-from fusionai.backends.measurement import arithmetic, scratch_bytes_per_s
+from fusionai.backends.measurement import (
+    MEASURE_S,
+    arithmetic,
+    hashed,
+    probe_pattern,
+    processor_name,
+    scratch_bytes_per_s,
+)
 from fusionai.backends.serving.page_table import LayerShape, Span
 from fusionai.backends.torch.blocked_linear import blocked_product, kernels
 from fusionai.backends.torch.host import to_host
@@ -30,8 +35,6 @@ from fusionai.backends.torch.paged_cache import LayerCache, lay_out
 from fusionai.primitives.pace import ServingPace
 from fusionai.wire.serving import ServeOptions, WeightFormat
 
-MEASURE_S: Final = 0.2
-"""Computing time for each measurement, in seconds; chosen."""
 LONGEST_MEASURE_S: Final = 2.0
 """Longest wall-clock time of a measurement, in seconds, for a machine too busy to give this process `MEASURE_S`;
 chosen."""
@@ -85,14 +88,7 @@ def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
 
 def device_name(device: torch.device) -> str:
     """Return the device's product name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -123,10 +119,7 @@ def fingerprint(device: torch.device) -> str:
         device_name(device),
         str(torch.get_num_threads()),
     )
-    digest = hashlib.sha256("\n".join(described).encode())
-    for tensor in _probe_computation(device):
-        digest.update(to_host(tensor).data)
-    return digest.hexdigest()
+    return hashed(described, (to_host(tensor).data for tensor in _probe_computation(device)))
 
 
 def _probe_computation(device: torch.device) -> list[torch.Tensor]:
@@ -134,12 +127,7 @@ def _probe_computation(device: torch.device) -> list[torch.Tensor]:
     integers."""
 
     def pattern(*shape: int) -> torch.Tensor:
-        count = 1
-        for size in shape:
-            count *= size
-        # Exact in float32 on every device: multiples of 2**-10 below 1.
-        values = (torch.arange(count, dtype=torch.int64) * 2_654_435_761 % 2_039 - 1_019).to(torch.float32) / 1_024
-        return values.reshape(shape).to(device).requires_grad_()
+        return torch.tensor(probe_pattern(*shape), device=device, requires_grad=True)
 
     x, first, second = pattern(3, 67, 96), pattern(160, 96), pattern(96, 160)
     hidden = torch.nn.functional.silu(torch.nn.functional.linear(x, first))
