@@ -18,6 +18,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
+from fusionai.backends.attention import visible_keys
 from fusionai.backends.counters import FIRST_MULTIPLIER, SECOND_MULTIPLIER, UNIFORM_BITS
 
 
@@ -68,11 +69,7 @@ def _visible(
     """Return bool [B or 1, 1, S, T], True where query s may see key t; None if every query sees every key."""
     queries = jnp.arange(q.shape[2])[:, None]
     keys = jnp.arange(k.shape[2])[None, :]
-    visible = None
-    if causal:
-        visible = keys <= queries
-    if window is not None:
-        visible = visible & (keys > queries - window) if visible is not None else jnp.abs(keys - queries) <= window
+    visible = visible_keys(queries, keys, causal=causal, window=window)
     if visible is not None:
         visible = visible[None, None]
     if key_mask is not None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from fusionai.backends.attention import visible_keys
 from fusionai.backends.onnxruntime.building import Builder, Operand, Tensor
 from fusionai.primitives.errors import ExecutionError
 
@@ -243,7 +244,7 @@ def _attention(
     if softcap is not None:
         cap = b.number(softcap, q.dtype)
         weights = b.op("Mul", [b.op("Tanh", [b.op("Div", [weights, cap], like=shape)], like=shape), cap], like=shape)
-    mask = _visible(queries, keys, causal, window)
+    mask = visible_keys(np.arange(queries)[:, None], np.arange(keys), causal=causal, window=window)
     least = b.number(float(np.finfo(np.float32).min), q.dtype)
     if mask is not None:
         weights = b.op("Where", [b.constant(mask), weights, least], like=shape)
@@ -264,14 +265,6 @@ def _repeated(b: Builder, x: Tensor, groups: int) -> Tensor:
     batch, heads, length, width = (x.size(at) for at in range(4))
     wide = b.expand(b.unsqueeze(x, 2), (batch, heads, groups, length, width))
     return b.reshape(wide, (batch, heads * groups, length, width))
-
-
-def _visible(queries: int, keys: int, causal: bool, window: int | None) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-    at, other = np.arange(queries)[:, None], np.arange(keys)[None, :]
-    if causal:
-        seen = other <= at
-        return seen if window is None else seen & (other > at - window)
-    return None if window is None else np.abs(at - other) <= window
 
 
 PRODUCTS: Final[dict[str, Callable[..., Any]]] = {

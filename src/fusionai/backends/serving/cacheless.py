@@ -13,7 +13,7 @@ chooses this class where a job asks for it, `capture.checking.check` checks that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.backends.interface import Backend, Call
-from fusionai.backends.serving.base import ServingBase, awaited
+from fusionai.backends.serving.base import ServingBase
 from fusionai.backends.serving.page_table import Span
 from fusionai.backends.tolerance import numbers
-from fusionai.ir.schema import Graph
+from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import POSITIONS, SEQUENCE, row_dimension
 from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ExecutionError
@@ -66,24 +66,12 @@ class WholeServing(ServingBase):
                 hint="Use fewer pages or sessions, or lend more memory.",
             )
         self._program = backend.load(graph, grad_inputs=(), options=StageOptions(), memory_limit_bytes=left)
-        self._specs = {spec.key: spec for spec in graph.params.values()}
-        self._waiting = set(self._specs)
         self._pages: dict[str, Bytes] | None = None
 
-    def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
-        self._program.import_state(self._converted(entries))
-
-    def _converted(self, entries: Iterable[tuple[str, HostTensor]]) -> Iterator[tuple[str, HostTensor]]:
-        for key, tensor in entries:
-            spec = awaited(self._specs, self._waiting, key, tensor)
-            self._waiting.discard(key)
-            if tensor.dtype != spec.dtype:
-                tensor = host_tensor(spec.dtype, spec.shape, np.array(numbers(tensor), dtype=spec.dtype).tobytes())
-            yield f"model/{key}", tensor
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        return tuple(sorted(self._waiting))
+    def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:
+        if tensor.dtype != spec.dtype:
+            tensor = host_tensor(spec.dtype, spec.shape, np.array(numbers(tensor), dtype=spec.dtype).tobytes())
+        self._program.import_state([(f"model/{spec.key}", tensor)])
 
     @property
     def resident_bytes(self) -> int:

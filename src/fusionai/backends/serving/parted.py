@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from fusionai.backends.attention import Scores, visible_keys
 from fusionai.backends.binding import check_indices
 from fusionai.backends.serving.base import ServingBase, array_of
 from fusionai.backends.serving.page_table import LayerShape, Span, first_key, one_by_one, ring_tokens
@@ -37,17 +38,7 @@ ALIGNMENT_BYTES: Final = 64
 """Bytes of a cache line, to which operands of matrix products are aligned."""
 
 
-def cached_attention(
-    spans: Sequence[Span],
-    cache: HostCache,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Array | None,
-) -> Array:
+def cached_attention(spans: Sequence[Span], cache: HostCache, q: Array, k: Array, v: Array, scores: Scores) -> Array:
     """Write the pass's k and v to the cache and return the attention's output [T, Hq, Dv].
 
     q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], all float32.
@@ -59,22 +50,21 @@ def cached_attention(
         begin, end = span.first, span.first + span.length
         offset = first_key(span.start, cache.window)
         if not one_by_one(span):
-            mask = _mask(span, offset, cache.window)
-            out[begin:end] = _attend(q[begin:end], keys, values, mask, scale, softcap, sinks)
+            at, of = np.arange(span.start, span.end)[:, None], np.arange(offset, span.end)
+            mask = visible_keys(at, of, causal=True, window=cache.window)
+            out[begin:end] = _attend(q[begin:end], keys, values, mask, scores)
             continue
         for row in range(span.length):
             seen = slice(first_key(span.start + row, cache.window) - offset, span.start + row + 1 - offset)
-            out[begin + row] = _attend(
-                q[begin + row : begin + row + 1], keys[seen], values[seen], None, scale, softcap, sinks
-            )[0]
+            one = q[begin + row : begin + row + 1]
+            out[begin + row] = _attend(one, keys[seen], values[seen], None, scores)[0]
     return out
 
 
-def _attend(
-    q: Array, keys: Array, values: Array, mask: Array | None, scale: float, softcap: float | None, sinks: Array | None
-) -> Array:
+def _attend(q: Array, keys: Array, values: Array, mask: Array | None, scores: Scores) -> Array:
     """Return [S, Hq, Dv] for q [S, Hq, D], keys [T, Hkv, D], values [T, Hkv, Dv] and mask [S, T], True where a key is
     visible."""
+    scale, softcap, sinks = scores
     queries, heads, width = q.shape
     shared = keys.shape[1]
     grouped = _aligned(q.reshape(queries, shared, heads // shared, width).transpose(1, 2, 0, 3))
@@ -96,13 +86,6 @@ def _attend(
     weights = _aligned((weights / total).reshape(shared, -1, keys.shape[0]))
     mixed = np.matmul(weights, _aligned(values.transpose(1, 0, 2)))
     return mixed.reshape(shared, heads // shared, queries, -1).transpose(2, 0, 1, 3).reshape(queries, heads, -1)
-
-
-def _mask(span: Span, first: int, window: int | None) -> Array:
-    queries = np.arange(span.start, span.end)[:, None]
-    keys = np.arange(first, span.end)[None, :]
-    seen = keys <= queries
-    return seen if window is None else seen & (keys > queries - window)
 
 
 def _aligned(values: Array) -> Array:
@@ -282,12 +265,8 @@ class PartedServing(ServingBase):
         if isinstance(sinks, Ref):
             param = self._graph.params.get(sinks.name)
             sinks = values[sinks.name] if param is None else self._weight(param.key)
-        out = cached_attention(
-            *(spans, self._caches[node.id], q, k, v),
-            scale=options["scale"],
-            softcap=options.get("softcap"),
-            sinks=sinks,
-        )
+        scores = Scores(options["scale"], options.get("softcap"), sinks)
+        out = cached_attention(spans, self._caches[node.id], q, k, v, scores)
         return out.transpose(1, 0, 2)[None]
 
     def _result(

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from fusionai.backends.attention import Scores
 from fusionai.backends.serving.page_table import LayerShape, Span
 from fusionai.backends.torch.blocked_linear import in_threads
 from fusionai.backends.torch.compile_once import compiled_once
@@ -65,14 +66,13 @@ def _sweep() -> int:
     return 1024 if torch.get_num_threads() == 1 else 512
 
 
-def compiled_attention(
-    span: Span, cache: LayerCache, q: torch.Tensor, *, scale: float, softcap: float | None, sinks: torch.Tensor | None
-) -> torch.Tensor:
+def compiled_attention(span: Span, cache: LayerCache, q: torch.Tensor, scores: Scores) -> torch.Tensor:
     """Return the attention of the span's rows, [rows, Hq, Dv]; q is float32 [1, Hq, rows, D], keys and values are in
     the cache."""
     made = attention_kernels()
     assert made is not None
     shape = cache.shape
+    scale, softcap, sinks = scores
     _, heads, rows, key_width = q.shape
     if (heads, rows, key_width) != (shape.query_heads, span.length, shape.key_width) or heads % shape.heads:
         raise ExecutionError(f"queries {tuple(q.shape)} don't fit {span.length} rows of a cache of {shape}.")

@@ -50,28 +50,10 @@ def _attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    scale: float,
-    causal: bool = False,
-    window: int | None = None,
-    softcap: float | None = None,
     dropout: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    key_mask: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    return attention(
-        q,
-        k,
-        v,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        key_mask=key_mask,
-        dropout=dropout if context.training else 0.0,
-        key=context.key,
-        node=node,
-    )
+    return attention(q, k, v, dropout=dropout if context.training else 0.0, key=context.key, node=node, **options)
 
 
 def _dropout(context: Context, node: int, x: torch.Tensor, *, p: float) -> torch.Tensor:

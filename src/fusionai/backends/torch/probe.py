@@ -16,6 +16,7 @@ from typing import Final, Protocol, get_args
 import psutil
 import torch
 
+from fusionai.backends.attention import Scores
 from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.measurement import (
     MEASURE_S,
@@ -224,7 +225,7 @@ def measured_attention(device: torch.device, calls_per_s: _CallsPerS) -> float:
     k, v = q[:, :shared].clone(), q[:, -shared:].clone()
 
     def attend() -> torch.Tensor:
-        return cached_attention(layout, cache, q, k, v, scale=HEAD_WIDTH**-0.5, softcap=None, sinks=None)
+        return cached_attention(layout, cache, q, k, v, Scores(HEAD_WIDTH**-0.5))
 
     seen = PROMPT_ROWS * (start + (PROMPT_ROWS + 1) / 2)
     with torch.inference_mode():
