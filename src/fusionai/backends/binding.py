@@ -3,8 +3,9 @@
 Framework-free and shared by all backends; called before anything is allocated. Neighbours: `ir.shapes` evaluates the
 expressions.
 
-Also here: `check_indices`, because compiled code returns NaN for an index outside a table instead of an error, and
-operators on sizes (plain integers), the same on every backend, with an upper limit on every size.
+Also here: `check_indices`, because compiled code returns NaN for an index outside a table instead of an error; how
+nodes are named and their arguments evaluated; which operators mixed precision concerns; and operators on sizes (plain
+integers), the same on every backend, with an upper limit on every size.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, Ref
 from fusionai.ir.shapes import bounds, evaluate, symbols_of
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
@@ -69,6 +70,49 @@ def nearest(name: str, known: Collection[str]) -> str:
 def describe(node: Node) -> str:
     """Return how error messages name a node."""
     return f"node {node.id} ({node.op}{' of ' + node.path if node.path else ''})"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text: frameworks append their own stack after it."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def argument(arg: Arg, known: Callable[[str], Any], dtype: Callable[[str], Any]) -> Any:
+    """Return an argument of a node as an operator takes it. Devices and memory formats do not matter to frameworks that
+    compile.
+
+    `known`: value name -> value; `dtype`: dtype name -> dtype.
+    """
+    match arg:
+        case Ref(name):
+            return known(name)
+        case DTypeArg(name):
+            return dtype(name)
+        case DeviceArg() | MemoryFormatArg():
+            return None
+        case FloatArg(name):
+            return float(name)
+        case ListArg(items):
+            return [argument(item, known, dtype) for item in items]
+        case _:
+            return arg
+
+
+OPERATOR_FAILURES: Final = (
+    RuntimeError,
+    IndexError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+)
+"""Errors that frameworks raise on operands that do not fit."""
+IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "scan", "loss"})
+"""Categories of operators that run in float32 under bf16 precision."""
+IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
+"""Categories of operators whose operands are converted to bfloat16 under bf16 precision."""
 
 
 def _bind(graph: Graph, symbols: dict[str, int], name: str, symbol: str, size: int) -> None:

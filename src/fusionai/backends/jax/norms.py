@@ -311,28 +311,24 @@ def _cross_entropy(
     return jnp.sum(mixed) / jnp.sum(weights) if reduction == 1 else _reduced(mixed, reduction)
 
 
-def _mse(x: jax.Array, target: jax.Array, reduction: int = 1) -> jax.Array:
-    left, right = promoted(x, target)
-    return _reduced(jnp.square(left - right), reduction)
+def _of_difference(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return a loss computed from the difference of input and target; `compute` takes that and the loss's limit."""
+
+    def run(x: jax.Array, target: jax.Array, reduction: int = 1, *limit: Scalar, **options: Scalar) -> jax.Array:
+        left, right = promoted(x, target)
+        return _reduced(compute(left - right, *limit, **options), reduction)
+
+    return run
 
 
-def _l1(x: jax.Array, target: jax.Array, reduction: int = 1) -> jax.Array:
-    left, right = promoted(x, target)
-    return _reduced(jnp.abs(left - right), reduction)
+def _smooth_l1(difference: jax.Array, beta: Scalar = 1.0) -> jax.Array:
+    size = jnp.abs(difference)
+    return size if beta == 0 else jnp.where(size < beta, 0.5 * size * size / beta, size - 0.5 * beta)
 
 
-def _smooth_l1(x: jax.Array, target: jax.Array, reduction: int = 1, beta: Scalar = 1.0) -> jax.Array:
-    left, right = promoted(x, target)
-    size = jnp.abs(left - right)
-    if beta == 0:
-        return _reduced(size, reduction)
-    return _reduced(jnp.where(size < beta, 0.5 * size * size / beta, size - 0.5 * beta), reduction)
-
-
-def _huber(x: jax.Array, target: jax.Array, reduction: int = 1, delta: Scalar = 1.0) -> jax.Array:
-    left, right = promoted(x, target)
-    size = jnp.abs(left - right)
-    return _reduced(jnp.where(size <= delta, 0.5 * size * size, delta * (size - 0.5 * delta)), reduction)
+def _huber(difference: jax.Array, delta: Scalar = 1.0) -> jax.Array:
+    size = jnp.abs(difference)
+    return jnp.where(size <= delta, 0.5 * size * size, delta * (size - 0.5 * delta))
 
 
 def _binary_cross_entropy_with_logits(
@@ -364,10 +360,10 @@ LOSSES: Final[dict[str, Callable[..., Any]]] = {
     "aten.nll_loss_nd.default": _nll,
     "aten.nll_loss.default": _nll,
     "aten.nll_loss_forward.default": nll_forward,
-    "aten.mse_loss.default": _mse,
-    "aten.l1_loss.default": _l1,
-    "aten.smooth_l1_loss.default": _smooth_l1,
-    "aten.huber_loss.default": _huber,
+    "aten.mse_loss.default": _of_difference(jnp.square),
+    "aten.l1_loss.default": _of_difference(jnp.abs),
+    "aten.smooth_l1_loss.default": _of_difference(_smooth_l1),
+    "aten.huber_loss.default": _of_difference(_huber),
     "aten.binary_cross_entropy.default": _binary_cross_entropy,
     "aten.soft_margin_loss.default": _soft_margin,
     "aten.binary_cross_entropy_with_logits.default": _binary_cross_entropy_with_logits,

@@ -86,16 +86,13 @@ def _chosen(x: jax.Array, indices: jax.Array, dim: int, keepdim: bool) -> tuple[
     return (values, kept) if keepdim else (jnp.squeeze(values, dim), indices)
 
 
-def _max_along(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    if not x.ndim:
-        return x, jnp.zeros((), jnp.int64)
-    return _chosen(x, jnp.argmax(x, axis=dim), dim, keepdim)
+def _along(place: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Return (extreme, its place) along a dimension; `place`: argmax or argmin."""
 
+    def run(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+        return _chosen(x, place(x, axis=dim), dim, keepdim) if x.ndim else (x, jnp.zeros((), jnp.int64))
 
-def _min_along(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    if not x.ndim:
-        return x, jnp.zeros((), jnp.int64)
-    return _chosen(x, jnp.argmin(x, axis=dim), dim, keepdim)
+    return run
 
 
 def _topk(
@@ -151,9 +148,7 @@ def _with_mean(compute: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Arr
     return run
 
 
-def _extreme_place(
-    compute: Callable[..., jax.Array],
-) -> Callable[..., jax.Array]:
+def _extreme_place(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def place(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
         return compute(x, axis=dim, keepdims=keepdim).astype(jnp.int64)
 
@@ -174,8 +169,8 @@ REDUCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "aten.linalg_vector_norm.default": _norm,
     "aten.max.default": jnp.max,
     "aten.min.default": jnp.min,
-    "aten.max.dim": _max_along,
-    "aten.min.dim": _min_along,
+    "aten.max.dim": _along(jnp.argmax),
+    "aten.min.dim": _along(jnp.argmin),
     "aten.topk.default": _topk,
     "aten.sort.default": _sort,
     "aten.cumprod.default": lambda x, dim, dtype=None: jnp.cumprod(_summable(x, dtype), axis=dim) if x.ndim else x,

@@ -138,41 +138,24 @@ def _slice_scatter(
     return x.at[_placed(x, dim, slice(first, last, step))].set(source.astype(x.dtype))
 
 
-def _filled(size: Ints, value: Scalar, dtype: Any) -> jax.Array:
-    return jnp.full(tuple(size), value, dtype)
-
-
 def _full(size: Ints, value: Scalar, dtype: Any = None, **_: Any) -> jax.Array:
-    return _filled(size, value, result_type(value) if dtype is None else dtype)
-
-
-def _made(value: Scalar) -> Callable[..., jax.Array]:
-    def make(size: Ints, dtype: Any = None, **_: Any) -> jax.Array:
-        return _filled(size, value, jnp.float32 if dtype is None else dtype)
-
-    return make
-
-
-def _made_new(value: Scalar) -> Callable[..., jax.Array]:
-    def make(x: jax.Array, size: Ints, dtype: Any = None, **_: Any) -> jax.Array:
-        return _filled(size, value, x.dtype if dtype is None else dtype)
-
-    return make
+    return jnp.full(tuple(size), value, result_type(value) if dtype is None else dtype)
 
 
 def _new_full(x: jax.Array, size: Ints, value: Scalar, dtype: Any = None, **_: Any) -> jax.Array:
-    return _filled(size, value, x.dtype if dtype is None else dtype)
+    return jnp.full(tuple(size), value, x.dtype if dtype is None else dtype)
 
 
-def _made_like(value: Scalar) -> Callable[..., jax.Array]:
-    def make(x: jax.Array, dtype: Any = None, **_: Any) -> jax.Array:
-        return _filled(x.shape, value, x.dtype if dtype is None else dtype)
-
-    return make
+def _made(value: float) -> Callable[..., jax.Array]:
+    return lambda size, dtype=None, **_: _full(size, value, dtype)
 
 
-def _full_like(x: jax.Array, value: Scalar, dtype: Any = None, **_: Any) -> jax.Array:
-    return _filled(x.shape, value, x.dtype if dtype is None else dtype)
+def _made_new(value: float) -> Callable[..., jax.Array]:
+    return lambda x, size, dtype=None, **_: _new_full(x, size, value, dtype)
+
+
+def _made_like(value: float) -> Callable[..., jax.Array]:
+    return lambda x, dtype=None, **_: _new_full(x, x.shape, value, dtype)
 
 
 def _scalar_tensor(value: Scalar, dtype: Any = None, **_: Any) -> jax.Array:
@@ -311,13 +294,13 @@ SHAPING: Final[dict[str, Callable[..., Any]]] = {
     "aten.select_scatter.default": _select_scatter,
     "aten.slice_scatter.default": _slice_scatter,
     "aten.full.default": _full,
-    "aten.zeros.default": _made(0),
-    "aten.ones.default": _made(1),
-    "aten.empty.memory_format": _made(0),
+    "aten.zeros.default": _made(0.0),
+    "aten.ones.default": _made(1.0),
+    "aten.empty.memory_format": _made(0.0),
     "aten.new_zeros.default": _made_new(0),
     "aten.new_ones.default": _made_new(1),
     "aten.new_full.default": _new_full,
-    "aten.full_like.default": _full_like,
+    "aten.full_like.default": lambda x, value, dtype=None, **_: _new_full(x, x.shape, value, dtype),
     "aten.zeros_like.default": _made_like(0),
     "aten.ones_like.default": _made_like(1),
     "aten.empty_like.default": _made_like(0),

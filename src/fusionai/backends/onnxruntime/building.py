@@ -18,8 +18,8 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from fusionai.backends.binding import SIZES, describe
-from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, Ref
+from fusionai.backends.binding import SIZES, argument, describe
+from fusionai.ir.schema import Arg, Graph, Node, Ref
 from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ExecutionError, FusionError
 
@@ -284,21 +284,12 @@ class Builder:
         return self._one_of(found)
 
     def _argument(self, arg: Arg) -> Any:
-        match arg:
-            case Ref(name):
-                if name not in self._known and self._graph.values[name].dtype == "symint":
-                    raise ExecutionError(f"size {name!r} is not known here.")
-                return self._known[name]
-            case DTypeArg(name):
-                return DType(name)
-            case DeviceArg() | MemoryFormatArg():
-                return None
-            case FloatArg(name):
-                return float(name)
-            case ListArg(items):
-                return [self._argument(item) for item in items]
-            case _:
-                return arg
+        return argument(arg, self._value, DType)
+
+    def _value(self, name: str) -> Tensor | Size:
+        if name not in self._known and self._graph.values[name].dtype == "symint":
+            raise ExecutionError(f"size {name!r} is not known here.")
+        return self._known[name]
 
     def _rows(self) -> Tensor:
         """Return the number of rows at run time: int64 [1]."""

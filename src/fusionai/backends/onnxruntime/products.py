@@ -100,17 +100,8 @@ def _conv_transpose(b: Builder, x: Tensor, weight: Tensor, bias: Any = None, *ar
     return _convolution(b, x, weight, bias, transposed=True, **named)
 
 
-def _pooled(
-    kind: str,
-) -> Callable[..., Any]:
-    def run(
-        b: Builder,
-        x: Tensor,
-        kernel: Sizes,
-        stride: Sizes = (),
-        padding: Sizes = 0,
-        *args: Any,
-    ) -> Any:
+def _pooled(kind: str) -> Callable[..., Any]:
+    def run(b: Builder, x: Tensor, kernel: Sizes, stride: Sizes = (), padding: Sizes = 0, *args: Any) -> Any:
         spatial = 1 if "1d" in kind else 2
         window = _many(kernel, spatial)
         steps = _many(stride, spatial) if not isinstance(stride, Sequence) or stride else window

@@ -199,16 +199,9 @@ def _diff(b: Builder, x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None,
     return x
 
 
-def _full(b: Builder, _size: Sequence[Size], value: Operand, *_: Any, **__: Any) -> Tensor:
-    return _filled(b, value)
-
-
-def _full_like(b: Builder, _x: Tensor, value: Operand, *_: Any, **__: Any) -> Tensor:
-    return _filled(b, value)
-
-
-def _new_full(b: Builder, _x: Tensor, _size: Sequence[Size], value: Operand, *_: Any, **__: Any) -> Tensor:
-    return _filled(b, value)
+def _filled_with(place: int) -> Callable[..., Tensor]:
+    """Return an operator that fills its result with its argument at `place`."""
+    return lambda b, *args, **_: _filled(b, args[place])
 
 
 def _counted(b: Builder, end: Operand | Rows, _dtype: DType | None = None, **__: Any) -> Tensor:
@@ -251,14 +244,14 @@ SHAPING: Final[dict[str, Callable[..., Any]]] = {
     "aten.lift_fresh_copy.default": _same,
     "aten.select_scatter.default": _select_scatter,
     "aten.slice_scatter.default": _slice_scatter,
-    "aten.full.default": _full,
+    "aten.full.default": _filled_with(1),
     "aten.zeros.default": _made(0),
     "aten.ones.default": _made(1),
     "aten.empty.memory_format": _made(0),
     "aten.new_zeros.default": _made(0),
     "aten.new_ones.default": _made(1),
-    "aten.new_full.default": _new_full,
-    "aten.full_like.default": _full_like,
+    "aten.new_full.default": _filled_with(2),
+    "aten.full_like.default": _filled_with(1),
     "aten.zeros_like.default": _made(0),
     "aten.ones_like.default": _made(1),
     "aten.empty_like.default": _made(0),

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from fusionai.backends.binding import OPERATOR_FAILURES, first_line
 from fusionai.backends.torch.host import DTYPES
-from fusionai.backends.torch.interpreter import OPERATOR_FAILURES, Interpreter, Step, describe, first_line
+from fusionai.backends.torch.interpreter import Interpreter, Step, describe
 from fusionai.backends.torch.operators import Context
 from fusionai.backends.torch.recomputation import Segment, segments
 from fusionai.ir.schema import Graph
