@@ -264,18 +264,12 @@ def _distances(one: jax.Array, two: jax.Array, p: float, compute_mode: int | Non
 
 
 PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
+    **{f"aten.{name}.default": jnp.matmul for name in ("matmul", "mm", "bmm", "mv", "dot")},
+    **{f"aten.{name}.default": _addmm for name in ("addmm", "baddbmm")},
+    **{f"aten.{name}": _conv for name in ("conv1d.default", "conv2d.default", "conv1d.padding", "conv2d.padding")},
     "aten.linear.default": linear,
     "fusion.expert_linear": expert_linear,
-    "aten.matmul.default": jnp.matmul,
-    "aten.mm.default": jnp.matmul,
-    "aten.bmm.default": jnp.matmul,
-    "aten.addmm.default": _addmm,
-    "aten.baddbmm.default": _addmm,
     "aten.convolution.default": _convolution,
-    "aten.conv1d.default": _conv,
-    "aten.conv2d.default": _conv,
-    "aten.conv1d.padding": _conv,
-    "aten.conv2d.padding": _conv,
     "aten.conv_transpose2d.input": _conv_transpose,
     "aten.max_pool2d.default": _max_pool,
     "aten.max_pool2d_with_indices.default": _max_pool_with_places,
@@ -287,8 +281,6 @@ PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
     "aten._adaptive_avg_pool3d.default": _adaptive(3),
     "aten.avg_pool3d.default": _average_pool(3),
     "aten.max_pool3d_with_indices.default": partial(_max_pool_with_places, spatial=3),
-    "aten.mv.default": jnp.matmul,
-    "aten.dot.default": jnp.matmul,
     "aten._trilinear.default": _trilinear,
     "aten._cdist_forward.default": _distances,
 }

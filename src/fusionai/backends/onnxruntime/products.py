@@ -259,18 +259,10 @@ def _repeated(b: Builder, x: Tensor, groups: int) -> Tensor:
 
 
 PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
+    **{f"aten.{name}.default": _matmul for name in ("matmul", "mm", "bmm", "mv", "dot")},
+    **{f"aten.{name}.default": _addmm for name in ("addmm", "baddbmm")},
+    **{f"aten.{name}": _conv for name in ("conv1d.default", "conv2d.default", "conv1d.padding", "conv2d.padding")},
     "aten.linear.default": linear,
-    "aten.matmul.default": _matmul,
-    "aten.mm.default": _matmul,
-    "aten.bmm.default": _matmul,
-    "aten.mv.default": _matmul,
-    "aten.dot.default": _matmul,
-    "aten.addmm.default": _addmm,
-    "aten.baddbmm.default": _addmm,
-    "aten.conv1d.default": _conv,
-    "aten.conv2d.default": _conv,
-    "aten.conv1d.padding": _conv,
-    "aten.conv2d.padding": _conv,
     "aten.convolution.default": _convolution,
     "aten.conv_transpose2d.input": _conv_transpose,
     "aten.max_pool2d.default": _pooled("max2d"),
