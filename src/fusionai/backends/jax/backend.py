@@ -6,8 +6,8 @@ Integers have 64 bits as everywhere else in a job, and float32 products keep flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import jax
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
-from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
+from fusionai.backends.framework import FrameworkBackend
+from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.jax.dtypes import Device
 from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.jax.program import JaxStageProgram
@@ -31,73 +32,43 @@ from fusionai.backends.measurement import (
     with_pace,
 )
 from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import Graph
 from fusionai.primitives.environment import limit_xla_threads
-from fusionai.primitives.errors import ExecutionError, UsageError
-from fusionai.wire.messages import StageOptions
-from fusionai.wire.serving import ServeOptions
+from fusionai.primitives.errors import UsageError
 
 _KINDS = {"cpu": "cpu", "cuda": "gpu"}
 """Device name in FusionAI -> device name in JAX."""
 
 
-class JaxBackend:
+class JaxBackend(FrameworkBackend):
     """Implements `backends.interface.Backend`. `threads` limits this process's threads; it has an effect only before
     JAX is first used."""
 
     name = "jax"
+    _works_on_cpu = "threads"
 
     def __init__(self, device: str = "auto", threads: int | None = None) -> None:
         require_threads(threads)
         self._threads = limit_xla_threads(threads)
         jax.config.update("jax_enable_x64", True)
         jax.config.update("jax_default_matmul_precision", "highest")
-        self._device, self.device = _choose(device)
-
-    @property
-    def works_in(self) -> WorksIn:
-        return "threads" if self.device == "cpu" else "device"
+        self._device, kind = _choose(device)
+        super().__init__(
+            kind,
+            PLAIN.keys() | CONTEXTUAL,
+            partial(JaxStageProgram, device=self._device),
+            partial(JaxServingProgram, device=self._device),
+        )
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about a second and some compilations; less with `speeds`."""
         known = speeds or with_pace(
             measure_speeds(self._device, self.device), self, lambda call: 1 / _calls_per_s(call)
         )
-        report = describe_device(self._device, self.device, self._threads, known)
-        return replace(report, unsupported_ops=self.unsupported(OPERATORS), weight_formats=tuple(KEPT_AS))
+        return describe_device(self._device, self.device, self._threads, known, self.unsupported(OPERATORS))
 
     def warm_up(self) -> None:
         """Compile a trivial function: the compiler starts with the first compilation."""
         jax.jit(lambda x: x * x)(jax.device_put(np.zeros(1, np.float32), self._device)).block_until_ready()
-
-    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
-        return tuple(sorted({op for op in ops if op not in PLAIN and op not in CONTEXTUAL}))
-
-    def load(
-        self,
-        graph: Graph,
-        *,
-        grad_inputs: Sequence[str],
-        options: StageOptions,
-        memory_limit_bytes: int | None = None,
-    ) -> JaxStageProgram:
-        missing = self.unsupported(node.op for node in graph.nodes)
-        if missing:
-            raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
-        return JaxStageProgram(
-            graph,
-            grad_inputs=grad_inputs,
-            options=options,
-            device=self._device,
-            memory_limit_bytes=memory_limit_bytes,
-        )
-
-    def serve(self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None) -> JaxServingProgram:
-        """See `backends.interface.ServingBackend`."""
-        missing = self.unsupported(node.op for node in graph.nodes)
-        if missing:
-            raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
-        return JaxServingProgram(graph, options=options, device=self._device, memory_limit_bytes=memory_limit_bytes)
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
         """Return (total norm, scale) in float32, as torch computes them; the last bit may differ."""
@@ -125,7 +96,9 @@ COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Bytes of the measured copy, per device; chosen."""
 
 
-def describe_device(device: Device, kind: str, threads: int, speeds: Speeds) -> DeviceReport:
+def describe_device(
+    device: Device, kind: str, threads: int, speeds: Speeds, unsupported: tuple[str, ...]
+) -> DeviceReport:
     """Return a report with the given speeds; everything else is determined now. `kind`: FusionAI's name of the
     device."""
     return DeviceReport(
@@ -133,14 +106,13 @@ def describe_device(device: Device, kind: str, threads: int, speeds: Speeds) -> 
         backend_version=jax.__version__,
         device=kind,
         device_name=device_name(device, kind),
-        flops_per_s=speeds.flops_per_s,
-        memory_bandwidth_bytes_per_s=speeds.memory_bandwidth_bytes_per_s,
+        **speeds.figures(),
         memory_bytes=memory_bytes(device, kind),
         threads=threads,
         fingerprint=fingerprint(device, kind, threads),
-        scratch_bytes_per_s=speeds.scratch_bytes_per_s,
+        unsupported_ops=unsupported,
+        weight_formats=tuple(KEPT_AS),
         savings=("recompute",),
-        pace=speeds.pace,
     )
 
 

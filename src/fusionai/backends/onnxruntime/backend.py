@@ -6,7 +6,8 @@ a stage, `serving` serves one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +16,8 @@ import psutil
 from onnx import TensorProto, helper
 
 from fusionai.backends.binding import SIZES
-from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
+from fusionai.backends.framework import FrameworkBackend
+from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.measurement import (
     arithmetic,
     calls_per_s,
@@ -29,16 +31,13 @@ from fusionai.backends.onnxruntime.program import OnnxStageProgram
 from fusionai.backends.onnxruntime.serving import FORMATS, OnnxServingProgram
 from fusionai.backends.onnxruntime.sessions import OPERATORS, PROVIDERS
 from fusionai.ir.operators import OPERATORS as ALLOWED
-from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError, UsageError
-from fusionai.wire.messages import StageOptions
-from fusionai.wire.serving import ServeOptions
 
 SIZE: Final = 512
 """Rows and columns of the measured matrix product; chosen."""
 
 
-class OnnxBackend:
+class OnnxBackend(FrameworkBackend):
     """Implements `backends.interface.Backend` and `backends.interface.ServingBackend`. `threads` limits the threads of
     a session."""
 
@@ -46,12 +45,14 @@ class OnnxBackend:
 
     def __init__(self, device: str = "auto", threads: int | None = None) -> None:
         require_threads(threads)
-        self.device = _choose(device)
+        placed = {"device": _choose(device), "threads": threads}
+        super().__init__(
+            placed["device"],
+            OPERATORS.keys() | SIZES,
+            partial(OnnxStageProgram, **placed),
+            partial(OnnxServingProgram, **placed),
+        )
         self._threads = threads
-
-    @property
-    def works_in(self) -> WorksIn:
-        return "caller" if self.device == "cpu" else "device"
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about half a second; less with `speeds`."""
@@ -62,13 +63,10 @@ class OnnxBackend:
             backend_version=ort.__version__,
             device=self.device,
             device_name=processor_name(),
-            flops_per_s=known.flops_per_s,
-            memory_bandwidth_bytes_per_s=known.memory_bandwidth_bytes_per_s,
+            **known.figures(),
             memory_bytes=psutil.virtual_memory().total,
             threads=self._threads or psutil.cpu_count(logical=False) or 1,
             fingerprint=self._fingerprint(multiply),
-            scratch_bytes_per_s=known.scratch_bytes_per_s,
-            pace=known.pace,
             unsupported_ops=self.unsupported(ALLOWED),
             tasks=("serve",),
             weight_formats=FORMATS,
@@ -77,38 +75,6 @@ class OnnxBackend:
 
     def warm_up(self) -> None:
         """Do nothing: ONNX Runtime defers no work."""
-
-    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
-        return tuple(sorted({op for op in ops if op not in OPERATORS and op not in SIZES}))
-
-    def load(
-        self,
-        graph: Graph,
-        *,
-        grad_inputs: Sequence[str],
-        options: StageOptions,
-        memory_limit_bytes: int | None = None,
-    ) -> OnnxStageProgram:
-        return OnnxStageProgram(
-            graph,
-            grad_inputs=grad_inputs,
-            options=options,
-            device=self.device,
-            threads=self._threads,
-            memory_limit_bytes=memory_limit_bytes,
-        )
-
-    def serve(
-        self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None
-    ) -> OnnxServingProgram:
-        """See `backends.interface.ServingBackend`."""
-        return OnnxServingProgram(
-            graph,
-            options=options,
-            device=self.device,
-            threads=self._threads,
-            memory_limit_bytes=memory_limit_bytes,
-        )
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
         """Raise `ExecutionError`: this backend does not train."""

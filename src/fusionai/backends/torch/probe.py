@@ -52,15 +52,10 @@ def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:
         backend_version=str(torch.__version__),  # a str subclass that msgspec refuses
         device=device.type,
         device_name=device_name(device),
-        flops_per_s=speeds.flops_per_s,
-        memory_bandwidth_bytes_per_s=speeds.memory_bandwidth_bytes_per_s,
+        **speeds.figures(),
         memory_bytes=memory_bytes(device),
         threads=torch.get_num_threads(),
         fingerprint=fingerprint(device),
-        scratch_bytes_per_s=speeds.scratch_bytes_per_s,
-        pace=speeds.pace,
-        serving=speeds.serving,
-        attention_flops_per_s=speeds.attention_flops_per_s,
         savings=("recompute", "offload", *(("offload_weights",) if device.type in EMPTIED else ())),
     )
 
