@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, Ref
+from fusionai.ir.serving import SEQUENCE
 from fusionai.ir.shapes import bounds, evaluate, symbols_of
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
@@ -61,6 +62,16 @@ def largest(graph: Graph) -> dict[str, int]:
     return {name: high for name, (_, high) in graph.symbols.items()}
 
 
+def shape_of(graph: Graph, value: str, symbols: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the declared shape of a value at these sizes of the symbols."""
+    return tuple(evaluate(dim, symbols) for dim in graph.values[value].shape)
+
+
+def with_rows(graph: Graph, rows: int) -> dict[str, int]:
+    """Return the sizes of the symbols in a pass of `rows` rows."""
+    return {**dict.fromkeys(graph.symbols, 1), SEQUENCE: rows}
+
+
 def nearest(name: str, known: Collection[str]) -> str:
     """Return ` (did you mean 'x'?)`, or an empty string if no known name is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
@@ -99,6 +110,17 @@ def argument(arg: Arg, known: Callable[[str], Any], dtype: Callable[[str], Any])
             return arg
 
 
+def by_name(compute: Callable[..., Any], names: Sequence[str], *, behind: int, **fixed: Any) -> Callable[..., Any]:
+    """Return `compute` for an operator that takes the arguments `names`, in this order, after the first `behind`."""
+    return lambda *args, **options: compute(
+        *args[:behind], **dict(zip(names, args[behind:], strict=False)), **options, **fixed
+    )
+
+
+CONV: Final = ("stride", "padding", "dilation", "groups")
+"""Arguments of a convolution after input, weight and bias."""
+CONV_TRANSPOSE: Final = ("stride", "padding", "output_padding", "groups", "dilation")
+"""Arguments of a transposed convolution after input, weight and bias."""
 OPERATOR_FAILURES: Final = (
     RuntimeError,
     IndexError,

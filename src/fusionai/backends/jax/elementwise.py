@@ -11,34 +11,34 @@ from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fusionai.backends.jax.dtypes import Scalar, floating, is_floating, promoted, result_type
 
-Operand = jax.Array | Scalar
+Operand = Array | Scalar
 
 
-def _add(a: Operand, b: Operand, alpha: Scalar = 1) -> jax.Array:
+def _add(a: Operand, b: Operand, alpha: Scalar = 1) -> Array:
     left, right = promoted(a, b)
     return left + right if alpha == 1 else left + right * jnp.asarray(alpha, right.dtype)
 
 
-def _sub(a: Operand, b: Operand, alpha: Scalar = 1) -> jax.Array:
+def _sub(a: Operand, b: Operand, alpha: Scalar = 1) -> Array:
     left, right = promoted(a, b)
     return left - right if alpha == 1 else left - right * jnp.asarray(alpha, right.dtype)
 
 
-def _mul(a: Operand, b: Operand) -> jax.Array:
+def _mul(a: Operand, b: Operand) -> Array:
     left, right = promoted(a, b)
     return left * right
 
 
-def _div(a: Operand, b: Operand) -> jax.Array:
+def _div(a: Operand, b: Operand) -> Array:
     left, right = promoted(a, b)
     return floating(left) / floating(right)
 
 
-def _div_rounded(a: Operand, b: Operand, rounding_mode: Literal["floor", "trunc"] | None = None) -> jax.Array:
+def _div_rounded(a: Operand, b: Operand, rounding_mode: Literal["floor", "trunc"] | None = None) -> Array:
     left, right = promoted(a, b)
     match rounding_mode:
         case None:
@@ -51,7 +51,7 @@ def _div_rounded(a: Operand, b: Operand, rounding_mode: Literal["floor", "trunc"
             return lax.div(*jnp.broadcast_arrays(left, right))  # towards zero, for integers
 
 
-def _pow(base: Operand, exponent: Operand) -> jax.Array:
+def _pow(base: Operand, exponent: Operand) -> Array:
     dtype = result_type(base, exponent)
     if isinstance(exponent, int | float) and float(exponent).is_integer() and abs(exponent) <= 64:
         x = jnp.asarray(base, dtype)
@@ -62,7 +62,7 @@ def _pow(base: Operand, exponent: Operand) -> jax.Array:
     return jnp.power(jnp.asarray(base, dtype), jnp.asarray(exponent, dtype))
 
 
-def _clamp(x: jax.Array, low: Operand | None = None, high: Operand | None = None) -> jax.Array:
+def _clamp(x: Array, low: Operand | None = None, high: Operand | None = None) -> Array:
     """Clamp x. Gradients also pass where x equals a limit, as in torch."""
     dtype = result_type(*(one for one in (x, low, high) if one is not None))
     x = x.astype(dtype)
@@ -73,100 +73,98 @@ def _clamp(x: jax.Array, low: Operand | None = None, high: Operand | None = None
     return x
 
 
-def _softplus(x: jax.Array, beta: Scalar = 1, threshold: Scalar = 20) -> jax.Array:
+def _softplus(x: Array, beta: Scalar = 1, threshold: Scalar = 20) -> Array:
     scaled = x * beta
     return jnp.where(scaled > threshold, x, jnp.log1p(jnp.exp(jnp.minimum(scaled, threshold))) / beta)
 
 
-def _gelu(x: jax.Array, approximate: str = "none") -> jax.Array:
+def _gelu(x: Array, approximate: str = "none") -> Array:
     return jax.nn.gelu(x, approximate=approximate == "tanh")
 
 
-def _elu(x: jax.Array, alpha: Scalar = 1, scale: Scalar = 1, input_scale: Scalar = 1) -> jax.Array:
+def _elu(x: Array, alpha: Scalar = 1, scale: Scalar = 1, input_scale: Scalar = 1) -> Array:
     negative = jnp.where(x > 0, 0.0, x).astype(x.dtype)
     return jnp.where(x > 0, x * scale, jnp.expm1(negative * input_scale) * (alpha * scale)).astype(x.dtype)
 
 
-def _where(condition: jax.Array, a: Operand, b: Operand) -> jax.Array:
+def _where(condition: Array, a: Operand, b: Operand) -> Array:
     left, right = promoted(a, b)
     return jnp.where(condition, left, right)
 
 
-def _masked_fill(x: jax.Array, mask: jax.Array, value: Operand) -> jax.Array:
+def _masked_fill(x: Array, mask: Array, value: Operand) -> Array:
     return jnp.where(mask, jnp.asarray(value, x.dtype), x)
 
 
-def _prelu(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _prelu(x: Array, weight: Array) -> Array:
     if x.ndim > 1:
         weight = weight.reshape((1, -1, *(1,) * (x.ndim - 2)))
     return jnp.where(x > 0, x, weight * x)
 
 
-def _lerp(a: jax.Array, b: jax.Array, weight: Scalar) -> jax.Array:
+def _lerp(a: Array, b: Array, weight: Scalar) -> Array:
     return a + weight * (b - a) if abs(weight) < 0.5 else b - (b - a) * (1 - weight)
 
 
-def _lerp_by(a: jax.Array, b: jax.Array, weight: jax.Array) -> jax.Array:
+def _lerp_by(a: Array, b: Array, weight: Array) -> Array:
     return jnp.where(jnp.abs(weight) < 0.5, a + weight * (b - a), b - (b - a) * (1 - weight))
 
 
-def _glu(x: jax.Array, dim: int = -1) -> jax.Array:
+def _glu(x: Array, dim: int = -1) -> Array:
     kept, gate = jnp.split(x, 2, dim)
     return kept * jax.nn.sigmoid(gate)
 
 
-def _celu(x: jax.Array, alpha: Scalar = 1) -> jax.Array:
+def _celu(x: Array, alpha: Scalar = 1) -> Array:
     return _elu(x, alpha, 1, 1 / alpha)
 
 
-def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
+def _logit(x: Array, eps: float | None = None) -> Array:
     if eps is not None:
         x = jnp.clip(x, eps, 1 - eps)
     return jnp.log(x / (1 - x))
 
 
-def _nan_to_num(
-    x: jax.Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
-) -> jax.Array:
+def _nan_to_num(x: Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Array:
     return jnp.nan_to_num(x, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
 
 
-def _fmod(a: Operand, b: Operand) -> jax.Array:
+def _fmod(a: Operand, b: Operand) -> Array:
     left, right = promoted(a, b)
     whole = lax.stop_gradient(lax.div(*jnp.broadcast_arrays(left, right)))
     return left - (jnp.trunc(whole) if is_floating(whole.dtype) else whole) * right
 
 
-def _cross(a: jax.Array, b: jax.Array, dim: int = -1) -> jax.Array:
+def _cross(a: Array, b: Array, dim: int = -1) -> Array:
     left, right = jnp.broadcast_arrays(a, b)
     return jnp.cross(left, right, axis=dim)
 
 
-def _xlogy(a: Operand, b: Operand) -> jax.Array:
+def _xlogy(a: Operand, b: Operand) -> Array:
     left, right = promoted(a, b)
     return jax.scipy.special.xlogy(floating(left), floating(right))
 
 
-def _hypot(a: jax.Array, b: jax.Array) -> jax.Array:
+def _hypot(a: Array, b: Array) -> Array:
     left, right = promoted(a, b)
     return jnp.sqrt(left * left + right * right)
 
 
-def _copysign(a: jax.Array, b: jax.Array) -> jax.Array:
+def _copysign(a: Array, b: Array) -> Array:
     left, right = promoted(a, b)
     return jnp.where(jnp.signbit(right) == jnp.signbit(left), left, -left)
 
 
-def _unary(compute: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+def _unary(compute: Callable[[Array], Array]) -> Callable[[Array], Array]:
     """Wrap a function whose results are floats: integers are converted first."""
     return lambda x: compute(floating(x))
 
 
-def _pairwise(compute: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[Operand, Operand], jax.Array]:
+def _pairwise(compute: Callable[[Array, Array], Array]) -> Callable[[Operand, Operand], Array]:
     return lambda a, b: compute(*promoted(a, b))
 
 
-def _rounded(compute: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+def _rounded(compute: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return lambda x: compute(x) if is_floating(x.dtype) else x
 
 

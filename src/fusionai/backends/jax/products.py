@@ -10,24 +10,24 @@ from functools import partial
 from math import prod
 from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
+from fusionai.backends.binding import CONV, CONV_TRANSPOSE, by_name
 from fusionai.backends.jax.dtypes import Scalar
 
 Sizes = int | Sequence[int]
 _LETTERS: Final = "DHW"
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """Return [..., O] for x [..., I], weight [O, I]."""
     y = lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
     return y if bias is None else y + bias
 
 
-def expert_linear(x: jax.Array, weight: jax.Array, experts: jax.Array, *, transposed: bool = False) -> jax.Array:
+def expert_linear(x: Array, weight: Array, experts: Array, *, transposed: bool = False) -> Array:
     """Return [rows, out] for x [rows, in], weight [experts, out, in] (`transposed`: [experts, in, out]), experts
     [rows]."""
     order = jnp.argsort(experts, stable=True)
@@ -36,7 +36,7 @@ def expert_linear(x: jax.Array, weight: jax.Array, experts: jax.Array, *, transp
     return made[jnp.argsort(order)]
 
 
-def _addmm(bias: jax.Array, a: jax.Array, b: jax.Array, beta: Scalar = 1, alpha: Scalar = 1) -> jax.Array:
+def _addmm(bias: Array, a: Array, b: Array, beta: Scalar = 1, alpha: Scalar = 1) -> Array:
     product = jnp.matmul(a, b)
     return (bias if beta == 1 else bias * beta) + (product if alpha == 1 else product * alpha)
 
@@ -47,16 +47,16 @@ def _many(value: Sizes, count: int) -> tuple[int, ...]:
 
 
 def _convolution(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None = None,
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
     stride: Sizes = 1,
     padding: Sizes | str = 0,
     dilation: Sizes = 1,
     transposed: bool = False,
     output_padding: Sizes = 0,
     groups: int = 1,
-) -> jax.Array:
+) -> Array:
     """Convolve x [N, C, ...] or [C, ...] with weight [O, C / groups, ...], or [C, O / groups, ...] if `transposed`."""
     spatial = weight.ndim - 2
     batched = x.ndim == weight.ndim
@@ -86,43 +86,15 @@ def _convolution(
     return y if batched else y[0]
 
 
-def _conv(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None = None,
-    stride: Sizes = 1,
-    padding: Sizes | str = 0,
-    dilation: Sizes = 1,
-    groups: int = 1,
-) -> jax.Array:
-    return _convolution(x, weight, bias, stride, padding, dilation, groups=groups)
-
-
-def _conv_transpose(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None = None,
-    stride: Sizes = 1,
-    padding: Sizes = 0,
-    output_padding: Sizes = 0,
-    groups: int = 1,
-    dilation: Sizes = 1,
-) -> jax.Array:
-    return _convolution(x, weight, bias, stride, padding, dilation, True, output_padding, groups)
+_conv = by_name(_convolution, CONV, behind=3)
+_conv_transpose = by_name(_convolution, CONV_TRANSPOSE, behind=3, transposed=True)
 
 
 class _Window:
     """A window that moves over the last dimensions of x."""
 
     def __init__(
-        self,
-        x: jax.Array,
-        kernel: Sizes,
-        stride: Sizes | None,
-        padding: Sizes,
-        dilation: Sizes,
-        ceil: bool,
-        spatial: int,
+        self, x: Array, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, spatial: int
     ) -> None:
         lead = x.ndim - spatial
         self.sizes = _many(kernel, spatial)
@@ -148,33 +120,33 @@ class _Window:
 
 
 def _max_pool(
-    x: jax.Array,
+    x: Array,
     kernel: Sizes,
     stride: Sizes | None = None,
     padding: Sizes = 0,
     dilation: Sizes = 1,
     ceil_mode: bool = False,
     spatial: int = 2,
-) -> jax.Array:
+) -> Array:
     window = _Window(x, kernel, stride, padding, dilation, ceil_mode, spatial)
     return window.reduced(x, np.array(-np.inf, x.dtype), lax.max)
 
 
 def _max_pool_with_places(
-    x: jax.Array,
+    x: Array,
     kernel: Sizes,
     stride: Sizes | None = None,
     padding: Sizes = 0,
     dilation: Sizes = 1,
     ceil_mode: bool = False,
     spatial: int = 2,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Return (maxima, their flat places in the last dimensions); among equal elements, the first counts."""
     window = _Window(x, kernel, stride, padding, dilation, ceil_mode, spatial)
     image = x.shape[-spatial:]
     places = jnp.broadcast_to(jnp.arange(prod(image), dtype=jnp.int64).reshape(image), x.shape)
 
-    def larger(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def larger(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
         first = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
         return jnp.where(first, one[0], other[0]), jnp.where(first, one[1], other[1])
 
@@ -184,16 +156,16 @@ def _max_pool_with_places(
     return _max_pool(x, kernel, stride, padding, dilation, ceil_mode, spatial), found
 
 
-def _average_pool(spatial: int) -> Callable[..., jax.Array]:
+def _average_pool(spatial: int) -> Callable[..., Array]:
     def pool(
-        x: jax.Array,
+        x: Array,
         kernel: Sizes,
         stride: Sizes | None = None,
         padding: Sizes = 0,
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
-    ) -> jax.Array:
+    ) -> Array:
         window = _Window(x, kernel, stride, padding, 1, ceil_mode, spatial)
         zero = np.zeros((), x.dtype)  # JAX can differentiate a window reduction only if it starts from a constant
         total = window.reduced(x, zero, lax.add)
@@ -213,13 +185,13 @@ def _average_pool(spatial: int) -> Callable[..., jax.Array]:
     return pool
 
 
-def _adaptive(spatial: int) -> Callable[..., jax.Array]:
+def _adaptive(spatial: int) -> Callable[..., Array]:
     """Return a pool whose output i of n is the mean of inputs floor(i * size / n) to ceil((i + 1) * size / n).
 
     Computed as a product with one matrix per dimension.
     """
 
-    def pool(x: jax.Array, output: Sizes) -> jax.Array:
+    def pool(x: Array, output: Sizes) -> Array:
         wanted = _many(output, spatial)
         for place, count in enumerate(wanted):
             axis = x.ndim - spatial + place
@@ -236,21 +208,21 @@ def _adaptive(spatial: int) -> Callable[..., jax.Array]:
 
 
 def _trilinear(
-    one: jax.Array,
-    two: jax.Array,
-    three: jax.Array,
+    one: Array,
+    two: Array,
+    three: Array,
     expand1: Sequence[int],
     expand2: Sequence[int],
     expand3: Sequence[int],
     sumdim: Sequence[int],
     unroll_dim: int = 1,  # noqa: ARG001 - the order of torch's loops
-) -> jax.Array:
+) -> Array:
     factors = zip((one, two, three), (expand1, expand2, expand3), strict=True)
     first, second, third = (jnp.expand_dims(x, tuple(dims)) for x, dims in factors)
     return jnp.sum(first * second * third, axis=tuple(sumdim))
 
 
-def _distances(one: jax.Array, two: jax.Array, p: float, compute_mode: int | None = None) -> jax.Array:  # noqa: ARG001
+def _distances(one: Array, two: Array, p: float, compute_mode: int | None = None) -> Array:  # noqa: ARG001
     """Return the distances of all pairs of points; for equal points the distance and its gradient are 0."""
     apart = jnp.abs(one[..., :, None, :] - two[..., None, :, :])
     if p == float("inf"):

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fusionai.backends.binding import with_rows
 from fusionai.backends.jax.dtypes import DTYPES, Device, is_floating, to_jax
 from fusionai.backends.jax.operators import Context
-from fusionai.backends.jax.tracing import Value, footprint_bytes, program_of
+from fusionai.backends.jax.tracing import Value, abstract, footprint_bytes, program_of
 from fusionai.backends.serving.base import largest_pass
 from fusionai.backends.serving.parted import Array, Compute, Part, PartedServing
 from fusionai.ir.schema import Graph, ParamSpec
-from fusionai.ir.serving import BATCH, SEQUENCE
-from fusionai.ir.shapes import evaluate
+from fusionai.ir.serving import BATCH
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.serving import ServeOptions, WeightFormat
@@ -81,14 +81,9 @@ class JaxServingProgram(PartedServing):
     def _sizes_at(self, rows: int) -> dict[str, int]:
         """Return every size that the graph computes for this number of rows."""
         if rows not in self._sizes:
-            symbols = {**dict.fromkeys(self._graph.symbols, 1), SEQUENCE: rows, BATCH: 1}
-            abstract = {
-                name: jax.ShapeDtypeStruct(
-                    tuple(evaluate(dim, symbols) for dim in self._graph.values[name].shape),
-                    DTYPES[self._graph.values[name].dtype],
-                )
-                for name in (*self._whole.inputs, *self._whole.params)
-            }
+            given = abstract(
+                self._graph, (*self._whole.inputs, *self._whole.params), {**with_rows(self._graph, rows), BATCH: 1}
+            )
             found: dict[str, int] = {}
 
             def run(values: dict[str, jax.Array]) -> None:
@@ -96,7 +91,7 @@ class JaxServingProgram(PartedServing):
                 self._whole.advance(_CONTEXT, self._whole.nodes, known)
                 found.update({name: value for name, value in known.items() if isinstance(value, int)})
 
-            jax.eval_shape(run, abstract)
+            jax.eval_shape(run, given)
             self._sizes[rows] = found
         return self._sizes[rows]
 

@@ -12,7 +12,7 @@ that only the packed bytes are kept.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -22,7 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fusionai.backends.binding import IN_BFLOAT16, IN_FLOAT32, OPERATOR_FAILURES, argument, describe, first_line
+from fusionai.backends.binding import (
+    IN_BFLOAT16,
+    IN_FLOAT32,
+    OPERATOR_FAILURES,
+    argument,
+    describe,
+    first_line,
+    shape_of,
+)
 from fusionai.backends.jax.dtypes import DTYPES, is_floating
 from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN, Context
 from fusionai.ir.graph import needed_nodes, reads
@@ -187,11 +195,7 @@ def footprint_bytes(
     """Return the bytes of one microbatch in flight. Raises `ExecutionError` if an output differs from its
     declaration."""
     sizes = {name: evaluate(name, symbols) for name in program.inputs if graph.values[name].dtype == "symint"}
-    given = {
-        name: jax.ShapeDtypeStruct(_shape(graph, name, symbols), DTYPES[graph.values[name].dtype])
-        for name in program.inputs
-        if name not in sizes
-    }
+    given = abstract(graph, [name for name in program.inputs if name not in sizes], symbols)
     params = {name: _held(graph.params[name]) for name in program.params}
     keys = {node.id: jax.ShapeDtypeStruct((2,), jnp.uint32) for node in program.nodes}
 
@@ -236,15 +240,18 @@ def _compare(graph: Graph, program: Program, outputs: Mapping[str, Value], symbo
         name = program.outputs[meaning]
         if isinstance(value, int):
             continue
-        declared = _shape(graph, name, symbols)
+        declared = shape_of(graph, name, symbols)
         if tuple(value.shape) != declared:
             raise ExecutionError(
                 f"output {meaning!r} has shape {list(value.shape)}, but the graph declares {list(declared)}."
             )
 
 
-def _shape(graph: Graph, name: str, symbols: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(evaluate(dim, symbols) for dim in graph.values[name].shape)
+def abstract(graph: Graph, names: Iterable[str], symbols: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return values without memory, with their declared shapes and dtypes."""
+    return {
+        name: jax.ShapeDtypeStruct(shape_of(graph, name, symbols), DTYPES[graph.values[name].dtype]) for name in names
+    }
 
 
 def _bytes(values: Any) -> int:

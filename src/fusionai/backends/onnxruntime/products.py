@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from fusionai.backends.attention import visible_keys
+from fusionai.backends.binding import CONV, CONV_TRANSPOSE, by_name
 from fusionai.backends.onnxruntime.building import Builder, Operand, Tensor
 from fusionai.primitives.errors import ExecutionError
 
@@ -89,15 +90,8 @@ def _convolution(
     return y if batched else b.reshape(y, b.out.shape)
 
 
-def _conv(b: Builder, x: Tensor, weight: Tensor, bias: Any = None, *args: Any) -> Tensor:
-    """Convolve; `args`: stride, padding, dilation, groups."""
-    named = dict(zip(("stride", "padding", "dilation", "groups"), args, strict=False))
-    return _convolution(b, x, weight, bias, **named)
-
-
-def _conv_transpose(b: Builder, x: Tensor, weight: Tensor, bias: Any = None, *args: Any) -> Tensor:
-    named = dict(zip(("stride", "padding", "output_padding", "groups", "dilation"), args, strict=False))
-    return _convolution(b, x, weight, bias, transposed=True, **named)
+_conv = by_name(_convolution, CONV, behind=4)
+_conv_transpose = by_name(_convolution, CONV_TRANSPOSE, behind=4, transposed=True)
 
 
 def _pooled(kind: str) -> Callable[..., Any]:

@@ -20,13 +20,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.interface import Backend, Call
 from fusionai.backends.serving.base import ServingBase
 from fusionai.backends.serving.page_table import Span
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import POSITIONS, SEQUENCE, row_dimension
-from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
 from fusionai.wire.messages import StageOptions
@@ -142,8 +142,7 @@ class WholeServing(ServingBase):
         return host_tensor(spec.dtype, shape, np.ascontiguousarray(found).reshape(-1).data)
 
     def _row_of(self, value: str) -> tuple[int, ...]:
-        sizes = dict.fromkeys(self._graph.symbols, 1)
-        return tuple(evaluate(dim, sizes) for dim in self._graph.values[value].shape[2:])
+        return shape_of(self._graph, value, with_rows(self._graph, 1))[2:]
 
     def _row_bytes(self, name: str) -> int:
         return prod(self._rows[name]) * ITEMSIZE_BYTES[self._graph.values[name].dtype]

@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.backends.attention import Scores, visible_keys
-from fusionai.backends.binding import check_indices
+from fusionai.backends.binding import check_indices, shape_of, with_rows
 from fusionai.backends.serving.base import ServingBase, array_of
-from fusionai.backends.serving.page_table import LayerShape, Span, first_key, one_by_one, ring_tokens
+from fusionai.backends.serving.page_table import LayerShape, Span, first_key, one_by_one
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.ir.serving import SEQUENCE, row_dimension
-from fusionai.ir.shapes import evaluate, symbols_of
+from fusionai.ir.shapes import symbols_of
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.serving import CacheFormat, ServeOptions
@@ -109,11 +109,12 @@ class HostCache:
         self.window = shape.window
         self._format: CacheFormat = options.cache
         self._page_tokens = options.page_tokens
-        self._capacity = 0 if shape.window is None else ring_tokens(shape.window, options)
-        count = options.pages * options.page_tokens if shape.window is None else options.sessions * self._capacity
+        blocks, self._capacity = shape.blocks(options)
         widths = (shape.key_width, shape.value_width)
         # Zeroed, because a hostile caller may have a page read before it was written: it must not show old memory.
-        self._halves = [np.zeros((count, shape.heads, width), _CODED[options.cache]) for width in widths]
+        self._halves = [
+            np.zeros((blocks * self._capacity, shape.heads, width), _CODED[options.cache]) for width in widths
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -332,11 +333,9 @@ class PartedServing(ServingBase):
         return padded
 
     def _joined(self, name: str, pieces: Sequence[Array]) -> Array:
-        spec = self._graph.values[name]
         along = row_dimension(self._graph, name)
         if not pieces:
-            sizes = {**dict.fromkeys(self._graph.symbols, 1), SEQUENCE: 0}
-            return np.zeros(tuple(evaluate(dim, sizes) for dim in spec.shape), spec.dtype)
+            return np.zeros(shape_of(self._graph, name, with_rows(self._graph, 0)), self._graph.values[name].dtype)
         return pieces[0] if along is None or len(pieces) == 1 else np.concatenate(pieces, axis=along)
 
 

@@ -60,22 +60,9 @@ def _dropout(context: Context, node: int, x: torch.Tensor, *, p: float) -> torch
     return dropout(x, p, context.key, node) if context.training and p > 0.0 else x
 
 
-def _uniform(context: Context, node: int, x: torch.Tensor) -> torch.Tensor:
-    return uniform(x, context.key, node)
-
-
-def _in_training(
-    context: Context,
-    node: int,  # noqa: ARG001 — every operator of this table is called with it
-    trained: torch.Tensor,
-    otherwise: torch.Tensor,
-) -> torch.Tensor:
-    return trained if context.training else otherwise
-
-
 def _batch_norm_functional(
     context: Context,
-    node: int,  # noqa: ARG001 — every operator of this table is called with it
+    _node: int,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -99,7 +86,7 @@ def _batch_norm_functional(
 
 def _batch_norm(
     context: Context,
-    node: int,  # noqa: ARG001 — every operator of this table is called with it
+    _node: int,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -167,8 +154,8 @@ CONTEXTUAL: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         "fusion.attention": _attention,
         "fusion.dropout": _dropout,
-        "fusion.in_training": _in_training,
-        "fusion.uniform": _uniform,
+        "fusion.in_training": lambda context, _node, trained, otherwise: trained if context.training else otherwise,
+        "fusion.uniform": lambda context, node, x: uniform(x, context.key, node),
         "aten._native_batch_norm_legit_functional.default": _batch_norm_functional,
         "aten.batch_norm.default": _batch_norm,
     }

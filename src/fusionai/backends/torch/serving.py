@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from fusionai.backends.attention import Scores
+from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.serving.base import ServingBase, array_of, largest_pass
 from fusionai.backends.serving.page_table import LayerShape, Span, one_by_one
@@ -39,8 +40,7 @@ from fusionai.backends.torch.row_program import RowPlace, RowProgram, needed_byt
 from fusionai.backends.torch.serving_weights import ServingWeights
 from fusionai.backends.torch.sizes import META, input_shapes, measure
 from fusionai.ir.schema import Graph, Node, ParamSpec
-from fusionai.ir.serving import SEQUENCE, row_dimension, split_behind_attention
-from fusionai.ir.shapes import evaluate
+from fusionai.ir.serving import row_dimension, split_behind_attention
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
 from fusionai.wire.serving import ServeOptions, WeightFormat
@@ -235,8 +235,7 @@ class TorchServingProgram(ServingBase):
     def _rows_of(self, name: str, value: torch.Tensor | int, rows: Sequence[int] | None) -> torch.Tensor | int:
         if rows is None or isinstance(value, int):
             return value
-        shape = self._graph.values[self._graph.outputs[name]].shape
-        along = next((position for position, dim in enumerate(shape) if dim == SEQUENCE), None)
+        along = row_dimension(self._graph, self._graph.outputs[name])
         if along is None or list(rows) == list(range(value.shape[along])):
             return value
         return value.index_select(along, torch.tensor(list(rows), dtype=torch.int64, device=value.device))
@@ -293,9 +292,9 @@ class RowsBehind:
         return value if along is None else value.index_select(along, index)
 
     def _nothing(self, meaning: str, device: torch.device) -> torch.Tensor:
-        spec = self.graph.values[self.graph.outputs[meaning]]
-        sizes = [evaluate(dim, {**dict.fromkeys(self.graph.symbols, 1), SEQUENCE: 0}) for dim in spec.shape]
-        return torch.empty(sizes, dtype=DTYPES[spec.dtype], device=device)
+        value = self.graph.outputs[meaning]
+        sizes = shape_of(self.graph, value, with_rows(self.graph, 0))
+        return torch.empty(sizes, dtype=DTYPES[self.graph.values[value].dtype], device=device)
 
 
 def check_sizes(
