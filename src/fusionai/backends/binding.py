@@ -4,7 +4,7 @@ Framework-free and shared by all backends; called before anything is allocated. 
 expressions.
 
 Also here: `check_indices`, because compiled code returns NaN for an index outside a table instead of an error; how
-nodes are named and their arguments evaluated; which operators mixed precision concerns; and operators on sizes (plain
+errors name nodes; which operators mixed precision concerns; and operators on sizes (plain
 integers), the same on every backend, with an upper limit on every size.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, Ref
+from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.ir.serving import SEQUENCE
 from fusionai.ir.shapes import bounds, evaluate, symbols_of
 from fusionai.primitives.errors import ExecutionError
@@ -89,38 +89,6 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def argument(arg: Arg, known: Callable[[str], Any], dtype: Callable[[str], Any]) -> Any:
-    """Return an argument of a node as an operator takes it. Devices and memory formats do not matter to frameworks that
-    compile.
-
-    `known`: value name -> value; `dtype`: dtype name -> dtype.
-    """
-    match arg:
-        case Ref(name):
-            return known(name)
-        case DTypeArg(name):
-            return dtype(name)
-        case DeviceArg() | MemoryFormatArg():
-            return None
-        case FloatArg(name):
-            return float(name)
-        case ListArg(items):
-            return [argument(item, known, dtype) for item in items]
-        case _:
-            return arg
-
-
-def by_name(compute: Callable[..., Any], names: Sequence[str], *, behind: int, **fixed: Any) -> Callable[..., Any]:
-    """Return `compute` for an operator that takes the arguments `names`, in this order, after the first `behind`."""
-    return lambda *args, **options: compute(
-        *args[:behind], **dict(zip(names, args[behind:], strict=False)), **options, **fixed
-    )
-
-
-CONV: Final = ("stride", "padding", "dilation", "groups")
-"""Arguments of a convolution after input, weight and bias."""
-CONV_TRANSPOSE: Final = ("stride", "padding", "output_padding", "groups", "dilation")
-"""Arguments of a transposed convolution after input, weight and bias."""
 OPERATOR_FAILURES: Final = (
     RuntimeError,
     IndexError,

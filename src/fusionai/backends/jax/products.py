@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from fusionai.backends.binding import CONV, CONV_TRANSPOSE, by_name
+from fusionai.backends.arguments import CONV, CONV_TRANSPOSE, Sizes, adaptive_windows, by_name, conv_pads, many
 from fusionai.backends.jax.dtypes import Scalar
 
-Sizes = int | Sequence[int]
 _LETTERS: Final = "DHW"
 
 
@@ -41,11 +40,6 @@ def _addmm(bias: Array, a: Array, b: Array, beta: Scalar = 1, alpha: Scalar = 1)
     return (bias if beta == 1 else bias * beta) + (product if alpha == 1 else product * alpha)
 
 
-def _many(value: Sizes, count: int) -> tuple[int, ...]:
-    given = (value,) if isinstance(value, int) else tuple(value)
-    return given * count if len(given) == 1 else given
-
-
 def _convolution(
     x: Array,
     weight: Array,
@@ -61,19 +55,14 @@ def _convolution(
     spatial = weight.ndim - 2
     batched = x.ndim == weight.ndim
     x = x if batched else x[None]
-    steps, spread = _many(stride, spatial), _many(dilation, spatial)
+    steps, spread = many(stride, spatial), many(dilation, spatial)
     kernel = weight.shape[2:]
-    pads: str | list[tuple[int, int]]
-    if isinstance(padding, str):
-        reach = [d * (k - 1) for k, d in zip(kernel, spread, strict=True)]
-        pads = [(0, 0) if padding == "valid" else (one // 2, one - one // 2) for one in reach]
-    else:
-        pads = [(one, one) for one in _many(padding, spatial)]
+    pads = conv_pads(kernel, spread, padding)
     letters = _LETTERS[3 - spatial :]
     names = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
     if transposed:
-        extra = _many(output_padding, spatial)
-        given = _many(padding, spatial) if not isinstance(padding, str) else (0,) * spatial
+        extra = many(output_padding, spatial)
+        given = many(padding, spatial) if not isinstance(padding, str) else (0,) * spatial
         pads = [(d * (k - 1) - p, d * (k - 1) - p + e) for k, d, p, e in zip(kernel, spread, given, extra, strict=True)]
         split = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
         turned = jnp.flip(jnp.swapaxes(split, 1, 2), tuple(range(3, 3 + spatial)))
@@ -97,10 +86,10 @@ class _Window:
         self, x: Array, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, spatial: int
     ) -> None:
         lead = x.ndim - spatial
-        self.sizes = _many(kernel, spatial)
-        steps = _many(stride, spatial) if stride not in (None, (), []) else self.sizes
-        self.given = _many(padding, spatial)
-        spread = _many(dilation, spatial)
+        self.sizes = many(kernel, spatial)
+        steps = many(stride, spatial) if stride not in (None, (), []) else self.sizes
+        self.given = many(padding, spatial)
+        spread = many(dilation, spatial)
         pads: list[tuple[int, int]] = []
         for size, k, s, p, d in zip(x.shape[lead:], self.sizes, steps, self.given, spread, strict=True):
             span = size + 2 * p - d * (k - 1) - 1
@@ -192,13 +181,12 @@ def _adaptive(spatial: int) -> Callable[..., Array]:
     """
 
     def pool(x: Array, output: Sizes) -> Array:
-        wanted = _many(output, spatial)
+        wanted = many(output, spatial)
         for place, count in enumerate(wanted):
             axis = x.ndim - spatial + place
             size = x.shape[axis]
             weights = np.zeros((count, size), np.float32)
-            for row in range(count):
-                first, last = row * size // count, -(-(row + 1) * size // count)
+            for row, (first, last) in enumerate(adaptive_windows(size, count)):
                 weights[row, first:last] = 1 / (last - first)
             mixed = jnp.tensordot(x, jnp.asarray(weights, x.dtype), ((axis,), (1,)))
             x = jnp.moveaxis(mixed, -1, axis)

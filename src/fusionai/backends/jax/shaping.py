@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fusionai.backends.arguments import pad_widths, slice_bounds
 from fusionai.backends.jax.dtypes import Scalar, is_floating, result_type
 
 Ints = Sequence[int]
@@ -50,16 +51,8 @@ def _unsqueeze(x: Array, dim: int) -> Array:
     return jnp.expand_dims(x, dim)
 
 
-def _bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
-    """Return half-open bounds, clamped as in torch."""
-    first = 0 if start is None else start + size if start < 0 else start
-    last = size if end is None else end + size if end < 0 else end
-    first = min(max(first, 0), size)
-    return first, min(max(last, first), size)
-
-
 def _slice(x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
-    first, last = _bounds(x.shape[dim], start, end)
+    first, last = slice_bounds(x.shape[dim], start, end)
     return lax.slice_in_dim(x, first, last, step, _axis(x, dim))
 
 
@@ -134,7 +127,7 @@ def _select_scatter(x: Array, source: Array, dim: int, index: int) -> Array:
 def _slice_scatter(
     x: Array, source: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Array:
-    first, last = _bounds(x.shape[dim], start, end)
+    first, last = slice_bounds(x.shape[dim], start, end)
     return x.at[_placed(x, dim, slice(first, last, step))].set(source.astype(x.dtype))
 
 
@@ -185,12 +178,8 @@ def _repeat_interleave(x: Array, repeats: int, dim: int | None = None, **_: Any)
 
 
 def _pad(x: Array, pad: Ints, value: Scalar = 0.0) -> Array:
-    """Pad x. `pad`: (before, after) for the last dimension, then for the one before, and so on; negative values cut
-    off."""
-    widths = [(0, 0, 0)] * x.ndim
-    for place in range(len(pad) // 2):
-        widths[x.ndim - 1 - place] = (pad[2 * place], pad[2 * place + 1], 0)
-    return lax.pad(x, jnp.asarray(value, x.dtype), widths)
+    """Pad x; negative widths cut off."""
+    return lax.pad(x, jnp.asarray(value, x.dtype), [(*width, 0) for width in pad_widths(pad, x.ndim)])
 
 
 _PADDING_MODES: Final = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
@@ -199,10 +188,7 @@ _PADDING_MODES: Final = {"reflect": "reflect", "replicate": "edge", "circular": 
 def _pad_by(x: Array, pad: Ints, mode: str = "constant", value: Scalar | None = None) -> Array:
     if mode == "constant":
         return _pad(x, pad, 0.0 if value is None else value)
-    widths = [(0, 0)] * x.ndim
-    for place in range(len(pad) // 2):
-        widths[x.ndim - 1 - place] = (pad[2 * place], pad[2 * place + 1])
-    return jnp.pad(x, widths, mode=_PADDING_MODES[mode])
+    return jnp.pad(x, pad_widths(pad, x.ndim), mode=_PADDING_MODES[mode])
 
 
 def _diff(x: Array, n: int = 1, dim: int = -1, prepend: Array | None = None, append: Array | None = None) -> Array:

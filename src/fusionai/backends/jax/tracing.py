@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fusionai.backends.arguments import argument
 from fusionai.backends.binding import (
     IN_BFLOAT16,
     IN_FLOAT32,
     OPERATOR_FAILURES,
-    argument,
     describe,
     first_line,
     shape_of,

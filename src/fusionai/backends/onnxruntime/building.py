@@ -18,7 +18,8 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from fusionai.backends.binding import SIZES, argument, describe
+from fusionai.backends.arguments import argument
+from fusionai.backends.binding import SIZES, describe
 from fusionai.ir.schema import Arg, Graph, Node, Ref
 from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ExecutionError, FusionError

@@ -10,12 +10,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from fusionai.backends.arguments import CONV, CONV_TRANSPOSE, Sizes, adaptive_windows, by_name, conv_pads, many
 from fusionai.backends.attention import visible_keys
-from fusionai.backends.binding import CONV, CONV_TRANSPOSE, by_name
 from fusionai.backends.onnxruntime.building import Builder, Operand, Tensor
 from fusionai.primitives.errors import ExecutionError
-
-Sizes = int | Sequence[int]
 
 
 def linear(b: Builder, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,11 +52,6 @@ def _addmm(b: Builder, bias: Tensor, x: Tensor, y: Tensor, beta: float = 1, alph
     return b.op("Add", [product, bias])
 
 
-def _many(value: Sizes, count: int) -> list[int]:
-    given = [value] if isinstance(value, int) else list(value)
-    return given * count if len(given) == 1 else given
-
-
 def _convolution(
     b: Builder,
     x: Tensor,
@@ -74,17 +67,12 @@ def _convolution(
     spatial = weight.rank - 2
     batched = x.rank == weight.rank
     x = x if batched else b.unsqueeze(x, 0)
-    spread = _many(dilation, spatial)
-    options: dict[str, Any] = {"strides": _many(stride, spatial), "dilations": spread, "group": groups}
-    if isinstance(padding, str):
-        reach = [step * (weight.size(2 + at) - 1) for at, step in enumerate(spread)]
-        before = [0] * spatial if padding == "valid" else [one // 2 for one in reach]
-        after = [0] * spatial if padding == "valid" else [one - one // 2 for one in reach]
-    else:
-        before = after = _many(padding, spatial)
-    options["pads"] = [*before, *after]
+    spread = many(dilation, spatial)
+    options: dict[str, Any] = {"strides": many(stride, spatial), "dilations": spread, "group": groups}
+    pads = conv_pads([weight.size(2 + at) for at in range(spatial)], spread, padding)
+    options["pads"] = [before for before, _ in pads] + [after for _, after in pads]
     if transposed:
-        options["output_padding"] = _many(output_padding, spatial)
+        options["output_padding"] = many(output_padding, spatial)
     like = Tensor("", x.dtype, b.out.shape if batched else (1, *b.out.shape))
     y = b.op("ConvTranspose" if transposed else "Conv", [x, weight, bias], like=like, **options)
     return y if batched else b.reshape(y, b.out.shape)
@@ -97,12 +85,12 @@ _conv_transpose = by_name(_convolution, CONV_TRANSPOSE, behind=4, transposed=Tru
 def _pooled(kind: str) -> Callable[..., Any]:
     def run(b: Builder, x: Tensor, kernel: Sizes, stride: Sizes = (), padding: Sizes = 0, *args: Any) -> Any:
         spatial = 1 if "1d" in kind else 2
-        window = _many(kernel, spatial)
-        steps = _many(stride, spatial) if not isinstance(stride, Sequence) or stride else window
-        sides = _many(padding, spatial)
+        window = many(kernel, spatial)
+        steps = many(stride, spatial) if not isinstance(stride, Sequence) or stride else window
+        sides = many(padding, spatial)
         options: dict[str, Any] = {"kernel_shape": window, "strides": steps, "pads": [*sides, *sides]}
         if kind.startswith("max"):
-            options["dilations"] = _many(args[0], spatial) if args else [1] * spatial
+            options["dilations"] = many(args[0], spatial) if args else [1] * spatial
             options["ceil_mode"] = int(args[1]) if len(args) > 1 else 0
         else:
             options["ceil_mode"] = int(args[0]) if args else 0
@@ -125,10 +113,9 @@ def _adaptive(b: Builder, x: Tensor, _size: Sizes) -> Tensor:
         if whole == parts:
             continue
         one = (*x.shape[:at], 1, *x.shape[at + 1 :])
-        windows = [(index * whole // parts, -(-(index + 1) * whole // parts)) for index in range(parts)]
         means = [
             b.op("ReduceMean", [b.slice(x, at, *window), b.ints([at])], like=Tensor("", x.dtype, one), keepdims=1)
-            for window in windows
+            for window in adaptive_windows(whole, parts)
         ]
         x = b.op("Concat", means, like=Tensor("", x.dtype, (*one[:at], parts, *one[at + 1 :])), axis=at)
     return x

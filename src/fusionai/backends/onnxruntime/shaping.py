@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from fusionai.backends.arguments import pad_widths, slice_bounds
 from fusionai.backends.onnxruntime.building import ROWS, Builder, DType, Operand, Rows, Size, Tensor
 from fusionai.primitives.errors import ExecutionError
 
@@ -39,10 +40,9 @@ def _slice(
     if isinstance(first, Rows):
         raise ExecutionError("this backend can't begin a slice at a place that depends on the number of rows.")
     if isinstance(size, int):
-        first = max(0, min(size, first + size if first < 0 else first))
         if isinstance(end, Rows):
             raise ExecutionError("this backend can't end a slice of a fixed dimension at the number of rows.")
-        end = None if end is None else max(first, min(size, end + size if end < 0 else end))
+        first, end = slice_bounds(size, first, end)
     return b.slice(x, dim, first, end, step)
 
 
@@ -118,15 +118,13 @@ def _select_scatter(b: Builder, x: Tensor, source: Tensor, dim: int, index: int)
 def _slice_scatter(
     b: Builder, x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
-    size = x.size(dim)
-    first = 0 if start is None else start + size if start < 0 else min(start, size)
-    last = size if end is None else end + size if end < 0 else min(end, size)
+    first, last = slice_bounds(x.size(dim), start, end)
     if step != 1:
         at = dim % x.rank
         places = b.ints(range(first, last, step))
         spread = b.expand(b.reshape(places, (*(1,) * at, -1, *(1,) * (x.rank - at - 1))), source.shape)
         return b.op("ScatterElements", [x, spread, b.cast(source, x.dtype)], axis=at)
-    return _replaced(b, x, source, dim, first, max(first, last))
+    return _replaced(b, x, source, dim, first, last)
 
 
 def _filled(b: Builder, value: Operand) -> Tensor:
@@ -177,11 +175,8 @@ _MODES: Final = {"constant": "constant", "reflect": "reflect", "replicate": "edg
 
 
 def _pad(b: Builder, x: Tensor, pad: Sequence[int], mode: str = "constant", value: Operand | None = None) -> Tensor:
-    """Pad x. `pad`: (before, after) for the last dimension, then for the one before, and so on."""
-    before, after = [0] * x.rank, [0] * x.rank
-    for place in range(len(pad) // 2):
-        before[x.rank - 1 - place], after[x.rank - 1 - place] = pad[2 * place], pad[2 * place + 1]
-    given: list[Tensor | None] = [x, b.ints([*before, *after])]
+    widths = pad_widths(pad, x.rank)
+    given: list[Tensor | None] = [x, b.ints([before for before, _ in widths] + [after for _, after in widths])]
     if mode == "constant":
         given.append(b.number(0 if value is None or isinstance(value, Tensor) else value, x.dtype))
     return b.op("Pad", given, mode=_MODES[mode])
