@@ -1,6 +1,6 @@
 """Elementwise operators in ONNX; every name is in `ir.operators`.
 
-Neighbours: `building` casts and names, `operators` joins the tables.
+Neighbours: `building` casts and names, `sessions` joins the tables.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def _prelu(b: Builder, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _lerp(b: Builder, x: Tensor, y: Tensor, weight: float) -> Tensor:
-    way = b.op("Sub", [y, x])
-    return b.op("Add", [x, _as_tensor(b, _scaled(b, way, weight))])
+    difference = b.op("Sub", [y, x])
+    return b.op("Add", [x, _as_tensor(b, _scaled(b, difference, weight))])
 
 
 def _common(x: Operand, y: Operand) -> str:

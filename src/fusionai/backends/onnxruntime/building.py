@@ -2,8 +2,8 @@
 
 All sizes are known except at most one: the number of rows of a pass, if a model is built for any number of them
 (`ROWS`). Every value has the dtype that the graph declares, so operands are cast where torch would promote them. Only
-bfloat16, for which ONNX Runtime has few CPU kernels, is kept as float32 rounded to bfloat16. Neighbours: `operators`
-has a function per operator, `sessions` runs the model.
+bfloat16, for which ONNX Runtime has few CPU kernels, is kept as float32 rounded to bfloat16. Neighbours: `sessions`
+has a function per operator and runs the model.
 """
 
 from __future__ import annotations

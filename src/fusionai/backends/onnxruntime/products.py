@@ -1,6 +1,6 @@
 """Matrix products, convolutions, pooling, lookups and attention, in ONNX.
 
-Neighbours: `building`, `operators`.
+Neighbours: `building` casts and names, `sessions` joins the tables.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def session_of(
     threads: int | None,
 ) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
     """Return `nodes` as a function of the values `given` and the keys of nodes that draw random numbers
-    (`drawing.keys`).
+    (`semantic.keys`).
 
     Raises `ExecutionError` if an operator is not supported or ONNX Runtime rejects the model.
     """

@@ -1,6 +1,6 @@
 """Operators that rearrange, copy, join and make tensors, in ONNX.
 
-Neighbours: `building` knows sizes, `operators` joins the tables.
+Neighbours: `building` knows sizes, `sessions` joins the tables.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from fusionai.backends import binding
 from fusionai.backends.binding import IN_BFLOAT16, IN_FLOAT32, OPERATOR_FAILURES, first_line
 from fusionai.backends.torch.deferral import deferrable_linear
 from fusionai.backends.torch.host import DTYPES
-from fusionai.backends.torch.operators import CONTEXTUAL, LOOKUPS, PLAIN, Context, guarded
+from fusionai.backends.torch.operators import CONTEXTUAL, LOOKUPS, PLAIN, Context, with_index_checks
 from fusionai.backends.torch.stored import AS_THEY_ARE, Reading
 from fusionai.ir.graph import needed_nodes, reads, references
 from fusionai.ir.operators import OPERATORS
@@ -203,7 +203,7 @@ class _Builder:
         if own is not None:
             compute, leading = own, []
         elif node.op in LOOKUPS:
-            compute = guarded(node.op, compute)
+            compute = with_index_checks(node.op, compute)
         if self.mixed and OPERATORS[node.op].category in IN_FLOAT32:
             compute = _in_float32(compute)
         compute = self.stored.of(node, compute, half=self.mixed and OPERATORS[node.op].category in IN_BFLOAT16)

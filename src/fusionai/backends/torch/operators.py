@@ -267,7 +267,7 @@ LOOKUPS: Final[Mapping[str, Callable[..., list[Lookup]]]] = MappingProxyType(
 process."""
 
 
-def guarded(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+def with_index_checks(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return `compute` with a check that every index is in range; the result raises `ExecutionError` otherwise."""
     lookups = LOOKUPS[name]
 
