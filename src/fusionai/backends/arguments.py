@@ -1,12 +1,14 @@
-"""Arguments of torch's operators, evaluated and normalised: the same for all frameworks that define operators anew.
+"""Arguments of operators, evaluated and normalised once for all frameworks that define torch's operators anew.
 
-Framework-free. Neighbours: `jax.tracing` and `onnxruntime.building` evaluate arguments, their operator modules compute.
+Also what the arguments of `fusion.attention` mean on every backend: how scores are made from products, and which keys a
+query sees. Framework-free. Neighbours: `jax.tracing` and `onnxruntime.building` evaluate arguments, their operator
+modules compute. `serving.parted` and `torch.paged_attention` compute attention over caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, ListArg, MemoryFormatArg, Ref
 
@@ -77,3 +79,28 @@ def slice_bounds(size: int, start: int | None, end: int | None) -> tuple[int, in
 def adaptive_windows(size: int, count: int) -> list[tuple[int, int]]:
     """Return the inputs of each output of an adaptive pool: floor(i * size / count) to ceil((i + 1) * size / count)."""
     return [(index * size // count, -(-(index + 1) * size // count)) for index in range(count)]
+
+
+class Scores(NamedTuple):
+    """How attention with a cache weighs its keys.
+
+    A score is the product of a query and a key times `scale`, then `softcap` * tanh(score / `softcap`). `sinks` [query
+    heads]: one extra score per head, which takes weight but adds no value.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Any = None
+
+
+def visible_keys(queries: Any, keys: Any, *, causal: bool, window: int | None) -> Any:
+    """Return True where a query at position `queries` sees a key at position `keys` (arrays of one framework,
+    broadcast); None if every query sees every key.
+
+    A causal query sees itself and the `window - 1` positions before it. A query that is not causal sees up to `window`
+    positions on either side. These are transformers' two conventions.
+    """
+    if not causal:
+        return None if window is None else abs(keys - queries) <= window
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)

@@ -1,4 +1,4 @@
-"""Framework-free base of stage programs: which calls are allowed, and the names and error messages of state.
+"""Framework-free base of backends and stage programs: which calls are allowed, and names and error messages of state.
 
 Rejects what is out of order, with the same messages on every backend; computes nothing. A backend's program adds
 tensors: the value of a parameter or slot (`_copy`, `_put`), and what its forward keeps for backward (`Held`).
@@ -14,11 +14,11 @@ compute.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Final, Generic, Literal, TypeVar
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar, Final, Generic, Literal, TypeVar
 
 from fusionai.backends.binding import nearest
-from fusionai.backends.interface import NOTHING_BEGUN, Call
+from fusionai.backends.interface import NOTHING_BEGUN, Call, ServingProgram, StageProgram, WorksIn
 from fusionai.backends.state import StateEntry, check_entry, gradient_bytes, initial_value, state_entries
 from fusionai.ir.graph import reads
 from fusionai.ir.operators import OPERATORS
@@ -26,6 +26,7 @@ from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import StageOptions
+from fusionai.wire.serving import ServeOptions
 
 ContextKey = tuple[int, int, int]
 """(step, replica, microbatch)."""
@@ -201,6 +202,54 @@ class StageBase(ABC, Generic[Held]):
                 f"the limit is {limit_bytes}.",
                 hint="Use smaller or fewer microbatches in flight, give this peer fewer blocks or lend more memory.",
             )
+
+
+class FrameworkBackend:
+    """The framework-independent part of `backends.interface.Backend` and `backends.interface.ServingBackend`.
+
+    `operators`: names of the operators it has. `stage` and `served`: make the programs of a stage in training and of a
+    stage in serving, from the arguments of `load` and `serve`.
+    """
+
+    _works_on_cpu: ClassVar[WorksIn] = "caller"
+
+    def __init__(
+        self,
+        device: str,
+        operators: Container[str],
+        stage: Callable[..., StageProgram],
+        served: Callable[..., ServingProgram],
+    ) -> None:
+        self.device = device
+        self._operators = operators
+        self._stage = stage
+        self._served = served
+
+    @property
+    def works_in(self) -> WorksIn:
+        return self._works_on_cpu if self.device == "cpu" else "device"
+
+    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted({op for op in ops if op not in self._operators}))
+
+    def load(
+        self,
+        graph: Graph,
+        *,
+        grad_inputs: Sequence[str],
+        options: StageOptions,
+        memory_limit_bytes: int | None = None,
+    ) -> StageProgram:
+        self._require_operators(graph)
+        return self._stage(graph, grad_inputs=grad_inputs, options=options, memory_limit_bytes=memory_limit_bytes)
+
+    def serve(self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None) -> ServingProgram:
+        self._require_operators(graph)
+        return self._served(graph, options=options, memory_limit_bytes=memory_limit_bytes)
+
+    def _require_operators(self, graph: Graph) -> None:
+        if missing := self.unsupported(node.op for node in graph.nodes):
+            raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
 
 
 def key_of(call: Call) -> ContextKey:

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("numba", reason="attention of prompts is machine code, made by numba")
 
-from fusionai.backends.attention import Scores
+from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import TILE_POSITIONS
 from fusionai.backends.serving.page_table import LayerShape, Span
 from fusionai.backends.torch import compiled_attention as wrapper

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusionai.backends.attention import Scores
+from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import TILE_POSITIONS
 from fusionai.backends.serving.page_table import Span, first_key
 from fusionai.backends.torch.paged_attention import BLOCK_KEYS, tiled_attention, tiles

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
-from fusionai.backends.framework import FrameworkBackend
 from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.jax.dtypes import Device
 from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN
@@ -31,6 +30,7 @@ from fusionai.backends.measurement import (
     scratch_bytes_per_s,
     with_pace,
 )
+from fusionai.backends.stage_base import FrameworkBackend
 from fusionai.ir.operators import OPERATORS
 from fusionai.primitives.environment import limit_xla_threads
 from fusionai.primitives.errors import UsageError

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fusionai.backends.attention import visible_keys
+from fusionai.backends.arguments import visible_keys
 from fusionai.backends.counters import FIRST_MULTIPLIER, SECOND_MULTIPLIER, UNIFORM_BITS
 
 

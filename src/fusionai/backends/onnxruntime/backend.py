@@ -16,7 +16,6 @@ import psutil
 from onnx import TensorProto, helper
 
 from fusionai.backends.binding import SIZES
-from fusionai.backends.framework import FrameworkBackend
 from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.measurement import (
     arithmetic,
@@ -30,6 +29,7 @@ from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET
 from fusionai.backends.onnxruntime.program import OnnxStageProgram
 from fusionai.backends.onnxruntime.serving import FORMATS, OnnxServingProgram
 from fusionai.backends.onnxruntime.sessions import OPERATORS, PROVIDERS
+from fusionai.backends.stage_base import FrameworkBackend
 from fusionai.ir.operators import OPERATORS as ALLOWED
 from fusionai.primitives.errors import ExecutionError, UsageError
 

@@ -10,8 +10,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from fusionai.backends.arguments import CONV, CONV_TRANSPOSE, Sizes, adaptive_windows, by_name, conv_pads, many
-from fusionai.backends.attention import visible_keys
+from fusionai.backends.arguments import (
+    CONV,
+    CONV_TRANSPOSE,
+    Sizes,
+    adaptive_windows,
+    by_name,
+    conv_pads,
+    many,
+    visible_keys,
+)
 from fusionai.backends.onnxruntime.building import Builder, Operand, Tensor
 from fusionai.primitives.errors import ExecutionError
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.backends.attention import Scores, visible_keys
+from fusionai.backends.arguments import Scores, visible_keys
 from fusionai.backends.binding import check_indices, shape_of, with_rows
 from fusionai.backends.serving.base import ServingBase, array_of
 from fusionai.backends.serving.page_table import LayerShape, Span, first_key, one_by_one

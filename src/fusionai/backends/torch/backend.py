@@ -23,9 +23,9 @@ import torch._decomp
 import torch._refs
 import torch._refs.nn.functional
 
-from fusionai.backends.framework import FrameworkBackend
 from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.measurement import require_threads, with_pace
+from fusionai.backends.stage_base import FrameworkBackend
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.torch.optimizers import StageOptimizer, clip_scale
 from fusionai.backends.torch.probe import calls_per_s, describe_device, measure_speeds

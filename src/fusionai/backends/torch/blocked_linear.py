@@ -41,7 +41,7 @@ class Kernels:
 @cache
 def kernels() -> Kernels | None:
     """Return the compiled products; None if the framework's products are used."""
-    made = kernel_module("row_products", "products")
+    made = kernel_module("fusionai.backends.torch.row_products", "products")
     return made and Kernels(made.products, made.factor_of, made.scratch_bytes(), made.FEW_ROWS)
 
 

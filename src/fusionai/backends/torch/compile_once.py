@@ -28,13 +28,13 @@ hang."""
 
 @cache
 def kernel_module(module: str, what: str) -> Any | None:
-    """Import a module of this package that compiles kernels; None if numba is missing or fails, and then operators
+    """Import a module that compiles kernels; None if numba is missing or fails, and then operators
     compute `what`."""
     if not available():
         return None
     try:
         with compiled_once(what):
-            return import_module(f"fusionai.backends.torch.{module}")
+            return import_module(module)
     except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and operators serve instead
         log.warning("compiled %s: unavailable, using slower operators: %s: %s", what, type(error).__name__, error)
         return None

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from fusionai.backends.attention import Scores
+from fusionai.backends.arguments import Scores
 from fusionai.backends.serving.page_table import LayerShape, Span
 from fusionai.backends.torch.blocked_linear import in_threads
 from fusionai.backends.torch.compile_once import kernel_module
@@ -31,7 +31,7 @@ _LINE_FLOATS: Final = 16
 @cache
 def attention_kernels() -> Any | None:
     """Return the compiled kernel's module; None if operators compute attention."""
-    return kernel_module("attention_kernels", "attention")
+    return kernel_module("fusionai.backends.torch.attention_kernels", "attention")
 
 
 def attention_scratch_bytes(layers: Sequence[LayerShape], rows: int) -> int:

@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from fusionai.backends.attention import Scores
+from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import TILE_POSITIONS
 from fusionai.backends.serving.page_table import Span, first_key, one_by_one
 from fusionai.backends.torch.compiled_attention import attention_kernels, compiled_attention

@@ -16,7 +16,7 @@ from typing import Final, Protocol, get_args
 import psutil
 import torch
 
-from fusionai.backends.attention import Scores
+from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.measurement import (
     MEASURE_S,

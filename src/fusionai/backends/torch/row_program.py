@@ -177,7 +177,7 @@ class RowProgram:
 
 def _kernel() -> Callable[..., None] | None:
     """Return the compiled kernel; None if operators compute decoding."""
-    module = kernel_module("row_kernels", "decoding")
+    module = kernel_module("fusionai.backends.torch.row_kernels", "decoding")
     return None if module is None else module.run
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
-from fusionai.backends.attention import visible_keys
+from fusionai.backends.arguments import visible_keys
 from fusionai.backends.counters import FIRST_MULTIPLIER, SECOND_MULTIPLIER, UNIFORM_BITS, DropoutKey, folds
 from fusionai.backends.torch.host import DTYPE_NAMES
 
@@ -45,7 +45,7 @@ def attention(
 ) -> torch.Tensor:
     """Return [B, Hq, S, Dv] for q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv].
 
-    `scale`, `softcap`, `sinks`, `causal`, `window`: see `backends.attention`. `key_mask` [B, T]: non-zero where a key
+    `scale`, `softcap`, `sinks`, `causal`, `window`: see `arguments.Scores`. `key_mask` [B, T]: non-zero where a key
     may be seen. `dropout`: probability of dropping a weight, 0.0 outside training.
     """
     if softcap is not None or sinks is not None or dropout > 0.0:

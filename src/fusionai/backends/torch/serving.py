@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusionai.backends.attention import Scores
+from fusionai.backends.arguments import Scores
 from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.serving.base import ServingBase, array_of, largest_pass
