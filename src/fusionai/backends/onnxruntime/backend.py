@@ -6,11 +6,8 @@ a stage, `serving` serves one.
 
 from __future__ import annotations
 
-import hashlib
-import platform
-import time
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -19,39 +16,43 @@ import psutil
 from onnx import TensorProto, helper
 
 from fusionai.backends.binding import SIZES
-from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
-from fusionai.backends.measurement import arithmetic
+from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.measurement import (
+    arithmetic,
+    calls_per_s,
+    hashed,
+    probe_pattern,
+    processor_name,
+    require_threads,
+)
 from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET
 from fusionai.backends.onnxruntime.program import OnnxStageProgram
 from fusionai.backends.onnxruntime.serving import FORMATS, OnnxServingProgram
 from fusionai.backends.onnxruntime.sessions import OPERATORS, PROVIDERS
+from fusionai.backends.stage_base import FrameworkBackend
 from fusionai.ir.operators import OPERATORS as ALLOWED
-from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError, UsageError
-from fusionai.wire.messages import StageOptions
-from fusionai.wire.serving import ServeOptions
 
-MEASURE_S: Final = 0.2
-"""Time for each measurement, in seconds; chosen."""
 SIZE: Final = 512
 """Rows and columns of the measured matrix product; chosen."""
 
 
-class OnnxBackend:
+class OnnxBackend(FrameworkBackend):
     """Implements `backends.interface.Backend` and `backends.interface.ServingBackend`. `threads` limits the threads of
     a session."""
 
     name = "onnxruntime"
 
     def __init__(self, device: str = "auto", threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise UsageError(f"expected at least one thread, got {threads}.")
-        self.device = _choose(device)
+        require_threads(threads)
+        placed = {"device": _choose(device), "threads": threads}
+        super().__init__(
+            placed["device"],
+            OPERATORS.keys() | SIZES,
+            partial(OnnxStageProgram, **placed),
+            partial(OnnxServingProgram, **placed),
+        )
         self._threads = threads
-
-    @property
-    def works_in(self) -> WorksIn:
-        return "caller" if self.device == "cpu" else "device"
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about half a second; less with `speeds`."""
@@ -61,14 +62,11 @@ class OnnxBackend:
             backend=self.name,
             backend_version=ort.__version__,
             device=self.device,
-            device_name=_processor(),
-            flops_per_s=known.flops_per_s,
-            memory_bandwidth_bytes_per_s=known.memory_bandwidth_bytes_per_s,
+            device_name=processor_name(),
+            **known.figures(),
             memory_bytes=psutil.virtual_memory().total,
             threads=self._threads or psutil.cpu_count(logical=False) or 1,
             fingerprint=self._fingerprint(multiply),
-            scratch_bytes_per_s=known.scratch_bytes_per_s,
-            pace=known.pace,
             unsupported_ops=self.unsupported(ALLOWED),
             tasks=("serve",),
             weight_formats=FORMATS,
@@ -77,38 +75,6 @@ class OnnxBackend:
 
     def warm_up(self) -> None:
         """Do nothing: ONNX Runtime defers no work."""
-
-    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
-        return tuple(sorted({op for op in ops if op not in OPERATORS and op not in SIZES}))
-
-    def load(
-        self,
-        graph: Graph,
-        *,
-        grad_inputs: Sequence[str],
-        options: StageOptions,
-        memory_limit_bytes: int | None = None,
-    ) -> OnnxStageProgram:
-        return OnnxStageProgram(
-            graph,
-            grad_inputs=grad_inputs,
-            options=options,
-            device=self.device,
-            threads=self._threads,
-            memory_limit_bytes=memory_limit_bytes,
-        )
-
-    def serve(
-        self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None
-    ) -> OnnxServingProgram:
-        """See `backends.interface.ServingBackend`."""
-        return OnnxServingProgram(
-            graph,
-            options=options,
-            device=self.device,
-            threads=self._threads,
-            memory_limit_bytes=memory_limit_bytes,
-        )
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
         """Raise `ExecutionError`: this backend does not train."""
@@ -126,37 +92,17 @@ class OnnxBackend:
         return lambda a, b: session.run(None, {"a": a, "b": b})[0]
 
     def _fingerprint(self, multiply: Callable[[Any, Any], Any]) -> str:
-        described = ("onnxruntime", ort.__version__, *arithmetic(), self.device, _processor(), str(self._threads))
-        digest = hashlib.sha256("\n".join(described).encode())
-        values = ((np.arange(67 * 96) * 2_654_435_761 % 2_039 - 1_019) / 1_024).astype(np.float32).reshape(67, 96)
-        digest.update(np.ascontiguousarray(multiply(values, np.ascontiguousarray(values.T))).tobytes())
-        return digest.hexdigest()
+        described = ("onnxruntime", ort.__version__, *arithmetic(), self.device, processor_name(), str(self._threads))
+        values = probe_pattern(67, 96)
+        return hashed(described, [np.ascontiguousarray(multiply(values, np.ascontiguousarray(values.T))).tobytes()])
 
 
 def _measured(multiply: Callable[[Any, Any], Any]) -> Speeds:
     ones = np.ones((SIZE, SIZE), np.float32)
-    flops_per_s = 2.0 * SIZE**3 * _calls_per_s(lambda: multiply(ones, ones))
+    flops_per_s = 2.0 * SIZE**3 * calls_per_s(lambda: multiply(ones, ones))
     source = np.zeros(64 << 20, np.uint8)
     # A copy reads and writes every byte.
-    return Speeds(flops_per_s, 2.0 * source.nbytes * _calls_per_s(source.copy))
-
-
-def _calls_per_s(call: Callable[[], object]) -> float:
-    call()
-    calls, start_s = 0, time.perf_counter()
-    while (elapsed_s := time.perf_counter() - start_s) < MEASURE_S or not calls:
-        call()
-        calls += 1
-    return calls / elapsed_s
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    return Speeds(flops_per_s, 2.0 * source.nbytes * calls_per_s(source.copy))
 
 
 def _choose(device: str) -> str:

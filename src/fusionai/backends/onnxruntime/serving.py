@@ -6,17 +6,15 @@ supported. Neighbours: `serving.parted` cuts the graph and has caches and attent
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
 
 from fusionai.backends.onnxruntime.building import ROWS, Size, SizesError
 from fusionai.backends.onnxruntime.sessions import Array, Weights, require_operators, session_of
-from fusionai.backends.serving.base import awaited
 from fusionai.backends.serving.parted import Compute, Part, PartedServing
 from fusionai.backends.tolerance import numbers
-from fusionai.ir.schema import Graph
+from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import BATCH, SEQUENCE
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, tensor_bytes
@@ -47,24 +45,15 @@ class OnnxServingProgram(PartedServing):
             )
         self._device = device
         self._threads = threads
-        self._specs = {spec.key: spec for spec in graph.params.values()}
         self._check_memory(memory_limit_bytes)
-        self._waiting = set(self._specs)
         self._weights = Weights()
         self._sessions: dict[tuple[tuple[int, ...], tuple[str, ...], Size], Compute] = {}
         """(a part's nodes, what it makes, number of rows) -> session."""
         self._by_size: set[tuple[tuple[int, ...], tuple[str, ...]]] = set()
         """Parts for which a session for any number of rows can't be built."""
 
-    def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
-        for key, tensor in entries:
-            spec = awaited(self._specs, self._waiting, key, tensor)
-            self._weights.put(key, np.array(numbers(tensor), dtype=spec.dtype))
-            self._waiting.discard(key)
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        return tuple(sorted(self._waiting))
+    def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:
+        self._weights.put(spec.key, np.array(numbers(tensor), dtype=spec.dtype))
 
     @property
     def resident_bytes(self) -> int:
