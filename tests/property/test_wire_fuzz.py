@@ -24,11 +24,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusionai.cli.running import run
 from fusionai.primitives.errors import ChannelClosed, WireError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, host_tensor
 from fusionai.transport.authority import load_authority
 from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.event_loop import run
 from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
 from fusionai.transport.routes import parse_address

@@ -1,6 +1,6 @@
 """Prints the events of a serving job, such as plan, loading and faults: a line each, and progress bars on a terminal.
 
-`client.serving.serve` emits the events; `cli.plan_view` prints plans.
+`client.serving.serve` emits the events; `cli.planning.view` prints plans.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from fusionai.cli import console
-from fusionai.cli.plan_view import show_plan
+from fusionai.cli.planning.view import show_plan
 from fusionai.client.pool.faults import waiting_news
 from fusionai.client.pool.job_process import Met, Noted
 from fusionai.client.serving.serve import Hashed, ServeEvent, ServePlanned

@@ -1,8 +1,8 @@
 """Reads the scenario file of `fusion simulate SCENARIO.toml`: model, pool, job, churn, links, recovery.
 
-Defines the file's keys and their units. Paths in it are relative to the file. `pool_file` reads the pool that it names,
-`asked` builds the planner's problem, `simulator.scenario` has the types for churn and timings, `cli.simulate` runs it.
-"""
+Defines the file's keys and their units. Paths in it are relative to the file. `cli.planning.pool_file` reads the pool
+that it names, `cli.planning.request` builds the planner's problem, `simulator.scenario` has the types for churn and
+timings, `cli.planning.simulate` runs it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from fusionai.cli.asked import Asked, problem_of
-from fusionai.cli.pool_file import PoolOnPaper, read_pool, read_toml
-from fusionai.cli.serving_options import ServingOptions
+from fusionai.cli.planning.pool_file import PoolOnPaper, read_pool, read_toml
+from fusionai.cli.planning.request import Asked, problem_of
+from fusionai.cli.serving.options import ServingOptions
 from fusionai.corpus.strict import convert
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import RecipeError, UsageError

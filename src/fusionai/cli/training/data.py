@@ -1,7 +1,7 @@
 """`fusion data RECIPE.toml`: shows a job's training data: counts, bad rows, and sample rows with the tokens trained on.
 
 Needs no pool. The tokenised data stays in the job's directory, so that the job starts sooner. `corpus.source` supplies
-the rows; `cli.train` runs the job.
+the rows; `cli.training.train` runs the job.
 """
 
 from __future__ import annotations

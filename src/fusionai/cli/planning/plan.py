@@ -1,9 +1,8 @@
 """`fusion plan`: shows how a model would be split over a pool, its speed, and whether one machine alone is faster.
 
 Turns flags into the planner's problem; `scheduling.planner` makes the plan. `capture` supplies the graph, `ir.cost` its
-costs, `cli.pool_file` or the live pool the machines. `plan_view` and `plan_figures` present the result;
-`what_would_fit` suggests changes if there is no plan.
-"""
+costs, `cli.planning.pool_file` or the live pool the machines. `cli.planning.view` and `cli.planning.figures` present
+the result; `cli.planning.request` suggests changes if there is no plan."""
 
 from __future__ import annotations
 
@@ -17,13 +16,27 @@ import msgspec
 
 from fusionai.backends.state import trained
 from fusionai.cli import console
-from fusionai.cli.asked import Asked, Change, captured, problem_of, what_would_fit
 from fusionai.cli.options import HowMany, home_option, json_option, lora_option, write_json
-from fusionai.cli.plan_alternatives import apart, apart_figures, show_apart, show_lines
-from fusionai.cli.plan_figures import figures
-from fusionai.cli.plan_view import privacy_figures, privacy_lines, show_expense, show_guards, show_picture, show_plan
-from fusionai.cli.pool_file import ConstraintsTable, PoolOnPaper, catalogue_option, read_catalogue, read_pool, resolve
-from fusionai.cli.serving_options import MOST_SESSIONS, ServingOptions, serving_options
+from fusionai.cli.planning.alternatives import apart, apart_figures, show_apart, show_lines
+from fusionai.cli.planning.figures import figures
+from fusionai.cli.planning.pool_file import (
+    ConstraintsTable,
+    PoolOnPaper,
+    catalogue_option,
+    read_catalogue,
+    read_pool,
+    resolve,
+)
+from fusionai.cli.planning.request import Asked, Change, captured, problem_of, what_would_fit
+from fusionai.cli.planning.view import (
+    privacy_figures,
+    privacy_lines,
+    show_expense,
+    show_guards,
+    show_picture,
+    show_plan,
+)
+from fusionai.cli.serving.options import MOST_SESSIONS, ServingOptions, serving_options
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel
@@ -378,7 +391,7 @@ def _constraints(
 
 
 def _live_pool(home: Path, *, trusted: bool) -> PoolOnPaper:
-    from fusionai.cli.session import pool_profiles
+    from fusionai.cli.pool.session import pool_profiles
 
     return pool_profiles(home, trusted=trusted)
 

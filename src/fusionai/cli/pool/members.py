@@ -1,6 +1,6 @@
 """`fusion pool` lists the members and the recent events of running jobs; `fusion leave` takes this machine out.
 
-`cli.session` sends the requests to the broker.
+`cli.pool.session` sends the requests to the broker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HISTORY_LINES = 8
 @json_option
 def pool(home: Path, json_file: Path | None) -> None:
     """List the members of the pool, what they lend and do, and the recent events of running jobs."""
-    from fusionai.cli.session import in_pool
+    from fusionai.cli.pool.session import in_pool
 
     async def ask(session: PoolSession) -> tuple[str, tuple[Member, ...], list[JobView]]:
         members = await session.pool()
@@ -83,7 +83,7 @@ def pool(home: Path, json_file: Path | None) -> None:
 @home_option
 def leave(now: bool, home: Path) -> None:
     """Take this machine out of the pool: its `fusion join` ends after handing over its current work."""
-    from fusionai.cli.session import in_pool
+    from fusionai.cli.pool.session import in_pool
 
     async def ask(session: PoolSession) -> None:
         present = {member.view.peer for member in await session.pool() if member.view.state != "lost"}

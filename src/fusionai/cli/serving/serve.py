@@ -1,7 +1,7 @@
 """`fusion serve MODEL`: an OpenAI-compatible API over the pool, or over a pool of local processes (`--local`).
 
 Prints the start and the end: at the first Ctrl-C, open streams may finish for some seconds, then the stages are
-released. `client.serving.serve` runs the job, `gateway` answers requests, `cli.serving_view` prints the job's events.
+released. `client.serving.serve` runs the job, `gateway` answers requests, `cli.serving.view` prints the job's events.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import click
 
 from fusionai.cli import console
 from fusionai.cli.options import home_option, json_option, own_part_options, write_json
-from fusionai.cli.plan_view import privacy_figures, privacy_lines
+from fusionai.cli.planning.view import privacy_figures, privacy_lines
 from fusionai.cli.running import lifeline_option, run_until_stopped
-from fusionai.cli.serving_options import GuessCount, ServingOptions, serving_options
+from fusionai.cli.serving.options import GuessCount, ServingOptions, serving_options
 from fusionai.primitives.errors import UsageError
 
 if TYPE_CHECKING:
-    from fusionai.cli.serving_view import ServingObservation, ServingRow
+    from fusionai.cli.serving.view import ServingObservation, ServingRow
     from fusionai.client.serving.job import ServeRequest
     from fusionai.client.serving.serve import Served, ServeEvent
     from fusionai.serving.speculating import Speculate
@@ -147,7 +147,7 @@ def serve(
         raise UsageError("--local starts its own pool: it can't be combined with --invite or --stages.")
     if draft is not None and speculate == "off":
         raise UsageError("--draft names a model that guesses: it can't be combined with --speculate off.")
-    from fusionai.cli.serving_view import show_serving
+    from fusionai.cli.serving.view import show_serving
     from fusionai.client.serving.job import ServeRequest
     from fusionai.client.serving.model import parse_adapters
 
@@ -195,8 +195,9 @@ def serve(
 
 
 def _observed(ready: Served, observation: ServingObservation) -> tuple[tuple[ServingRow, ...], str]:
-    """Return the rows of predicted and measured figures, and the sentence about shared cores (`cli.observation`)."""
-    from fusionai.cli.observation import own_hosts, shared_cores
+    """Return the rows of predicted and measured figures, and the sentence about shared cores
+    (`cli.training.observation`)."""
+    from fusionai.cli.training.observation import own_hosts, shared_cores
 
     deployment, problem = ready.engine.deployment, ready.problem()
     everyone = (*problem.peers, *([] if problem.owner is None else [problem.owner]))
@@ -238,7 +239,7 @@ async def run(
     on_end: Callable[[Served, ServingObservation], None],
 ) -> None:
     """Serve until `stop` is set. If it is set before the model is ready, the start is cancelled."""
-    from fusionai.cli.serving_view import ServingView
+    from fusionai.cli.serving.view import ServingView
     from fusionai.privacy.measured import sentence
 
     _check_door(door)
@@ -271,7 +272,7 @@ async def _serve(
     on_ready: Callable[[str, Served], None],
     on_end: Callable[[Served, ServingObservation], None],
 ) -> None:
-    from fusionai.cli.serving_view import ServingObservation
+    from fusionai.cli.serving.view import ServingObservation
     from fusionai.client.serving.serve import serving
     from fusionai.gateway import server
     from fusionai.gateway.app import make_app

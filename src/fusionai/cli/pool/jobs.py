@@ -1,6 +1,6 @@
 """`fusion jobs`, `fusion logs` and `fusion stop`: list a pool's jobs, show one's history, stop one.
 
-`cli.session` sends the requests to the broker.
+`cli.pool.session` sends the requests to the broker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusionai.wire.messages import JobView
 @json_option
 def jobs(home: Path, json_file: Path | None) -> None:
     """List the jobs of the pool and their progress."""
-    from fusionai.cli.session import in_pool
+    from fusionai.cli.pool.session import in_pool
 
     found = in_pool(home, lambda session: session.jobs())
     if json_file is not None:
@@ -43,7 +43,7 @@ def logs(job: str, home: Path, json_file: Path | None) -> None:
     """Show the history of JOB as the broker knows it.
 
     Losses and speeds are in the run's directory on the job owner's machine."""
-    from fusionai.cli.session import in_pool
+    from fusionai.cli.pool.session import in_pool
 
     found = _one(in_pool(home, lambda session: session.jobs(job)), job)
     if json_file is not None:
@@ -60,7 +60,7 @@ def stop(job: str, home: Path) -> None:
     """Stop JOB cleanly: it writes a last checkpoint and can be resumed.
 
     Only the machines of the job's owner and of the broker may stop a job."""
-    from fusionai.cli.session import in_pool
+    from fusionai.cli.pool.session import in_pool
     from fusionai.client.pool.session import OWNER_DIRECTORY
     from fusionai.transport.enrolment import MEMBERSHIP_FILE, load_membership
 

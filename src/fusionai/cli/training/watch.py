@@ -1,7 +1,7 @@
 """Shows a training run: turns its events into printed lines and updates of the live view.
 
-`client.training.train` emits the events, `dashboard.live` draws the view, `cli.train` and `cli.demo` use this.
-"""
+`client.training.train` emits the events, `dashboard.live` draws the view, `cli.training.train` and `cli.training.demo`
+use this."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import TracebackType
 from rich.console import Console
 
 from fusionai.cli import console
-from fusionai.cli.plan_view import privacy_lines
+from fusionai.cli.planning.view import privacy_lines
 from fusionai.client.pool.faults import FaultReport
 from fusionai.client.pool.job_process import Noted
 from fusionai.client.training.demo import DemoEvent

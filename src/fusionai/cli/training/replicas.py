@@ -1,7 +1,7 @@
 """`fusion train` for a recipe with `[replicas]`: several pipelines at once, with a live view and a report for each.
 
 Prints and writes the results. `client.training.replicas` runs the job, `dashboard.live` draws the live view;
-`cli.train` does the same for one pipeline.
+`cli.training.train` does the same for one pipeline.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from statistics import fmean
 from types import TracebackType
 
 from fusionai.cli import console
-from fusionai.cli.observation import show_observation
 from fusionai.cli.options import write_json
-from fusionai.cli.run_report import RunReport
 from fusionai.cli.running import run_until_stopped
+from fusionai.cli.training.observation import show_observation
+from fusionai.cli.training.run_report import RunReport
 from fusionai.client.pool.job_process import Noted
 from fusionai.client.training.replicas import InReplica, ReplicasEvent, ReplicasResult, train_replicas
 from fusionai.client.training.train import Planned, RunEvent, TrainingResult, TrainOptions

@@ -1,8 +1,8 @@
 """`fusion chat`: a conversation with a served model in the terminal, with the machines that answered on request.
 
 Handles the slash commands and the printing; without a terminal it prints plain lines, so that a conversation can be
-piped in. `cli.chat_client` speaks HTTP. With MODEL, `fusion serve` runs as a separate process during the conversation.
-"""
+piped in. `cli.serving.chat_client` speaks HTTP. With MODEL, `fusion serve` runs as a separate process during the
+conversation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.chat_client import (
+from fusionai.cli.options import home_option
+from fusionai.cli.serving.chat_client import (
     AnswerPiece,
     AnswerRoute,
     ApiRefusal,
@@ -30,8 +31,7 @@ from fusionai.cli.chat_client import (
     Note,
     ServerStatus,
 )
-from fusionai.cli.options import home_option
-from fusionai.cli.serving_options import ServingOptions, serving_options
+from fusionai.cli.serving.options import ServingOptions, serving_options
 from fusionai.primitives.errors import FusionError, TransportError, UsageError
 from fusionai.primitives.units import format_bytes, format_seconds
 

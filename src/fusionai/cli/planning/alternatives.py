@@ -1,8 +1,7 @@
 """Shows what a pool could do instead of one pipeline: train replicas with local updates, or serve several pipelines.
 
-`cli.plan` shows it below the plan of one pipeline; `scheduling.serving.parallel` computes it; `dashboard.lines_chart`
-draws it as SVG.
-"""
+`cli.planning.plan` shows it below the plan of one pipeline; `scheduling.serving.parallel` computes it;
+`dashboard.plan_chart` draws it as SVG."""
 
 from __future__ import annotations
 

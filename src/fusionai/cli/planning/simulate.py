@@ -1,7 +1,7 @@
 """`fusion simulate`: simulates a job on a pool whose machines come, go, freeze and crash.
 
-`scenario_file` reads the scenario, `capture` supplies the graph, `simulator` simulates, `simulate_view` prints the
-results, `simulate_plots` draws them.
+`cli.planning.scenario_file` reads the scenario, `capture` supplies the graph, `simulator` simulates,
+`cli.planning.simulate_view` prints and draws the results.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.asked import captured
 from fusionai.cli.options import json_option, write_json
-from fusionai.cli.pool_file import catalogue_option, read_catalogue
-from fusionai.cli.scenario_file import ScenarioOnPaper, read_scenario
-from fusionai.cli.simulate_view import (
+from fusionai.cli.planning.pool_file import catalogue_option, read_catalogue
+from fusionai.cli.planning.request import captured
+from fusionai.cli.planning.scenario_file import ScenarioOnPaper, read_scenario
+from fusionai.cli.planning.simulate_view import (
     Simulated,
     course_figures,
     show_assumptions,
@@ -104,7 +104,7 @@ def _trained(
         show_course(course, shown)
         figures |= course_figures(course, shown)
     if plots is not None:
-        from fusionai.cli.simulate_plots import draw_course, draw_step
+        from fusionai.cli.planning.simulate_view import draw_course, draw_step
 
         names = shown.names
         console.line(f"Written: {draw_step(shown.steps, shown.plan, names, plots / 'step.png')}")

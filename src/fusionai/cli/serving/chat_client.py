@@ -1,8 +1,7 @@
 """HTTP client of the terminal chat: one connection to a gateway, answers streamed as they arrive.
 
-Understands the part of OpenAI's chat completions that it needs, and the gateway's `fusion` report. `cli.chat` keeps the
-conversation; `gateway` is the server.
-"""
+Understands the part of OpenAI's chat completions that it needs, and the gateway's `fusion` report. `cli.serving.chat`
+keeps the conversation; `gateway` is the server."""
 
 from __future__ import annotations
 

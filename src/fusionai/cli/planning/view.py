@@ -1,6 +1,6 @@
 """Prints a plan: a table of stages, a picture in text, and sentences about speed, standbys and cost.
 
-`cli.plan` and `cli.serving_view` use this; `dashboard.plan_chart` draws a plan as SVG.
+`cli.planning.plan` and `cli.serving.view` use this; `dashboard.plan_chart` draws a plan as SVG.
 """
 
 from __future__ import annotations

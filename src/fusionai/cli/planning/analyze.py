@@ -1,7 +1,7 @@
 """`fusion analyze`: compares many small machines on home links with a few large ones in one box.
 
 Prints tables and writes the HTML, CSV and JSON files. `scheduling.analysis.cases` computes the figures,
-`dashboard.analysis_page` lays out the page, `cli.pool_file` reads the devices.
+`dashboard.analysis_page` lays out the page, `cli.planning.pool_file` reads the devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import click
 
 from fusionai.cli import console
 from fusionai.cli.options import json_option, write_json
-from fusionai.cli.pool_file import catalogue_option, read_catalogue, shipped_catalogue
+from fusionai.cli.planning.pool_file import catalogue_option, read_catalogue, shipped_catalogue
 from fusionai.primitives.errors import UsageError
 from fusionai.scheduling.analysis.cases import Cell, Comparison, compare
 from fusionai.scheduling.analysis.catalogue import Catalogue

@@ -1,7 +1,7 @@
 """Collects the events of a training run and fills its HTML report from them; also words the faults as they occur.
 
-Chooses the step whose timeline is drawn. `cli.train` and `cli.demo` feed it; `dashboard.report` draws the page.
-"""
+Chooses the step whose timeline is drawn. `cli.training.train` and `cli.training.demo` feed it; `dashboard.report` draws
+the page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from fusionai.cli.observation import Observation, own_hosts, shared_cores
+from fusionai.cli.training.observation import Observation, own_hosts, shared_cores
 from fusionai.client.pool.faults import Episode, FaultReport, stages_in_words
 from fusionai.client.pool.job_process import Met, Noted
 from fusionai.client.training.demo import PROMPT, DemoEvent, DemoResult
@@ -182,7 +182,7 @@ class RunReport:
         return self.observation.rows()
 
     def shared_cores(self) -> str:
-        """Return `cli.observation.shared_cores` for all peers that had a stage while steps were done."""
+        """Return `cli.training.observation.shared_cores` for all peers that had a stage while steps were done."""
         if self.planned is None:
             return ""
         return shared_cores(

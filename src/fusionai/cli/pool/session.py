@@ -1,7 +1,7 @@
 """Single requests to the pool this machine belongs to, for commands that ask, print and exit.
 
-`client.pool.session` holds the connection; `cli.pool`, `cli.jobs`, `cli.broker` and `cli.plan` use this module.
-"""
+`client.pool.session` holds the connection; `cli.pool.members`, `cli.pool.jobs`, `cli.pool.broker` and
+`cli.planning.plan` use this module."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Final, TypeVar
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.pool_file import PoolOnPaper
+from fusionai.cli.planning.pool_file import PoolOnPaper
+from fusionai.cli.running import run
 from fusionai.client.pool.job_trust import job_trust
 from fusionai.client.pool.session import PoolSession, any_membership, near_links
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Excluded, PeerProfile
 from fusionai.transport.enrolment import Membership
-from fusionai.transport.event_loop import run
 
 _Answer = TypeVar("_Answer")
 

@@ -2,7 +2,7 @@
 
 Each `[[peers]]` table is one machine, or `count` equal ones, given by measured speed or by a `gpu` of the catalogue.
 `[owner]` is the job owner's machine, `[[links]]` overrides links between machines, `[constraints]` restricts the plan.
-`pool_tables` defines the keys, `cli.plan` and `cli.simulate` use pools, `corpus.strict` words errors in the file.
+`cli.planning.plan` and `cli.planning.simulate` use pools, `corpus.strict` words errors in the file.
 """
 
 from __future__ import annotations

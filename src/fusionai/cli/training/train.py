@@ -1,6 +1,6 @@
 """`fusion train RECIPE.toml`: trains a model on the pool with a live view; running it again resumes.
 
-Prints and writes the results at the end. `client.training.train` runs the job, `cli.watch` shows its progress.
+Prints and writes the results at the end. `client.training.train` runs the job, `cli.training.watch` shows its progress.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def train(
     """Train the model of RECIPE.toml on the pool.
 
     After an interruption or a stop, run the same command again to resume."""
-    from fusionai.cli.observation import show_observation
-    from fusionai.cli.run_report import RunReport
-    from fusionai.cli.watch import Watch
+    from fusionai.cli.training.observation import show_observation
+    from fusionai.cli.training.run_report import RunReport
+    from fusionai.cli.training.watch import Watch
     from fusionai.client.training.train import RunEvent, TrainOptions
     from fusionai.client.training.train import train as run
     from fusionai.corpus.recipe import load_recipe
@@ -45,7 +45,7 @@ def train(
     console.note(loaded.describe())
     options = TrainOptions(home=home, invitation=invitation, device=device, threads=threads)
     if loaded.replicas is not None:
-        from fusionai.cli.train_replicas import train_with_replicas
+        from fusionai.cli.training.replicas import train_with_replicas
 
         train_with_replicas(loaded, loaded.replicas, options, json_file)
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fusionai.cli.plan_alternatives import lines_warnings
+from fusionai.cli.planning.alternatives import lines_warnings
 from fusionai.scheduling.problem.stage_costs import Crossing
 from fusionai.scheduling.problem.types import Plan, StagePlacement
 from fusionai.scheduling.serving.parallel import METHOD, ManyLines

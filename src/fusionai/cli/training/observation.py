@@ -3,7 +3,7 @@
 A plan's first step is left out if the plan has others, because it warms up caches or follows a fault. A stage's compute
 time includes the pauses of a machine that lends a share of its time, as the prediction does.
 
-`cli.run_report` feeds it, `cli.train` prints it, `dashboard.report` shows it on its page.
+`cli.training.run_report` feeds it, `cli.training.train` prints it, `dashboard.report` shows it on its page.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def broker(
 @json_option
 def invite(uses: int, lifetime: float, home: Path, json_file: Path | None) -> None:
     """Print a new invitation to the pool whose broker runs on this machine. Keep it secret: it lets machines join."""
-    from fusionai.cli.session import in_pool
+    from fusionai.cli.pool.session import in_pool
 
     invitation = in_pool(home, lambda session: session.invite(uses=uses, lifetime_s=lifetime))
     if json_file is not None:

@@ -1,8 +1,7 @@
 """Builds the planner's problem from a request: task, sizes, constraints and the machines of a pool.
 
-`cli.plan` fills the request from flags, `cli.scenario_file` from a file. `capture` supplies the graph, `ir.cost` its
-costs, and `scheduling.planner` solves the problem.
-"""
+`cli.planning.plan` fills the request from flags, `cli.planning.scenario_file` from a file. `capture` supplies the
+graph, `ir.cost` its costs, and `scheduling.planner` solves the problem."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ import msgspec
 from fusionai.capture.kept import kept
 from fusionai.capture.models.source import parse_source
 from fusionai.cli import console
-from fusionai.cli.pool_file import FIRST, LAST, ConstraintsTable, PoolOnPaper
-from fusionai.cli.serving_options import ServingOptions
+from fusionai.cli.planning.pool_file import FIRST, LAST, ConstraintsTable, PoolOnPaper
+from fusionai.cli.serving.options import ServingOptions
 from fusionai.client.serving.planning import serving_problem
 from fusionai.ir.cost import block_costs
 from fusionai.ir.partition import ends
