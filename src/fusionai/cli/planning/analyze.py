@@ -75,8 +75,7 @@ def analyze(
     write_json(out / "analysis.json", "analyze", figures)
     write_atomic(out / "analysis.csv", csv_of(comparisons).encode())
     write_atomic(out / "analysis.html", render_analysis(comparisons).encode())
-    if json_file is not None:
-        write_json(json_file, "analyze", figures)
+    write_json(json_file, "analyze", figures)
     console.line(f"Written: {out / 'analysis.html'}, analysis.csv and analysis.json beside it.")
 
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import click
 import msgspec
 
-from fusionai.backends.state import trained
-from fusionai.cli import console
-from fusionai.cli.options import HowMany, home_option, json_option, lora_option, write_json
-from fusionai.cli.planning.alternatives import apart, apart_figures, show_apart, show_lines
-from fusionai.cli.planning.figures import figures
+from fusionai.cli.options import HowMany, home_option, json_option, lora_option, stages_option, write_json
+from fusionai.cli.planning.figures import PlanReport
 from fusionai.cli.planning.pool_file import (
     ConstraintsTable,
     PoolOnPaper,
@@ -28,30 +25,16 @@ from fusionai.cli.planning.pool_file import (
     resolve,
 )
 from fusionai.cli.planning.request import Asked, Change, captured, problem_of, what_would_fit
-from fusionai.cli.planning.view import (
-    privacy_figures,
-    privacy_lines,
-    show_expense,
-    show_guards,
-    show_picture,
-    show_plan,
-)
-from fusionai.cli.serving.options import MOST_SESSIONS, ServingOptions, serving_options
+from fusionai.cli.serving.options import ServingOptions, serving_options
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.units import format_speed
 from fusionai.scheduling.problem.calibration import paced
-from fusionai.scheduling.problem.stage_costs import Crossing, StageCosts, crossings
-from fusionai.scheduling.problem.types import Lever, PeerProfile, Plan, Problem
-from fusionai.scheduling.serving.parallel import ManyLines, many_lines
-from fusionai.scheduling.standby.assignment import guarding
+from fusionai.scheduling.problem.types import Lever, Plan, Problem
 from fusionai.scheduling.standby.continuation import numerics
-from fusionai.scheduling.token_cost import expense
 from fusionai.scheduling.training import replicated
-from fusionai.scheduling.training.replicated import lighter
 from fusionai.wire.codecs import Compression
-from fusionai.wire.messages import OptimizerSpec
 
 FASTER: Final = 1.01
 """Least speed-up without the user's constraints that gives a warning (chosen)."""
@@ -118,11 +101,7 @@ FASTER: Final = 1.01
     metavar="N|auto",
     help="Split each training step over N pipelines that sum their gradients; auto: the fastest number.",
 )
-@click.option(
-    "--stages",
-    type=click.IntRange(min=1),
-    help="Use exactly this many stages per replica.  [default: the planner chooses]",
-)
+@stages_option
 @click.option("--spares", type=click.IntRange(min=0), help="Keep this many peers free as spares.")
 @click.option("--require", multiple=True, metavar="PEER", help="Use this peer. May be repeated.")
 @click.option("--exclude", multiple=True, metavar="PEER", help="Don't use this peer. May be repeated.")
@@ -156,16 +135,6 @@ def plan(
     model: str,
     pool_file: Path | None,
     task: Literal["train", "serve"],
-    batch: int,
-    microbatches: int,
-    sequence: int,
-    compression: Compression,
-    precision: Literal["fp32", "bf16"],
-    lora: int | None,
-    recompute: Lever,
-    offload: Lever,
-    offload_weights: Lever,
-    replicas: int | Literal["auto"],
     stages: int | None,
     spares: int | None,
     require: tuple[str, ...],
@@ -177,57 +146,32 @@ def plan(
     catalogue_file: Path | None,
     home: Path,
     json_file: Path | None,
+    **of_training: Any,
 ) -> None:
     """Show how MODEL would be split over this machine's pool, or over the machines of POOL.toml, and how fast it would
     run. Nothing is started.
 
     MODEL: a configuration file (.json), a directory in Hugging Face layout, a hub id, or module:function.
     """
-    if batch % microbatches:
-        raise UsageError(f"--batch {batch} is not divisible into {microbatches} equal microbatches (--microbatches).")
+    _check_flags(task, of_training)
     if picture_file is not None and picture_file.suffix != ".svg":
         raise UsageError(f"--picture: expected a name that ends in .svg, got {picture_file.name}.")
     if catalogue_file is not None and pool_file is None:
         raise UsageError("--catalogue needs --pool POOL.toml: the machines of a live pool are measured.")
-    if task == "serve" and compression != "none":
-        raise UsageError("--compression is for --task train.")
-    levers = {"--recompute": recompute, "--offload": offload, "--offload-weights": offload_weights}
-    for flag, value in levers.items():
-        if task == "serve" and value != "auto":
-            raise UsageError(f"{flag} is for --task train.")
-    if offload_weights == "always" and recompute == "never":
-        raise UsageError(
-            "--offload-weights always needs recomputed activations, but --recompute is never.",
-            hint="Use --recompute auto or always.",
-        )
-    if task == "serve" and precision != "fp32":
-        raise UsageError("--precision is for --task train.", hint="Use --weights for a served model.")
-    if task == "serve" and lora is not None:
-        raise UsageError("--lora is for --task train.")
-    if task == "serve" and replicas != 1:
-        raise UsageError("--replicas is for --task train.")
     catalogue = read_catalogue(catalogue_file)
-    pool = (
-        read_pool(pool_file, catalogue)
-        if pool_file is not None
-        else _live_pool(home, trusted=served.privacy == "trusted")
-    )
+    if pool_file is not None:
+        pool = read_pool(pool_file, catalogue)
+    else:
+        from fusionai.cli.pool.session import pool_profiles
+
+        pool = pool_profiles(home, trusted=served.privacy == "trusted")
     asked = Asked(
         task=task,
-        batch=batch,
-        microbatches=microbatches,
-        sequence=sequence,
         constraints=_constraints(pool, stages, spares, require, exclude),
         takeover=numerics(takeover),
         served=served,
-        compression=compression,
-        precision=precision,
-        recompute=recompute,
-        offload=offload,
-        offload_weights=offload_weights,
-        replicas=replicas,
         privacy=_level(served, pool),
-        lora=lora,
+        **of_training,
     )
     graph = captured(model, asked, home)
     problem = paced(problem_of(graph, pool, asked))
@@ -238,55 +182,44 @@ def plan(
         warnings=(*found.warnings, *_constraint_warnings(found, problem)),
         excluded=(*found.excluded, *pool.absent),
     )
-    names = {profile.peer: profile.name or profile.peer for profile in _everyone(pool)}
-    beside = many_lines(problem, found, MOST_SESSIONS, least_speed) if task == "serve" else None
-    watch = guarding(found, problem)
-    between = crossings(found, StageCosts(problem, found))
-    cost = expense(found, _everyone(pool), pool.prices)
-    show_picture(found, between, names)
-    show_plan(found, names)
-    learning = None if task == "serve" else trained(graph, OptimizerSpec())
-    if learning is not None:
-        console.line(f"With AdamW, {learning.words}")
-    for sentence in privacy_lines(asked.privacy, found):
-        console.line(sentence)
-    show_guards(watch, names)
-    show_expense(cost, names)
-    smaller = lighter(problem, found)
-    if smaller:
-        offers = (
-            f"--compression {one.compression} at least {format_speed(one.tokens_per_s)} tokens/s "
-            f"({one.tokens_per_s / found.tokens_per_s:.2g} x)"
-            for one in smaller
-        )
-        console.line(f"Links are the bottleneck: with {', '.join(offers)}; each raises the loss slightly.")
-    assumed = (*pool.assumed, *_unknown_bandwidths(found, pool))
-    for sentence in assumed:
-        console.line(f"Assumed: {sentence}")
-    if beside is not None:
-        show_lines(beside, found, names)
-    separate = apart(problem, found) if found.replicas == 1 else None
-    if separate is not None:
-        show_apart(separate, found, names)
+    report = PlanReport.of(found, problem, graph, pool, asked, least_speed)
+    report.show()
     if picture_file is not None:
-        _draw(picture_file, found, between, names)
-        if beside is not None:
-            _draw_beside(picture_file.with_name(f"{picture_file.stem}-replicas.svg"), beside)
-    if json_file is not None:
-        written = figures(watch, names, between, cost, assumed, beside)
-        packed = [{"compression": one.compression, "tokens_per_s": one.tokens_per_s} for one in smaller]
-        write_json(
-            json_file,
-            "plan",
-            {
-                **written,
-                "privacy": privacy_figures(asked.privacy, found),
-                "trained": learning,
-                "compression": compression,
-                "codecs": list(found.codecs),
-                "lighter": packed,
-                "local_updates": apart_figures(separate, names),
-            },
+        report.draw(picture_file)
+    write_json(json_file, "plan", report.figures())
+
+
+_ONLY_IN_TRAINING: Final = {
+    "compression": "none",
+    "recompute": "auto",
+    "offload": "auto",
+    "offload_weights": "auto",
+    "precision": "fp32",
+    "lora": None,
+    "replicas": 1,
+}
+"""Flags that have no meaning with --task serve, with their defaults."""
+
+
+def _check_flags(task: Literal["train", "serve"], flags: Mapping[str, object]) -> None:
+    """Raise `UsageError` for flags of a training job that contradict each other or the task."""
+    batch, microbatches = flags["batch"], flags["microbatches"]
+    assert isinstance(batch, int)
+    assert isinstance(microbatches, int)
+    if batch % microbatches:
+        raise UsageError(
+            f"--batch {batch} is not divisible into {microbatches} equal microbatches (--microbatches).",
+            hint="Choose a batch that is a multiple of the number of microbatches.",
+        )
+    for name, default in _ONLY_IN_TRAINING.items():
+        if task == "serve" and flags[name] != default:
+            flag = f"--{name.replace('_', '-')}"
+            instead = "Use --weights for a served model." if name == "precision" else f"Leave {flag} out."
+            raise UsageError(f"{flag} is for --task train.", hint=instead)
+    if flags["offload_weights"] == "always" and flags["recompute"] == "never":
+        raise UsageError(
+            "--offload-weights always needs recomputed activations, but --recompute is never.",
+            hint="Use --recompute auto or always.",
         )
 
 
@@ -355,22 +288,6 @@ def _constraint_warnings(found: Plan, problem: Problem) -> Iterator[str]:
         )
 
 
-def _unknown_bandwidths(found: Plan, pool: PoolOnPaper) -> Iterator[str]:
-    """Yield a sentence about machines without a known memory bandwidth, which mostly limits generation: they look too
-    fast."""
-    used = {stage.peer for stage in found.stages}
-    blind = [
-        peer.name or peer.peer
-        for peer in _everyone(pool)
-        if peer.peer in used and not peer.memory_bandwidth_bytes_per_s > 0
-    ]
-    if found.task == "serve" and blind:
-        yield (
-            f"{', '.join(dict.fromkeys(blind))}: no memory bandwidth is given, so only arithmetic is counted; real "
-            "machines are slower."
-        )
-
-
 def _constraints(
     pool: PoolOnPaper, stages: int | None, spares: int | None, require: tuple[str, ...], exclude: tuple[str, ...]
 ) -> ConstraintsTable:
@@ -388,29 +305,3 @@ def _constraints(
         stages=table.stages if stages is None else stages,
         spares=table.spares if spares is None else spares,
     )
-
-
-def _live_pool(home: Path, *, trusted: bool) -> PoolOnPaper:
-    from fusionai.cli.pool.session import pool_profiles
-
-    return pool_profiles(home, trusted=trusted)
-
-
-def _everyone(pool: PoolOnPaper) -> tuple[PeerProfile, ...]:
-    return (*pool.peers, *((pool.owner,) if pool.owner is not None else ()))
-
-
-def _draw(path: Path, found: Plan, between: tuple[Crossing, ...], names: Mapping[str, str]) -> None:
-    from fusionai.dashboard.plan_chart import plan_picture
-    from fusionai.storage.atomic import write_atomic
-
-    write_atomic(path, plan_picture(found, between, names).encode())
-    console.line(f"Written: {path}.")
-
-
-def _draw_beside(path: Path, beside: ManyLines) -> None:
-    from fusionai.dashboard.plan_chart import lines_picture
-    from fusionai.storage.atomic import write_atomic
-
-    write_atomic(path, lines_picture(beside).encode())
-    console.line(f"Written: {path}.")

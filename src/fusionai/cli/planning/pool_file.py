@@ -204,6 +204,10 @@ class PoolOnPaper:
     absent: tuple[Excluded, ...] = ()
     """Members of a live pool that can't be planned with now."""
 
+    @property
+    def everyone(self) -> tuple[PeerProfile, ...]:
+        return self.peers if self.owner is None else (*self.peers, self.owner)
+
 
 @dataclass(frozen=True, slots=True)
 class _Machine:

@@ -69,8 +69,7 @@ def simulate(
     graph = captured(read.model, read.asked, environment.fusion_home())
     figures = _served(read, graph) if read.table.task == "serve" else _trained(read, graph, seed, hours, plots)
     show_assumptions(read)
-    if json_file is not None:
-        write_json(json_file, "simulate", figures)
+    write_json(json_file, "simulate", figures)
 
 
 def _trained(

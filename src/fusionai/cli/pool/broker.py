@@ -10,32 +10,28 @@ from pathlib import Path
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import address_option, home_option, json_option, quantity, write_json
+from fusionai.cli.options import (
+    address_option,
+    home_option,
+    host_option,
+    invitation_options,
+    json_option,
+    port_option,
+    quantity,
+    write_json,
+)
 from fusionai.cli.running import lifeline_option, run_until_stopped
 from fusionai.primitives.ids import short
-from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per_s, parse_seconds
+from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per_s
 from fusionai.transport.trust import parse_key
 
 
 @click.command()
 @click.option("--pool", "name", help="Name of the pool.  [default: the name it already has, or `pool`]")
-@click.option("--host", default="0.0.0.0", show_default=True, help="Listen on this address of the machine.")
-@click.option("--port", type=click.IntRange(0, 65_535), help="Listen on this port; 0: any free one.  [default: 4711]")
+@host_option
+@port_option("Listen on this TCP port; 0: any free one.", default=None, shown="4711")
 @address_option
-@click.option(
-    "--uses",
-    type=click.IntRange(1, 100_000),
-    default=100,
-    show_default=True,
-    help="Machines that may use the invitation.",
-)
-@click.option(
-    "--lifetime",
-    callback=quantity(parse_seconds),
-    default="24h",
-    show_default=True,
-    help="Validity of the invitation, e.g. 30min, 24h.",
-)
+@invitation_options(uses=100)
 @click.option(
     "--rest-after",
     type=click.IntRange(0, 16),
@@ -112,18 +108,17 @@ def broker(
     )
 
     def opened(pool: Announcement) -> None:
-        if json_file is not None:
-            write_json(
-                json_file,
-                "broker",
-                {
-                    "pool": pool.pool,
-                    "peer": pool.peer,
-                    "addresses": pool.addresses,
-                    "invitation": pool.invitation,
-                    "healed": pool.healed,
-                },
-            )
+        write_json(
+            json_file,
+            "broker",
+            {
+                "pool": pool.pool,
+                "peer": pool.peer,
+                "addresses": pool.addresses,
+                "invitation": pool.invitation,
+                "healed": pool.healed,
+            },
+        )
         for line in pool.healed:
             console.line(f"Repaired: {line}")
         console.line(f"Pool {pool.pool} is open; broker {short(pool.peer)}.")
@@ -140,14 +135,7 @@ def broker(
 
 
 @click.command()
-@click.option("--uses", type=click.IntRange(1, 100_000), default=1, show_default=True, help="Machines that may use it.")
-@click.option(
-    "--lifetime",
-    callback=quantity(parse_seconds),
-    default="24h",
-    show_default=True,
-    help="Validity of the invitation, e.g. 30min, 24h.",
-)
+@invitation_options(uses=1)
 @home_option
 @json_option
 def invite(uses: int, lifetime: float, home: Path, json_file: Path | None) -> None:
@@ -155,8 +143,7 @@ def invite(uses: int, lifetime: float, home: Path, json_file: Path | None) -> No
     from fusionai.cli.pool.session import in_pool
 
     invitation = in_pool(home, lambda session: session.invite(uses=uses, lifetime_s=lifetime))
-    if json_file is not None:
-        write_json(json_file, "invite", {"invitation": invitation, "uses": uses, "lifetime_s": lifetime})
+    write_json(json_file, "invite", {"invitation": invitation, "uses": uses, "lifetime_s": lifetime})
     _print_invitation(invitation, uses, lifetime)
 
 

@@ -25,8 +25,7 @@ def jobs(home: Path, json_file: Path | None) -> None:
     from fusionai.cli.pool.session import in_pool
 
     found = in_pool(home, lambda session: session.jobs())
-    if json_file is not None:
-        write_json(json_file, "jobs", {"jobs": [_figures(job) for job in found]})
+    write_json(json_file, "jobs", {"jobs": [_figures(job) for job in found]})
     if not found:
         console.line("No jobs yet. `fusion train RECIPE.toml` starts one.")
         return
@@ -46,8 +45,7 @@ def logs(job: str, home: Path, json_file: Path | None) -> None:
     from fusionai.cli.pool.session import in_pool
 
     found = _one(in_pool(home, lambda session: session.jobs(job)), job)
-    if json_file is not None:
-        write_json(json_file, "logs", {**_figures(found), "story": list(found.story)})
+    write_json(json_file, "logs", {**_figures(found), "story": list(found.story)})
     console.line(f"{found.job}: {_state(found)}, {_steps(found)}, plan version {found.plan_version}")
     for entry in found.story:
         console.line(console.printable(entry))

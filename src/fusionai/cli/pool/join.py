@@ -9,17 +9,31 @@ import asyncio
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from fusionai.backends.registry import BACKENDS
 from fusionai.cli import console
-from fusionai.cli.options import address_option, home_option, json_option, quantity, write_json
+from fusionai.cli.options import (
+    address_option,
+    device_option,
+    home_option,
+    host_option,
+    json_option,
+    port_option,
+    quantity,
+    threads_option,
+    write_json,
+)
 from fusionai.cli.running import lifeline_option, run_until_stopped
 from fusionai.primitives.ids import short
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limit_bytes_per_s, parse_share
+
+if TYPE_CHECKING:
+    from fusionai.peer.lending import PeerOptions, PeerReady
 
 
 @click.command()
@@ -33,20 +47,15 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limi
     help="Compute with this framework; auto: one that is installed. jax needs fusionai[jax]; onnxruntime, which can "
     "serve but not train, needs fusionai[onnxruntime].",
 )
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda", "mps"]),
-    default="auto",
-    show_default=True,
-    help="Lend this device.",
-)
+@device_option("Lend this device")
 @click.option(
     "--max-memory",
+    "memory_limit_bytes",
     callback=quantity(parse_bytes),
     metavar="SIZE",
     help="Lend at most this much of the device's memory, e.g. 8GB.  [default: most of the free memory]",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Compute with this many threads.  [default: all cores]")
+@threads_option("Compute with this many threads")
 @click.option(
     "--share",
     callback=quantity(parse_share),
@@ -57,12 +66,14 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limi
 )
 @click.option(
     "--upload-limit",
+    "upload_limit_bytes_per_s",
     callback=quantity(parse_rate_limit_bytes_per_s),
     metavar="RATE",
     help="Send at most at this rate, over all connections together, e.g. 20Mbit.  [default: unlimited]",
 )
 @click.option(
     "--download-limit",
+    "download_limit_bytes_per_s",
     callback=quantity(parse_rate_limit_bytes_per_s),
     metavar="RATE",
     help="Receive at most at this rate, over all connections together, e.g. 100Mbit.  [default: unlimited]",
@@ -75,8 +86,8 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limi
 )
 @click.option("--pause-when-busy", is_flag=True, help="Don't compute while other programs keep the CPU busy.")
 @click.option("--name", default="", help="Show this name for the machine.  [default: the host name]")
-@click.option("--host", default="0.0.0.0", show_default=True, help="Listen on this address of the machine.")
-@click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Listen on this port.  [default: a free one]")
+@host_option
+@port_option("Listen on this TCP port.", shown="a free one")
 @click.option(
     "--relay/--no-relay",
     default=None,
@@ -99,25 +110,12 @@ from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limi
 def join(
     invitation: str | None,
     owner: bool,
-    backend: str,
-    device: str,
-    max_memory: int | None,
-    threads: int | None,
-    share: float,
-    upload_limit: float | None,
-    download_limit: float | None,
     schedule: tuple[str, ...],
-    pause_when_busy: bool,
-    name: str,
-    host: str,
-    port: int,
-    relay: bool | None,
-    weights_beside: Path | None,
-    measure: bool,
     addresses: tuple[str, ...],
     lifeline: bool,
     home: Path,
     json_file: Path | None,
+    **lent: Any,
 ) -> None:
     """Join a pool with an invitation and lend this machine until Ctrl-C.
 
@@ -130,46 +128,36 @@ def join(
         return
     with loading():
         from fusionai.peer.daemon import run_peer
-        from fusionai.peer.lending import PeerOptions, PeerReady, parse_schedule
+        from fusionai.peer.lending import PeerOptions, parse_schedule
 
     options = PeerOptions(
         home=home,
         invitation=invitation,
-        backend=backend,
-        device=device,
-        threads=threads,
-        memory_limit_bytes=max_memory,
-        share=share,
-        upload_limit_bytes_per_s=upload_limit,
-        download_limit_bytes_per_s=download_limit,
         schedule=parse_schedule(schedule) if schedule else None,
-        pause_when_busy=pause_when_busy,
-        name=name,
-        host=host,
-        port=port,
         advertise=addresses,
-        relay=relay,
-        measure=measure,
-        weights_beside=weights_beside,
+        **lent,
     )
 
     def ready(announced: PeerReady) -> None:
-        profile = announced.profile
-        rates = (("sending", upload_limit), ("receiving", download_limit))
-        limited = "".join(f", {what} at most {format_bytes(rate)}/s" for what, rate in rates if rate is not None)
-        if json_file is not None:
-            write_json(json_file, "join", msgspec.to_builtins(announced))
-        console.line(
-            f"In pool {console.printable(announced.pool)} as {profile.name} ({short(announced.peer)}): lending "
-            f"{profile.device} ({profile.device_name}), {format_bytes(profile.memory_bytes)}, "
-            f"{profile.share:.0%} of the time{limited}; reachable at {', '.join(announced.addresses)}. Ctrl-C leaves."
-        )
-        if announced.measured_at_s is not None:
-            measured = time.strftime("%Y-%m-%d %H:%M", time.localtime(announced.measured_at_s))
-            console.note(f"Using the speed measured on {measured}; --measure measures it again.")
+        write_json(json_file, "join", msgspec.to_builtins(announced))
+        _announce(announced, options)
 
     run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop, tell=console.line), lifeline=lifeline)
     console.line("Left the pool.")
+
+
+def _announce(announced: PeerReady, options: PeerOptions) -> None:
+    profile = announced.profile
+    rates = (("sending", options.upload_limit_bytes_per_s), ("receiving", options.download_limit_bytes_per_s))
+    limited = "".join(f", {what} at most {format_bytes(rate)}/s" for what, rate in rates if rate is not None)
+    console.line(
+        f"In pool {console.printable(announced.pool)} as {profile.name} ({short(announced.peer)}): lending "
+        f"{profile.device} ({profile.device_name}), {format_bytes(profile.memory_bytes)}, "
+        f"{profile.share:.0%} of the time{limited}; reachable at {', '.join(announced.addresses)}. Ctrl-C leaves."
+    )
+    if announced.measured_at_s is not None:
+        measured = time.strftime("%Y-%m-%d %H:%M", time.localtime(announced.measured_at_s))
+        console.note(f"Using the speed measured on {measured}; --measure measures it again.")
 
 
 def _become_owner(invitation: str | None, home: Path) -> None:

@@ -62,8 +62,7 @@ def key(home: Path, json_file: Path | None) -> None:
     If there is no signing key yet, one is created and trusted here."""
     signer = _own_key(home)
     lends = load_identity(home).peer if (home / KEY_FILE).is_file() else None
-    if json_file is not None:
-        write_json(json_file, "trust", {"signing_key": signer, "peer": lends})
+    write_json(json_file, "trust", {"signing_key": signer, "peer": lends})
     console.line(f"signing key (for `fusion trust add` on other machines): {signer}")
     if lends is not None:
         console.line(f"this machine's key (for `fusion trust sign` on other machines): {lends}")
@@ -126,8 +125,7 @@ def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) ->
         serial=secrets.token_bytes(16),
     )
     _keep(home, msgspec.structs.replace(trust_list, endorsements=(data, *trust_list.endorsements)))
-    if json_file is not None:
-        write_json(json_file, "trust", {"peer": member, "signing_key": signer, "endorsement": line_of(data)})
+    write_json(json_file, "trust", {"peer": member, "signing_key": signer, "endorsement": line_of(data)})
     console.line(
         f"Endorsed for {days} days: {member}{f' ({name})' if name else ''}. To show it to others, run on that machine:"
     )
@@ -179,18 +177,15 @@ def show(home: Path, json_file: Path | None) -> None:
     """List the trusted signing keys, the endorsements known here, and the revoked machines."""
     trust_list = _trust_list(home)
     rows = [_row(trust_list, data) for data in trust_list.endorsements]
-    if json_file is not None:
-        write_json(
-            json_file,
-            "trust",
-            {
-                "signing_keys": [{"key": one.key, "name": one.name} for one in trust_list.signers],
-                "endorsements": [
-                    {"peer": peer, "name": name, "by": by, "state": state} for peer, name, by, state in rows
-                ],
-                "revoked": [{"peer": one.peer, "at_s": one.at_s} for one in trust_list.revoked],
-            },
-        )
+    write_json(
+        json_file,
+        "trust",
+        {
+            "signing_keys": [{"key": one.key, "name": one.name} for one in trust_list.signers],
+            "endorsements": [{"peer": peer, "name": name, "by": by, "state": state} for peer, name, by, state in rows],
+            "revoked": [{"peer": one.peer, "at_s": one.at_s} for one in trust_list.revoked],
+        },
+    )
     if not trust_list.signers:
         console.line("No signing key is trusted here, so `trusted` jobs find no peers. Start with `fusion trust key`.")
     for one in trust_list.signers:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeVar, cast
 
 import click
 
-from fusionai.cli.options import privacy_option
+from fusionai.cli.options import options, privacy_option
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
 from fusionai.scheduling.problem.types import ServingNeeds
@@ -74,100 +74,88 @@ class GuessCount(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
         return int(str(value))
 
 
-def serving_options(function: _Function) -> _Function:
-    """Give a command the parameter `served: ServingOptions`."""
-
-    @click.option(
+_FLAGS: Final = options(
+    click.option(
         "--weights",
         type=click.Choice(["fp32", "bf16", "fp16", "int8", "int4"]),
         default="fp32",
         show_default=True,
         help="Store the model's matrices in this format; int8 and int4 are weight-only quantisation.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--cache",
         type=click.Choice(["fp32", "bf16", "fp16"]),
         default="fp32",
         show_default=True,
         help="Store the KV cache in this format.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--context",
         "context_tokens",
         type=click.IntRange(min=2),
         help=f"Limit prompt plus answer to this many tokens.  [default: the model's limit, at most {CONTEXT_TOKENS}]",
-    )
-    @click.option(
+    ),
+    click.option(
         "--sessions",
         type=click.IntRange(1, MOST_SESSIONS),
         default=SESSIONS,
         show_default=True,
         help="Serve up to this many sessions at a time.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--ends",
         type=click.Choice(["owner", "pool"]),
         help="Place embedding and head on this machine (`owner`: tokens and logits never leave it) or on peers "
         "(`pool`).  [default: owner]",
-    )
-    @privacy_option
-    @click.option("--confidential", is_flag=True, help="Refuse to run at any privacy level other than `trusted`.")
-    @click.option(
+    ),
+    privacy_option,
+    click.option("--confidential", is_flag=True, help="Refuse to run at any privacy level other than `trusted`."),
+    click.option(
         "--keep-first",
         "first_layers",
         type=click.IntRange(min=0),
         default=0,
         metavar="K",
         help="With --privacy split-k: keep the first K layers on this machine.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--keep-last",
         "last_layers",
         type=click.IntRange(min=0),
         default=0,
         metavar="M",
         help="With --privacy split-k: keep the last M layers on this machine.",
-    )
-    @wraps(function)
-    def with_options(
-        *,
-        weights: str,
-        cache: str,
-        context_tokens: int | None,
-        sessions: int,
-        ends: Literal["owner", "pool"] | None,
-        privacy: PrivacyLevel | None,
-        confidential: bool,
-        first_layers: int,
-        last_layers: int,
-        **rest: object,
-    ) -> object:
-        level, place = _resolved(privacy, ends)
-        if confidential and level != "trusted":
-            raise UsageError(
-                f"--confidential needs --privacy trusted: at level {level!r} others could reconstruct the text.",
-                hint="Add --privacy trusted, or leave --confidential out.",
-            )
-        if (level == "split-k") != bool(first_layers or last_layers):
-            raise UsageError(
-                "--keep-first and --keep-last need --privacy split-k, which needs at least one of them; got "
-                f"--privacy {level}."
-            )
-        served = ServingOptions(
-            weights=cast(Any, weights),
-            cache=cast(Any, cache),
-            context_tokens=context_tokens,
-            sessions=sessions,
-            ends=place,
-            privacy=level,
-            confidential=confidential,
-            asked=privacy,
-            first_layers=first_layers,
-            last_layers=last_layers,
-        )
-        return function(served=served, **rest)
+    ),
+)
+_GIVEN: Final = ("weights", "cache", "context_tokens", "sessions", "confidential", "first_layers", "last_layers")
+"""Flags whose values are passed on as they are."""
 
-    return cast(_Function, with_options)
+
+def serving_options(function: _Function) -> _Function:
+    """Give a command the parameter `served: ServingOptions`."""
+
+    @wraps(function)
+    def with_options(*, ends: Literal["owner", "pool"] | None, privacy: PrivacyLevel | None, **given: Any) -> object:
+        level, place = _resolved(privacy, ends)
+        flags = {name: given.pop(name) for name in _GIVEN}
+        return function(served=_checked(ServingOptions(**flags, ends=place, privacy=level, asked=privacy)), **given)
+
+    return cast(_Function, _FLAGS(with_options))
+
+
+def _checked(served: ServingOptions) -> ServingOptions:
+    """Return `served`. Raises `UsageError` for flags that contradict its privacy level."""
+    if served.confidential and served.privacy != "trusted":
+        raise UsageError(
+            f"--confidential needs --privacy trusted: at level {served.privacy!r} others could reconstruct the text.",
+            hint="Add --privacy trusted, or leave --confidential out.",
+        )
+    if (served.privacy == "split-k") != bool(served.first_layers or served.last_layers):
+        raise UsageError(
+            "--keep-first and --keep-last need --privacy split-k, which needs at least one of them; got "
+            f"--privacy {served.privacy}."
+        )
+    return served
 
 
 def _resolved(

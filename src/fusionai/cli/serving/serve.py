@@ -180,8 +180,7 @@ def serve(
 
     def announced(url: str, ready: Served) -> None:
         written.update(figures(url, ready, door))
-        if json_file is not None:  # written before the ready line is printed
-            write_json(json_file, "serve", written)
+        write_json(json_file, "serve", written)
         _announce(url, ready, door)
 
     def ended(ready: Served, observation: ServingObservation) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import json_option, write_json
+from fusionai.cli.options import json_option, recipe_argument, write_json
 
 if TYPE_CHECKING:
     from fusionai.corpus.chat_source import ChatSource
@@ -25,7 +25,7 @@ CLOSE: Final = "]]"
 
 
 @click.command()
-@click.argument("recipe", metavar="RECIPE.toml", type=click.Path(path_type=Path))
+@recipe_argument
 @click.option("--rows", type=click.IntRange(0, 1000), default=3, show_default=True, help="Rows to show.")
 @json_option
 def data(recipe: Path, rows: int, json_file: Path | None) -> None:
@@ -55,8 +55,7 @@ def data(recipe: Path, rows: int, json_file: Path | None) -> None:
         console.line(f"row {number}: {row.tokens} tokens, {row.labels} of them trained on")
         console.line(_marked(row))
     figures["preview"] = shown
-    if json_file is not None:
-        write_json(json_file, "data", figures)
+    write_json(json_file, "data", figures)
 
 
 def _conversations(source: ChatSource) -> dict[str, object]:

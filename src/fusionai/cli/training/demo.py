@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import json_option, write_json
+from fusionai.cli.options import device_option, json_option, write_json
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.units import format_seconds
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 @click.option("--steps", type=int, default=50, show_default=True, help="Optimizer steps to train.")
 @click.option("--peers", type=int, default=4, show_default=True, help="Active peers, one process and one stage each.")
 @click.option("--spares", type=int, default=2, show_default=True, help="Further peers in the backup pool.")
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda", "mps"]), default="cpu", show_default=True, help="Device of the peers."
-)
+@device_option("Compute on this device in all peers", auto=False)
 @click.option(
     "--directory",
     type=click.Path(path_type=Path, file_okay=False),
@@ -84,8 +82,7 @@ def demo(
     report = options.directory / "report.html"
     write_demo_report(run_report, demo_recipe(options), result, report)
     _show(result, report)
-    if json_file is not None:
-        write_json(json_file, "demo", figures(result, options.peers, options.spares, report))
+    write_json(json_file, "demo", figures(result, options.peers, options.spares, report))
     if not result.ok:
         raise SystemExit(1)
 

@@ -57,25 +57,24 @@ def train_with_replicas(recipe: Recipe, replicas: Replicas, options: TrainOption
         console.line(f"checkpoint (loads with transformers): {result.checkpoint}")
     if recipe.output.report:
         _write_reports(recipe, result, watch.reports)
-    if json_file is not None:
-        write_json(
-            json_file,
-            "train",
-            {
-                "job": recipe.job.name,
-                "steps": steps,
-                "stopped": result.stopped,
-                "losses": losses,
-                "checkpoint": result.checkpoint,
-                "directory": result.directory,
-                "exchange": exchange,
-                "failed": result.failed,
-                "replicas": [
-                    _figures(number, one, firsts[number], watch.report_of(number))
-                    for number, one in result.replicas.items()
-                ],
-            },
-        )
+    write_json(
+        json_file,
+        "train",
+        {
+            "job": recipe.job.name,
+            "steps": steps,
+            "stopped": result.stopped,
+            "losses": losses,
+            "checkpoint": result.checkpoint,
+            "directory": result.directory,
+            "exchange": exchange,
+            "failed": result.failed,
+            "replicas": [
+                _figures(number, one, firsts[number], watch.report_of(number))
+                for number, one in result.replicas.items()
+            ],
+        },
+    )
 
 
 def _figures(number: int, result: TrainingResult, first_step: int, run_report: RunReport) -> dict[str, object]:

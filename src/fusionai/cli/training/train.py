@@ -10,13 +10,13 @@ from pathlib import Path
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import home_option, json_option, own_part_options, privacy_option, write_json
+from fusionai.cli.options import home_option, json_option, own_part_options, privacy_option, recipe_argument, write_json
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.privacy import PrivacyLevel
 
 
 @click.command()
-@click.argument("recipe", metavar="RECIPE.toml", type=click.Path(path_type=Path))
+@recipe_argument
 @own_part_options("the loss")
 @privacy_option
 @home_option
@@ -83,27 +83,26 @@ def train(
     if data is not None and loaded.output.report:
         write_report(data, result.directory / "report.html")
         console.line(f"report: {result.directory / 'report.html'}")
-    if json_file is not None:
-        write_json(
-            json_file,
-            "train",
-            {
-                "job": result.job,
-                "steps": result.steps,
-                "stopped": result.stopped,
-                "losses": result.losses,
-                "evaluations": [{"step": step, "loss": loss} for step, loss in run_report.evaluations],
-                "checkpoint": result.checkpoint,
-                "best": None
-                if result.best is None
-                else {"step": result.best.step, "loss": result.best.loss, "checkpoint": result.best_checkpoint},
-                "ended_early": result.early,
-                "directory": result.directory,
-                "faults": result.faults,
-                "tolerant_takeovers": result.tolerant_takeovers,
-                "checks": run_report.checks(),
-                "observed": run_report.observed(),
-                "shared_cores": run_report.shared_cores() or None,
-                "plan": None if run_report.planned is None else run_report.planned.plan,
-            },
-        )
+    write_json(
+        json_file,
+        "train",
+        {
+            "job": result.job,
+            "steps": result.steps,
+            "stopped": result.stopped,
+            "losses": result.losses,
+            "evaluations": [{"step": step, "loss": loss} for step, loss in run_report.evaluations],
+            "checkpoint": result.checkpoint,
+            "best": None
+            if result.best is None
+            else {"step": result.best.step, "loss": result.best.loss, "checkpoint": result.best_checkpoint},
+            "ended_early": result.early,
+            "directory": result.directory,
+            "faults": result.faults,
+            "tolerant_takeovers": result.tolerant_takeovers,
+            "checks": run_report.checks(),
+            "observed": run_report.observed(),
+            "shared_cores": run_report.shared_cores() or None,
+            "plan": None if run_report.planned is None else run_report.planned.plan,
+        },
+    )
