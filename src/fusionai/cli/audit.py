@@ -272,7 +272,7 @@ class _Listed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
     type=click.IntRange(0),
     default=7,
     show_default=True,
-    help="Choose texts and initial weights with this seed; the same seed gives the same figures on the same machine.",
+    help="Seed of the random choices, such as which texts are private.",
 )
 @json_option
 @click.pass_context

@@ -69,7 +69,7 @@ def options(*given: Callable[[_Function], _Function]) -> Callable[[_Function], _
 def device_option(what: str, *, auto: bool = True) -> Callable[[_Function], _Function]:
     """Give a command the parameter `device: str`. `what`: the imperative sentence of the help, without its period."""
     first = "auto" if auto else "cpu"
-    chosen = "; auto: cuda if there is one, else mps, else cpu" if auto else ""
+    chosen = "; auto: with PyTorch, cuda if there is one, else mps, else cpu" if auto else ""
     return click.option(
         "--device",
         type=click.Choice(["auto", "cpu", "cuda", "mps"] if auto else ["cpu", "cuda", "mps"]),
