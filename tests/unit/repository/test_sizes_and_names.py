@@ -39,12 +39,6 @@ LONG_FUNCTIONS = frozenset(
     {
         "fusionai.backends.torch.attention_kernels._sweep",
         "fusionai.backends.torch.row_kernels._attend",
-        "fusionai.cli.join.join",
-        "fusionai.cli.plan.plan",
-        "fusionai.cli.plan_figures.figures",
-        "fusionai.cli.serve.serve",
-        "fusionai.cli.serving_options.serving_options",
-        "fusionai.cli.train.train",
         "fusionai.client.training.demo._tell_story",
         "fusionai.client.training.train._Run._drive",
         "fusionai.gateway.app._routes",
