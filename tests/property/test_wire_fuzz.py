@@ -21,6 +21,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import psutil
 import pytest
+from fusionai.transport.event_loop import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,6 @@ from fusionai.primitives.errors import ChannelClosed, WireError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, host_tensor
 from fusionai.transport.authority import load_authority
 from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.event_loop import run
 from fusionai.transport.framed import DoorLimits
 from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
