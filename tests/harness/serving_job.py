@@ -108,7 +108,7 @@ def rebuilding() -> Job:
     """Its probe is on its way behind what is rebuilt."""
     job = running(roles(guards={2: "g"}))
     computed = decoding(job)
-    job.tell(events.MemberLost("b", "x"))
+    job.tell(events.PeerLost("b", "x"))
     job.enlist()
     job.load({1: ((1, computed),), 3: ((1, computed),)})
     assert job.phase is ServingPhase.REBUILDING

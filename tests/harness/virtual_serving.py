@@ -304,7 +304,7 @@ class Driver:
         self.world.network.timer(self.process, LOOK_S, self._look)
 
     def handle(self, event: events.ServingEvent) -> None:
-        if isinstance(event, events.MemberLost):
+        if isinstance(event, events.PeerLost):
             self.world.lost_at_s[event.peer] = self.world.network.now_s
         if isinstance(event, events.PassFailed):
             self.world.told["pass failed"] += 1
@@ -425,7 +425,7 @@ class Driver:
     def _lost(self, peer: str, reason: str) -> None:
         self.silence.forget(peer)
         self.connections.pop(peer, None)
-        self.handle(events.MemberLost(peer, reason))
+        self.handle(events.PeerLost(peer, reason))
 
     def _tick(self) -> None:
         world = self.world

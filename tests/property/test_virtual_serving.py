@@ -34,6 +34,11 @@ def test_streams_survive_a_course_of_faults(part: int) -> None:
     assert told["check: accused"] > 0
 
 
+def test_stages_have_room_for_who_comes_after_a_pass_failed_that_told_who_is_over() -> None:
+    """Here a pass with a session to forget fails at the second stage; a later one, which admits another, is behind."""
+    serving_course.disturbed(3366).run()
+
+
 @pytest.mark.slow
 def test_without_faults_there_is_one_round_and_no_rebuild() -> None:
     for seed in range(40):

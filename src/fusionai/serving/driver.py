@@ -635,7 +635,7 @@ class ServingDriver:
     def _on_lost(self, peer: PeerId, reason: str) -> None:
         for key in [key for key in self.resident_bytes if key[1] == peer]:
             del self.resident_bytes[key]
-        self.tell(events.MemberLost(peer, reason))
+        self.tell(events.PeerLost(peer, reason))
 
     # ---------------------------------------------------------------------------------------------------- the end
 

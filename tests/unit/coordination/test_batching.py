@@ -547,6 +547,45 @@ def test_stages_are_told_again_what_a_pass_told_them_that_failed_or_is_void() ->
         assert sent(batcher).forget == ()
 
 
+def test_every_pass_tells_what_to_forget_until_one_that_told_it_came_back() -> None:
+    """The first may fail at a stage, then those behind that stage hear of it from the next."""
+    batcher = limited(in_flight=3, sessions=3)
+    read(batcher, *(session(number, 4, 9) for number in (1, 2, 3)))
+    batcher.cancel(1)
+    first = sent(batcher)
+    batcher.submit(session(4, 4), 0.0)
+    second = sent(batcher)
+    assert 4 in [one.session for one in second.segments]
+    assert first.forget == second.forget == (1,)
+    batcher.failed(first.number, 0.0)
+    back(batcher, second)
+    assert sent(batcher).forget == ()
+
+
+def test_a_late_pass_does_not_answer_for_a_session_that_was_admitted_and_dropped_since() -> None:
+    batcher = limited(in_flight=3)
+    read(batcher, session(1, 4, 9), session(2, 4, 9))
+    batcher.compute_again()
+    batcher.hold(2)
+    assert batcher.forgotten == (1, 2)
+    early = batcher.take_number()
+    assert [one.session for one in sent(batcher).segments] == [1]
+    batcher.cancel(1)
+    batcher.dropped(early, (1, 2))
+    assert batcher.forgotten == (1,)
+
+
+def test_what_one_pass_can_not_name_keeps_its_place_at_the_stages() -> None:
+    batcher = limited(in_flight=1)
+    batcher.forget(range(1000, 1000 + MAX_SESSIONS // 2 + 6))
+    for number in range(1, 9):
+        batcher.submit(session(number, 1), 0.0)
+    plan = sent(batcher)
+    assert (len(plan.forget), len(plan.segments)) == (MAX_SESSIONS // 2, 2)
+    back(batcher, plan)
+    assert (len(sent(batcher).forget), batcher.running) == (6, 8)
+
+
 def test_stages_forget_strangers_and_never_who_is_admitted() -> None:
     batcher = limited(in_flight=1)
     read(batcher, session(1, 4, 9))
@@ -558,7 +597,7 @@ def test_who_gave_its_pages_up_is_forgotten_unless_it_is_admitted_again_meanwhil
     batcher = limited(in_flight=1)
     read(batcher, session(1, 4, 9), session(2, 4, 9))
     batcher.compute_again()
-    assert batcher.take_forgotten() == (1, 2)
+    assert batcher.forgotten == (1, 2)
     batcher.compute_again()
     batcher.forget((1, 2))
     assert sent(batcher).forget == ()
@@ -871,7 +910,7 @@ def test_a_text_that_is_over_keeps_its_pages_until_it_is_let_go() -> None:
 
 def sent_forget(batcher: Batcher) -> tuple[int, ...]:
     """What the next pass tells stages to forget: at once, their rings are needed."""
-    return batcher.take_forgotten()
+    return batcher.forgotten
 
 
 def test_of_what_another_text_began_with_only_the_rest_is_its_own() -> None:

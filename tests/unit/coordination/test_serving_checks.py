@@ -104,7 +104,7 @@ def test_a_round_ends_what_was_being_checked() -> None:
     job = running(roles(guards={2: "g", 3: "h"}), checks=True)
     begun = over(job)
     assert len(begun) == 2
-    job.tell(events.MemberLost("a", "x"))
+    job.tell(events.PeerLost("a", "x"))
     assert told(job, begun[0], WRONG) == []
     assert job.machine.next_checks() == ()
     assert not job.batcher.is_held(1)

@@ -121,7 +121,7 @@ def test_a_wrong_probe_with_nobody_new_but_the_owner_ends_the_job() -> None:
 
 def test_the_loss_of_the_owner_s_own_process_ends_the_job() -> None:
     job = running()
-    job.tell(events.MemberLost("me", "gone"))
+    job.tell(events.PeerLost("me", "gone"))
     assert job.phase is ServingPhase.ENDED
 
 
@@ -166,19 +166,19 @@ def test_a_plan_that_gives_a_stage_to_whoever_could_not_load_it_is_void(concerne
 
 def test_the_loss_of_strangers_and_of_whoever_is_lost_already_changes_nothing() -> None:
     job = running(roles(guards={}))
-    assert job.tell(events.MemberLost("somebody", "x")) == []
-    job.tell(events.MemberLost("b", "x"))
+    assert job.tell(events.PeerLost("somebody", "x")) == []
+    job.tell(events.PeerLost("b", "x"))
     assert job.phase is ServingPhase.WAITING
-    assert job.tell(events.MemberLost("b", "x")) == []
+    assert job.tell(events.PeerLost("b", "x")) == []
 
 
 def test_a_lost_guard_is_asked_for_anew_urgently_only_while_the_job_waits() -> None:
     job = running()
-    job.tell(events.MemberLost("g", "x"))
+    job.tell(events.PeerLost("g", "x"))
     assert job.phase is ServingPhase.RUNNING
     assert [(asked.urgent, asked.without) for asked in job.of(commands.AskPlan)] == [(False, {"g"})]
     waiting = running(roles(guards={3: "g"}))
-    waiting.tell(events.MemberLost("b", "x"), events.MemberLost("g", "x"))
+    waiting.tell(events.PeerLost("b", "x"), events.PeerLost("g", "x"))
     assert [asked.urgent for asked in waiting.of(commands.AskPlan)] == [True, True]
     assert waiting.of(commands.AskPlan)[-1].without == {"b", "g"}
 
@@ -187,7 +187,7 @@ def test_whoever_was_only_to_come_is_not_missed_but_what_was_to_come_of_it_is_vo
     job = running()
     job.tell(events.PlanGiven(roles(2, s2="n", guards={})))
     (brought,) = job.of(commands.EnlistStandby)
-    job.tell(events.MemberEnlisted(brought.fence, "n"), events.MemberLost("n", "x"))
+    job.tell(events.MemberEnlisted(brought.fence, "n"), events.PeerLost("n", "x"))
     assert job.of(commands.AskPlan) == []
     job.tell(events.MemberEnlisted(brought.fence, "n"), events.StandbyLoaded(brought.fence, "n", 2))
     assert (job.phase, job.machine.roles.places[2]) == (ServingPhase.RUNNING, "b")
@@ -197,7 +197,7 @@ def test_a_plan_goes_on_being_prepared_when_somebody_else_is_lost() -> None:
     job = running(roles(guards={3: "g"}))
     job.tell(events.PlanGiven(roles(2, s2="n", guards={})))
     (brought,) = job.of(commands.EnlistStandby)
-    job.tell(events.MemberLost("g", "x"), events.MemberEnlisted(brought.fence, "n"))
+    job.tell(events.PeerLost("g", "x"), events.MemberEnlisted(brought.fence, "n"))
     job.tell(events.StandbyLoaded(brought.fence, "n", 2))
     assert job.machine.roles.places[2] == "n"
 
@@ -210,7 +210,7 @@ def test_a_lost_stage_goes_to_whoever_was_about_to_take_it_if_it_has_loaded(warm
     job.tell(events.MemberEnlisted(fence, "n"))
     if warm:
         job.tell(events.StandbyLoaded(fence, "n", 2))
-    job.tell(events.MemberLost("b", "x"))
+    job.tell(events.PeerLost("b", "x"))
     assert job.of(commands.TellFault)[0].heirs == ({2: "n"} if warm else {})
     assert job.phase is (ServingPhase.ENLISTING if warm else ServingPhase.WAITING)
 
@@ -260,7 +260,7 @@ def test_a_link_that_breaks_again_costs_whoever_can_be_replaced_at_once_and_neve
 def test_whoever_is_lost_breaks_no_links() -> None:
     """The stage it had waits; the round's fence is still in force."""
     job = running(roles(guards={}))
-    job.tell(events.MemberLost("b", "x"))
+    job.tell(events.PeerLost("b", "x"))
     assert job.tell(events.LinkBroken(job.fence, "a", "b", "reset")) == []
 
 

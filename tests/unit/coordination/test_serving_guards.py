@@ -54,7 +54,7 @@ def test_a_guard_that_is_enlisted_anew_is_asked_again_for_what_it_has_not_loaded
 
 def test_a_guard_that_came_back_has_to_load_again_and_others_are_as_warm_as_before() -> None:
     job = running(roles(guards={2: "g", 3: "h"}))
-    job.tell(events.MemberLost("g", "x"))
+    job.tell(events.PeerLost("g", "x"))
     assert (job.machine.is_warm(2), job.machine.is_warm(3)) == (False, True)
     job.tell(events.PlanGiven(roles(2, guards={2: "g", 3: "h"}), frozenset({"g"})))
     fence = brought(job, "g")
@@ -66,7 +66,7 @@ def test_a_guard_that_came_back_has_to_load_again_and_others_are_as_warm_as_befo
 
 def test_a_guard_that_was_asked_and_came_back_is_asked_again_and_others_are_not() -> None:
     job = running(roles(guards={2: "g", 3: "h"}), warm=False)
-    job.tell(events.MemberLost("g", "x"))
+    job.tell(events.PeerLost("g", "x"))
     job.tell(events.PlanGiven(roles(2, guards={2: "g", 3: "h"}), frozenset({"g"})))
     brought(job, "g")
     assert loads(job) == [("g", 2)]
@@ -92,7 +92,7 @@ def test_weights_for_a_stage_of_another_cut_are_of_no_use() -> None:
 
 def test_the_same_cut_s_weights_are_kept() -> None:
     job = running(roles(guards={2: "g", 3: "h"}))
-    job.tell(events.MemberLost("c", "x"), events.PlanGiven(roles(2, guards={2: "g"}, s3="h")))
+    job.tell(events.PeerLost("c", "x"), events.PlanGiven(roles(2, guards={2: "g"}, s3="h")))
     assert job.machine.is_warm(2)
 
 
@@ -205,6 +205,6 @@ def test_a_plan_is_void_when_one_it_counts_on_leaves_and_only_then(leaver: str) 
 
 def test_who_leaves_while_the_job_waits_makes_a_plan_urgent() -> None:
     job = running(roles(guards={3: "g"}))
-    job.tell(events.MemberLost("b", "x"), events.MemberLeaving("g"), events.MemberLeaving("a"))
+    job.tell(events.PeerLost("b", "x"), events.MemberLeaving("g"), events.MemberLeaving("a"))
     assert [asked.urgent for asked in job.of(commands.AskPlan)] == [True, True, True]
     assert job.of(commands.AskPlan)[-1].without == {"b", "g", "a"}

@@ -64,7 +64,7 @@ def test_a_guard_that_answers_late_loads_once_passes_run(loaded: bool) -> None:
 def test_a_guard_takes_over_at_once_and_its_cache_is_rebuilt_from_the_stage_before() -> None:
     job = running()
     computed = decoding(job)
-    job.tell(events.MemberLost("b", "silent"))
+    job.tell(events.PeerLost("b", "silent"))
     told, begun, asked = job.of(commands.TellFault)[0], job.of(commands.BeginRound)[0], job.of(commands.AskPlan)[0]
     assert told.heirs == {2: "g"}
     assert begun.fence == Fence(1, 7, 1)
@@ -91,13 +91,13 @@ def test_a_guard_takes_over_at_once_and_its_cache_is_rebuilt_from_the_stage_befo
 def test_contiguous_lost_stages_are_rebuilt_in_one_run_others_in_their_own() -> None:
     job = running(roles(guards={1: "g", 3: "h"}))
     computed = decoding(job)
-    job.tell(events.MemberLost("a", "x"), events.MemberLost("c", "x"))
+    job.tell(events.PeerLost("a", "x"), events.PeerLost("c", "x"))
     job.enlist()
     job.load({2: ((1, computed),)})
     assert [(one.source, one.through) for one in job.of(commands.SendRebuild)] == [(0, 1), (2, 3)]
     both = running(roles(guards={1: "g", 2: "h"}))
     decoding(both)
-    both.tell(events.MemberLost("a", "x"), events.MemberLost("b", "x"))
+    both.tell(events.PeerLost("a", "x"), events.PeerLost("b", "x"))
     both.enlist()
     both.load({3: ((1, computed),)})
     assert [(one.source, one.through) for one in both.of(commands.SendRebuild)] == [(0, 2)]
@@ -107,7 +107,7 @@ def test_with_nobody_before_the_lost_stage_the_tokens_are_sent() -> None:
     given = ServingRoles(version=1, owner="me", places={0: "a", 1: "b"}, guards={0: "g"}, caching=frozenset({0, 1}))
     job = running(given)
     computed = decoding(job)
-    job.tell(events.MemberLost("a", "x"))
+    job.tell(events.PeerLost("a", "x"))
     job.enlist()
     job.load({1: ((1, computed),)})
     (rebuild,) = job.of(commands.SendRebuild)
@@ -117,7 +117,7 @@ def test_with_nobody_before_the_lost_stage_the_tokens_are_sent() -> None:
 def test_what_a_returned_peer_says_of_its_cache_does_not_count() -> None:
     job = running(roles(guards={}))
     computed = decoding(job)
-    job.tell(events.MemberLost("b", "frozen"))
+    job.tell(events.PeerLost("b", "frozen"))
     assert job.phase is ServingPhase.WAITING
     assert job.of(commands.AskPlan)[0].urgent
     job.tell(events.PlanGiven(roles(2, guards={}), frozenset({"b"})))
@@ -135,7 +135,7 @@ def test_a_stage_that_moved_away_and_back_before_passes_ran_has_no_cache(cut: st
     for standing in job.of(commands.EnlistStandby):
         job.tell(events.MemberEnlisted(standing.fence, "n"), events.StandbyLoaded(standing.fence, "n", 2))
     assert job.machine.roles.places[2] == "n"
-    job.tell(events.MemberLost("n", "silent"), events.PlanGiven(roles(3, guards={}), frozenset({"n"})))
+    job.tell(events.PeerLost("n", "silent"), events.PlanGiven(roles(3, guards={}), frozenset({"n"})))
     job.enlist()
     fresh = {load.stage for load in job.of(commands.SendLoad) if load.fresh}
     assert fresh == ({2} if cut == "" else set(PLACES))
@@ -145,10 +145,10 @@ def test_a_stage_that_moved_away_and_back_before_passes_ran_has_no_cache(cut: st
 
 def test_who_waits_is_told_for_what_and_whose_loss_it_is() -> None:
     job = running(roles(guards={3: "g"}))
-    job.tell(events.MemberLost("c", "it ended a connection."))
+    job.tell(events.PeerLost("c", "it ended a connection."))
     (told,) = job.of(commands.TellState)
     assert (told.state, told.detail) == ("recovering", "lost c (it ended a connection)")
-    job.tell(events.MemberLost("b", "frozen"))
+    job.tell(events.PeerLost("b", "frozen"))
     (told,) = job.of(commands.TellState)
     assert (told.state, told.detail) == ("waiting", "waiting for a machine to run stage 2: lost b (frozen)")
 
@@ -225,7 +225,7 @@ def test_a_probe_that_fails_while_caches_are_rebuilt_is_a_fault_of_that_stage() 
 
 def test_a_probe_too_far_off_after_a_takeover_costs_whoever_is_new() -> None:
     job = running(roles(guards={2: "g", 3: "h"}))
-    job.tell(events.MemberLost("b", "x"))
+    job.tell(events.PeerLost("b", "x"))
     job.enlist()
     job.load()
     job.probe("z", distance=float("nan"))
@@ -247,7 +247,7 @@ def test_other_guards_cost_no_round_and_passes_go_on() -> None:
     job.tell(events.StandbyLoaded(brought.fence, "n", 2))
     assert job.machine.is_warm(2)
     assert job.phase is ServingPhase.RUNNING
-    job.tell(events.MemberLost("b", "x"))
+    job.tell(events.PeerLost("b", "x"))
     assert job.fence == Fence(2, 7, 1)
     assert job.machine.roles.places[2] == "n"
 
@@ -266,7 +266,7 @@ def test_a_plan_that_moves_a_stage_waits_until_its_new_holder_has_loaded() -> No
 
 def test_a_plan_with_somebody_lost_since_is_void() -> None:
     job = running()
-    job.tell(events.MemberLost("b", "x"))
+    job.tell(events.PeerLost("b", "x"))
     assert job.tell(events.PlanGiven(roles(2))) == []
     job.tell(events.PlanGiven(roles(3, guards={}, s2="g")))
     assert job.machine.roles.version == 3
@@ -333,7 +333,7 @@ def test_a_failed_rebuild_or_none_retained_reads_sessions_again() -> None:
     for retain in (True, False):
         job = running(retain=retain)
         computed = decoding(job)
-        job.tell(events.MemberLost("b", "x"))
+        job.tell(events.PeerLost("b", "x"))
         job.enlist()
         job.load({1: ((1, computed),), 3: ((1, computed),)})
         if retain:
@@ -416,7 +416,7 @@ def test_stopping_ends_it_from_everywhere() -> None:
     for job in (Job(roles()), running()):
         job.tell(events.StopAsked("asked to"))
         assert job.of(commands.EndJob)[0].stopped == "asked to"
-        assert job.tell(events.MemberLost("b", "x"), events.Tick(1.0)) == []
+        assert job.tell(events.PeerLost("b", "x"), events.Tick(1.0)) == []
 
 
 def test_the_driver_samples_for_whoever_is_in_a_pass_of_this_round() -> None:
@@ -453,7 +453,7 @@ def test_what_a_probe_told_to_forget_is_told_again_unless_it_came_back() -> None
     job = running()
     decoding(job)
     job.batcher.cancel(1)
-    job.tell(events.MemberLost("b", "x"))
+    job.tell(events.PeerLost("b", "x"))
     job.enlist()
     job.load()
     assert told_to_forget(job) == {1}
@@ -469,7 +469,7 @@ def test_what_a_probe_told_to_forget_is_told_again_where_it_failed() -> None:
     job = running()
     decoding(job)
     job.batcher.cancel(1)
-    job.tell(events.MemberLost("b", "x"))
+    job.tell(events.PeerLost("b", "x"))
     job.enlist()
     job.load()
     job.tell(events.PassFailed(job.fence, max(job.machine.rounds.probes), 3, "no memory"))
@@ -499,7 +499,7 @@ def test_a_prefix_is_found_again_unless_a_stage_lost_its_cache(lost: bool) -> No
     job = running()
     decoding(job)
     job.batcher.cancel(1)
-    job.tell(events.MemberLost("b", "x") if lost else events.LinkBroken(job.fence, "a", "b", "x"))
+    job.tell(events.PeerLost("b", "x") if lost else events.LinkBroken(job.fence, "a", "b", "x"))
     job.enlist()
     job.load()
     if lost:
@@ -530,7 +530,7 @@ def test_what_somebody_without_a_part_says_does_not_count() -> None:
 
 def test_a_result_that_comes_while_the_job_waits_or_is_over_counts_for_nobody() -> None:
     """Its fence is still that of the last round."""
-    for end in (events.MemberLost("b", "x"), events.StopAsked("asked to")):
+    for end in (events.PeerLost("b", "x"), events.StopAsked("asked to")):
         job = running(roles(guards={}))
         job.batcher.submit(SessionSpec(number=1, scope="", prompt=(1, 2), max_tokens=3), 0.0)
         plan = job.machine.next_pass(0.0)

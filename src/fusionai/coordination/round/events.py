@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class PeerLost:
+    """A member's process ended, was silent beyond the deadline, or can't be reached."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopAsked:
     """The job's owner, or its broker, ends the job."""
 

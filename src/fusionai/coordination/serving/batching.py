@@ -12,9 +12,11 @@ up. A session that decodes is in one pass at most. One that reads sends its next
 attention looks back only, and links keep their order, so each stage has computed what comes before a piece.
 After `rewind` all of them go on from their last emitted token: only what `returned` took counts.
 
-Pages of a session that ended may be handed out while a pass with it is under way: links keep their order, so whatever
-that pass writes is overwritten. Where texts may be checked when they are over (`holds`), their pages are held until
-`let_go`, or until somebody needs the room.
+Each pass names the sessions that stages may drop, until a pass that named them came back from the last stage: a pass
+that fails at one stage does not reach the stages after it, and passes behind it may already use the dropped sessions'
+places. Pages of a session that ended may be handed out while a pass with it is under way: links keep their order, so
+whatever that pass writes is overwritten. Where texts may be checked when they are over (`holds`), their pages are held
+until `let_go`, or until somebody needs the room.
 
 Never sees a tensor, never chooses a token. Neighbours: `pages`, `fair_queue`, `sessions`, `passes`, `piece_sizes`;
 `coordination.serving.driver` owns it and says when passes may go; the serving driver submits, sends and samples.
@@ -39,6 +41,8 @@ from fusionai.wire.serving import MAX_SESSIONS, Segment
 PROBE_SESSION: Final = 0
 """Session number of the probe. It owns its pages for the life of the job. Other sessions count from 1."""
 LONGEST_RETRY_S: Final = 60.0
+FORGET_AT_ONCE: Final = MAX_SESSIONS // 2
+"""Largest number of sessions that one pass has stages drop; half of what its message has room for (chosen)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +71,12 @@ class Batcher:
     _sessions: dict[int, Session] = field(default_factory=dict[int, Session])
     _queue: FairQueue = field(init=False)
     _passes: dict[int, _Sent] = field(default_factory=dict[int, _Sent])
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _next_number: int = 0
+    """Number of the next pass, probe or rebuild."""
     _turns: itertools.count[int] = field(default_factory=itertools.count)
-    _forget: set[int] = field(default_factory=set[int])
+    _forget: dict[int, int] = field(default_factory=dict[int, int])
+    """Sessions that some stage may still hold and that are not admitted -> number of the first pass that can have them
+    dropped everywhere."""
     _held: dict[int, Text] = field(default_factory=dict[int, Text])
     """Ended sessions whose pages are still held, by session number."""
     _over: list[Text] = field(default_factory=list[Text])
@@ -130,7 +137,7 @@ class Batcher:
         if session is None:
             return False
         if session.admitted:
-            self._forget.add(number)
+            self._forget[number] = self._next_number
             if self.holds and session.undisturbed and session.computed > session.origin:
                 self._hold(session)
             else:
@@ -193,11 +200,11 @@ class Batcher:
         if len(self._passes) >= self.limits.in_flight:
             return None
         self._admit()
-        number = next(self._numbers)
-        parts = self._chosen(number)
+        parts = self._chosen(self._next_number)
+        number = self.take_number()
         if not parts:
             return None
-        forget = self._take_forgotten()
+        forget = self.forgotten
         plan = packed(number, parts, self.pages.table, forget)
         work = (self.times or StageTimes()).work_of(plan.segments)
         self._passes[number] = _Sent(tuple(parts), any(part.decodes for part in parts), forget, now_s, work)
@@ -219,6 +226,7 @@ class Batcher:
         sent = self._passes.pop(number, None)
         if sent is None:
             return frozenset()
+        self.dropped(number, sent.forget)
         counted: set[int] = set()
         for part in sent.parts:
             session = part.session
@@ -234,7 +242,6 @@ class Batcher:
         if sent is None:
             return ()
         over: list[int] = []
-        self._forget.update(sent.forget)
         for part in sent.parts:
             session = part.session
             if not self._counts(part, number):
@@ -251,8 +258,6 @@ class Batcher:
     def rewind(self) -> None:
         """All passes under way are void. Stages are told whole page tables again; a session of which nothing was
         computed since it was admitted waits again, so that all stages have what `live` says."""
-        for sent in self._passes.values():
-            self._forget.update(sent.forget)
         self._passes.clear()
         for session in self._sessions.values():
             if session.admitted and session.computed == session.origin:
@@ -301,15 +306,27 @@ class Batcher:
 
     def forget(self, sessions: Iterable[int]) -> None:
         """Have sessions that a stage still holds dropped with the next pass, if they are not admitted."""
-        self._forget.update(sessions)
+        for number in sessions:
+            session = self._sessions.get(number)
+            if session is None or not session.admitted:
+                self._forget[number] = self._next_number
+
+    @property
+    def forgotten(self) -> tuple[int, ...]:
+        """Sessions for the next pass or probe to have dropped, ascending."""
+        return tuple(sorted(self._forget)[:FORGET_AT_ONCE])
+
+    def dropped(self, number: int, sessions: Iterable[int]) -> None:
+        """Pass or probe `number` crossed all stages: they have dropped these sessions, unless a session was admitted
+        again since the pass was sent."""
+        for session in sessions:
+            if self._forget.get(session, number + 1) <= number:
+                del self._forget[session]
 
     def take_number(self) -> int:
-        """Return a number for a probe or a rebuild. They share the numbering of passes."""
-        return next(self._numbers)
-
-    def take_forgotten(self) -> tuple[int, ...]:
-        """Return the sessions for a probe to drop, which the next pass would otherwise have carried."""
-        return self._take_forgotten()
+        """Return the next number of a pass, probe or rebuild. All share one numbering."""
+        self._next_number += 1
+        return self._next_number - 1
 
     # -------------------------------------------------------------------------------------------------------- figures
 
@@ -355,8 +372,9 @@ class Batcher:
 
     def _admit(self) -> None:
         """Admit sessions strictly in queue order, so that sessions that need much room are not starved. Admits none
-        while an admitted session lacks a page."""
-        while self.running < self.limits.sessions and not any(one.lacking for one in self._sessions.values()):
+        while an admitted session lacks a page. Sessions that the next pass can't have dropped keep their places."""
+        places = max(1, self.limits.sessions - max(0, len(self._forget) - FORGET_AT_ONCE))
+        while self.running < places and not any(one.lacking for one in self._sessions.values()):
             number = self._queue.first
             if number is None:
                 return
@@ -373,6 +391,7 @@ class Batcher:
             self.pages.admit(number, spec.prefix_scope, match)
             self.pages.extend(number, len(session.tokens))
             session.admitted = True
+            self._forget.pop(number, None)  # its next segment starts it anew
             session.computed = session.origin = match.tokens
             session.told = 0
             if session.matched is None:
@@ -490,7 +509,7 @@ class Batcher:
 
     def _give_up(self, session: Session) -> None:
         self.pages.release(session.number)
-        self._forget.add(session.number)
+        self._forget[session.number] = self._next_number
         self._queue.push_back(session.number)
         session.leave_pages()
 
@@ -525,14 +544,6 @@ class Batcher:
     def _end(self, number: int, now_s: float) -> None:
         self.cancel(number)
         self._ends_s.append(now_s)
-
-    def _take_forgotten(self) -> tuple[int, ...]:
-        """Return the sessions to drop. A session that was admitted again is left out, because its next segment starts
-        it anew."""
-        gone = sorted(self._forget - {number for number, one in self._sessions.items() if one.admitted})
-        told = tuple(gone[: MAX_SESSIONS // 2])
-        self._forget = set(gone[len(told) :])
-        return told
 
     def _retry_after_s(self, now_s: float) -> float:
         """Estimate, from the rate at which sessions ended lately, the time until all waiting sessions have been

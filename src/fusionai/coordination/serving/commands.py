@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fusionai.coordination.round.verification import Check, Outcome
+from fusionai.coordination.round.commands import Distrust, TellCheck
+from fusionai.coordination.round.verification import Check
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.sessions import Text
 from fusionai.wire.base import Fence
@@ -88,24 +89,6 @@ class BeginCheck:
     check: Check
     text: Text
     fence: Fence
-
-
-@dataclass(frozen=True, slots=True)
-class TellCheck:
-    """For people: what came of a check."""
-
-    check: Check
-    outcome: Outcome
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Distrust:
-    """This peer's results were wrong: no later plan of this job may have it, and nothing that went through it, probes
-    neither, is what others are held against."""
-
-    peer: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from fusionai.coordination.serving.events import (
     LoadProgressed,
     MemberEnlisted,
     MemberLeaving,
-    MemberLost,
     PassFailed,
+    PeerLost,
     PlanGiven,
     ProbeReturned,
     RebuildFailed,
@@ -175,7 +175,7 @@ class ServingMachine(ServingJobState):
                 | LinkBroken()
             ):
                 return event.fence == self.fence
-            case MemberLost() | MemberLeaving() | PlanGiven() | StopAsked() | CommandFailed() | Tick():
+            case PeerLost() | MemberLeaving() | PlanGiven() | StopAsked() | CommandFailed() | Tick():
                 return True
 
 
@@ -235,10 +235,10 @@ TABLE: Final[Table[ServingMachine, list[ServingCommand]]] = Table(
             for phase in (*_ROUND, _G)
         ),
         *(
-            Transition((phase,), MemberLost, (phase, _N, _W, _E), lambda m, event: m.takeovers.on_member_lost(event))
+            Transition((phase,), PeerLost, (phase, _N, _W, _E), lambda m, event: m.takeovers.on_peer_lost(event))
             for phase in (*_ROUND, _G)
         ),
-        Transition((_W,), MemberLost, (_W, _E), lambda m, event: m.takeovers.on_member_lost(event)),
+        Transition((_W,), PeerLost, (_W, _E), lambda m, event: m.takeovers.on_peer_lost(event)),
         *(
             Transition((phase,), MemberLeaving, (phase,), lambda m, event: m.standbys.on_leaving(event))
             for phase in (*_ROUND, _W)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusionai.coordination.round.events import CommandFailed, PeerLost, StopAsked
 from fusionai.coordination.round.verification import Check, Opinion
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.wire.base import Fence
@@ -134,14 +135,6 @@ class LinkBroken:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberLost:
-    """A member's process is gone, silent beyond the deadline, or can't be reached."""
-
-    peer: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class MemberLeaving:
     """A member wants to leave in order: it works until somebody has taken its place."""
 
@@ -155,18 +148,6 @@ class PlanGiven:
 
     roles: ServingRoles
     knows: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class CommandFailed:
-    """The driver's own machine could not do what was commanded."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,4 +172,4 @@ MemberEvent = (
     | LinkBroken
 )
 """Events of one round."""
-ServingEvent = MemberEvent | MemberLost | MemberLeaving | PlanGiven | StopAsked | CommandFailed | Tick
+ServingEvent = MemberEvent | PeerLost | MemberLeaving | PlanGiven | StopAsked | CommandFailed | Tick

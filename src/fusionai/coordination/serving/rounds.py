@@ -82,8 +82,6 @@ class Rounds:
         """Drop everything under way."""
         job = self.job
         job.batcher.rewind()
-        for forgotten in self.probes.values():
-            job.batcher.forget(forgotten)
         job.roster.void()
         if job.checks is not None:
             job.checks.drop()
@@ -202,14 +200,14 @@ class Rounds:
         segment = Segment(PROBE_SESSION, 0, len(job.probe), 0, job.batcher.pages.table(PROBE_SESSION))
         for _ in range(1 if job.ready else 2):
             number = job.batcher.take_number()
-            self.probes[number] = forget = job.batcher.take_forgotten()
+            self.probes[number] = forget = job.batcher.forgotten
             commands.append(SendProbe(number, (segment,), job.probe, forget))
         return commands
 
     def on_probed(self, event: ProbeReturned) -> list[ServingCommand]:
         if event.number not in self.probes:
             return []
-        del self.probes[event.number]
+        self.job.batcher.dropped(event.number, self.probes.pop(event.number))
         self._digests.append(event.digest)
         if not event.distance <= event.tolerance:
             reason = f"a probe is {event.distance:.3g} off, at most {event.tolerance:.3g} is right"

@@ -8,10 +8,11 @@ Neighbours: `rounds` begins the round that follows; `lateness` reports peers tha
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
+from fusionai.coordination.round.events import PeerLost
+from fusionai.coordination.round.faults import Faults
 from fusionai.coordination.round.verification import Found
 from fusionai.coordination.serving.commands import (
     BeginCheck,
@@ -25,7 +26,7 @@ from fusionai.coordination.serving.commands import (
     TellFault,
     TellState,
 )
-from fusionai.coordination.serving.events import LinkBroken, MemberLost, PassFailed, StageFailed, TextChecked
+from fusionai.coordination.serving.events import LinkBroken, PassFailed, StageFailed, TextChecked
 from fusionai.coordination.serving.rounds import ProbeRefused, Rounds
 from fusionai.coordination.serving.standbys import Standbys
 from fusionai.coordination.serving.state import ServingJobState, ServingPhase
@@ -36,11 +37,10 @@ class Takeovers:
     job: ServingJobState
     rounds: Rounds
     standbys: Standbys
-    _link_faults: Counter[frozenset[str]] = field(default_factory=Counter[frozenset[str]])
-    _stage_faults: Counter[int] = field(default_factory=Counter[int])
-    """Both counters cover the time since the last pass came back."""
+    faults: Faults = field(default_factory=Faults)
+    """Since the last pass came back."""
 
-    def on_member_lost(self, event: MemberLost) -> list[ServingCommand]:
+    def on_peer_lost(self, event: PeerLost) -> list[ServingCommand]:
         return self.lose([event.peer], "peer", event.reason)
 
     def lose(self, peers: Collection[str], kind: FaultKind, reason: str) -> list[ServingCommand]:
@@ -106,8 +106,7 @@ class Takeovers:
 
     def passes_flow(self) -> None:
         """A pass came back, so earlier faults of links and stages count no more."""
-        self._link_faults.clear()
-        self._stage_faults.clear()
+        self.faults.clear()
 
     def on_link_broken(self, event: LinkBroken) -> list[ServingCommand]:
         """First break of a link: another round under the same plan. Second break before a pass came back: one of the
@@ -116,22 +115,10 @@ class Takeovers:
         pair = frozenset((event.reporter, event.other))
         if len(pair) < 2 or not pair <= set(roles.places.values()) | {roles.owner}:
             return []
-        self._link_faults[pair] += 1
-        if self._link_faults[pair] > 1:
-            return self.lose([self._blamed(pair)], "link", event.reason)
+        if self.faults.link_broke(pair) > 1:
+            return self.lose([self.faults.blamed(pair, roles, roles.guards)], "link", event.reason)
         fault = TellFault("link", event.other, roles.stages_of(event.other), event.reason, {})
         return [fault, *self.rounds.begin(event.reason)]
-
-    def _blamed(self, pair: Collection[str]) -> str:
-        """Return which peer of a broken link to remove. Never the driver's own machine; otherwise in order: a peer that
-        has trouble with most others, a peer that can be replaced at once."""
-        roles = self.job.roles
-
-        def weight(peer: str) -> tuple[int, bool, str]:
-            troubles = sum(peer in other for other in self._link_faults)
-            return (troubles, all(stage in roles.guards for stage in roles.stages_of(peer)), peer)
-
-        return max((peer for peer in pair if peer != roles.owner), key=weight)
 
     def on_stage_failed(self, event: StageFailed) -> list[ServingCommand]:
         """A running stage that fails gets another round first, and another peer if it fails again before a pass came
@@ -143,8 +130,7 @@ class Takeovers:
 
     def _fail_stage(self, stage: int, reason: str, *, fatal: bool) -> list[ServingCommand]:
         job = self.job
-        self._stage_faults[stage] += 1
-        times = self._stage_faults[stage]
+        times = self.faults.stage_failed(stage)
         peer = job.roles.places[stage]
         if fatal or (times > 2 and (not job.ready or peer == job.roles.owner)):
             return job.fail(f"stage {stage} failed: {reason}")

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fusionai.coordination.round.verification import Check, Outcome
+from fusionai.coordination.round.commands import Distrust, TellCheck
+from fusionai.coordination.round.verification import Check
 from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.coordination.training.roles import Roles
 from fusionai.coordination.training.stage import Source
@@ -144,23 +145,6 @@ class StartCheck:
     """Have a stretch run again; answer `StageChecked`, also if there is no result."""
 
     check: Check
-
-
-@dataclass(frozen=True, slots=True)
-class TellCheck:
-    """Report to the user the outcome of a check, with the reason."""
-
-    check: Check
-    outcome: Outcome
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Distrust:
-    """Exclude this peer from all later plans of the job, because it gave wrong results."""
-
-    peer: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

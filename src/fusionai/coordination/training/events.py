@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fusionai.coordination.round.events import CommandFailed, StopAsked
+from fusionai.coordination.round.events import CommandFailed, PeerLost, StopAsked
 from fusionai.coordination.round.verification import Check, Opinion
 from fusionai.coordination.training.roles import Roles
 from fusionai.wire.messages import CommitRecord
@@ -97,14 +97,6 @@ class EvaluationDone:
 
     step: int
     loss: float
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLost:
-    """A member's process ended, was silent beyond the deadline, or can't be reached."""
-
-    peer: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
