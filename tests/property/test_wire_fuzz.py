@@ -21,7 +21,6 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import psutil
 import pytest
-from fusionai.transport.event_loop import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
