@@ -29,7 +29,7 @@ LONG_FILES = frozenset(
         "fusionai.coordination.serving.batching",
         "fusionai.coordination.training.driver",
         "fusionai.coordination.training.stage",
-        "fusionai.scheduling.kernels.chain",
+        "fusionai.scheduling.kernels.training_pipeline",
         "fusionai.serving.driver",
         "fusionai.serving.engine",
     }
@@ -46,9 +46,6 @@ LONG_FUNCTIONS = frozenset(
         "fusionai.gateway.app._routes",
         "fusionai.ir.operators._table",
         "fusionai.peer.daemon.run_peer",
-        "fusionai.scheduling.kernels.chain.anneal",
-        "fusionai.scheduling.kernels.chain.grow",
-        "fusionai.scheduling.kernels.relaxation.priced",
         "fusionai.scheduling.kernels.serving_pipeline.cross",
         "fusionai.serving.driver.ServingDriver.__init__",
         "fusionai.serving.engine.ServingEngine.__init__",
