@@ -214,9 +214,7 @@ class Member:
             failed = f"stage {message.consumer} was made to fail"
             if message.rebuild >= 0:
                 self._spoilt = message.fence, message.number
-                self._tell(events.RebuildFailed(message.fence, message.number, failed))
-            else:
-                self._tell(events.PassFailed(message.fence, message.number, message.consumer, failed))
+            self._tell(events.PassFailed(message.fence, message.number, message.consumer, failed))
             return
         if stage.lacks(message.segments):
             assert self.world.triggers, f"{message} goes on from nothing, though nothing was struck"
@@ -228,7 +226,9 @@ class Member:
         outputs = tuple(stage.run(message.segments, values))
         if message.rebuild == message.consumer:
             for segment in message.segments:
-                self._tell(events.Rebuilt(message.fence, message.number, segment.session))
+                self._tell(
+                    events.Rebuilt(message.fence, message.number, segment.session, segment.start + segment.length)
+                )
         elif message.consumer == len(self.world.roles.places) - 1:
             self._tell(Result(message.fence, message.number, tuple(outputs[row] for row in message.wanted)))
         else:
@@ -255,7 +255,7 @@ class Member:
             try:
                 values = tuple(stage.recalled(segment))
             except Missing as error:
-                self._tell(events.RebuildFailed(message.fence, message.number, str(error)))
+                self._tell(events.PassFailed(message.fence, message.number, message.source, str(error)))
                 return
             onward = Pass(message.fence, message.number, 0, (segment,), (), rebuild=message.through)
             self.send_on(onward, message.source + 1, values)

@@ -137,8 +137,6 @@ class ServingDriver:
         """Passes in flight with the time they were sent, by number."""
         self._probes: dict[int, float] = {}
         self._first_probe: np.ndarray | None = None
-        self._rebuilds: dict[int, dict[int, int]] = {}
-        """Number of a rebuild -> session -> position where the session's rebuilt part ends."""
         self._events: deque[ServingEvent] = deque()
         self._handling = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -276,7 +274,6 @@ class ServingDriver:
         self._asked = {one for one in self._asked if one[0] >= fence}
         self._passes.clear()
         self._probes.clear()
-        self._rebuilds.clear()
         self._checking.drop()
         if roles.partition != self._cut.name:
             self._cut = cut(self._job, self._deployments[roles.version].plan)
@@ -464,7 +461,6 @@ class ServingDriver:
 
     def _rebuild(self, command: commands.SendRebuild) -> None:
         number, segments = command.number, command.segments
-        self._rebuilds[number] = {one.session: one.start + one.length for one in segments}
         if command.source != FEED:
             order = wire.Rebuild(
                 fence=self.fence, stage=command.source, through=command.through, number=number, segments=segments
@@ -542,12 +538,6 @@ class ServingDriver:
             case wire.LinkLost(fence=self.fence):
                 self._start(self._suspect_link(peer, PeerId(message.peer), message.reason))
                 return
-            case wire.Rebuilt(fence=self.fence, stage=stage) if self.machine.roles.places.get(stage) == peer:
-                self._on_rebuilt(message)
-                return
-            case wire.PassFailed(fence=self.fence, number=number) if number in self._rebuilds:
-                self.tell(events.RebuildFailed(self.fence, number, message.reason))
-                return
             case wire.Reading():
                 self._checking.ready(peer, message)
                 return
@@ -593,12 +583,6 @@ class ServingDriver:
                 checked_tasks=checks.inspector.checked_tasks,
             )
         )
-
-    def _on_rebuilt(self, message: wire.Rebuilt) -> None:
-        ends = self._rebuilds.get(message.number, {})
-        if message.length >= ends.get(message.session, message.length + 1):
-            del ends[message.session]
-            self.tell(events.Rebuilt(message.fence, message.number, message.session))
 
     def _note_loaded(self, peer: PeerId, message: wire.Loaded) -> None:
         known = self.resident_bytes.get((message.stage, peer))

@@ -43,6 +43,8 @@ def event_of(
             return events.StageFailed(fence, peer, message.stage, reason, fatal=message.code == "bad_graph")
         case wire.Working(fence=fence):
             return events.StageWorking(fence, peer, message.stage, message.number, message.busy_s)
+        case wire.Rebuilt(fence=fence, stage=at) if roles.places.get(at) == peer:
+            return events.Rebuilt(fence, message.number, message.session, message.length)
         case wire.PassFailed(fence=fence):
             return events.PassFailed(fence, message.number, message.stage, message.reason)
         case _:

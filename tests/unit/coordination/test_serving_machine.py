@@ -338,7 +338,7 @@ def test_a_failed_rebuild_or_none_retained_reads_sessions_again() -> None:
         job.load({1: ((1, computed),), 3: ((1, computed),)})
         if retain:
             (rebuild,) = job.of(commands.SendRebuild)
-            job.tell(events.RebuildFailed(job.fence, rebuild.number, "nothing retained"))
+            job.tell(events.PassFailed(job.fence, rebuild.number, rebuild.source, "nothing retained"))
             job.enlist()
             job.load()
         assert not job.of(commands.SendRebuild)
@@ -350,8 +350,18 @@ def test_a_failed_rebuild_or_none_retained_reads_sessions_again() -> None:
 
 def test_a_failure_of_a_rebuild_that_is_over_changes_nothing() -> None:
     job = rebuilding()
-    job.tell(events.RebuildFailed(job.fence, max(job.machine.rounds.rebuilds) + 100, "late"))
+    job.tell(events.PassFailed(job.fence, max(job.machine.rounds.rebuilds) + 100, 1, "late"))
     assert (job.phase, job.given) == (ServingPhase.REBUILDING, [])
+
+
+def test_a_rebuild_is_over_when_the_last_position_of_each_session_is_there() -> None:
+    job = rebuilding()
+    ((number, (_, left)),) = job.machine.rounds.rebuilds.items()
+    ((session, end),) = left.items()
+    job.tell(events.Rebuilt(job.fence, number, session, end - 1))
+    assert job.machine.rounds.rebuilds
+    job.tell(events.Rebuilt(job.fence, number, session, end))
+    assert not job.machine.rounds.rebuilds
 
 
 def test_a_failed_pass_is_tried_once_more_then_its_session_fails_alone() -> None:

@@ -56,7 +56,7 @@ class SendLoad:
 class SendRebuild:
     """Have the holder of `source` send what it retains of `segments` to the next stages up to `through`. With `source`
     -1 the driver itself sends `tokens`, packed in the order of the segments (otherwise empty), as passes with
-    `rebuild=through` within the pass limit. Answer `Rebuilt` for each segment, or `RebuildFailed`. Stages on the
+    `rebuild=through` within the pass limit. Answer `Rebuilt` for each segment, or `PassFailed`. Stages on the
     way, the last one too, retain what they computed, as of any pass."""
 
     number: int

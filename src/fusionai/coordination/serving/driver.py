@@ -31,7 +31,6 @@ from fusionai.coordination.serving.events import (
     PeerLost,
     PlanGiven,
     ProbeReturned,
-    RebuildFailed,
     Rebuilt,
     ServingEvent,
     StageFailed,
@@ -165,15 +164,7 @@ class ServingMachine(ServingJobState):
                 | StageWorking(fence, peer)
             ):
                 return fence == self.roster.fence_of(peer, self.fence) and peer in self.participants
-            case (
-                StageLoaded()
-                | Rebuilt()
-                | RebuildFailed()
-                | ProbeReturned()
-                | PassFailed()
-                | TextChecked()
-                | LinkBroken()
-            ):
+            case StageLoaded() | Rebuilt() | ProbeReturned() | PassFailed() | TextChecked() | LinkBroken():
                 return event.fence == self.fence
             case PeerLost() | MemberLeaving() | PlanGiven() | StopAsked() | CommandFailed() | Tick():
                 return True
@@ -207,7 +198,6 @@ TABLE: Final[Table[ServingMachine, list[ServingCommand]]] = Table(
             for phase in (_N, _L, _G)
         ),
         Transition((_B,), Rebuilt, (_B, _P, _G), lambda m, event: m.rounds.on_rebuilt(event)),
-        Transition((_B,), RebuildFailed, (_B, _N), lambda m, event: m.rounds.on_rebuild_failed(event)),
         Transition((_B,), ProbeReturned, (_B, _E), lambda m, event: m.rounds.on_probed(event)),
         Transition((_P,), ProbeReturned, (_P, _G, _E), lambda m, event: m.rounds.on_probed(event)),
         *(

@@ -64,20 +64,12 @@ class StageFailed:
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    """The last stage of rebuild `number` has all of this session's segment."""
+    """The last stage of rebuild `number` has this session's positions below `end`."""
 
     fence: Fence
     number: int
     session: int
-
-
-@dataclass(frozen=True, slots=True)
-class RebuildFailed:
-    """What is needed for rebuild `number` is not there (any more), or a stage could not compute it."""
-
-    fence: Fence
-    number: int
-    reason: str
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +99,8 @@ class ProbeReturned:
 
 @dataclass(frozen=True, slots=True)
 class PassFailed:
-    """A stage could not compute this pass; it and its other sessions go on. Also for a probe."""
+    """A stage could not compute pass, probe or rebuild `number`, or no longer has what the rebuild needs. It goes on
+    with other passes."""
 
     fence: Fence
     number: int
@@ -164,7 +157,6 @@ MemberEvent = (
     | StandbyLoaded
     | StageFailed
     | Rebuilt
-    | RebuildFailed
     | StageWorking
     | ProbeReturned
     | PassFailed

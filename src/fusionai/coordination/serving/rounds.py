@@ -28,7 +28,7 @@ from fusionai.coordination.serving.commands import (
     TellRebuilding,
     TellState,
 )
-from fusionai.coordination.serving.events import MemberEnlisted, ProbeReturned, RebuildFailed, Rebuilt, StageLoaded
+from fusionai.coordination.serving.events import MemberEnlisted, PassFailed, ProbeReturned, Rebuilt, StageLoaded
 from fusionai.coordination.serving.stage_times import Work
 from fusionai.coordination.serving.state import ServingJobState, ServingPhase
 from fusionai.wire.base import Fence
@@ -57,8 +57,10 @@ class Rounds:
     job: ServingJobState
     loaded: dict[int, Mapping[int, int]] = field(default_factory=dict[int, Mapping[int, int]])
     """Stage -> positions it reported for each session."""
-    rebuilds: dict[int, tuple[SendRebuild, set[int]]] = field(default_factory=dict[int, tuple[SendRebuild, set[int]]])
-    """Number -> the rebuild request, and the sessions that are not rebuilt yet."""
+    rebuilds: dict[int, tuple[SendRebuild, dict[int, int]]] = field(
+        default_factory=dict[int, tuple[SendRebuild, dict[int, int]]]
+    )
+    """Number -> the rebuild request, and the sessions that are not rebuilt yet with the ends of their segments."""
     probes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """Number of each probe under way -> the sessions that it has the stages drop."""
     _digests: list[str] = field(default_factory=list[str])
@@ -147,7 +149,7 @@ class Rounds:
         for first, last in _runs(lacking):
             tokens = () if first else tuple(token for one in segments for token in batcher.tokens_of(one))
             request = SendRebuild(batcher.take_number(), first - 1, last, segments, tokens)
-            self.rebuilds[request.number] = (request, {segment.session for segment in segments})
+            self.rebuilds[request.number] = (request, {one.session: one.start + one.length for one in segments})
             commands.append(request)
         # Sent behind the rebuilds without waiting for them: a probe has pages of its own.
         return [*commands, *self._new_probes()]
@@ -163,17 +165,16 @@ class Rounds:
         if event.number not in self.rebuilds:
             return []
         _, missing = self.rebuilds[event.number]
-        missing.discard(event.session)
+        if event.end >= missing.get(event.session, event.end + 1):
+            del missing[event.session]
         if missing:
             return []
         del self.rebuilds[event.number]
         return [] if self.rebuilds else self._await_probes()
 
-    def on_rebuild_failed(self, event: RebuildFailed) -> list[ServingCommand]:
-        """A stage did not retain what a rebuild needs. Read the sessions again from their tokens, which always
-        works."""
-        if event.number not in self.rebuilds:
-            return []
+    def on_rebuild_failed(self, event: PassFailed) -> list[ServingCommand]:
+        """A stage does not retain what a rebuild needs, or can't compute it. Read the sessions again from their tokens,
+        which always works."""
         request, _ = self.rebuilds[event.number]
         stage = request.through
         self.job.batcher.compute_again()

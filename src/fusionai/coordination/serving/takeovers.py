@@ -150,8 +150,12 @@ class Takeovers:
 
     def on_pass_failed(self, event: PassFailed) -> list[ServingCommand]:
         """Let each session of the failed pass try once more in a pass of its own."""
+        if event.number in self.rounds.rebuilds:
+            return self.rounds.on_rebuild_failed(event)
         if event.number in self.rounds.probes:
             return self._fail_stage(event.stage, event.reason, fatal=False)
+        if not self.job.is_running:
+            return []
         over = self.job.batcher.failed(event.number, self.job.patience.now_s)
         failed: list[ServingCommand] = [FailSessions(over, f"stage {event.stage}: {event.reason}")] if over else []
         return [*failed, ResumePasses()]
