@@ -25,27 +25,27 @@ from fusionai.coordination.serving.driver import ServingMachine
 from fusionai.coordination.serving.events import ServingEvent
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.sessions import PassPlan
-from fusionai.execution.deployment import Deployment, Replanner
+from fusionai.execution.deployment import Deployment, PlanSource
 from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections
 from fusionai.execution.serving.loading import OwnWeights
 from fusionai.execution.serving.member import ServingMember, Testimony
 from fusionai.execution.serving.retained import packed
 from fusionai.execution.state import headers
-from fusionai.execution.weights.server import WeightDesk
+from fusionai.execution.weights.server import WeightServer
 from fusionai.ir.serving import LOGITS
 from fusionai.primitives.errors import FusionError, PlanError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
-from fusionai.scheduling.problem.types import Guard, Plan
+from fusionai.scheduling.problem.types import Plan, Standby
 from fusionai.serving import inbox, progress
 from fusionai.serving.checking import Checking
-from fusionai.serving.deployment import Cut, cut, ranges_of
-from fusionai.serving.faults import FaultLog
+from fusionai.serving.deployment import ServedCut, cut, ranges_of
+from fusionai.serving.faults import ServingFaultLog
 from fusionai.serving.job import ServingJob
 from fusionai.transport.interface import Channel
 from fusionai.wire import messages as wire
-from fusionai.wire.messages import Fence, Hop, Segment
+from fusionai.wire.messages import Fence, Segment, StageDelay
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Returned:
     fence: Fence
     plan: PassPlan
     rows: np.ndarray | None
-    hops: tuple[Hop, ...]
+    hops: tuple[StageDelay, ...]
     elapsed_s: float
 
 
@@ -102,8 +102,8 @@ class ServingDriver:
         deployment: Deployment,
         machine_of: Callable[[ServingRoles], ServingMachine],
         *,
-        replanner: Replanner,
-        faults: FaultLog,
+        replanner: PlanSource,
+        faults: ServingFaultLog,
         sink: PassSink,
         on_progress: Callable[[progress.Progress], None],
     ) -> None:
@@ -144,7 +144,7 @@ class ServingDriver:
         """The newest connection attempt for each peer."""
         self._asking: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[EndJob] = asyncio.get_running_loop().create_future()
-        self._desk = WeightDesk(job.weights, (spec.digest for spec in job.weights.specs))
+        self._desk = WeightServer(job.weights, (spec.digest for spec in job.weights.specs))
         self._member = ServingMember(
             host,
             job.job,
@@ -237,7 +237,7 @@ class ServingDriver:
                 number = self.machine.batcher.take_number()
                 places = self.machine.roles.places
                 self._checking.begin(command, number, self.fence, places, self._cut, self._load_for_check)
-            case commands.TellCheck():
+            case commands.ReportCheck():
                 self._tell_check(command)
             case commands.Distrust(peer, reason):
                 self._first_probe = None
@@ -248,11 +248,11 @@ class ServingDriver:
                 self._connections.part_with(PeerId(peer), self._highest, reason)
             case commands.FailSessions(sessions, reason):
                 self._sink.failed(sessions, self._faults.named(reason))
-            case commands.TellFault():
+            case commands.ReportFault():
                 self._faults.seen(command)
-            case commands.TellRebuilding():
+            case commands.ReportRebuilding():
                 self._faults.rebuilding(command)
-            case commands.TellState(state, detail):
+            case commands.ReportState(state, detail):
                 self._sink.stands(state, self._faults.named(detail))
                 if state == "ready":
                     self._on_progress(progress.EngineReady())
@@ -338,7 +338,7 @@ class ServingDriver:
         )
         self._connections.tell(PeerId(command.peer), load, (whole.stages[stage].encoded,))
 
-    def _load_of(self, whole: Cut, stage: int, fence: Fence, options: wire.ServeOptions) -> wire.Load:
+    def _load_of(self, whole: ServedCut, stage: int, fence: Fence, options: wire.ServeOptions) -> wire.Load:
         part = whole.stages[stage]
         return wire.Load(
             fence=fence,
@@ -356,7 +356,7 @@ class ServingDriver:
     def _load_for_check(self, stage: int, options: wire.ServeOptions) -> tuple[wire.Load, HostTensor]:
         return self._load_of(self._cut, stage, self.fence, options), self._cut.stages[stage].encoded
 
-    def _sources(self, command: commands.SendLoad, whole: Cut) -> tuple[wire.WeightSource, ...]:
+    def _sources(self, command: commands.SendLoad, whole: ServedCut) -> tuple[wire.WeightSource, ...]:
         """Peers that run or guard a stage which shares tensors with this one, then the owner."""
         wanted = {spec.digest for spec in whole.stages[command.stage].weights}
         having: dict[str, set[bytes]] = {}
@@ -372,7 +372,7 @@ class ServingDriver:
         ]
         return (*others, wire.WeightSource(peer=self._job.owner, addresses=()))
 
-    def _cut_of(self, roles: ServingRoles) -> Cut:
+    def _cut_of(self, roles: ServingRoles) -> ServedCut:
         return cut(self._job, self._deployments[roles.version].plan)
 
     async def _serve_weights(self, peer: PeerId, channel: Channel) -> None:
@@ -388,7 +388,7 @@ class ServingDriver:
         knows = self.machine.lost
 
         async def ask() -> None:
-            waiting = lambda told: self._on_progress(progress.Waiting(told))  # noqa: E731
+            waiting = lambda told: self._on_progress(progress.ServingPaused(told))  # noqa: E731
             newest = self._newest_deployment
             present = _with_plan(newest, _plan_as(newest.plan, command.roles))
             try:
@@ -415,7 +415,7 @@ class ServingDriver:
         same = ranges_of(deployment.plan) == self._cut.ranges
         whole = self._cut if same else cut(self._job, deployment.plan)
         roles = whole.roles(deployment.plan, self._job.owner)
-        self._on_progress(progress.PlanChanged(deployment.plan, self._faults.named(reason)))
+        self._on_progress(progress.ServingPlanChanged(deployment.plan, self._faults.named(reason)))
         self.tell(events.PlanGiven(roles, self.machine.lost if knows is None else knows))
 
     def renew(self, deployment: Deployment) -> None:
@@ -569,11 +569,11 @@ class ServingDriver:
     def _on_testimony(self, peer: PeerId, message: Testimony, tensors: Mapping[str, HostTensor]) -> None:
         self._checking.heard(peer, message, tensors)
 
-    def _tell_check(self, command: commands.TellCheck) -> None:
+    def _tell_check(self, command: commands.ReportCheck) -> None:
         checks = self.machine.checks
         assert checks is not None
         self._on_progress(
-            progress.Checked(
+            progress.TextRechecked(
                 stage=command.check.stage,
                 peer=command.check.peer,
                 referee=command.check.referee,
@@ -669,7 +669,7 @@ def _plan_as(plan: Plan, roles: ServingRoles) -> Plan:
     )
     exact = {(guard.stage, guard.peer): guard.exact for guard in plan.guards}
     guards = tuple(
-        Guard(stage=stage, peer=peer, exact=exact.get((stage, peer), True))
+        Standby(stage=stage, peer=peer, exact=exact.get((stage, peer), True))
         for stage, peer in sorted(roles.guards.items())
     )
     return msgspec.structs.replace(plan, stages=stages, guards=guards)

@@ -31,20 +31,20 @@ from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
 from fusionai.coordination.serving.stage_times import StageTimes
 from fusionai.coordination.serving.state import ServingPhase
-from fusionai.execution.deployment import Deployment, Replanner
+from fusionai.execution.deployment import Deployment, PlanSource
 from fusionai.execution.host import Host
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Plan
 from fusionai.serving import progress
 from fusionai.serving.driver import Returned, ServingDriver
-from fusionai.serving.faults import FaultLog
-from fusionai.serving.generating import Embedding, Generating, Rows, Verdict
+from fusionai.serving.faults import ServingFaultLog
+from fusionai.serving.generating import Generating, Rows, TextToEmbed, Verdict
 from fusionai.serving.interface import (
     EngineBusy,
     EngineStatus,
     Generation,
-    Held,
+    GenerationPaused,
     HopTiming,
     PromptTooLong,
     StageStatus,
@@ -82,7 +82,7 @@ class ServingEngine:
         host: Host,
         deployment: Deployment,
         *,
-        replanner: Replanner,
+        replanner: PlanSource,
         names: Mapping[str, str],
         incarnation: int,
         on_progress: Callable[[progress.Progress], None],
@@ -100,7 +100,7 @@ class ServingEngine:
             self._speculation = Speculation(proposer or NgramProposer(), count, host.clock.now_s)
         self._numbers = itertools.count(1)
         self._generations: dict[int, Generating] = {}
-        self._embeddings: dict[int, Embedding] = {}
+        self._embeddings: dict[int, TextToEmbed] = {}
         self._judged_now: Counter[int] = Counter()
         """Number of tasks, per generation, whose rows are sampled in the thread or wait for it."""
         self._judging = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampling")
@@ -113,7 +113,7 @@ class ServingEngine:
         self._proposed, self._accepted = 0, 0
         self._passes_by_guesses: Counter[int] = Counter()
         """Guesses sent for a generation in one pass -> number of such passes."""
-        self._faults = FaultLog(names, host.clock, lambda note: on_progress(progress.Fault(note)))
+        self._faults = ServingFaultLog(names, host.clock, lambda note: on_progress(progress.Fault(note)))
         options, peers = job.options, {PeerId(placement.peer) for placement in deployment.plan.stages}
         self._batcher = Batcher(
             BatchLimits(
@@ -213,7 +213,7 @@ class ServingEngine:
             self._faults.asked()
         generating = self._generations[number] = Generating(number, generation, self._left)
         if self._state in ("recovering", "waiting"):
-            generating.held(Held(self._state, self._detail))
+            generating.held(GenerationPaused(self._state, self._detail))
         self._driver.tell(None)
         return generating
 
@@ -222,7 +222,7 @@ class ServingEngine:
     ) -> list[list[float]]:
         """Mean of the last hidden states over each prompt's positions, scaled to Euclidean length 1. Raises the errors
         of `submit`."""
-        asked: list[Embedding] = []
+        asked: list[TextToEmbed] = []
         try:
             for prompt in prompts:
                 number = next(self._numbers)
@@ -236,7 +236,7 @@ class ServingEngine:
                     adapter=self._adapter(adapter),
                 )
                 self._admit(spec)
-                embedding = self._embeddings[number] = Embedding(number, spec.prompt)
+                embedding = self._embeddings[number] = TextToEmbed(number, spec.prompt)
                 asked.append(embedding)
             self._driver.tell(None)
             return [await embedding.done for embedding in asked]
@@ -432,9 +432,9 @@ class ServingEngine:
             case "ready":
                 if not self._generations:
                     self._faults.recovered_unnoticed()
-                held = Held("running", detail)
+                held = GenerationPaused("running", detail)
             case "recovering" | "waiting":
-                held = Held(state, detail)
+                held = GenerationPaused(state, detail)
             case _:
                 return
         for generating in self._generations.values():

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fusionai.primitives.errors import FusionError
-from fusionai.serving.history import History
+from fusionai.serving.history import TokenHistory
 from fusionai.serving.interface import (
     Emitted,
     Finished,
     FinishReason,
     Generation,
-    Held,
+    GenerationPaused,
     HopTiming,
     PromptRead,
     StreamEvent,
@@ -56,7 +56,7 @@ class Generating:
         self.generation = generation
         self.tokens = list(generation.prompt)
         """Prompt and answer."""
-        self.history = History(generation.prompt)
+        self.history = TokenHistory(generation.prompt)
         self.prompt_read = False
         self.finished = False
         self._prompt_logprobs: list[TokenLogprob] = []
@@ -150,7 +150,7 @@ class Generating:
         elif constraint is not None and verdict.tokens and constraint.finished:
             self.finish("stop")
 
-    def held(self, held: Held) -> None:
+    def held(self, held: GenerationPaused) -> None:
         self._events.put_nowait(held)
 
     def finish(self, reason: FinishReason, detail: str = "") -> None:
@@ -180,7 +180,7 @@ class Generating:
             self._on_left(self.number)
 
 
-class Embedding:
+class TextToEmbed:
     """A prompt whose last hidden states are averaged."""
 
     def __init__(self, number: int, prompt: tuple[int, ...]) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 _ROOM = 64
 
 
-class History:
+class TokenHistory:
     """Distinct tokens of prompt and answer. Adding a token takes constant time, whatever the text's length."""
 
     def __init__(self, prompt: Sequence[int] = ()) -> None:

@@ -44,7 +44,7 @@ def event_of(
         case wire.Working(fence=fence):
             return events.StageWorking(fence, peer, message.stage, message.number, message.busy_s)
         case wire.Rebuilt(fence=fence, stage=at) if roles.places.get(at) == peer:
-            return events.Rebuilt(fence, message.number, message.session, message.length)
+            return events.CacheRebuilt(fence, message.number, message.session, message.length)
         case wire.PassFailed(fence=fence):
             return events.PassFailed(fence, message.number, message.stage, message.reason)
         case _:

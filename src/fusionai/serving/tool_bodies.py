@@ -12,7 +12,7 @@ from typing import Protocol
 from fusionai.serving.tools import CallPiece
 
 
-class Outcome(Enum):
+class CallState(Enum):
     """`MORE`: the call continues; `TEXT`: it is no call, and nothing of it was passed on; `DONE`: the call is over."""
 
     MORE = "more"
@@ -26,7 +26,7 @@ class Given:
     `whole`: number of calls that ended. `rest`: unused text; after `MORE` it must be passed again, before the text that
     follows."""
 
-    outcome: Outcome
+    outcome: CallState
     rest: str
     pieces: tuple[CallPiece, ...] = ()
     whole: int = 0

@@ -71,7 +71,7 @@ def tool_form(template: str) -> ToolForm | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ToolDefinition:
     """`parameters`: JSON schema of an object; None: the model may choose any arguments."""
 
     name: str

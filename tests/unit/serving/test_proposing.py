@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fusionai.serving.generating import Generating
-from fusionai.serving.history import History
+from fusionai.serving.history import TokenHistory
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.serving.proposing import Acceptance, NgramProposer, PassTimes, best_count, expected_tokens
 from fusionai.serving.sampling import choose
@@ -66,7 +66,7 @@ def test_the_tokens_are_those_of_plain_decoding(sampling: Sampling, count: int) 
     prompt = [1, 2, 3]
     wanted = 120
     plain: list[int] = []
-    history = History(prompt)
+    history = TokenHistory(prompt)
     while len(plain) < wanted:
         token = choose(logits_after([*prompt, *plain]), sampling, history, len(plain))
         history.add(token)

@@ -34,8 +34,8 @@ from fusionai.coordination.serving.fair_queue import FairQueue
 from fusionai.coordination.serving.limits import BatchLimits, QueueFull, TooLong
 from fusionai.coordination.serving.pages import Match, Pages
 from fusionai.coordination.serving.piece_sizes import PieceSizes
-from fusionai.coordination.serving.sessions import Flight, Part, PassPlan, Session, SessionSpec, Text, packed
-from fusionai.coordination.serving.stage_times import StageTimes, Work
+from fusionai.coordination.serving.sessions import Flight, PassPlan, Session, SessionShare, SessionSpec, Text, packed
+from fusionai.coordination.serving.stage_times import PassWork, StageTimes
 from fusionai.wire.serving import MAX_SESSIONS, Segment
 
 PROBE_SESSION: Final = 0
@@ -49,11 +49,11 @@ FORGET_AT_ONCE: Final = MAX_SESSIONS // 2
 class _Sent:
     """A pass under way. `decodes`: it carries a decoding session."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SessionShare, ...]
     decodes: bool
     forget: tuple[int, ...]
     at_s: float
-    work: Work
+    work: PassWork
 
 
 @dataclass(slots=True)
@@ -348,13 +348,13 @@ class Batcher:
         """Time at which the oldest pass under way was created."""
         return min((sent.at_s for sent in self._passes.values()), default=None)
 
-    def work_of(self, number: int) -> Work | None:
+    def work_of(self, number: int) -> PassWork | None:
         """Return the work of a pass under way, or None."""
         sent = self._passes.get(number)
         return None if sent is None else sent.work
 
     @property
-    def works(self) -> tuple[Work, ...]:
+    def works(self) -> tuple[PassWork, ...]:
         """Work of all passes under way."""
         return tuple(sent.work for sent in self._passes.values())
 
@@ -400,7 +400,7 @@ class Batcher:
                 self.prompt_tokens += len(spec.prompt)
                 self.prefix_tokens += match.tokens
 
-    def _chosen(self, number: int) -> list[Part]:
+    def _chosen(self, number: int) -> list[SessionShare]:
         """Return the parts of the next pass: sessions of one kind whose turn it is. If all of these lack pages, the
         other kind."""
         ready = sorted(
@@ -421,7 +421,7 @@ class Batcher:
             ready = [one for one in ready if one.admitted and one not in together]
         return []
 
-    def _composed(self, number: int, ready: Sequence[Session]) -> list[Part]:
+    def _composed(self, number: int, ready: Sequence[Session]) -> list[SessionShare]:
         """Compose pass `number` and mark its sessions as under way in it."""
         decoding = [one for one in ready if one.decodes]
         ranked = self._queue.rank((one.number, one.spec.scope) for one in ready if not one.decodes)
@@ -451,7 +451,7 @@ class Batcher:
             room -= end - start
             session.flights.append(Flight(number, end))
             session.turn = next(self._turns)
-            parts.append(Part(session, start, end, ()))
+            parts.append(SessionShare(session, start, end, ()))
         return parts
 
     def _piece_end(self, session: Session, *, others_wait: bool) -> int:
@@ -462,10 +462,10 @@ class Batcher:
         ahead = self.limits.ahead_tokens
         return ahead is None or not session.flights or end - session.computed <= ahead
 
-    def _decoding_parts(self, number: int, decoding: Sequence[Session], room: int) -> list[Part]:
+    def _decoding_parts(self, number: int, decoding: Sequence[Session], room: int) -> list[SessionShare]:
         """Return as many decoding parts as make passes with decoding sessions about equally large, counting sessions
         under way."""
-        parts: list[Part] = []
+        parts: list[SessionShare] = []
         if sum(sent.decodes for sent in self._passes.values()) >= self.limits.spread:
             return parts
         group = -(-sum(one.decodes for one in self._sessions.values()) // self.limits.spread)
@@ -481,7 +481,7 @@ class Batcher:
                 proposals = ()
             session.flights.append(Flight(number, len(session.tokens)))
             room -= 1 + len(proposals)
-            parts.append(Part(session, session.computed, len(session.tokens), proposals, decodes=True))
+            parts.append(SessionShare(session, session.computed, len(session.tokens), proposals, decodes=True))
             self._queue.charge(session.spec.scope, 1)
         return parts
 
@@ -513,7 +513,7 @@ class Batcher:
         self._queue.push_back(session.number)
         session.leave_pages()
 
-    def _advance(self, number: int, part: Part, emitted: tuple[int, ...], finished: bool, now_s: float) -> None:
+    def _advance(self, number: int, part: SessionShare, emitted: tuple[int, ...], finished: bool, now_s: float) -> None:
         session, spec = part.session, part.session.spec
         flight = session.flight(number)
         assert flight is not None
@@ -537,7 +537,7 @@ class Batcher:
         if finished or (not reads_on and session.emitted >= spec.max_tokens):
             self._end(spec.number, now_s)
 
-    def _counts(self, part: Part, number: int) -> bool:
+    def _counts(self, part: SessionShare, number: int) -> bool:
         session = part.session
         return self._sessions.get(session.number) is session and session.flight(number) is not None
 
