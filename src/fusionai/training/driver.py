@@ -54,11 +54,8 @@ LINK_GRACE_S = 0.2
 
 class Driver:
     """Drives one job. Call `await driver.run()`, then optionally `await driver.infer(...)`, then `await
-    driver.close()`.
-
-    `deployment`: the plan to begin with, journalled as the one in force. `saved`: step of the newest complete
-    checkpoint, -1 if there is none.
-    """
+    driver.close()`. `deployment`: the plan to begin with, journalled as the one in force. `saved`: step of the newest
+    complete checkpoint, -1 if there is none."""
 
     def __init__(
         self,

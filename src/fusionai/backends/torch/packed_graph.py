@@ -176,11 +176,9 @@ def gated(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def one_by_one(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a product of two batches of matrices that is computed item by item.
-
-    The number of items depends on all rows of a pass (mixtures of experts gather a matrix for every row), and libraries
-    may choose kernels by that number. Here every call has the sizes of one item.
-    """
+    """Return a product of two batches of matrices that is computed item by item. The number of items depends on all
+    rows of a pass (mixtures of experts gather a matrix for every row), and libraries may choose kernels by that number.
+    Here every call has the sizes of one item."""
 
     def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         # A single product per sum has only one order. Other devices are excluded, because each call would cost a wait.

@@ -142,10 +142,8 @@ class _Comparison:
 
 
 class _Weights:
-    """The module without memory, its parameters, and the graph's parameters.
-
-    `of_module`, `of_graph`: by key. The graph's buffers and constants are in memory, as they are while capturing.
-    """
+    """The module without memory, its parameters, and the graph's parameters. `of_module`, `of_graph`: by key. The
+    graph's buffers and constants are in memory, as they are while capturing."""
 
     def __init__(self, checked: Captured, seed: int, progress: Progress) -> None:
         built, specs = checked.source.built, {spec.key: spec for spec in checked.graph.params.values()}

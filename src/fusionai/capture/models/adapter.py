@@ -261,11 +261,8 @@ class AdapterSlots:
         return frozenset(f"{layer}.{part}" for layer in self.layers for part in (DOWN, UP))
 
     def tensor(self, key: str) -> HostTensor:
-        """Return the concatenated matrix of all adapters for `key`, in float32.
-
-        Raises `ModelError` if a weight is not finite: NaN and infinity times a mask of zero would still reach other
-        adapters' positions.
-        """
+        """Return the concatenated matrix of all adapters for `key`, in float32. Raises `ModelError` if a weight is not
+        finite: NaN and infinity times a mask of zero would still reach other adapters' positions."""
         layer, _, part = key.rpartition(".")
         pieces = [_piece(adapter, layer, is_up=part == UP) for adapter in self.adapters]
         inputs, outputs = next(

@@ -92,10 +92,8 @@ class Arrivals:
     def _as_agreed(
         self, name: str, carried: Carried, codec: Packing, *, following: bool = False
     ) -> HostTensor | PackedTensor:
-        """Return the tensor as it was before packing, after checking its packing.
-
-        Packing other than agreed is refused, because stages would then compute with different numbers.
-        """
+        """Return the tensor as it was before packing, after checking its packing. Packing other than agreed is refused,
+        because stages would then compute with different numbers."""
         was, found = (carried.was, carried.was.codec) if isinstance(carried, Packed) else (carried, "none")
         expected = codec if packs(codec, was.dtype, was.shape) else "none"
         if found != expected:
