@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from tokenizers import CorpusTokenizer as Engine
+from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from fusionai.corpus.files import find_files, fingerprint
