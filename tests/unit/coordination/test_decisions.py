@@ -551,6 +551,20 @@ def test_a_job_whose_driver_let_its_members_go_unheard_is_over(drive: Drive):
     assert (drive.phase(A), drive.phase(B)) == ("idle", "idle")
 
 
+def test_a_draining_member_whose_heartbeat_ends_its_job_has_left_without_a_trace(drive: Drive):
+    drive.ask(want(A))
+    drive.ask(report("running"))
+    drive.ask(requests.Disconnected(500))
+    drive.ask(requests.AskLeave(A, ord(A[0]), True))
+    while drive.phase(A) == "draining":
+        drive.now_s += 3.0
+        last = drive.ask(requests.Beat(A, ord(A[0]), 1))
+    assert drive.phase(A) == "left"
+    assert Notify(ord(A[0]), LeaveNotice(drain=False)) in last.commands, "its process learns that it may end"
+    assert A not in drive.desk.links
+    assert A not in drive.desk.leases
+
+
 def test_a_dead_owners_machines_are_free_within_two_minutes(drive: Drive):
     """The members drop what they hold by themselves, and say so with their heartbeats."""
     drive.ask(want(A, B))

@@ -84,9 +84,10 @@ def beat(turn: Transaction, request: Beat) -> None:
     else:
         renewed, _ = LEASE.advance(lease, Heard(turn.now_s))
         turn.keep(leases=with_entry(turn.desk.leases, request.peer, renewed))
+    # Before the checks: one of them may end the job, and a member that drains leaves the pool with it.
+    turn.keep(links=with_entry(turn.desk.links, request.peer, request.connection))
     _check_leftovers(turn, member, request.jobs)
     _check_dismissed(turn, turn.member(request.peer), request.jobs)
-    turn.keep(links=with_entry(turn.desk.links, request.peer, request.connection))
     turn.commands.append(Answer(HeartbeatAck(wall_s=turn.wall_s)))
 
 
