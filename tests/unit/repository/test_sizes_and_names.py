@@ -33,8 +33,6 @@ LONG_FILES = frozenset(
         "fusionai.coordination.training.driver",
         "fusionai.coordination.training.stage",
         "fusionai.scheduling.kernels.chain",
-        "fusionai.serving.driver",
-        "fusionai.serving.engine",
     }
 )
 """Modules. Compiled kernels stay: what a kernel calls must be in its own file to be compiled with it."""
@@ -60,8 +58,6 @@ LONG_FUNCTIONS = frozenset(
         "fusionai.scheduling.kernels.chain.grow",
         "fusionai.scheduling.kernels.relaxation.priced",
         "fusionai.scheduling.kernels.serving_pipeline.cross",
-        "fusionai.serving.driver.ServingDriver.__init__",
-        "fusionai.serving.engine.ServingEngine.__init__",
     }
 )
 """Functions. Kernels and tables stay."""
@@ -73,8 +69,6 @@ LARGE_CLASSES = frozenset(
         "fusionai.coordination.training.stage.StageMachine",
         "fusionai.scheduling.problem.chain.Chain",
         "fusionai.scheduling.training.pipeline.Pipeline",
-        "fusionai.serving.driver.ServingDriver",
-        "fusionai.serving.engine.ServingEngine",
         "fusionai.simulator.driver.SimulatedDriver",
     }
 )

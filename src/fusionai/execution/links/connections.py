@@ -37,6 +37,9 @@ StateServer = Callable[[PeerId, Channel], Awaitable[None]]
 """Reads a member's state connection. Returns or raises `FusionError` when the connection has ended."""
 LostSink = Callable[[PeerId, str], None]
 
+LINK_GRACE_S: Final = 0.2
+"""Seconds to wait after a lost link. It is often the first sign of a lost peer, whose own connection fails a moment
+later."""
 OPENING_S: Final = 3.0
 """Seconds to open both connections to a member, handshakes included (chosen)."""
 
@@ -201,6 +204,13 @@ class Connections:
         """Return whether a connected member has not answered for longer than a healthy one takes."""
         silent = peer in self._silence.watched and self._silence.silent_s(peer) > 2 * self._silence.ping_s
         return silent and self.is_open(peer)
+
+    async def both_remain(self, one: PeerId, other: PeerId) -> bool:
+        """Return whether both members of a lost link are still connected, once neither is doubtful any more."""
+        while True:
+            await asyncio.sleep(LINK_GRACE_S)
+            if not (self.is_doubtful(one) or self.is_doubtful(other)):
+                return self.is_open(one) and self.is_open(other)
 
     # --------------------------------------------------------------------------------------------------- the ends
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fusionai.serving.logprobs import token_logprob
+from fusionai.serving.generating import token_logprob
 
 
 def test_they_are_the_logarithm_of_the_softmax() -> None:
