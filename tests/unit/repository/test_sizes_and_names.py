@@ -29,7 +29,6 @@ LONG_FILES = frozenset(
         "fusionai.backends.torch.row_kernels",
         "fusionai.backends.torch.row_plan",
         "fusionai.capture.graph.lowering",
-        "fusionai.coordination.serving.batching",
         "fusionai.coordination.training.driver",
         "fusionai.coordination.training.stage",
         "fusionai.scheduling.kernels.chain",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.coordination.machine import FollowUp
-from fusionai.coordination.serving.batching import PROBE_SESSION
+from fusionai.coordination.serving.admission import PROBE_SESSION
 from fusionai.coordination.serving.commands import (
     BeginRound,
     ResumePasses,
