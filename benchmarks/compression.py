@@ -20,13 +20,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from fusionai.cli.running import run
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
 from fusionai.client.training.train import RunEvent, TrainOptions, train
 from fusionai.corpus import python_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.storage.atomic import write_atomic
 from fusionai.training.progress import Evaluated
-from fusionai.transport.event_loop import run
 from fusionai.wire.codecs import LADDER, Codec, packed_bytes, packing
 
 WIDTH: Final = 384

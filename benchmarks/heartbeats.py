@@ -30,7 +30,7 @@ BROKER = """
 import asyncio, signal, sys
 from pathlib import Path
 from fusionai.broker.main import BrokerOptions, run_broker
-from fusionai.transport.event_loop import run
+from fusionai.cli.running import run
 
 async def main():
     stop = asyncio.Event()

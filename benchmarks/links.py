@@ -30,11 +30,11 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from fusionai.cli.running import run
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ChannelClosed
 from fusionai.primitives.tensors import host_tensor
 from fusionai.transport import bulk
-from fusionai.transport.event_loop import run
 from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
 from fusionai.transport.links import answer_probe, measure_link

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from fusionai.cli.running import run
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
 from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus import python_library
@@ -38,7 +39,6 @@ from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.levers import savings
 from fusionai.training.progress import FaultSeen, StepDone
-from fusionai.transport.event_loop import run
 
 CGROUPS: Final = Path("/sys/fs/cgroup/memory")
 PLENTY_BYTES: Final = 12 * 10**9

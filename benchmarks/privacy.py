@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fusionai.cli.running import run
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
 from fusionai.client.serving.job import ServeRequest
 from fusionai.client.serving.serve import serving
@@ -45,7 +46,6 @@ from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
 from fusionai.storage.atomic import write_atomic
 from fusionai.training.progress import StepDone
-from fusionai.transport.event_loop import run
 
 LEVELS: Final[tuple[PrivacyLevel, ...]] = ("open", "encrypted", "split")
 VOCABULARY, LENGTH, ROWS, MICROBATCHES = 2048, 128, 8, 8

@@ -23,12 +23,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fusionai.cli.running import run
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
 from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus import python_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.training.progress import StepDone
-from fusionai.transport.event_loop import run
 
 HERE = Path(__file__).resolve().parent
 BIG = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}

@@ -31,10 +31,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fusionai.cli.running import loop_factory, run
 from fusionai.primitives.tensors import host_tensor
 from fusionai.transport.authority import load_authority
 from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.event_loop import loop_factory, run
 from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
 from fusionai.transport.tcp import TcpTransport

@@ -37,6 +37,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from fusionai.cli.running import run
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
 from fusionai.client.training.train import Planned, RunEvent, TrainOptions, train
 from fusionai.corpus import python_library
@@ -45,7 +46,6 @@ from fusionai.ir.cost import block_costs
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement
 from fusionai.simulator.step import Durations, Recorded, Rules, simulate_steps
 from fusionai.training.progress import FaultSeen, StepDone
-from fusionai.transport.event_loop import run
 from fusionai.wire.codecs import Compression
 
 Result = TypeVar("Result")

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fusionai.cli.running import run
 from fusionai.client.pool.local_pool import LocalPeer, LocalPool
 from fusionai.client.serving.job import ServeRequest
 from fusionai.client.serving.serve import Served, ServeEvent, serving
@@ -31,7 +32,6 @@ from fusionai.coordination.round.reputation import NEEDED
 from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.interface import Finished, Generation, Sampling
 from fusionai.serving.progress import Checked, StageLoaded
-from fusionai.transport.event_loop import run
 
 WIDTH, VOCABULARY = 512, 2048
 STAGES: Final = 2

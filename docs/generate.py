@@ -37,7 +37,7 @@ from msgspec import NODEFAULT
 from fusionai.backends.registry import BACKENDS, open_backend
 from fusionai.cli import audit as audit_view
 from fusionai.cli import privacy
-from fusionai.cli.analyze import shipped_comparisons
+from fusionai.cli.planning.analyze import shipped_comparisons
 from fusionai.coordination.broker import invitation, job, lease, membership, plan_version
 from fusionai.coordination.machine import START, rows
 from fusionai.coordination.serving import driver as serving

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
+from fusionai.cli.running import loop_factory
 from fusionai.primitives.errors import ChannelClosed, RefusedError, TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -20,7 +21,6 @@ from fusionai.transport import framed as handshake
 from fusionai.transport import quic as quic_binding
 from fusionai.transport.authority import load_authority
 from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
-from fusionai.transport.event_loop import loop_factory
 from fusionai.transport.identity import load_identity, peer_of
 from fusionai.transport.interface import Channel, Listener, Remote, Role, Transport
 from fusionai.transport.quic import QuicTransport

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from fusionai.broker.main import BrokerOptions, run_broker
+from fusionai.cli.running import run
 from fusionai.client.pool.job_trust import job_trust
 from fusionai.client.pool.session import PoolSession
 from fusionai.peer.daemon import candidates
@@ -25,7 +26,6 @@ from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.enrolment import enrol
-from fusionai.transport.event_loop import run
 from fusionai.transport.interface import Channel
 from fusionai.transport.links import answer_probe, measure_link
 from fusionai.transport.peer_transport import PeerTransport

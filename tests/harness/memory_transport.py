@@ -15,9 +15,9 @@ from typing import Final
 from fusionai.primitives.errors import ChannelClosed, FusionError, TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.transport.framed import AcceptedTasks, Dialling, FramedChannel
+from fusionai.transport.framed import AcceptedTasks, Dialling, DoorLimits, FramedChannel
 from fusionai.transport.interface import Accept, Remote, Role
-from fusionai.wire.frame import allocate_bytes, encode_frame_head
+from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Stream
 
 SCHEME: Final = "memory://"
@@ -123,10 +123,13 @@ class MemoryListener:
         self.owner = owner
         self.strangers = strangers
         self._network = network
-        self._accepted = AcceptedTasks(accept)
+        self._accepted = AcceptedTasks(accept, DoorLimits(greeting_s=3600.0, stranger_s=3600.0, half_open=10_000))
 
     def greet(self, channel: MemoryChannel) -> None:
-        self._accepted.start(self._accepted.run(channel))
+        async def connected() -> FramedChannel:
+            return channel
+
+        self._accepted.start(self._accepted.serve(connected))
 
     async def close(self) -> None:
         self._network.forget_listener(self)
@@ -139,7 +142,7 @@ class MemoryChannel(FramedChannel):
     other: MemoryChannel
 
     def __init__(self, network: MemoryNetwork, owner: Remote, dialling: Dialling | None) -> None:
-        super().__init__(own_role=owner.role, dialling=dialling, allocate=allocate_bytes)
+        super().__init__(own_role=owner.role, dialling=dialling)
         self.owner = owner
         self._network = network
         self._transit: asyncio.Queue[bytes | None] = asyncio.Queue()

@@ -99,13 +99,8 @@ class NullStageProgram(StageBase[dict[str, int]]):
         self._unset = {key for key, spec in self._specs.items() if spec.init is None}
         return tuple(f"model/{key}" for key in sorted(self._unset))
 
-    def import_state(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
-        self._require_idle("import state")
-        for name, tensor in entries:
-            entry = check_entry(self._entries, name, tensor)
-            self._imported[name] = host_tensor(tensor.dtype, tensor.shape, bytes(tensor.data))
-            if not entry.slot:
-                self._unset.discard(entry.key)
+    def _put(self, entry: StateEntry, value: HostTensor) -> None:
+        self._imported[entry.name] = host_tensor(value.dtype, value.shape, bytes(value.data))
 
     def _copy(self, entry: StateEntry) -> HostTensor:
         return self._imported.get(entry.name) or _zeros(entry.dtype, entry.shape)

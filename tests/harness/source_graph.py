@@ -1,7 +1,7 @@
 """What of the source is reached from the `fusion` command, read from its syntax alone.
 
 A module is reached when a reached module imports it, at its top or inside a function, or names it as a whole string:
-lazily loaded commands (`"fusionai.cli.demo:demo"`), `import_module`, processes started with `python -m`.
+lazily loaded commands (`"fusionai.cli.training.demo:demo"`), `import_module`, processes started with `python -m`.
 
 A definition at a module's top level is reached when code of a reached module or definition uses its name: by the name
 in its own module, by an import, or as an attribute of its module. A method is reached when its class is and live code

@@ -26,9 +26,9 @@ from typing import Any, Final, TextIO
 
 _LENGTH: Final = struct.Struct("<I")
 _MODULES: Final = (
-    "fusionai.cli.broker",
-    "fusionai.cli.join",
-    "fusionai.cli.train",
+    "fusionai.cli.pool.broker",
+    "fusionai.cli.pool.join",
+    "fusionai.cli.training.train",
     "fusionai.broker.main",
     "fusionai.peer.daemon",
     "fusionai.client.training.train",

@@ -51,7 +51,7 @@ import asyncio, json, signal, sys
 from pathlib import Path
 from fusionai.broker.main import BrokerOptions, run_broker
 from fusionai.primitives.errors import FusionError
-from fusionai.transport.event_loop import run
+from fusionai.cli.running import run
 
 async def main():
     stop = asyncio.Event()

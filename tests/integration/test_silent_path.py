@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from fusionai.cli.running import run
 from fusionai.primitives.errors import ChannelClosed, TransportError
 from fusionai.primitives.tensors import host_tensor
 from fusionai.transport.authority import load_authority
 from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.event_loop import run
 from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
 from fusionai.transport.tcp import TcpTransport

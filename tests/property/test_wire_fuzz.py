@@ -24,15 +24,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusionai.cli.running import run
 from fusionai.primitives.errors import ChannelClosed, WireError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, host_tensor
 from fusionai.transport.authority import load_authority
 from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.event_loop import run
+from fusionai.transport.framed import DoorLimits
 from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
 from fusionai.transport.routes import parse_address
-from fusionai.transport.tcp import DoorLimits, TcpTransport
+from fusionai.transport.tcp import TcpTransport
 from fusionai.wire import messages
 from fusionai.wire.frame import (
     GREETING_LIMITS,

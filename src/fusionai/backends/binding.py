@@ -3,8 +3,9 @@
 Framework-free and shared by all backends; called before anything is allocated. Neighbours: `ir.shapes` evaluates the
 expressions.
 
-Also here: `check_indices`, because compiled code returns NaN for an index outside a table instead of an error, and
-operators on sizes (plain integers), the same on every backend, with an upper limit on every size.
+Also here: `check_indices`, because compiled code returns NaN for an index outside a table instead of an error; how
+errors name nodes; which operators mixed precision concerns; and operators on sizes (plain
+integers), the same on every backend, with an upper limit on every size.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.ir.serving import SEQUENCE
 from fusionai.ir.shapes import bounds, evaluate, symbols_of
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
@@ -60,6 +62,16 @@ def largest(graph: Graph) -> dict[str, int]:
     return {name: high for name, (_, high) in graph.symbols.items()}
 
 
+def shape_of(graph: Graph, value: str, symbols: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the declared shape of a value at these sizes of the symbols."""
+    return tuple(evaluate(dim, symbols) for dim in graph.values[value].shape)
+
+
+def with_rows(graph: Graph, rows: int) -> dict[str, int]:
+    """Return the sizes of the symbols in a pass of `rows` rows."""
+    return {**dict.fromkeys(graph.symbols, 1), SEQUENCE: rows}
+
+
 def nearest(name: str, known: Collection[str]) -> str:
     """Return ` (did you mean 'x'?)`, or an empty string if no known name is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
@@ -69,6 +81,28 @@ def nearest(name: str, known: Collection[str]) -> str:
 def describe(node: Node) -> str:
     """Return how error messages name a node."""
     return f"node {node.id} ({node.op}{' of ' + node.path if node.path else ''})"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text: frameworks append their own stack after it."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+OPERATOR_FAILURES: Final = (
+    RuntimeError,
+    IndexError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+)
+"""Errors that frameworks raise on operands that do not fit."""
+IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "scan", "loss"})
+"""Categories of operators that run in float32 under bf16 precision."""
+IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
+"""Categories of operators whose operands are converted to bfloat16 under bf16 precision."""
 
 
 def _bind(graph: Graph, symbols: dict[str, int], name: str, symbol: str, size: int) -> None:

@@ -15,7 +15,7 @@ number (`fusion.uniform`) is the first UNIFORM_BITS of u(i), as many as its dtyp
 [0, 1). Both multipliers are below 2**31, so the products fit into a signed 64-bit integer. Source of the mixer: C.
 Wellons, "Prospecting for hash functions", 2018 (two rounds of xor-shift-multiply).
 
-Neighbours: `torch.semantic`, `jax.semantic` and `onnxruntime.drawing` compute the part that depends on the element.
+Neighbours: `torch.semantic`, `jax.semantic` and `onnxruntime.semantic` compute the part that depends on the element.
 """
 
 from __future__ import annotations

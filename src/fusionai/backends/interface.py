@@ -12,9 +12,9 @@ sequence of one call, with batch size 1. Positions follow from the segments.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from fusionai.ir.schema import Graph
 from fusionai.primitives.pace import Pace, ServingPace
@@ -54,26 +54,24 @@ class Speeds:
     attention_flops_per_s: float = 0.0
     """Speed of a prompt chunk's attention over cached keys and values; 0: not measured."""
 
+    def figures(self) -> dict[str, Any]:
+        """Return the speeds by name."""
+        return {speed.name: getattr(self, speed.name) for speed in fields(Speeds)}
 
-@dataclass(frozen=True, slots=True)
-class DeviceReport:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReport(Speeds):
     """Properties and speeds of a backend's device, as `Backend.probe` found them."""
 
     backend: str
     backend_version: str
     device: str
     device_name: str
-    flops_per_s: float
-    memory_bandwidth_bytes_per_s: float
     memory_bytes: int
     threads: int
     fingerprint: str
     """Hash of versions, instruction set, threads and the exact bits of a probe computation. Equal fingerprints mean
     bit-equal results."""
-    scratch_bytes_per_s: float = 0.0
-    pace: Pace | None = None
-    serving: tuple[ServingPace, ...] = ()
-    attention_flops_per_s: float = 0.0
     unsupported_ops: tuple[str, ...] = ()
     """Operators of the allow-list that this backend lacks."""
     tasks: tuple[Literal["train", "serve"], ...] = ("train", "serve")
@@ -84,14 +82,7 @@ class DeviceReport:
 
     @property
     def speeds(self) -> Speeds:
-        return Speeds(
-            flops_per_s=self.flops_per_s,
-            memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s,
-            scratch_bytes_per_s=self.scratch_bytes_per_s,
-            pace=self.pace,
-            serving=self.serving,
-            attention_flops_per_s=self.attention_flops_per_s,
-        )
+        return Speeds(**self.figures())
 
 
 NOTHING_BEGUN: Final[Mapping[str, HostTensor]] = MappingProxyType({})

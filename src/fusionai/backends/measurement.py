@@ -10,30 +10,36 @@ measurement waits for the disk and drops the file from the page cache where the 
 that offloads state or weights is short of memory. `arithmetic` names what determines the exact bits of CPU results
 besides the framework: instruction sets (a hypervisor or environment variables may hide some) and kernel libraries.
 
+Probes share the timing of calls, the inputs of their fingerprints and the processor's name.
+
 Neighbours: the backends' probes call this, `scheduling.problem.calibration` plans with the result.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import Final, Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from fusionai.backends.interface import Call, Speeds, StageProgram
 from fusionai.ir.cost import block_costs
 from fusionai.ir.schema import Arg, Dim, Graph, InitOp, ListArg, Node, ParamSpec, Ref, ValueSpec
 from fusionai.ir.validate import validate
 from fusionai.primitives.environment import arithmetic_limits, scratch_directory
+from fusionai.primitives.errors import UsageError
 from fusionai.primitives.pace import Pace
 from fusionai.primitives.tensors import host_tensor
 from fusionai.wire.messages import StageOptions
@@ -50,6 +56,8 @@ HEADS: Final = 8
 LEAST_PER_S: Final = 1e-9
 """Lower limit for a counted quantity (operations, calls or bytes) per second of run time. A smaller count is treated as
 this; dividing by it would otherwise overflow."""
+MEASURE_S: Final = 0.2
+"""Computing time for each measurement of a probe, in seconds; chosen."""
 Seconds = Callable[[Callable[[], object]], float]
 
 
@@ -245,6 +253,46 @@ class _Sketch:
                 nodes=tuple(self.nodes),
             )
         )
+
+
+def calls_per_s(call: Callable[[], object]) -> float:
+    """Return how many calls per second run one after the other. `call` must return only when its work is done."""
+    call()
+    calls, start_s = 0, time.perf_counter()
+    while (elapsed_s := time.perf_counter() - start_s) < MEASURE_S or not calls:
+        call()
+        calls += 1
+    return calls / elapsed_s
+
+
+def processor_name() -> str:
+    """Return the processor's product name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def probe_pattern(*shape: int) -> npt.NDArray[np.float32]:
+    """Return an input for a fingerprint, exact in float32 on every device: multiples of 2**-10 below 1."""
+    values = (np.arange(prod(shape), dtype=np.int64) * 2_654_435_761 % 2_039 - 1_019) / 1_024
+    return values.astype(np.float32).reshape(shape)
+
+
+def hashed(described: Iterable[str], results: Iterable[bytes | memoryview]) -> str:
+    """Return the fingerprint of a device: a hex SHA-256 over its description and the bits of a computation on it."""
+    digest = hashlib.sha256("\n".join(described).encode())
+    for result in results:
+        digest.update(result)
+    return digest.hexdigest()
+
+
+def require_threads(threads: int | None) -> None:
+    """Raise `UsageError` unless `threads` is None or a number of threads."""
+    if threads is not None and threads < 1:
+        raise UsageError(f"expected at least one thread, got {threads}.")
 
 
 _LIBRARIES = ("numpy", "numba", "llvmlite")

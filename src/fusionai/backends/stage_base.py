@@ -1,7 +1,7 @@
-"""Framework-free base of stage programs: which calls are allowed, and the names and error messages of state.
+"""Framework-free base of backends and stage programs: which calls are allowed, and names and error messages of state.
 
 Rejects what is out of order, with the same messages on every backend; computes nothing. A backend's program adds
-tensors: the value of a parameter or slot (`_copy`), and what its forward keeps for backward (`Held`).
+tensors: the value of a parameter or slot (`_copy`, `_put`), and what its forward keeps for backward (`Held`).
 
 Also finds the parameters that may be offloaded between uses. The result of some operators may share memory with an
 operand, so a node that reads such a result reads the parameter. A parameter stays in place if a value that shares its
@@ -14,18 +14,19 @@ compute.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Final, Generic, Literal, TypeVar
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar, Final, Generic, Literal, TypeVar
 
 from fusionai.backends.binding import nearest
-from fusionai.backends.interface import NOTHING_BEGUN, Call
-from fusionai.backends.state import StateEntry, gradient_bytes, state_entries
+from fusionai.backends.interface import NOTHING_BEGUN, Call, ServingProgram, StageProgram, WorksIn
+from fusionai.backends.state import StateEntry, check_entry, gradient_bytes, initial_value, state_entries
 from fusionai.ir.graph import reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import StageOptions
+from fusionai.wire.serving import ServeOptions
 
 ContextKey = tuple[int, int, int]
 """(step, replica, microbatch)."""
@@ -63,6 +64,30 @@ class StageBase(ABC, Generic[Held]):
             raise ExecutionError(f"unknown state entry {unknown[0]!r}{nearest(unknown[0], self._entries)}.")
         return [(name, self._exported(self._entries[name])) for name in names]
 
+    def initialise(self) -> tuple[str, ...]:
+        """See `StageProgram.initialise`."""
+        self._require_idle("initialise")
+        self._reset()
+        missing: list[str] = []
+        for key in sorted(self._specs):
+            value = initial_value(self._specs[key], self._options.seed)
+            if value is None:
+                missing.append(f"model/{key}")
+                self._unset.add(key)
+            else:
+                self._put(self._entries[f"model/{key}"], value)
+                self._unset.discard(key)
+        return tuple(missing)
+
+    def import_state(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
+        """See `StageProgram.import_state`."""
+        self._require_idle("import state")
+        for name, tensor in entries:
+            entry = check_entry(self._entries, name, tensor)
+            self._put(entry, tensor)
+            if not entry.slot:
+                self._unset.discard(entry.key)
+
     def _exported(self, entry: StateEntry) -> HostTensor:
         if not entry.slot and entry.key in self._unset:
             raise ExecutionError(f"{entry.name} has no value yet.", hint="Import it first.")
@@ -71,6 +96,13 @@ class StageBase(ABC, Generic[Held]):
     @abstractmethod
     def _copy(self, entry: StateEntry) -> HostTensor:
         """Return a copy of an entry that has a value, as of the last applied step."""
+
+    @abstractmethod
+    def _put(self, entry: StateEntry, value: HostTensor) -> None:
+        """Overwrite an entry with a copy of a value that fits it."""
+
+    def _reset(self) -> None:
+        """Drop gradient sums, rewritten buffers and optimizer state."""
 
     # ----------------------------------------------------------------------------------------------------- in order
 
@@ -170,6 +202,54 @@ class StageBase(ABC, Generic[Held]):
                 f"the limit is {limit_bytes}.",
                 hint="Use smaller or fewer microbatches in flight, give this peer fewer blocks or lend more memory.",
             )
+
+
+class FrameworkBackend:
+    """The framework-independent part of `backends.interface.Backend` and `backends.interface.ServingBackend`.
+
+    `operators`: names of the operators it has. `stage` and `served`: make the programs of a stage in training and of a
+    stage in serving, from the arguments of `load` and `serve`.
+    """
+
+    _works_on_cpu: ClassVar[WorksIn] = "caller"
+
+    def __init__(
+        self,
+        device: str,
+        operators: Container[str],
+        stage: Callable[..., StageProgram],
+        served: Callable[..., ServingProgram],
+    ) -> None:
+        self.device = device
+        self._operators = operators
+        self._stage = stage
+        self._served = served
+
+    @property
+    def works_in(self) -> WorksIn:
+        return self._works_on_cpu if self.device == "cpu" else "device"
+
+    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted({op for op in ops if op not in self._operators}))
+
+    def load(
+        self,
+        graph: Graph,
+        *,
+        grad_inputs: Sequence[str],
+        options: StageOptions,
+        memory_limit_bytes: int | None = None,
+    ) -> StageProgram:
+        self._require_operators(graph)
+        return self._stage(graph, grad_inputs=grad_inputs, options=options, memory_limit_bytes=memory_limit_bytes)
+
+    def serve(self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None) -> ServingProgram:
+        self._require_operators(graph)
+        return self._served(graph, options=options, memory_limit_bytes=memory_limit_bytes)
+
+    def _require_operators(self, graph: Graph) -> None:
+        if missing := self.unsupported(node.op for node in graph.nodes):
+            raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
 
 
 def key_of(call: Call) -> ContextKey:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from fusionai.backends.binding import nearest
+from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.stored import pack_stored, stored_bytes
 from fusionai.primitives.errors import ExecutionError
@@ -127,6 +128,15 @@ def _model_entry(spec: ParamSpec) -> StateEntry:
     if spec.stored:
         return StateEntry(spec.key, "", "uint8", (stored_bytes(spec.shape, spec.stored),))
     return StateEntry(spec.key, "", spec.dtype, tuple(spec.shape))
+
+
+def initial_value(spec: ParamSpec, seed: int) -> HostTensor | None:
+    """Return a parameter's initial value in the form that its state entry has; None if it has no initialisation
+    rule."""
+    if spec.init is None:
+        return None
+    values = np.asarray(initialise(spec.key, spec.shape, spec.dtype, spec.init, seed))
+    return as_stored(spec, host_tensor(spec.dtype, tuple(spec.shape), values.data))
 
 
 def as_stored(spec: ParamSpec, value: HostTensor) -> HostTensor:

@@ -88,11 +88,8 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, pool: str) -> Journal:
-        """Open or create, lock, heal, and begin a new term.
-
-        Raises `UsageError` when another process has it open or it is another pool's, `StorageError` when neither copy
-        has all of it or nothing can be written.
-        """
+        """Open or create, lock, heal, and begin a new term. Raises `UsageError` when another process has it open or it
+        is another pool's, `StorageError` when neither copy has all of it or nothing can be written."""
         with _errors(path):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = _lock(path)
@@ -117,9 +114,7 @@ class Journal:
 
     def append(self, expected_sequence: int, facts: Sequence[Fact]) -> int:
         """Write `facts` after row `expected_sequence` and return the new last row. On any error nothing is written.
-
-        Raises `Superseded` when this broker's term is over, `StorageError` on a full or failing disk.
-        """
+        Raises `Superseded` when this broker's term is over, `StorageError` on a full or failing disk."""
         self._check_usable()
         mirrored = False
         try:

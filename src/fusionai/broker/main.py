@@ -60,11 +60,9 @@ class BrokerHome:
 
     @classmethod
     def open(cls, path: Path, pool: str | None, *, now_wall_s: float) -> BrokerHome:
-        """Open or create. `pool` None means the name kept there, or a new pool's default name.
-
-        Raises `UsageError` (another broker runs here, another pool lives here, a bad name), `TrustError` (a key others
-        can read), `StorageError` (a damaged journal, a full disk).
-        """
+        """Open or create. `pool` None means the name kept there, or a new pool's default name. Raises `UsageError`
+        (another broker runs here, another pool lives here, a bad name), `TrustError` (a key others can read),
+        `StorageError` (a damaged journal, a full disk)."""
         directory = path / DIRECTORY
         make_private_directory(path)
         make_private_directory(directory)
@@ -169,11 +167,9 @@ async def run_broker(
     stop: asyncio.Event,
     clock: Clock | None = None,
 ) -> None:
-    """Keep the pool until `stop` is set. `announce` is called once, when members can connect.
-
-    Raises `UsageError` (options, port in use, another broker on this home), `TrustError` (a key others can read),
-    `StorageError` (a damaged journal, a full disk).
-    """
+    """Keep the pool until `stop` is set. `announce` is called once, when members can connect. Raises `UsageError`
+    (options, port in use, another broker on this home), `TrustError` (a key others can read), `StorageError` (a damaged
+    journal, a full disk)."""
     clock = clock or SystemClock()
     check(options)
     home = BrokerHome.open(options.home, options.pool, now_wall_s=clock.wall_s())

@@ -19,7 +19,7 @@ from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ChannelClosed, StorageError, TransportError, WireError
 from fusionai.transport.interface import Channel
 from fusionai.transport.links import answer_probe
-from fusionai.wire.messages import Message, Observe, Observed, Refused
+from fusionai.wire.messages import Message, Observe, Observed, Ping, Probe, Refused
 
 NOTICE_TIMEOUT_S: Final = 10.0
 RETRY_S: Final = 1.0
@@ -52,27 +52,29 @@ class BrokerServer:
         try:
             while True:
                 envelope = await channel.receive()
-                if channel.remote.role != "stranger" and await answer_probe(channel, envelope):
+                message, stranger = envelope.message, channel.remote.role == "stranger"
+                if not stranger and isinstance(message, Ping | Probe) and await answer_probe(channel, envelope):
                     # A member measures its link; probes carry no content of a job.
                     continue
-                if (observed := await self._observed(channel, envelope.message)) is not None:
-                    await channel.send(observed)
+                if isinstance(message, Observe) and (seen := await self._observed(channel, message)) is not None:
+                    await channel.send(seen)
                     continue
-                outcome = self._receive(channel, number, envelope.message, carries=bool(envelope.tensors))
-                await _answer(channel, outcome)
+                outcome = self._receive(channel, number, message, carries=bool(envelope.tensors))
+                if outcome.answer is not None:
+                    await _answer(channel, outcome.answer)
                 self._dispatch(outcome)
-                if channel.remote.role == "stranger" or envelope.tensors:
+                if stranger or envelope.tensors:
                     return
         finally:
             del self._channels[number]
             self._dispatch(self._service.disconnected(number))
 
-    async def _observed(self, channel: Channel, message: Message) -> Observed | None:
-        """Return how a member is seen from here; None for other messages and for strangers."""
+    async def _observed(self, channel: Channel, message: Observe) -> Observed | None:
+        """Return how a member is seen from here; None for strangers."""
         peer = channel.remote.peer
-        if self.observer is None or peer is None or not isinstance(message, Observe):
+        if self.observer is None or peer is None or not self._service.desk.knows(peer):
             return None
-        return await self.observer.answer(channel.remote, message) if self._service.desk.knows(peer) else None
+        return await self.observer.answer(channel.remote, message)
 
     async def keep(self, stop: asyncio.Event) -> None:
         """Watch over leases until `stop`. Raises `Superseded` when another broker has taken the journal over."""
@@ -145,11 +147,10 @@ async def _measured(channel: Channel) -> None:
     await channel.send(Refused(code="bad_message", reason="A broker only measures links on this stream."))
 
 
-async def _answer(channel: Channel, outcome: Outcome) -> None:
-    if outcome.answer is None:
-        return
+async def _answer(channel: Channel, answer: Message) -> None:
     try:
-        await channel.send(outcome.answer)
+        if not channel.send_at_once(answer):
+            await channel.send(answer)
     except WireError as error:
         await channel.send(Refused(code="failed", reason=f"The answer does not fit into a frame: {error}"))
 

@@ -85,10 +85,8 @@ class Outcome:
 
 
 class BrokerService:
-    """One pool's state and its journal. Calls are made from one thread; none of them waits for the network.
-
-    Writing the journal blocks for one disk synchronisation. `draw_token` is the source of invitation tokens.
-    """
+    """One pool's state and its journal. Calls are made from one thread; none of them waits for the network. Writing the
+    journal blocks for one disk synchronisation. `draw_token` is the source of invitation tokens."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from fusionai.capture.checking.comparison import drawn_in_evaluation
-from fusionai.capture.examples import model_inputs
 from fusionai.capture.graph.copies import Unlike
 from fusionai.capture.graph.evaluation import Apart, with_evaluation
 from fusionai.capture.graph.lowering import PREFIX, Lowered, Unsupported, lower
@@ -29,7 +28,7 @@ from fusionai.capture.models.build import Adapters, Built, build
 from fusionai.capture.models.conversion import left_out
 from fusionai.capture.models.source import ModelSource
 from fusionai.capture.models.state import Checkpoint, StateSource, group, index_checkpoint
-from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs
+from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs, model_inputs
 from fusionai.capture.tracing.by_mode import mode_reads
 from fusionai.capture.tracing.experts import by_products, derived_routers
 from fusionai.capture.tracing.export import export, output_dims
@@ -94,35 +93,28 @@ class Draft:
     unsupported: tuple[Unsupported, ...]
 
 
-def capture(
-    source: ModelSource,
-    *,
-    task: Task = "causal_lm",
-    batch: Range = (1, 64),
-    sequence: Range = (1, 2048),
-    seed: int = 0,
-    train: bool = True,
-    example_inputs: Mapping[str, ExampleInput | torch.Tensor] | None = None,
-    adapter: Adapters | None = None,
-    whole: bool = False,
-) -> Captured:
-    """Capture `source` with its loss as a validated graph, for every batch and sequence size in the ranges (inclusive).
+class CaptureOptions(TypedDict, total=False):
+    """Arguments of `capture`, with the meaning and defaults described there."""
+
+    task: Task
+    batch: Range
+    sequence: Range
+    seed: int
+    train: bool
+    example_inputs: Mapping[str, ExampleInput | torch.Tensor] | None
+    adapter: Adapters | None
+    whole: bool
+
+
+def capture(source: ModelSource, **options: Unpack[CaptureOptions]) -> Captured:
+    """Capture `source` with its loss as a validated graph, for every batch and sequence size in the ranges (inclusive;
+    by default up to 64 rows of 2048 tokens).
 
     With `adapter`, only the adapter's parameters are trainable. `whole`: trace every repeated layer instead of copying
     one, which takes longer and gives the same graph. Raises `ModelError` if the model can't be built, traced or
     expressed in the IR; the error names the operation, its place and a remedy.
     """
-    made = draft(
-        source,
-        task=task,
-        batch=batch,
-        sequence=sequence,
-        seed=seed,
-        train=train,
-        example_inputs=example_inputs,
-        adapter=adapter,
-        whole=whole,
-    )
+    made = draft(source, **options)
     if made.unsupported:
         first = made.unsupported[0]
         where = (f" in {first.path}" if first.path else "") + first.line
@@ -139,11 +131,11 @@ def capture(
 def draft(
     source: ModelSource,
     *,
-    task: Task,
-    batch: Range,
-    sequence: Range,
-    seed: int,
-    train: bool,
+    task: Task = "causal_lm",
+    batch: Range = (1, 64),
+    sequence: Range = (1, 2048),
+    seed: int = 0,
+    train: bool = True,
     example_inputs: Mapping[str, ExampleInput | torch.Tensor] | None = None,
     adapter: Adapters | None = None,
     whole: bool = False,
@@ -155,187 +147,216 @@ def draft(
                 f"the range of {name} sizes, {low} to {high}, is not valid.", hint="Give 1 <= smallest <= largest."
             )
     built = build(source, seed, adapter)
-    examples = example_inputs or built.example_inputs
-    if examples is None and built.huggingface is not None and task not in ("causal_lm", "counted_lm", "masked_lm"):
-        examples = model_inputs(built.module, built.huggingface.config)
-    specs, names = input_specs(built.module, task, examples, output_dims)
-    if isinstance(adapter, Slots):
-        specs = (*specs, InputSpec(ADAPTERS, ("b", "s", sum(adapter.ranks)), torch.float32))
-    used_symbols = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
-    symbols = {name: bounds for name, bounds in (("b", batch), ("s", sequence)) if name in used_symbols}
-    if extra := sorted(used_symbols - set(symbols)):
-        raise ModelError(
-            f"the inputs name the size {extra[0]!r}.", hint="Sizes that vary are 'b' (batch) and 's' (sequence)."
-        )
+    specs, names = _inputs(built, task, example_inputs)
     notes = list(built.notes)
-    sequence_limit = _longest_sequence(built)
-    if "s" in symbols and sequence_limit is not None and sequence_limit < symbols["s"][1]:
-        if sequence_limit < symbols["s"][0]:
-            raise ModelError(
-                f"{built.name} takes sequences of up to {sequence_limit} tokens, the job needs {sequence[0]} or more.",
-                hint="Lower the sequence length, or raise max_position_embeddings.",
-            )
-        notes.append(f"Sequences are limited to the model's {sequence_limit} positions.")
-        symbols["s"] = (symbols["s"][0], sequence_limit)
-    # Checked before the expensive tracing: weights of another model raise here.
-    checkpoint = None
-    if built.huggingface is not None and built.huggingface.weights:
-        checkpoint = index_checkpoint(built.huggingface.weights, built, aliases(built.module), located(adapter))
-    elif started := located(adapter):
-        checkpoint = Checkpoint(started)
+    symbols = _symbols(built, specs, batch, sequence, notes)
+    checkpoint = _checkpoint(built)  # before the expensive tracing: weights of another model raise here
     built.module.train(train)
     if train:
         by_products(built.module)
-    task_module = TaskModule(built.module, task, names)
+    run = _Run(built, task, train, specs, names, symbols, checkpoint, notes)
     with mode_reads() as reads:
-        program, lowered = _traced(built, task_module, specs, symbols, whole=whole)
+        program, lowered = run.traced(whole=whole)
     constants = _constants(program, lowered)
     evaluates = True
     if train and reads and not lowered.unsupported:
+        evaluates = run.take_evaluation(lowered, constants, reads.first, whole=whole)
+    return run.assembled(lowered, {built.key(key): tensor for key, tensor in constants.items()}, evaluates)
+
+
+def _inputs(
+    built: Built, task: Task, given: Mapping[str, ExampleInput | torch.Tensor] | None
+) -> tuple[tuple[InputSpec, ...], tuple[str, ...]]:
+    """Return the graph's inputs, and the names of those that the module itself takes."""
+    examples = given or built.example_inputs
+    if examples is None and built.huggingface is not None and task not in ("causal_lm", "counted_lm", "masked_lm"):
+        examples = model_inputs(built.module, built.huggingface.config)
+    specs, names = input_specs(built.module, task, examples, output_dims)
+    if isinstance(built.adapter, Slots):
+        specs = (*specs, InputSpec(ADAPTERS, ("b", "s", sum(built.adapter.ranks)), torch.float32))
+    return specs, names
+
+
+def _symbols(
+    built: Built, specs: tuple[InputSpec, ...], batch: Range, sequence: Range, notes: list[str]
+) -> dict[str, Range]:
+    """Return the ranges of the sizes that vary, within the positions that the model has."""
+    used = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
+    symbols = {name: bounds for name, bounds in (("b", batch), ("s", sequence)) if name in used}
+    if extra := sorted(used - set(symbols)):
+        raise ModelError(
+            f"the inputs name the size {extra[0]!r}.", hint="Sizes that vary are 'b' (batch) and 's' (sequence)."
+        )
+    limit = _longest_sequence(built)
+    if "s" in symbols and limit is not None and limit < sequence[1]:
+        if limit < sequence[0]:
+            raise ModelError(
+                f"{built.name} takes sequences of up to {limit} tokens, the job needs {sequence[0]} or more.",
+                hint="Lower the sequence length, or raise max_position_embeddings.",
+            )
+        notes.append(f"Sequences are limited to the model's {limit} positions.")
+        symbols["s"] = (sequence[0], limit)
+    return symbols
+
+
+def _checkpoint(built: Built) -> Checkpoint | None:
+    started = located(built.adapter)
+    if built.huggingface is not None and built.huggingface.weights:
+        return index_checkpoint(built.huggingface.weights, built, aliases(built.module), started)
+    return Checkpoint(started) if started else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One capture: the module, its inputs and their sizes, and the notes made so far."""
+
+    built: Built
+    task: Task
+    train: bool
+    specs: tuple[InputSpec, ...]
+    names: tuple[str, ...]
+    symbols: Mapping[str, Range]
+    checkpoint: Checkpoint | None
+    notes: list[str]
+
+    def traced(self, *, whole: bool) -> tuple[ExportedProgram, Lowered]:
+        """Trace and lower the module. Repeated layers are copied unless `whole`, or unless the trace shows that they
+        differ."""
+        module = self.built.module
+        with (
+            semantic_recurrences(module),
+            derived_routers(module),
+            repeated_layers(module, whole=whole) as repetition,
+        ):
+            program = export(TaskModule(module, self.task, self.names), self.specs, self.symbols)
+            try:
+                if repetition.written:
+                    raise Unlike("something writes to the result of a layer")
+                for name in program.graph_signature.buffers_to_mutate.values():
+                    if any(name.startswith(f"{PREFIX}{traced.path}.") for traced in repetition.traced):
+                        raise Unlike(f"a layer writes its buffer {name}")
+                return program, lower(program, self.specs, _canonical(module), repetition)
+            except Unlike:
+                del program
+        return self.traced(whole=True)
+
+    def take_evaluation(
+        self, lowered: Lowered, constants: dict[str, torch.Tensor], first_read: str, *, whole: bool
+    ) -> bool:
+        """Trace the module in evaluation too and add it to `lowered` and `constants`. Returns False, with a note, if
+        that is not possible. `first_read`: code that reads `self.training`."""
+        module = self.built.module
         try:
-            built.module.eval()
-            other_program, other = _traced(built, task_module, specs, symbols, whole=whole)
+            module.eval()
+            program, other = self.traced(whole=whole)
             if other.unsupported:
                 raise Apart(f"it uses {other.unsupported[0].op}: {other.unsupported[0].reason}")
-            constants |= with_evaluation(lowered, other, constants, _constants(other_program, other))
+            constants |= with_evaluation(lowered, other, constants, _constants(program, other))
         except (Apart, ModelError) as error:
-            evaluates = False
-            notes.append(
-                f"Evaluation computes as training does: {reads.first} reads `self.training`, and its evaluation can't "
+            self.notes.append(
+                f"Evaluation computes as training does: {first_read} reads `self.training`, and its evaluation can't "
                 f"be captured ({str(error).rstrip('.')})."
             )
+            return False
         finally:
-            built.module.train(train)
-    constants = {built.key(key): tensor for key, tensor in constants.items()}
-    return _assemble(built, lowered, specs, names, symbols, constants, checkpoint, task, train, evaluates, notes)
+            module.train(self.train)
+        return True
 
-
-def _traced(
-    built: Built,
-    module: TaskModule,
-    specs: tuple[InputSpec, ...],
-    symbols: Mapping[str, Range],
-    *,
-    whole: bool,
-) -> tuple[ExportedProgram, Lowered]:
-    """Trace and lower the module. Repeated layers are copied unless `whole`, or unless the trace shows that they
-    differ."""
-    canonical = _canonical(built.module)
-    with (
-        semantic_recurrences(built.module),
-        derived_routers(built.module),
-        repeated_layers(built.module, whole=whole) as repetition,
-    ):
-        program = export(module, specs, symbols)
-        try:
-            if repetition.written:
-                raise Unlike("something writes to the result of a layer")
-            for name in program.graph_signature.buffers_to_mutate.values():
-                if any(name.startswith(f"{PREFIX}{traced.path}.") for traced in repetition.traced):
-                    raise Unlike(f"a layer writes its buffer {name}")
-            return program, lower(program, specs, canonical, repetition)
-        except Unlike:
-            del program
-    return _traced(built, module, specs, symbols, whole=True)
-
-
-def _assemble(
-    built: Built,
-    lowered: Lowered,
-    specs: tuple[InputSpec, ...],
-    names: tuple[str, ...],
-    symbols: Mapping[str, Range],
-    constants: Mapping[str, torch.Tensor],
-    checkpoint: Checkpoint | None,
-    task: Task,
-    train: bool,
-    evaluates: bool,
-    notes: list[str],
-) -> Draft:
-    parameters = built.parameters()
-    ties = {
-        built.key(first): tuple(built.key(other) for other in others) for first, others in aliases(built.module).items()
-    }
-    stored = frozenset[str]() if checkpoint is None else checkpoint.keys
-    if isinstance(built.adapter, Slots):
-        stored |= built.adapter.keys
-    params: dict[str, ParamSpec] = {}
-    order = {key: index for index, key in enumerate(parameters)}
-    for value, name in lowered.parameters.items():
-        spec, key = lowered.values[value], built.key(name)
-        params[value] = ParamSpec(
-            key=key,
-            kind="parameter",
-            shape=tuple(parameters[key].shape),
-            dtype=spec.dtype,
-            trainable=parameters[key].requires_grad,
-            order=order[key],
-            aliases=ties.get(key, ()),
-            init=None if key in stored else built.programs[key],
+    def assembled(self, lowered: Lowered, constants: Mapping[str, torch.Tensor], evaluates: bool) -> Draft:
+        built = self.built
+        params = self._params(lowered)
+        graph = Graph(
+            name=built.name,
+            symbols=dict(self.symbols),
+            inputs=lowered.inputs,
+            outputs=lowered.outputs,
+            values=lowered.values,
+            params=params,
+            state_writes={value: built.key(name) for value, name in lowered.state_writes.items()},
+            nodes=tuple(lowered.nodes),
         )
-    tables: tuple[tuple[Literal["buffer", "constant"], dict[str, str]], ...]
-    tables = (("buffer", lowered.buffers), ("constant", lowered.constants))
-    for kind, table in tables:
-        for value, name in table.items():
-            spec, key = lowered.values[value], built.key(name)
-            shape = tuple(int(size) for size in spec.shape)
+        graph = assign_blocks(graph)
+        parameters, saved = built.parameters(), {built.key(name) for name in built.module.state_dict()}
+        used = {built.key(name) for name in lowered.parameters.values()}
+        unused = tuple(key for key in parameters if key not in used)
+        nodes = sum(node.op == "fusion.attention" for node in graph.nodes)
+        carrying = sum(OPERATORS[node.op].category == "scan" for node in graph.nodes if node.op in OPERATORS)
+        layers = _attention_layers(built, graph, carrying)
+        if unused:
+            self.notes.append(f"{len(unused)} parameters do not affect the outputs, first {unused[0]}.")
+        buffers = built.buffers()
+        self.notes.extend(
+            f"Files store the complex buffer {key} as its real and imaginary parts in a last dimension of 2."
+            for key in map(built.key, lowered.buffers.values())
+            if key in saved and buffers[key].is_complex()
+        )
+        if nodes != layers:
+            self.notes.append(f"{nodes} of {layers} attention layers were recognised: no cache can serve it.")
+        if carrying:
+            self.notes.append(f"{carrying} layers carry a state from position to position: no cache can serve it.")
+        if self.train:
+            self.notes.extend(_training_notes(built, graph))
+        without_program = [key for key, program in built.programs.items() if program is None]
+        captured = Captured(
+            graph=graph,
+            config=None if built.huggingface is None else built.huggingface.config.to_dict(),
+            n_parameters=sum(parameter.numel() for parameter in parameters.values()),
+            attention_layers=layers,
+            attention_nodes=nodes,
+            owed=tuple(spec.key for spec in params.values() if spec.init is None),
+            private_keys=frozenset(spec.key for spec in params.values()) - (saved - left_out(built.module)),
+            unused=unused,
+            notes=tuple(self.notes),
+            inputs=self.specs,
+            input_names=self.names,
+            source=StateSource(built, constants, group(without_program, parameters), self.checkpoint),
+            task=self.task,
+            train=self.train,
+            evaluates=evaluates,
+        )
+        return Draft(captured, tuple(lowered.unsupported))
+
+    def _params(self, lowered: Lowered) -> dict[str, ParamSpec]:
+        built, parameters = self.built, self.built.parameters()
+        ties = {
+            built.key(first): tuple(built.key(other) for other in others)
+            for first, others in aliases(built.module).items()
+        }
+        stored = frozenset[str]() if self.checkpoint is None else self.checkpoint.keys
+        if isinstance(built.adapter, Slots):
+            stored |= built.adapter.keys
+        order = {key: index for index, key in enumerate(parameters)}
+        params: dict[str, ParamSpec] = {}
+        for value, name in lowered.parameters.items():
+            key = built.key(name)
             params[value] = ParamSpec(
-                key=key, kind=kind, shape=shape, dtype=spec.dtype, aliases=ties.get(key, ()),
-            )  # fmt: skip
-    graph = Graph(
-        name=built.name,
-        symbols=dict(symbols),
-        inputs=lowered.inputs,
-        outputs=lowered.outputs,
-        values=lowered.values,
-        params=params,
-        state_writes={value: built.key(name) for value, name in lowered.state_writes.items()},
-        nodes=tuple(lowered.nodes),
-    )
-    graph = assign_blocks(graph)
-    used = {built.key(name) for name in lowered.parameters.values()}
-    unused = tuple(key for key in parameters if key not in used)
-    if unused:
-        notes.append(f"{len(unused)} parameters do not affect the outputs, first {unused[0]}.")
-    buffers, saved = built.buffers(), {built.key(name) for name in built.module.state_dict()}
-    notes.extend(
-        f"Files store the complex buffer {key} as its real and imaginary parts in a last dimension of 2."
-        for key in map(built.key, lowered.buffers.values())
-        if key in saved and buffers[key].is_complex()
-    )
-    nodes = sum(node.op == "fusion.attention" for node in graph.nodes)
-    carrying = sum(OPERATORS[node.op].category == "scan" for node in graph.nodes if node.op in OPERATORS)
-    layers = _attention_layers(built, graph, carrying)
-    if nodes != layers:
-        notes.append(f"{nodes} of {layers} attention layers were recognised: no cache can serve it.")
-    if carrying:
-        notes.append(f"{carrying} layers carry a state from position to position: no cache can serve it.")
-    if train and any(node.path.endswith(".experts") and node.op == "aten.bmm.default" for node in graph.nodes):
-        notes.append("The experts' weights are gathered per token: correct, but slower than grouped products.")
-    if train and any(getattr(child, "sparse", None) is True for child in built.module.modules()):
-        notes.append("Sparse embeddings get dense gradients: an optimizer updates every row, unlike SparseAdam.")
-    if train and (drawn := drawn_in_evaluation(graph)):
+                key=key,
+                kind="parameter",
+                shape=tuple(parameters[key].shape),
+                dtype=lowered.values[value].dtype,
+                trainable=parameters[key].requires_grad,
+                order=order[key],
+                aliases=ties.get(key, ()),
+                init=None if key in stored else built.programs[key],
+            )
+        tables: tuple[tuple[Literal["buffer", "constant"], dict[str, str]], ...]
+        tables = (("buffer", lowered.buffers), ("constant", lowered.constants))
+        for kind, table in tables:
+            for value, name in table.items():
+                spec, key = lowered.values[value], built.key(name)
+                shape = tuple(int(size) for size in spec.shape)
+                params[value] = ParamSpec(key=key, kind=kind, shape=shape, dtype=spec.dtype, aliases=ties.get(key, ()))
+        return params
+
+
+def _training_notes(built: Built, graph: Graph) -> Iterator[str]:
+    if any(node.path.endswith(".experts") and node.op == "aten.bmm.default" for node in graph.nodes):
+        yield "The experts' weights are gathered per token: correct, but slower than grouped products."
+    if any(getattr(child, "sparse", None) is True for child in built.module.modules()):
+        yield "Sparse embeddings get dense gradients: an optimizer updates every row, unlike SparseAdam."
+    if drawn := drawn_in_evaluation(graph):
         where = f", first in {drawn[0].path}" if drawn[0].path else ""
-        notes.append(f"The model draws random numbers in evaluation too, {len(drawn)} times{where}.")
-    without_program = [key for key, program in built.programs.items() if program is None]
-    captured = Captured(
-        graph=graph,
-        config=None if built.huggingface is None else built.huggingface.config.to_dict(),
-        n_parameters=sum(parameter.numel() for parameter in parameters.values()),
-        attention_layers=layers,
-        attention_nodes=nodes,
-        owed=tuple(spec.key for spec in params.values() if spec.init is None),
-        private_keys=frozenset(spec.key for spec in params.values()) - (saved - left_out(built.module)),
-        unused=unused,
-        notes=tuple(notes),
-        inputs=specs,
-        input_names=names,
-        source=StateSource(built, constants, group(without_program, parameters), checkpoint),
-        task=task,
-        train=train,
-        evaluates=evaluates,
-    )
-    return Draft(captured, tuple(lowered.unsupported))
+        yield f"The model draws random numbers in evaluation too, {len(drawn)} times{where}."
 
 
 def _constants(program: ExportedProgram, lowered: Lowered) -> dict[str, torch.Tensor]:

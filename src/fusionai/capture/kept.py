@@ -5,7 +5,7 @@ requested options, this program's own capture and IR code, and every installed p
 model is captured again: graphs of the job owner's own code, which may depend on anything, and of hub models, which may
 have changed, are not cached.
 
-Loads no framework. Neighbours: `cli.asked` uses it, `capture.capture` captures, `storage.atomic` writes.
+Loads no framework. Neighbours: `cli.planning.request` uses it, `capture.capture` captures, `storage.atomic` writes.
 """
 
 from __future__ import annotations

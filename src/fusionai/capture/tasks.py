@@ -1,7 +1,9 @@
 """What a captured graph computes around a module: its inputs, its outputs, its loss.
 
 Defines the inputs of each task, how they are passed to the module's forward, and the loss, with exactly the operations
-of transformers' loss functions so that its bits are the same. Neighbours: `capture.tracing.export` traces a
+of transformers' loss functions so that its bits are the same. Examples of inputs are made from a batch of the job's
+data, with only the batch size varying; for a Hugging Face model without any they are drawn in the sizes that its
+configuration states, by the kind of input (tokens, images, sound, spectrograms). `capture.tracing.export` traces a
 `TaskModule`."""
 
 from __future__ import annotations
@@ -10,15 +12,21 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fusionai.backends.torch.host import to_torch
 from fusionai.capture.models.adapter import chosen_of
-from fusionai.ir.serving import ADAPTERS
+from fusionai.ir.serving import ADAPTERS, BATCH, SEQUENCE
 from fusionai.primitives.errors import ModelError
+from fusionai.primitives.tensors import HostTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 
 Task = Literal[
     "causal_lm", "counted_lm", "masked_lm", "seq2seq_lm", "classification", "regression", "module_loss", "none"
@@ -32,11 +40,9 @@ module's outputs."""
 
 IGNORED_LABEL: Final = -100
 """Label of positions without loss, as in PyTorch and transformers."""
-BATCH: Final = "b"
 DECODER: Final = "decoder_input_ids"
 LABEL_COUNT: Final = "labels_per_microbatch"
 """Input of `counted_lm`: the mean number of labels in a microbatch of the step."""
-SEQUENCE: Final = "s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +83,13 @@ class TaskModule(nn.Module):
         if chosen is not None:
             chosen.mask = None
         match self.task:
-            case "causal_lm" | "masked_lm" | "seq2seq_lm":
+            case "causal_lm" | "counted_lm" | "masked_lm" | "seq2seq_lm":
                 logits = _scores(result, "batch, sequence, vocabulary", self.task)
-                loss = F.cross_entropy(
-                    logits.view(-1, logits.shape[-1]), inputs["labels"].view(-1), ignore_index=IGNORED_LABEL
-                )
-                return {"logits": logits, "loss": loss}
-            case "counted_lm":
-                logits = _scores(result, "batch, sequence, vocabulary", self.task)
-                total = F.cross_entropy(
-                    logits.view(-1, logits.shape[-1]),
-                    inputs["labels"].view(-1),
-                    ignore_index=IGNORED_LABEL,
-                    reduction="sum",
-                )
-                return {"logits": logits, "loss": total / inputs[LABEL_COUNT]}
+                scores, labels = logits.view(-1, logits.shape[-1]), inputs["labels"].view(-1)
+                if self.task == "counted_lm":
+                    total = F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+                    return {"logits": logits, "loss": total / inputs[LABEL_COUNT]}
+                return {"logits": logits, "loss": F.cross_entropy(scores, labels, ignore_index=IGNORED_LABEL)}
             case "classification":
                 logits = _scores(result, "batch, classes", self.task)
                 return {"logits": logits, "loss": F.cross_entropy(logits, inputs["labels"])}
@@ -295,3 +293,76 @@ def _tensors(result: Any) -> dict[str, torch.Tensor]:
             hint="Return a tensor, a tuple of tensors or a dictionary of tensors.",
         )
     return found
+
+
+def examples_of(batch: Mapping[str, HostTensor]) -> dict[str, ExampleInput]:
+    """Return one example per input, in the batch's order."""
+    return {name: ExampleInput(to_torch(tensor, torch.device("cpu"), own=True)) for name, tensor in batch.items()}
+
+
+ROWS: Final = 2
+"""Batch size of the examples."""
+TOKENS: Final = 11
+"""Tokens of each row (chosen)."""
+IMAGE: Final = 224
+"""Pixels per side if a model accepts any size: the usual training size of such models."""
+SAMPLES: Final = 4000
+"""Samples of sound (chosen)."""
+FRAMES: Final = 64
+"""Frames of a spectrogram, if the configuration states none (chosen)."""
+
+
+def model_inputs(module: nn.Module, config: PreTrainedConfig) -> dict[str, ExampleInput]:
+    """Return inputs in the order of the module's own arguments. Raises `ModelError` for an input of another kind."""
+    takes = inspect.signature(module.forward).parameters
+    main = str(getattr(module, "main_input_name", "input_ids"))
+    wanted = {main}
+    if getattr(config, "vision_config", None) is not None and "pixel_values" in takes:
+        wanted |= {"pixel_values", "input_ids"} & set(takes)
+    if getattr(config, "is_encoder_decoder", False) and DECODER in takes:
+        wanted.add(DECODER)
+    return {name: _drawn(name, config) for name in takes if name in wanted}
+
+
+def _drawn(name: str, config: PreTrainedConfig) -> ExampleInput:
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*sizes: int) -> ExampleInput:
+        return ExampleInput(torch.randn(ROWS, *sizes, generator=generator))
+
+    match name:
+        case "input_ids" | "decoder_input_ids":
+            vocabulary = int(_of(config.get_text_config(), "vocab_size", 2))
+            tokens = torch.randint(0, vocabulary, (ROWS, TOKENS), generator=generator)
+            return ExampleInput(tokens, (BATCH, SEQUENCE))
+        case "pixel_values":
+            vision = getattr(config, "vision_config", None) or config
+            return numbers(int(_of(vision, "num_channels", 3)), *_pair(_of(vision, "image_size", IMAGE)))
+        case "input_values" if hasattr(config, "num_mel_bins"):
+            return numbers(int(_of(config, "max_length", FRAMES)), int(_of(config, "num_mel_bins", 1)))
+        case "input_values":
+            return numbers(SAMPLES)
+        case "input_features" if hasattr(config, "num_mel_bins"):
+            # Two frames of sound make one position.
+            return numbers(int(_of(config, "num_mel_bins", 1)), 2 * int(_of(config, "max_source_positions", FRAMES)))
+        case "input_features":
+            return numbers(
+                FRAMES, int(_of(config, "input_feat_per_channel", 1)) * int(_of(config, "input_channels", 1))
+            )
+        case _:
+            raise ModelError(
+                f"the model takes {name!r}, for which no example can be drawn.",
+                hint="Give example inputs, by a function of your own that returns (module, examples) or as a data set.",
+            )
+
+
+def _of(config: Any, name: str, default: Any) -> Any:
+    value = getattr(config, name, None)
+    return default if value is None else value
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    first, second = size
+    return int(first), int(second)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from fusionai.cli import console
-from fusionai.cli.options import json_option, write_json
+from fusionai.cli.options import device_option, json_option, write_json
 from fusionai.primitives.privacy import LEVELS, PrivacyLevel
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_count, format_seconds
@@ -266,8 +266,14 @@ class _Listed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
 )
 @click.option("--texts", type=click.IntRange(1), default=10, show_default=True, help="Private texts to recover.")
 @click.option("--tokens", type=click.IntRange(20, 512), default=32, show_default=True, help="Private tokens per text.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=7, show_default=True)
+@device_option("Run the model and the attacks on this device")
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=7,
+    show_default=True,
+    help="Seed of the random choices, such as which texts are private.",
+)
 @json_option
 @click.pass_context
 def audit(
@@ -294,8 +300,7 @@ def audit(
     options = _options(level, model, depths, attacks, sizes, _typed(context))
     with AuditProgress() as progress:
         findings = audited(options, progress)
-    if json_file is not None:
-        write_json(json_file, "audit", msgspec.to_builtins(findings))
+    write_json(json_file, "audit", msgspec.to_builtins(findings))
     show_findings(findings)
     if findings.void:
         show_void(findings)

@@ -62,8 +62,7 @@ def check(model: str, task: Task, lora: int | None, operators: bool, compare: bo
         adapter=adapter,
         compare=console.note if compare else None,
     )
-    if json_file is not None:
-        write_json(json_file, "check", {**msgspec.to_builtins(report), "cached_serving": report.cached_serving})
+    write_json(json_file, "check", {**msgspec.to_builtins(report), "cached_serving": report.cached_serving})
     _show(report, task, every_operator=operators)
     return 0 if report.ok else 1
 

@@ -12,21 +12,16 @@ import click
 import msgspec
 
 from fusionai.cli import console, findings
-from fusionai.cli.options import home_option, json_option, write_json
+from fusionai.cli.options import device_option, home_option, json_option, port_option, threads_option, write_json
 
 _MARKS = {"good": "ok", "note": "note", "bad": "FIX"}
 
 
 @click.command()
-@click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", help="Measure this device."
-)
-@click.option("--threads", type=click.IntRange(min=1), help="Measure with this many threads.  [default: all cores]")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65_535),
-    default=0,
-    help="Let the broker try to dial this port.  [default: a free one]",
+@device_option("Measure this device")
+@threads_option("Measure with this many threads")
+@port_option(
+    "If this machine has joined a pool, test whether its broker can connect to this TCP port.", shown="a free one"
 )
 @home_option
 @json_option
@@ -42,6 +37,5 @@ def doctor(device: str, threads: int | None, port: int, home: Path, json_file: P
         console.line("What to do:")
         for finding in remedies:
             console.line(f"- {finding.area}: {console.printable(finding.remedy)}")
-    if json_file is not None:
-        write_json(json_file, "doctor", msgspec.to_builtins(found))
+    write_json(json_file, "doctor", msgspec.to_builtins(found))
     return 1 if any(finding.state == "bad" for finding in found.findings) else 0

@@ -52,33 +52,45 @@ class LazyCommand:
 
 
 COMMANDS: Final[dict[str, LazyCommand]] = {
-    "demo": LazyCommand("fusionai.cli.demo:demo", "Train on local processes, kill some, compare with plain PyTorch."),
-    "broker": LazyCommand("fusionai.cli.broker:broker", "Run the broker of a pool and print an invitation."),
-    "invite": LazyCommand("fusionai.cli.broker:invite", "Print a new invitation to the pool of this machine's broker."),
-    "join": LazyCommand("fusionai.cli.join:join", "Join a pool with an invitation and lend this machine to it."),
-    "pool": LazyCommand("fusionai.cli.pool:pool", "List the members of the pool and what they are doing."),
-    "leave": LazyCommand("fusionai.cli.pool:leave", "Take this machine out of the pool."),
-    "trust": LazyCommand("fusionai.cli.trust:trust", "Choose which machines this machine's `trusted` jobs may use."),
-    "train": LazyCommand(
-        "fusionai.cli.train:train", "Train a model on the pool from a recipe; run it again to resume."
+    "demo": LazyCommand(
+        "fusionai.cli.training.demo:demo", "Train on local processes, kill some, compare with plain PyTorch."
     ),
-    "data": LazyCommand("fusionai.cli.data:data", "Show what a recipe trains on: counts, bad rows, sample rows."),
-    "serve": LazyCommand("fusionai.cli.serve:serve", "Serve a model from the pool behind an OpenAI-compatible API."),
-    "chat": LazyCommand("fusionai.cli.chat:chat", "Chat with a served model in the terminal."),
-    "jobs": LazyCommand("fusionai.cli.jobs:jobs", "List the jobs of the pool and their progress."),
-    "logs": LazyCommand("fusionai.cli.jobs:logs", "Show the event history of one job."),
-    "stop": LazyCommand("fusionai.cli.jobs:stop", "Stop a job cleanly; it can be resumed."),
+    "broker": LazyCommand("fusionai.cli.pool.broker:broker", "Run the broker of a pool and print an invitation."),
+    "invite": LazyCommand(
+        "fusionai.cli.pool.broker:invite", "Print a new invitation to the pool of this machine's broker."
+    ),
+    "join": LazyCommand("fusionai.cli.pool.join:join", "Join a pool with an invitation and lend this machine to it."),
+    "pool": LazyCommand("fusionai.cli.pool.members:pool", "List the members of the pool and what they are doing."),
+    "leave": LazyCommand("fusionai.cli.pool.members:leave", "Take this machine out of the pool."),
+    "trust": LazyCommand(
+        "fusionai.cli.pool.trust:trust", "Choose which machines this machine's `trusted` jobs may use."
+    ),
+    "train": LazyCommand(
+        "fusionai.cli.training.train:train", "Train a model on the pool from a recipe; run it again to resume."
+    ),
+    "data": LazyCommand(
+        "fusionai.cli.training.data:data", "Show what a recipe trains on: counts, bad rows, sample rows."
+    ),
+    "serve": LazyCommand(
+        "fusionai.cli.serving.serve:serve", "Serve a model from the pool behind an OpenAI-compatible API."
+    ),
+    "chat": LazyCommand("fusionai.cli.serving.chat:chat", "Chat with a served model in the terminal."),
+    "jobs": LazyCommand("fusionai.cli.pool.jobs:jobs", "List the jobs of the pool and their progress."),
+    "logs": LazyCommand("fusionai.cli.pool.jobs:logs", "Show the event history of one job."),
+    "stop": LazyCommand("fusionai.cli.pool.jobs:stop", "Stop a job cleanly; it can be resumed."),
     "check": LazyCommand(
         "fusionai.cli.check:check", "Check whether a model is supported: operators, blocks, parameters."
     ),
-    "plan": LazyCommand("fusionai.cli.plan:plan", "Plan a model over a pool: stages, memory, predicted speed."),
+    "plan": LazyCommand(
+        "fusionai.cli.planning.plan:plan", "Plan a model over a pool: stages, memory, predicted speed."
+    ),
     "analyze": LazyCommand(
-        "fusionai.cli.analyze:analyze", "Compare many small machines on home links with a few large ones."
+        "fusionai.cli.planning.analyze:analyze", "Compare many small machines on home links with a few large ones."
     ),
     "privacy": LazyCommand("fusionai.cli.privacy:privacy", "Show the privacy levels and what peers could reconstruct."),
     "audit": LazyCommand("fusionai.cli.audit:audit", "Attack your own job: what could peers reconstruct of its text?"),
     "simulate": LazyCommand(
-        "fusionai.cli.simulate:simulate", "Simulate hours of a job on a pool whose machines come and go."
+        "fusionai.cli.planning.simulate:simulate", "Simulate hours of a job on a pool whose machines come and go."
     ),
     "doctor": LazyCommand(
         "fusionai.cli.doctor:doctor", "Check this machine: devices, speed, network, and what to fix."

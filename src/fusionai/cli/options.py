@@ -16,6 +16,7 @@ import msgspec
 from fusionai.primitives import environment
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.privacy import LEVELS
+from fusionai.primitives.units import parse_seconds
 from fusionai.storage.atomic import write_atomic
 from fusionai.transport.routes import SCHEME, parse_address
 
@@ -54,28 +55,92 @@ class HowMany(click.ParamType[Any]):
         return number
 
 
-def own_part_options(what: str) -> Callable[[_Function], _Function]:
-    """Give a job's command the parameters `invitation`, `device` and `threads`. `what` this machine computes itself."""
+def options(*given: Callable[[_Function], _Function]) -> Callable[[_Function], _Function]:
+    """Return a decorator that gives a command several options, in the order of its help."""
 
-    def options(function: _Function) -> _Function:
-        given = (
-            click.option(
-                "--invite", "invitation", metavar="INVITE", help="Enter the pool with this invitation (once)."
-            ),
-            click.option(
-                "--device",
-                type=click.Choice(["auto", "cpu", "cuda", "mps"]),
-                default="auto",
-                show_default=True,
-                help=f"Where this machine computes the job owner's part ({what}).",
-            ),
-            click.option("--threads", type=click.IntRange(min=1), help="Threads for that part.  [default: all cores]"),
-        )
+    def decorate(function: _Function) -> _Function:
         for option in reversed(given):
             function = option(function)
         return function
 
-    return options
+    return decorate
+
+
+def device_option(what: str, *, auto: bool = True) -> Callable[[_Function], _Function]:
+    """Give a command the parameter `device: str`. `what`: the imperative sentence of the help, without its period."""
+    first = "auto" if auto else "cpu"
+    chosen = "; auto: with PyTorch, cuda if there is one, else mps, else cpu" if auto else ""
+    return click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda", "mps"] if auto else ["cpu", "cuda", "mps"]),
+        default=first,
+        show_default=True,
+        help=f"{what}{chosen}.",
+    )
+
+
+def threads_option(what: str) -> Callable[[_Function], _Function]:
+    """Give a command the parameter `threads: int | None`."""
+    return click.option("--threads", type=click.IntRange(min=1), help=f"{what}.  [default: all cores]")
+
+
+def own_part_options(what: str) -> Callable[[_Function], _Function]:
+    """Give a job's command the parameters `invitation`, `device` and `threads`. `what` this machine computes itself."""
+    return options(
+        click.option(
+            "--invite",
+            "invitation",
+            metavar="INVITE",
+            help="Join the pool with this invitation first. Needed only until this machine has joined.",
+        ),
+        device_option(f"Compute the job owner's part ({what}) on this device of this machine"),
+        threads_option("Compute that part with this many threads"),
+    )
+
+
+recipe_argument = click.argument("recipe", metavar="RECIPE.toml", type=click.Path(path_type=Path))
+"""Gives a command the parameter `recipe: Path`."""
+
+stages_option = click.option(
+    "--stages",
+    type=click.IntRange(min=1),
+    help="Cut the model into exactly this many stages (per replica).  [default: the planner chooses]",
+)
+"""Gives a command the parameter `stages: int | None`."""
+
+host_option = click.option(
+    "--host",
+    default="0.0.0.0",
+    show_default=True,
+    help="Listen on this address of the machine; 0.0.0.0: on all its IPv4 addresses.",
+)
+"""Gives a command that other machines connect to the parameter `host: str`."""
+
+
+def port_option(what: str, *, default: int | None = 0, shown: str) -> Callable[[_Function], _Function]:
+    """Give a command the parameter `port`. `shown`: the default in the help."""
+    return click.option("--port", type=click.IntRange(0, 65_535), default=default, show_default=shown, help=what)
+
+
+def invitation_options(uses: int) -> Callable[[_Function], _Function]:
+    """Give a command the parameters `uses: int`, with this default, and `lifetime: float` in seconds."""
+    return options(
+        click.option(
+            "--uses",
+            type=click.IntRange(1, 100_000),
+            default=uses,
+            show_default=True,
+            help="Let this many machines join with the invitation.",
+        ),
+        click.option(
+            "--lifetime",
+            callback=quantity(parse_seconds),
+            default="24h",
+            show_default=True,
+            metavar="TIME",
+            help="Let machines join with the invitation for this long, e.g. 30min, 24h.",
+        ),
+    )
 
 
 def lora_option(function: _Function) -> _Function:
@@ -157,10 +222,13 @@ def json_option(function: _Function) -> _Function:
     )(function)
 
 
-def write_json(path: Path, command: str, figures: Mapping[str, object]) -> None:
-    """Write `figures` to `path` under the schema of `command`. NaN and infinities become null, as JSON has neither.
+def write_json(path: Path | None, command: str, figures: Mapping[str, object]) -> None:
+    """Write `figures` to `path` under the schema of `command`; nothing if `path` is None. NaN and infinities become
+    null, as JSON has neither.
 
     Raises `StorageError` if the file can't be written; an existing file is then unchanged."""
+    if path is None:
+        return
     encoded = msgspec.json.encode({"schema": f"fusionai.{command}/1", **figures}, enc_hook=_encode)
     write_atomic(path, msgspec.json.format(encoded, indent=2) + b"\n")
 

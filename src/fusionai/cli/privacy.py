@@ -1,7 +1,7 @@
 """`fusion privacy`: shows the privacy levels and what peers could reconstruct at each, as measured.
 
-The figures are those shipped with the product; `fusion audit` measures others. `privacy.measured` has the descriptions,
-`privacy.measured` the figures, `cli.audit_view` the table.
+The figures are those shipped with the product; `fusion audit` measures others. `privacy.measured` has descriptions and
+figures, `cli.audit` prints the table.
 """
 
 from __future__ import annotations

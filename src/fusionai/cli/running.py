@@ -1,13 +1,14 @@
 """Runs commands that last until they are asked to stop, and handles Ctrl-C for them.
 
-Also notices the end of the process that started the command (`lifeline_option`).
+Also starts the event loop (on uvloop where it is installed) and notices the end of the process that started the command
+(`lifeline_option`).
 
 The first Ctrl-C (or SIGTERM) sets an event and the command ends cleanly. The second cancels all tasks, which still
 clean up. The third raises `KeyboardInterrupt` in code that does not return to the event loop. Only the third raises
 from the signal handler: an exception there may occur inside a library's fork hook, which prints it instead of passing
-it on. For a command with a lifeline, the end of standard input counts as the first Ctrl-C; if the command has not
-ended `ORPHAN_S` seconds later, its tasks are cancelled. `cli.broker`, `cli.join`, `cli.train` and others use this.
-"""
+it on. For a command with a lifeline, the end of standard input counts as the first Ctrl-C; if the command has not ended
+`ORPHAN_S` seconds later, its tasks are cancelled. `cli.pool.broker`, `cli.pool.join`, `cli.training.train` and others
+use this."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Final, TypeVar
@@ -24,7 +25,24 @@ from typing import Any, Final, TypeVar
 import click
 
 from fusionai.cli import console
-from fusionai.transport.event_loop import run
+
+T = TypeVar("T")
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Like `asyncio.run`, with `loop_factory`."""
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(main)
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return the constructor of a uvloop, or None for asyncio's own loop where uvloop is not installed (Windows)."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _READ_BYTES: Final = 4096

@@ -1,7 +1,7 @@
 """The comparison of two fleets as one self-contained HTML page.
 
 Neighbours: `analysis_tables` has the texts, `analysis_charts` the pictures, `analysis_document` the same in Markdown;
-`cli.analyze` calls.
+`cli.planning.analyze` calls.
 """
 
 from __future__ import annotations

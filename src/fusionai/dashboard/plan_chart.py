@@ -1,7 +1,7 @@
 """Picture of a plan: time per stage and link, memory used of what is lent, spares.
 
 The SVG is self-contained: it includes its colours for light and dark themes. Neighbours: `svg` (colours by role),
-`scheduling.problem.stage_costs` (the links); `cli.plan` writes the file.
+`scheduling.problem.stage_costs` (the links); `cli.planning.plan` writes the file.
 """
 
 from __future__ import annotations

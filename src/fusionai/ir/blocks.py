@@ -26,15 +26,14 @@ from typing import Final
 
 import msgspec
 
-from fusionai.ir.graph import cheap_nodes, consumers, producers, reads
+from fusionai.ir.graph import cheap_nodes, consumers, nodes_by_block, producers, reads, renamed
 from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
+from fusionai.ir.schema import Graph, Node, ParamSpec, Ref, ValueSpec
+from fusionai.ir.serving import LOGITS
 from fusionai.primitives.tensors import tensor_bytes
 
 LABELS: Final = "labels"
-"""Input whose dependants belong to the loss."""
-LOGITS: Final = "logits"
-"""Output whose dependants belong to the loss."""
+"""Input whose dependants belong to the loss, as do those of the logits."""
 
 _LAYER: Final = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -133,12 +132,7 @@ def block_hashes(graph: Graph) -> tuple[str, ...]:
     Names, node ids and layer numbers are masked, and cheap nodes (shared by all layers) are left out.
     """
     cheap = cheap_nodes(graph)
-    count = 1 + max((node.block for node in graph.nodes), default=-1)
-    members: list[list[Node]] = [[] for _ in range(count)]
-    for node in graph.nodes:
-        if node.id not in cheap:
-            members[node.block].append(node)
-    return tuple(_hash(graph, nodes) for nodes in members)
+    return tuple(_hash(graph, [node for node in nodes if node.id not in cheap]) for nodes in nodes_by_block(graph))
 
 
 def _layers(graph: Graph, body: Sequence[Node]) -> dict[int, int]:
@@ -295,11 +289,9 @@ def _hash(graph: Graph, nodes: Sequence[Node]) -> str:
             if value not in names:
                 names[value] = f"v{len(names)}"
                 digest.update(_encode((names[value], _described(graph, value))))
-        args = [_renamed(arg, names) for arg in node.args]
-        kwargs = {name: _renamed(arg, names) for name, arg in node.kwargs.items()}
-        outputs = [names[value] for value in node.outputs]
+        same = renamed(node, names)
         writes = [value in graph.state_writes for value in node.outputs]
-        digest.update(_encode((node.op, args, kwargs, outputs, writes, _masked(node.path))))
+        digest.update(_encode((node.op, same.args, same.kwargs, same.outputs, writes, _masked(node.path))))
     return digest.hexdigest()
 
 
@@ -310,16 +302,6 @@ def _described(graph: Graph, value: str) -> ValueSpec | ParamSpec:
     return msgspec.structs.replace(
         spec, key=_masked(spec.key), aliases=tuple(_masked(alias) for alias in spec.aliases), order=0
     )
-
-
-def _renamed(arg: Arg, names: dict[str, str]) -> Arg:
-    match arg:
-        case Ref(name):
-            return Ref(names[name])
-        case ListArg(items):
-            return ListArg(tuple(_renamed(item, names) for item in items))
-        case _:
-            return arg
 
 
 def _masked(path: str) -> str:
@@ -345,7 +327,7 @@ def held_in_front(graph: Graph) -> Graph:
         Node(id=first + number, op=COPY, args=(Ref(value),), outputs=(names[value],), path=node.path, block=0)
         for number, (value, node) in enumerate(readers.items())
     ]
-    later = [_reading(node, names) if node.block > 0 else node for node in graph.nodes]
+    later = [renamed(node, names) if node.block > 0 else node for node in graph.nodes]
     values = {names[value]: ValueSpec(graph.values[value].shape, graph.values[value].dtype) for value in readers}
     return msgspec.structs.replace(graph, nodes=(*copies, *later), values={**graph.values, **values})
 
@@ -358,24 +340,6 @@ def sent_bytes(graph: Graph) -> int:
     copied = [value for node in graph.nodes if node.op == COPY and node.block == 0 for value in reads(node)]
     specs = [graph.params[value] for value in copied if value in graph.params and graph.params[value].trainable]
     return sum(tensor_bytes(spec.dtype, spec.shape) for spec in specs if prod(spec.shape))
-
-
-def _reading(node: Node, names: Mapping[str, str]) -> Node:
-    return msgspec.structs.replace(
-        node,
-        args=tuple(_arg(arg, names) for arg in node.args),
-        kwargs={name: _arg(arg, names) for name, arg in node.kwargs.items()},
-    )
-
-
-def _arg(arg: Arg, names: Mapping[str, str]) -> Arg:
-    match arg:
-        case Ref(name):
-            return Ref(names.get(name, name))
-        case ListArg(items):
-            return ListArg(tuple(_arg(item, names) for item in items))
-        case _:
-            return arg
 
 
 def _free(name: str, taken: Mapping[str, object]) -> str:

@@ -21,14 +21,14 @@ from typing import Final, Literal
 
 import msgspec
 
-from fusionai.ir.graph import cheap_nodes, consumers, needing_gradient, reads
+from fusionai.ir.graph import cheap_nodes, consumers, needing_gradient, nodes_by_block, reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, Node, ParamSpec, Ref
-from fusionai.ir.serving import SEQUENCE
+from fusionai.ir.serving import ATTENTION, SEQUENCE
 from fusionai.ir.shapes import evaluate
 from fusionai.ir.stored import stored_bytes
 from fusionai.primitives.errors import GraphError
-from fusionai.primitives.tensors import ITEMSIZE_BYTES
+from fusionai.primitives.tensors import ITEMSIZE_BYTES, tensor_bytes
 
 FLOPS_PER_ELEMENT: Final = 5
 """Operations per element of softmax, normalisation and losses: subtract, square or exponential, sum, divide, scale."""
@@ -105,11 +105,8 @@ class _Prices:
         self.roots = self._storage()
 
     def records(self) -> tuple[BlockCostRecord, ...]:
-        count = 1 + max((node.block for node in self.graph.nodes), default=-1)
-        members: list[list[Node]] = [[] for _ in range(count)]
-        for node in self.graph.nodes:
-            members[node.block].append(node)
-        crossing, returning = self._crossing(count)
+        members = nodes_by_block(self.graph)
+        crossing, returning = self._crossing(len(members))
         return tuple(
             self._record(block, nodes, crossing[block], returning[block]) for block, nodes in enumerate(members)
         )
@@ -140,8 +137,7 @@ class _Prices:
         forward = forward_flops(node, self.sizes)
         match OPERATORS[node.op].flops:
             case "matmul" | "conv" | "conv_transpose":
-                factors = _factors(node)
-                return forward * sum(value in self.needs_grad for value in factors)
+                return forward * sum(value in self.needs_grad for value in _factors(node))
             case "attention":
                 return forward * ATTENTION_BACKWARD
             case _:
@@ -260,7 +256,6 @@ INT4_GROUP: Final = 32
 """Weights per group of the 4-bit format."""
 PRODUCTS: Final = frozenset({"aten.linear.default", "aten.addmm.default", "aten.mm.default", "aten.matmul.default"})
 EMBEDDING: Final = "aten.embedding.default"
-ATTENTION: Final = "fusion.attention"
 BESIDE: Final = 2
 """Factor from the largest result of one operator to the memory of a pass, including values that are read later."""
 LENGTH: Final = 256
@@ -296,9 +291,7 @@ def serving_costs(
     longer = records
     if whole is None and SEQUENCE in symbols:
         longer = block_costs(graph, {**symbols, SEQUENCE: LENGTH}, training=False)
-    nodes: dict[int, list[Node]] = {record.block: [] for record in records}
-    for node in graph.nodes:
-        nodes[node.block].append(node)
+    nodes = nodes_by_block(graph)
     item_bytes = FLOAT_BYTES[cache]
     found: list[ServingCostRecord] = []
     for record, long in zip(records, longer, strict=True):
@@ -405,7 +398,7 @@ def _unpacked_bytes(graph: Graph, nodes: list[Node]) -> int:
 
 def _plain_bytes(graph: Graph, value: str) -> int:
     spec = graph.params[value]
-    return prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype]
+    return tensor_bytes(spec.dtype, spec.shape)
 
 
 def _cached_elements(graph: Graph, node: Node, symbols: Mapping[str, int]) -> int:

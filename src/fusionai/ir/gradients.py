@@ -16,16 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from math import prod
+from itertools import count, pairwise
 from typing import Final
 
 import msgspec
 
-from fusionai.ir.graph import needing_gradient, reads
+from fusionai.ir.graph import needing_gradient, reads, rewired
 from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import Arg, Graph, ListArg, Node, Ref
-from fusionai.primitives.tensors import ITEMSIZE_BYTES
+from fusionai.ir.schema import Graph, Node, Ref
+from fusionai.primitives.tensors import tensor_bytes
 
 ALIAS: Final = "aten.alias.default"
 
@@ -107,12 +106,9 @@ def shared_uses(graph: Graph) -> list[SharedUses]:
     trained = {value: spec for value, spec in graph.params.items() if spec.trainable}
     uses = gradient_uses(graph, [{node.id for node in graph.nodes}], trained)
     found = [
-        SharedUses(
-            key=trained[value].key,
-            nbytes=prod(trained[value].shape) * ITEMSIZE_BYTES[trained[value].dtype],
-            blocks=tuple(graph.nodes[use.place].block for use in of_value),
-        )
-        for value, of_value in uses.items()
+        SharedUses(spec.key, tensor_bytes(spec.dtype, spec.shape), tuple(graph.nodes[one.place].block for one in own))
+        for value, own in uses.items()
+        for spec in (trained[value],)
     ]
     return sorted((one for one in found if len({*one.blocks}) > 1), key=lambda one: one.key)
 
@@ -197,20 +193,5 @@ def _alias(name: str, joined: tuple[Use, str], node_id: int, block_of: Mapping[s
 
 def _reading(node: Node, instead: Mapping[int, str]) -> Node:
     """Return `node` with some operands replaced, numbered in the order of `ir.graph.reads`."""
-    if not instead:
-        return node
-    count = -1
-
-    def renamed(arg: Arg) -> Arg:
-        nonlocal count
-        match arg:
-            case Ref():
-                count += 1
-                return Ref(instead[count]) if count in instead else arg
-            case ListArg(items):
-                return ListArg(tuple(renamed(item) for item in items))
-            case _:
-                return arg
-
-    args = tuple(renamed(arg) for arg in node.args)
-    return msgspec.structs.replace(node, args=args, kwargs={name: renamed(arg) for name, arg in node.kwargs.items()})
+    numbers = count()
+    return rewired(node, lambda value: instead.get(next(numbers), value)) if instead else node

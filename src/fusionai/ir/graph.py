@@ -6,7 +6,7 @@ this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -79,6 +79,36 @@ def references(arg: Arg) -> Iterator[str]:
     elif isinstance(arg, ListArg):
         for item in arg.items:
             yield from references(item)
+
+
+def rewired(node: Node, name_of: Callable[[str], str]) -> Node:
+    """Return the same call on the values `name_of(value)`, which is called in the order of `reads`."""
+
+    def changed(arg: Arg) -> Arg:
+        match arg:
+            case Ref(name):
+                return Ref(name_of(name))
+            case ListArg(items):
+                return ListArg(tuple(changed(item) for item in items))
+            case _:
+                return arg
+
+    args = tuple(changed(arg) for arg in node.args)
+    return msgspec.structs.replace(node, args=args, kwargs={name: changed(arg) for name, arg in node.kwargs.items()})
+
+
+def renamed(node: Node, names: Mapping[str, str]) -> Node:
+    """Return the same call with its operands and results renamed. Values that are not in `names` keep theirs."""
+    outputs = tuple(names.get(value, value) for value in node.outputs)
+    return msgspec.structs.replace(rewired(node, lambda value: names.get(value, value)), outputs=outputs)
+
+
+def nodes_by_block(graph: Graph) -> list[list[Node]]:
+    """Nodes of each block, in order; index: block number."""
+    members: list[list[Node]] = [[] for _ in range(1 + max((node.block for node in graph.nodes), default=-1))]
+    for node in graph.nodes:
+        members[node.block].append(node)
+    return members
 
 
 def producers(graph: Graph) -> dict[str, Node]:

@@ -36,24 +36,9 @@ position to position.
 """
 
 Growth = Literal[
-    "operand",
-    "broadcast",
-    "sizes",
-    "repeat",
-    "arange",
-    "join",
-    "matmul",
-    "conv",
-    "conv_transpose",
-    "lookup",
-    "one_hot",
-    "pad",
-    "window",
-    "windows",
-    "adaptive",
-    "grid",
-    "unpool",
-]
+    "operand", "broadcast", "sizes", "repeat", "arange", "join", "matmul", "conv", "conv_transpose", "lookup",
+    "one_hot", "pad", "window", "windows", "adaptive", "grid", "unpool",
+]  # fmt: skip
 """The rule by which `ir.growth` bounds the size of results.
 
 For example: at most the largest operand; the broadcast of the operands; a list of sizes among the arguments.
@@ -82,63 +67,26 @@ class Operator:
     differentiable: bool = True
 
 
-_FLOPS: Final[Mapping[Category, FlopRule]] = {
-    "size": "none",
-    "view": "none",
-    "copy": "none",
-    "create": "none",
-    "elementwise": "element",
-    "reduce": "reduce",
-    "matmul": "matmul",
-    "conv": "conv",
-    "pool": "reduce",
-    "norm": "norm",
-    "softmax": "softmax",
-    "index": "none",
-    "join": "none",
-    "attention": "attention",
-    "scan": "scan",
-    "dropout": "element",
-    "loss": "softmax",
+_RULES: Final[Mapping[Category, tuple[FlopRule, Growth, Saves]]] = {
+    "size": ("none", "operand", "nothing"),
+    "view": ("none", "operand", "nothing"),
+    "copy": ("none", "operand", "nothing"),
+    "create": ("none", "sizes", "nothing"),
+    "elementwise": ("element", "broadcast", "operands"),
+    "reduce": ("reduce", "operand", "nothing"),
+    "matmul": ("matmul", "matmul", "operands"),
+    "conv": ("conv", "conv", "operands"),
+    "pool": ("reduce", "window", "operands"),
+    "norm": ("norm", "operand", "operands"),
+    "softmax": ("softmax", "operand", "result"),
+    "index": ("none", "lookup", "nothing"),
+    "join": ("none", "join", "nothing"),
+    "attention": ("attention", "matmul", "operands"),
+    "scan": ("scan", "operand", "operands"),
+    "dropout": ("element", "operand", "nothing"),
+    "loss": ("softmax", "operand", "operands"),
 }
-_GROWTH: Final[Mapping[Category, Growth]] = {
-    "size": "operand",
-    "view": "operand",
-    "copy": "operand",
-    "create": "sizes",
-    "elementwise": "broadcast",
-    "reduce": "operand",
-    "matmul": "matmul",
-    "conv": "conv",
-    "pool": "window",
-    "norm": "operand",
-    "softmax": "operand",
-    "index": "lookup",
-    "join": "join",
-    "attention": "matmul",
-    "scan": "operand",
-    "dropout": "operand",
-    "loss": "operand",
-}
-_SAVES: Final[Mapping[Category, Saves]] = {
-    "size": "nothing",
-    "view": "nothing",
-    "copy": "nothing",
-    "create": "nothing",
-    "elementwise": "operands",
-    "reduce": "nothing",
-    "matmul": "operands",
-    "conv": "operands",
-    "pool": "operands",
-    "norm": "operands",
-    "softmax": "result",
-    "index": "nothing",
-    "join": "nothing",
-    "attention": "operands",
-    "scan": "operands",
-    "dropout": "nothing",
-    "loss": "operands",
-}
+"""What holds for the operators of a category unless their line in `_table` says otherwise."""
 
 
 def _operators(
@@ -151,187 +99,153 @@ def _operators(
     results: int | None = 1,
     differentiable: bool = True,
 ) -> Iterator[Operator]:
+    """Yield operators by name. The namespace `aten` and the overload `default` are left out of `names`."""
+    of_category = _RULES[category]
     for name in names.split():
         yield Operator(
-            name=name,
+            name=_full_name(name),
             category=category,
-            flops=_FLOPS[category] if flops is None else flops,
-            growth=_GROWTH[category] if growth is None else growth,
-            saves=_SAVES[category] if saves is None else saves,
+            flops=flops or of_category[0],
+            growth=growth or of_category[1],
+            saves=saves or of_category[2],
             results=results,
             view=category == "view",
             differentiable=differentiable and category not in ("size", "create"),
         )
 
 
+def _full_name(name: str) -> str:
+    if name.startswith(("sym.", "fusion.")):
+        return name
+    return f"aten.{name}" if "." in name else f"aten.{name}.default"
+
+
 def _table() -> Iterator[Operator]:
     # Sizes: integers computed from shapes, never tensors.
-    yield from _operators("size", "aten.sym_size.int")
-    yield from _operators("size", "sym.add sym.sub sym.mul sym.floordiv sym.mod sym.neg sym.max sym.min")
+    yield from _operators("size", "sym_size.int sym.add sym.sub sym.mul sym.floordiv sym.mod sym.neg sym.max sym.min")
 
     # Views and other ways to see the same elements. `aten.view` is absent, because capture writes reshape.
-    yield from _operators("view", "aten.reshape.default aten.flatten.using_ints aten.unflatten.int")
-    yield from _operators("view", "aten.transpose.int aten.permute.default aten.t.default aten.alias.default")
-    yield from _operators("view", "aten.unsqueeze.default aten.squeeze.default aten.squeeze.dim aten.squeeze.dims")
-    yield from _operators("view", "aten.slice.Tensor aten.select.int aten.narrow.default aten.diagonal.default")
-    yield from _operators("view", "aten.expand.default", growth="sizes")
-    yield from _operators("view", "aten.expand_as.default", growth="broadcast")
-    yield from _operators("view", "aten.broadcast_tensors.default", growth="broadcast", results=None)
-    yield from _operators("view", "aten.detach.default", differentiable=False)
-    yield from _operators("view", "aten.split.Tensor aten.split_with_sizes.default aten.chunk.default", results=None)
-    yield from _operators("view", "aten.unbind.int", results=None)
+    yield from _operators(
+        "view",
+        "reshape flatten.using_ints unflatten.int transpose.int permute t alias unsqueeze squeeze squeeze.dim"
+        " squeeze.dims slice.Tensor select.int narrow diagonal",
+    )
+    yield from _operators("view", "expand", growth="sizes")
+    yield from _operators("view", "expand_as", growth="broadcast")
+    yield from _operators("view", "broadcast_tensors", growth="broadcast", results=None)
+    yield from _operators("view", "detach", differentiable=False)
+    yield from _operators("view", "split.Tensor split_with_sizes chunk unbind.int", results=None)
 
     # Copies and casts.
-    yield from _operators("copy", "aten._to_copy.default aten.to.dtype aten.to.dtype_layout aten.clone.default")
-    yield from _operators("copy", "aten.contiguous.default aten.type_as.default aten.flip.default aten.roll.default")
-    yield from _operators("copy", "aten.lift_fresh_copy.default")
-    yield from _operators("copy", "aten.select_scatter.default aten.slice_scatter.default")
+    yield from _operators(
+        "copy",
+        "_to_copy to.dtype to.dtype_layout clone contiguous type_as flip roll lift_fresh_copy select_scatter"
+        " slice_scatter",
+    )
 
     # Tensors made from numbers.
-    yield from _operators("create", "aten.full.default aten.zeros.default aten.ones.default aten.empty.memory_format")
-    yield from _operators("create", "aten.new_zeros.default aten.new_ones.default aten.new_full.default")
-    yield from _operators("create", "aten.full_like.default aten.zeros_like.default", growth="operand")
-    yield from _operators("create", "aten.ones_like.default aten.empty_like.default", growth="operand")
-    yield from _operators("create", "aten.scalar_tensor.default", growth="operand")
-    yield from _operators("create", "aten.linspace.default", growth="arange")
-    yield from _operators("create", "aten.arange.default aten.arange.start aten.arange.start_step", growth="arange")
+    yield from _operators("create", "full zeros ones empty.memory_format new_zeros new_ones new_full")
+    yield from _operators("create", "full_like zeros_like ones_like empty_like scalar_tensor", growth="operand")
+    yield from _operators("create", "linspace arange arange.start arange.start_step", growth="arange")
 
     # Elementwise arithmetic whose derivative needs no operand.
-    yield from _operators("elementwise", "aten.add.Tensor aten.add.Scalar aten.sub.Tensor", saves="nothing")
-    yield from _operators("elementwise", "aten.sub.Scalar aten.rsub.Scalar aten.neg.default", saves="nothing")
-    yield from _operators("elementwise", "aten.mul.Scalar aten.div.Scalar", saves="nothing")
-    # ... that needs the operands.
-    yield from _operators("elementwise", "aten.mul.Tensor aten.div.Tensor aten.pow.Tensor_Scalar")
-    yield from _operators("elementwise", "aten.pow.Tensor_Tensor aten.pow.Scalar aten.square.default aten.abs.default")
-    yield from _operators("elementwise", "aten.log.default aten.log1p.default aten.sin.default aten.cos.default")
-    yield from _operators("elementwise", "aten.gelu.default aten.silu.default aten.softplus.default")
-    yield from _operators("elementwise", "aten.mish.default aten.hardswish.default aten.hardsigmoid.default")
-    yield from _operators("elementwise", "aten.leaky_relu.default aten.elu.default aten.erf.default")
-    yield from _operators("elementwise", "aten.clamp.default aten.clamp.Tensor aten.clamp_min.default")
-    yield from _operators("elementwise", "aten.clamp_max.default aten.hardtanh.default aten.relu6.default")
-    yield from _operators("elementwise", "aten.maximum.default aten.minimum.default aten.where.self")
-    yield from _operators("elementwise", "aten.where.ScalarOther aten.where.ScalarSelf aten.masked_fill.Scalar")
-    yield from _operators("elementwise", "aten.masked_fill.Tensor aten.prelu.default aten.lerp.Scalar")
-    yield from _operators("elementwise", "aten.erfc.default aten.erfinv.default aten.tan.default aten.asin.default")
-    yield from _operators("elementwise", "aten.acos.default aten.atan.default aten.sinh.default aten.cosh.default")
-    yield from _operators("elementwise", "aten.asinh.default aten.acosh.default aten.atanh.default aten.log2.default")
-    yield from _operators("elementwise", "aten.log10.default aten.lgamma.default aten.sinc.default aten.logit.default")
-    yield from _operators("elementwise", "aten.nan_to_num.default aten.celu.default aten.threshold.default")
-    yield from _operators("elementwise", "aten.glu.default aten.clamp_min.Tensor aten.clamp_max.Tensor")
-    yield from _operators("elementwise", "aten.addcmul.default aten.addcdiv.default aten.lerp.Tensor aten.fmax.default")
-    yield from _operators("elementwise", "aten.fmin.default aten.atan2.default aten.hypot.default aten.xlogy.Tensor")
-    yield from _operators(
-        "elementwise", "aten.logaddexp.default aten.copysign.Tensor aten.fmod.Scalar aten.fmod.Tensor"
-    )
-    yield from _operators("elementwise", "aten.linalg_cross.default")
-    yield from _operators("elementwise", "aten.deg2rad.default aten.rad2deg.default aten.frac.default", saves="nothing")
-    # ... that needs the result.
-    yield from _operators("elementwise", "aten.exp2.default", saves="result")
-    yield from _operators("elementwise", "aten.relu.default aten.tanh.default aten.sigmoid.default", saves="result")
-    yield from _operators("elementwise", "aten.exp.default aten.sqrt.default aten.rsqrt.default", saves="result")
-    yield from _operators("elementwise", "aten.expm1.default", saves="result")
-    yield from _operators("elementwise", "aten.reciprocal.default", saves="result")
-    yield from _operators("elementwise", "aten.log_sigmoid.default")
-    # ... with integer or boolean results, or no gradient.
-    comparisons = "eq ne lt le gt ge"
-    for name in comparisons.split():
-        yield from _operators(
-            "elementwise", f"aten.{name}.Tensor aten.{name}.Scalar", saves="nothing", differentiable=False
-        )
     yield from _operators(
         "elementwise",
-        "aten.logical_and.default aten.logical_or.default aten.logical_not.default aten.logical_xor.default"
-        " aten.bitwise_and.Tensor aten.bitwise_or.Tensor aten.bitwise_not.default aten.bitwise_xor.Tensor"
-        " aten.__and__.Tensor aten.__or__.Tensor"
-        " aten.floor_divide.default aten.floor.default aten.ceil.default aten.round.default aten.sign.default"
-        " aten.remainder.Scalar aten.remainder.Tensor aten.isnan.default aten.isinf.default aten.trunc.default"
-        " aten.sgn.default aten.signbit.default aten.heaviside.default",
+        "add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Scalar neg mul.Scalar div.Scalar",
+        saves="nothing",
+    )
+    # ... that needs the operands.
+    yield from _operators(
+        "elementwise",
+        "mul.Tensor div.Tensor pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar square abs log log1p sin cos gelu silu"
+        " softplus mish hardswish hardsigmoid leaky_relu elu erf clamp clamp.Tensor clamp_min clamp_max hardtanh relu6"
+        " maximum minimum where.self where.ScalarOther where.ScalarSelf masked_fill.Scalar masked_fill.Tensor prelu"
+        " lerp.Scalar erfc erfinv tan asin acos atan sinh cosh asinh acosh atanh log2 log10 lgamma sinc logit"
+        " nan_to_num celu threshold glu clamp_min.Tensor clamp_max.Tensor addcmul addcdiv lerp.Tensor fmax fmin atan2"
+        " hypot xlogy.Tensor logaddexp copysign.Tensor fmod.Scalar fmod.Tensor linalg_cross",
+    )
+    yield from _operators("elementwise", "deg2rad rad2deg frac", saves="nothing")
+    # ... that needs the result.
+    yield from _operators("elementwise", "exp2 relu tanh sigmoid exp sqrt rsqrt expm1 reciprocal", saves="result")
+    yield from _operators("elementwise", "log_sigmoid")
+    # ... with integer or boolean results, or no gradient.
+    yield from _operators(
+        "elementwise",
+        "eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar"
+        " ge.Tensor ge.Scalar logical_and logical_or logical_not logical_xor bitwise_and.Tensor bitwise_or.Tensor"
+        " bitwise_not bitwise_xor.Tensor __and__.Tensor __or__.Tensor floor_divide floor ceil round sign"
+        " remainder.Scalar remainder.Tensor isnan isinf trunc sgn signbit heaviside",
         saves="nothing",
         differentiable=False,
     )
-    yield from _operators("elementwise", "aten.div.Tensor_mode aten.div.Scalar_mode", saves="nothing")
+    yield from _operators("elementwise", "div.Tensor_mode div.Scalar_mode", saves="nothing")
 
     # Reductions.
-    yield from _operators("reduce", "aten.sum.default aten.sum.dim_IntList aten.mean.default aten.mean.dim")
-    yield from _operators("reduce", "aten.cumsum.default")
-    yield from _operators("reduce", "aten.diff.default", growth="join")
-    yield from _operators("reduce", "aten.amax.default aten.amin.default aten.var.correction aten.logsumexp.default")
-    yield from _operators("reduce", "aten.std.correction aten.linalg_vector_norm.default", saves="operands")
-    yield from _operators("reduce", "aten.max.default aten.min.default", saves="operands")
-    yield from _operators("reduce", "aten.max.dim aten.min.dim aten.topk.default aten.sort.default", results=2)
-    yield from _operators("reduce", "aten.cumprod.default aten.logcumsumexp.default", saves="operands")
-    yield from _operators("reduce", "aten.prod.default aten.prod.dim_int aten.nansum.default", saves="operands")
-    yield from _operators("reduce", "aten.trace.default")
-    yield from _operators("reduce", "aten.kthvalue.default aten.median.dim aten.cummax.default", results=2)
-    yield from _operators("reduce", "aten.cummin.default aten.aminmax.default", results=2)
-    yield from _operators("reduce", "aten.var_mean.correction aten.std_mean.correction", results=2, saves="operands")
+    yield from _operators("reduce", "sum sum.dim_IntList mean mean.dim cumsum amax amin var.correction logsumexp trace")
+    yield from _operators("reduce", "diff", growth="join")
     yield from _operators(
         "reduce",
-        "aten.argmax.default aten.argmin.default aten.any.default aten.any.dim aten.all.default aten.all.dim"
-        " aten.count_nonzero.default aten.count_nonzero.dim_IntList",
+        "std.correction linalg_vector_norm max min cumprod logcumsumexp prod prod.dim_int nansum",
+        saves="operands",
+    )
+    yield from _operators("reduce", "max.dim min.dim topk sort kthvalue median.dim cummax cummin aminmax", results=2)
+    yield from _operators("reduce", "var_mean.correction std_mean.correction", results=2, saves="operands")
+    yield from _operators(
+        "reduce",
+        "argmax argmin any any.dim all all.dim count_nonzero count_nonzero.dim_IntList",
         differentiable=False,
     )
 
     # Products.
-    yield from _operators("matmul", "aten.linear.default aten.matmul.default aten.mm.default aten.bmm.default")
-    yield from _operators("matmul", "aten.addmm.default aten.baddbmm.default aten.mv.default aten.dot.default")
-    yield from _operators("matmul", "aten._trilinear.default aten._cdist_forward.default")
+    yield from _operators("matmul", "linear matmul mm bmm addmm baddbmm mv dot _trilinear _cdist_forward")
 
     # Vision.
-    yield from _operators("conv", "aten.conv1d.default aten.conv2d.default aten.convolution.default")
-    yield from _operators("conv", "aten.conv1d.padding aten.conv2d.padding")
-    yield from _operators("conv", "aten.conv_transpose2d.input", flops="conv_transpose", growth="conv_transpose")
-    yield from _operators("pool", "aten.max_pool2d.default aten.avg_pool2d.default aten.avg_pool1d.default")
-    yield from _operators("pool", "aten.max_pool2d_with_indices.default", results=2)
+    yield from _operators("conv", "conv1d conv2d convolution conv1d.padding conv2d.padding")
+    yield from _operators("conv", "conv_transpose2d.input", flops="conv_transpose", growth="conv_transpose")
+    yield from _operators("pool", "max_pool2d avg_pool2d avg_pool1d avg_pool3d")
+    yield from _operators("pool", "max_pool2d_with_indices max_pool3d_with_indices", results=2)
     yield from _operators(
-        "pool", "aten.adaptive_avg_pool1d.default aten.adaptive_avg_pool2d.default", growth="adaptive"
+        "pool",
+        "adaptive_avg_pool1d adaptive_avg_pool2d _adaptive_avg_pool2d _adaptive_avg_pool3d",
+        growth="adaptive",
     )
-    yield from _operators("pool", "aten._adaptive_avg_pool2d.default", growth="adaptive")
-    yield from _operators("pool", "aten.avg_pool3d.default")
-    yield from _operators("pool", "aten.max_pool3d_with_indices.default", results=2)
-    yield from _operators("pool", "aten._adaptive_avg_pool3d.default", growth="adaptive")
-    yield from _operators(
-        "pool", "aten.adaptive_max_pool2d.default aten.adaptive_max_pool3d.default", growth="adaptive", results=2
-    )
-    yield from _operators("pool", "aten.max_unpool2d.default", growth="unpool", saves="nothing")
-    yield from _operators("pool", "aten.grid_sampler_2d.default aten.grid_sampler_3d.default", growth="grid")
-    yield from _operators("copy", "aten.unfold.default aten.im2col.default aten.col2im.default", growth="windows")
-    yield from _operators("copy", "aten.constant_pad_nd.default aten.pad.default", growth="pad")
+    yield from _operators("pool", "adaptive_max_pool2d adaptive_max_pool3d", growth="adaptive", results=2)
+    yield from _operators("pool", "max_unpool2d", growth="unpool", saves="nothing")
+    yield from _operators("pool", "grid_sampler_2d grid_sampler_3d", growth="grid")
+    yield from _operators("copy", "unfold im2col col2im", growth="windows")
+    yield from _operators("copy", "constant_pad_nd pad", growth="pad")
 
     # Normalisation.
-    yield from _operators("norm", "aten.layer_norm.default aten.rms_norm.default aten.group_norm.default")
-    yield from _operators("norm", "aten.native_layer_norm.default aten.native_group_norm.default", results=3)
-    yield from _operators("norm", "aten._native_batch_norm_legit_functional.default", results=5)
-    yield from _operators("norm", "aten._native_batch_norm_legit.no_stats", results=3)
-    yield from _operators("norm", "aten._native_batch_norm_legit_no_training.default", results=3)
-    yield from _operators("norm", "aten.batch_norm.default")
-    yield from _operators("norm", "aten._weight_norm_interface.default", results=2)
+    yield from _operators("norm", "layer_norm rms_norm group_norm batch_norm")
+    yield from _operators(
+        "norm",
+        "native_layer_norm native_group_norm _native_batch_norm_legit.no_stats _native_batch_norm_legit_no_training",
+        results=3,
+    )
+    yield from _operators("norm", "_native_batch_norm_legit_functional", results=5)
+    yield from _operators("norm", "_weight_norm_interface", results=2)
 
     # Softmax and losses.
-    yield from _operators("softmax", "aten.softmax.int aten._softmax.default aten.log_softmax.int")
-    yield from _operators("softmax", "aten._log_softmax.default")
-    yield from _operators("loss", "aten.cross_entropy_loss.default aten.nll_loss_nd.default aten.nll_loss.default")
-    yield from _operators("loss", "aten.nll_loss_forward.default", results=2)
-    yield from _operators("loss", "aten.mse_loss.default aten.l1_loss.default aten.smooth_l1_loss.default")
-    yield from _operators("loss", "aten.huber_loss.default aten.binary_cross_entropy_with_logits.default")
-    yield from _operators("loss", "aten.binary_cross_entropy.default aten.soft_margin_loss.default")
+    yield from _operators("softmax", "softmax.int _softmax log_softmax.int _log_softmax")
+    yield from _operators(
+        "loss",
+        "cross_entropy_loss nll_loss_nd nll_loss mse_loss l1_loss smooth_l1_loss huber_loss"
+        " binary_cross_entropy_with_logits binary_cross_entropy soft_margin_loss",
+    )
+    yield from _operators("loss", "nll_loss_forward", results=2)
 
     # Lookups and joins.
-    yield from _operators("index", "aten.embedding.default aten.index_select.default aten.gather.default")
-    yield from _operators("index", "aten.index.Tensor")
-    yield from _operators("index", "aten.tril.default aten.triu.default aten.scatter.value", growth="operand")
+    yield from _operators("index", "embedding index_select gather index.Tensor")
     yield from _operators(
-        "index", "aten.scatter.src aten.scatter_add.default aten.scatter_reduce.two", growth="operand"
+        "index",
+        "tril triu scatter.value scatter.src scatter_add scatter_reduce.two index_add index_copy"
+        " index_fill.int_Scalar index_put",
+        growth="operand",
     )
-    yield from _operators("index", "aten.index_add.default aten.index_copy.default", growth="operand")
-    yield from _operators("index", "aten.index_fill.int_Scalar aten.index_put.default", growth="operand")
-    yield from _operators(
-        "index", "aten.bucketize.Tensor aten.searchsorted.Tensor", growth="operand", differentiable=False
-    )
-    yield from _operators("index", "aten.one_hot.default", growth="one_hot", differentiable=False)
-    yield from _operators("join", "aten.cat.default aten.stack.default")
-    yield from _operators("join", "aten.repeat.default", growth="repeat")
-    yield from _operators("join", "aten.repeat_interleave.self_int", growth="repeat")
+    yield from _operators("index", "bucketize.Tensor searchsorted.Tensor", growth="operand", differentiable=False)
+    yield from _operators("index", "one_hot", growth="one_hot", differentiable=False)
+    yield from _operators("join", "cat stack")
+    yield from _operators("join", "repeat repeat_interleave.self_int", growth="repeat")
 
     # Semantic operators. Every backend has its own implementation.
     yield from _operators("attention", "fusion.attention")

@@ -20,12 +20,10 @@ serving, which adapter they use), and may not compute the job's outputs. This is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import Final
 
 import msgspec
 
-from fusionai.ir.blocks import LOGITS
 from fusionai.ir.gradients import (
     GradientRoute,
     Rewritten,
@@ -35,12 +33,12 @@ from fusionai.ir.gradients import (
     rewritten,
     route_values,
 )
-from fusionai.ir.graph import cheap_nodes, needing_gradient, producers, reads, restrict
+from fusionai.ir.graph import cheap_nodes, needing_gradient, nodes_by_block, producers, reads, restrict
 from fusionai.ir.schema import Dim, Graph, Node, Ref
-from fusionai.ir.serving import FROM_SEGMENTS
+from fusionai.ir.serving import FROM_SEGMENTS, LOGITS
 from fusionai.ir.shapes import parse
 from fusionai.primitives.errors import GraphError
-from fusionai.primitives.tensors import ITEMSIZE_BYTES
+from fusionai.primitives.tensors import tensor_bytes
 
 FEED: Final = -1
 """The producer of a job's inputs."""
@@ -119,14 +117,11 @@ def cut_blocks(graph: Graph, ranges: Sequence[tuple[int, int]], hosts: Sequence[
         if first != expected or end <= first:
             raise GraphError(f"stage {stage} must take blocks from {expected} on, at least one, got [{first}, {end}).")
         expected = end
-    blocks = 1 + max((node.block for node in graph.nodes), default=-1)
+    blocks = len(nodes_by_block(graph))
     if expected != blocks:
         raise GraphError(f"graph {graph.name!r} has {blocks} blocks, the ranges cover {expected}.")
-    return cut(
-        graph,
-        [frozenset(node.id for node in graph.nodes if first <= node.block < end) for first, end in ranges],
-        hosts,
-    )
+    held = [frozenset(node.id for node in graph.nodes if first <= node.block < end) for first, end in ranges]
+    return cut(graph, held, hosts)
 
 
 def cut(graph: Graph, assignment: Sequence[frozenset[int]], hosts: Sequence[str] = ()) -> Partition:
@@ -143,7 +138,7 @@ def cut(graph: Graph, assignment: Sequence[frozenset[int]], hosts: Sequence[str]
 def is_passed_on(graph: Graph, key: str) -> bool:
     """Return whether this parameter's gradient is small enough to travel between machines with each microbatch."""
     spec = next(spec for spec in graph.params.values() if spec.key == key)
-    return prod(spec.shape) * ITEMSIZE_BYTES[spec.dtype] <= PASSED_ON_BYTES
+    return tensor_bytes(spec.dtype, spec.shape) <= PASSED_ON_BYTES
 
 
 def _stage_of_node(graph: Graph, assignment: Sequence[frozenset[int]]) -> dict[int, int]:
@@ -384,7 +379,7 @@ def ends(graph: Graph, *, first_layers: int = 0, last_layers: int = 0, training:
     `first_layers` and `last_layers` are the layers among them. `training`: whether the graph has its loss. Raises
     `GraphError` if no block is left between, or if the blocks between read or compute what must stay.
     """
-    count = 1 + max((node.block for node in graph.nodes), default=-1)
+    count = len(nodes_by_block(graph))
     first = 1 + first_layers
     last = count - _tail_start(graph, count, training) + last_layers
     if first + last >= count:

@@ -7,14 +7,14 @@ the graph, `ir.partition` cuts the result, backends serve it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Final
 
 import msgspec
 
-from fusionai.ir.graph import SYMINT, cheap_nodes, needed_nodes, producers, prune, reads, restrict
+from fusionai.ir.graph import SYMINT, cheap_nodes, needed_nodes, producers, prune, reads, renamed, restrict
 from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import Arg, Graph, ListArg, Node, Ref
+from fusionai.ir.schema import Graph, ListArg, Node, Ref
 from fusionai.ir.shapes import symbols_of
 from fusionai.primitives.errors import GraphError
 
@@ -29,11 +29,11 @@ ADAPTERS: Final = "adapters"
 FROM_SEGMENTS: Final = frozenset({POSITIONS, ADAPTERS})
 """Inputs that are computed from a pass's segments and never sent."""
 
-_ATTENTION: Final = "fusion.attention"
+ATTENTION: Final = "fusion.attention"
 _PRODUCTS: Final = frozenset({"aten.linear.default", "aten.mm.default", "aten.matmul.default", "aten.addmm.default"})
 _IDENTITIES: Final = frozenset({"fusion.dropout", "aten.alias.default", "aten.detach.default", "aten.clone.default"})
 """Operators that return their first operand outside training."""
-_BY_MODE: Final = "fusion.in_training"
+BY_MODE: Final = "fusion.in_training"
 RANDOM: Final = "fusion.uniform"
 _ALONG_ALL: Final = frozenset({"aten.sum.default", "aten.mean.default", "aten.max.default", "aten.min.default"})
 
@@ -95,7 +95,7 @@ def split_behind_attention(graph: Graph, wanted: Collection[str]) -> tuple[Graph
     outputs = {meaning: graph.outputs[meaning] for meaning in wanted}
     made_by = producers(graph)
     needed = needed_nodes(graph, outputs.values())
-    mixed = [value for node in needed if node.op == _ATTENTION for value in node.outputs]
+    mixed = [value for node in needed if node.op == ATTENTION for value in node.outputs]
     front = {node.id for node in needed_nodes(graph, mixed)}
     behind = {node.id for node in needed} - front
     if not front or not any(OPERATORS[node.op].category == "matmul" for node in needed if node.id in behind):
@@ -130,7 +130,7 @@ def row_dimension(graph: Graph, value: str) -> int | None:
 
 def _obstacle(graph: Graph, node: Node, cheap: frozenset[int]) -> str | None:
     """Return why this node would mix packed sessions; None if it does not."""
-    if node.op == _ATTENTION:
+    if node.op == ATTENTION:
         if node.kwargs.get("causal", False) is not True:
             return "sees later positions"
         return None if node.kwargs.get("key_mask") is None else "takes a padding mask"
@@ -174,30 +174,16 @@ def _without_identities(graph: Graph) -> Graph:
     kept: list[Node] = []
     outputs = set(graph.outputs.values())
     for node in graph.nodes:
-        if node.op in (*_IDENTITIES, _BY_MODE) and outputs.isdisjoint(node.outputs):
-            source = node.args[1 if node.op == _BY_MODE else 0]
+        if node.op in (*_IDENTITIES, BY_MODE) and outputs.isdisjoint(node.outputs):
+            source = node.args[1 if node.op == BY_MODE else 0]
             if isinstance(source, Ref) and graph.values[source.name] == graph.values[node.outputs[0]]:
                 origin[node.outputs[0]] = origin.get(source.name, source.name)
                 continue
-        renamed = msgspec.structs.replace(
-            node,
-            args=tuple(_renamed(arg, origin) for arg in node.args),
-            kwargs={name: _renamed(arg, origin) for name, arg in node.kwargs.items()},
-        )
-        if renamed.op == _ATTENTION:
-            renamed = msgspec.structs.replace(renamed, kwargs={**renamed.kwargs, "dropout": 0.0})
-        kept.append(renamed)
+        node = renamed(node, origin)
+        if node.op == ATTENTION:
+            node = msgspec.structs.replace(node, kwargs={**node.kwargs, "dropout": 0.0})
+        kept.append(node)
     return prune(msgspec.structs.replace(graph, nodes=tuple(kept)), list(graph.outputs))
-
-
-def _renamed(arg: Arg, origin: Mapping[str, str]) -> Arg:
-    match arg:
-        case Ref(name):
-            return Ref(origin[name]) if name in origin else arg
-        case ListArg(items):
-            return ListArg(tuple(_renamed(item, origin) for item in items))
-        case _:
-            return arg
 
 
 def _hidden(graph: Graph) -> str:

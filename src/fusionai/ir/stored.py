@@ -76,14 +76,19 @@ def stored_bytes(shape: tuple[int, ...], form: Stored) -> int:
         case "int4" if (group := group_of(shape)) is not None:
             return count // 2 + _PAIR * count // group
         case _:
-            raise GraphError(f"a weight of shape {list(shape)} can't be kept as {form or 'it is'!r} in bytes.")
+            raise GraphError(
+                f"a weight of shape {list(shape)} can't be kept as {form!r}: expected rows of a multiple of 32."
+            )
 
 
 def pack_stored(values: npt.NDArray[Any], form: Stored) -> Bytes:
     """Pack float32 [..., columns] into `stored_bytes` bytes. Raises `GraphError` for numbers that are not finite."""
     weight = np.ascontiguousarray(values, np.float32)
     if not np.isfinite(weight).all():
-        raise GraphError("a weight with numbers that are not finite can't be packed.")
+        raise GraphError(
+            f"a weight of shape {list(weight.shape)} has numbers that are not finite, so it can't be packed.",
+            hint="Fetch or save the weights again.",
+        )
     rows = weight.reshape(-1, weight.shape[-1])
     match form:
         case "bf16":
@@ -95,7 +100,7 @@ def pack_stored(values: npt.NDArray[Any], form: Stored) -> Bytes:
         case "int4" if (group := group_of(weight.shape)) is not None:
             return _pack_groups(rows, group)
         case _:
-            raise GraphError(f"a weight of shape {list(weight.shape)} can't be packed as {form or 'it is'!r}.")
+            raise GraphError(f"a weight of shape {list(weight.shape)} can't be packed as {form!r}.")
 
 
 def _pack_groups(rows: Floats, group: int) -> Bytes:

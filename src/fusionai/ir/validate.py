@@ -230,7 +230,11 @@ class _Check:
         for value, spec in self.graph.params.items():
             declared = self.graph.values.get(value)
             if declared is None or declared.shape != spec.shape or declared.dtype != spec.dtype:
-                raise GraphError(f"parameter {spec.key[:64]!r} and value {value[:64]!r} disagree in shape or dtype.")
+                got = "nothing" if declared is None else f"{declared.dtype[:32]} {list(declared.shape)}"
+                raise GraphError(
+                    f"parameter {spec.key[:64]!r} and value {value[:64]!r} disagree: the value must have the"
+                    f" parameter's shape and dtype, it is declared as {got}."
+                )
             self._param(spec)
             for key in (spec.key, *spec.aliases):
                 if key in keys:
@@ -247,19 +251,23 @@ class _Check:
 
     def _param(self, spec: ParamSpec) -> None:
         if len(spec.aliases) > self.limits.aliases:
-            raise GraphError(f"parameter {spec.key[:64]!r} has {len(spec.aliases)} aliases.")
+            raise GraphError(
+                f"parameter {spec.key[:64]!r} has {len(spec.aliases)} aliases, the limit is {self.limits.aliases}."
+            )
         for key in (spec.key, *spec.aliases):
             self._name(key, "parameter key")
             # Keys become names of state entries and of files in checkpoints.
             if "/" in key or "\\" in key or ".." in key or key.startswith("."):
                 raise GraphError(f"parameter key {key!r} must not look like a path.")
         if spec.trainable and (spec.kind != "parameter" or spec.dtype not in FLOAT_DTYPES):
-            raise GraphError(f"{spec.kind} {spec.key!r} of {spec.dtype} can't be trainable.")
+            raise GraphError(
+                f"{spec.kind} {spec.key!r} of {spec.dtype} can't be trainable, only parameters of a floating dtype can."
+            )
         if spec.stored != form_of(spec, spec.stored):
-            what = f"{spec.kind} {spec.key!r}, {spec.dtype} {list(spec.shape)}"
-            raise GraphError(f"{what}, can't be kept as {spec.stored}.")
+            what = f"{spec.kind} {spec.key!r} ({spec.dtype} {list(spec.shape)})"
+            raise GraphError(f"{what} can't be kept as {spec.stored}; that is for large frozen float32 matrices.")
         if not 0 <= spec.order < _MAX_INTEGER:
-            raise GraphError(f"parameter {spec.key!r} has the order {spec.order}.")
+            raise GraphError(f"parameter {spec.key!r}: expected an order from 0 to 2**63, got {spec.order}.")
         if spec.init is not None:
             self._init(spec, spec.init)
 
@@ -314,7 +322,8 @@ class _Check:
                 hint="`fusion check MODEL` lists what a model needs and what is unsupported.",
             )
         if len(node.args) + len(node.kwargs) > self.limits.args:
-            raise GraphError(f"node {node.id} ({node.op}) has more than {self.limits.args} arguments.")
+            count = len(node.args) + len(node.kwargs)
+            raise GraphError(f"node {node.id} ({node.op}) has {count} arguments, the limit is {self.limits.args}.")
         if not 0 <= node.block < self.limits.blocks:
             raise GraphError(f"node {node.id} ({node.op}) is in block {node.block}, the limit is {self.limits.blocks}.")
         self._name(node.path, "module path", empty=True)
@@ -344,7 +353,8 @@ class _Check:
             if spec is None:
                 raise GraphError(f"node {node.id} ({node.op}) makes {name[:64]!r}, which is not declared.")
             if (spec.dtype == SYMINT) != (operator.category == "size"):
-                raise GraphError(f"node {node.id} ({node.op}): {name!r} must not be {spec.dtype}.")
+                wanted = SYMINT if operator.category == "size" else "a tensor"
+                raise GraphError(f"node {node.id} ({node.op}): {name!r} must be {wanted}, it must not be {spec.dtype}.")
             self._make(name, f"node {node.id}")
 
     def _make(self, name: str, maker: str) -> None:
@@ -373,7 +383,10 @@ class _Check:
                     raise GraphError(f"node {node.id} ({node.op}) reads {name[:64]!r}, which nothing before it makes.")
             case ListArg(items):
                 if depth >= self.limits.list_depth or len(items) > self.limits.list_items:
-                    raise GraphError(f"node {node.id} ({node.op}) has a list that is too deep or too long.")
+                    raise GraphError(
+                        f"node {node.id} ({node.op}) has a list that is too deep or too long: {len(items)} items at"
+                        f" depth {depth}, the limits are {self.limits.list_items} and {self.limits.list_depth - 1}."
+                    )
                 for item in items:
                     self._arg(node, item, depth + 1)
 
@@ -390,7 +403,7 @@ class _Check:
                         return
                 case _:
                     pass
-            raise GraphError(f"node {node.id}: expected sym_size(tensor, one of its dimensions).")
+            raise GraphError(f"node {node.id} ({node.op}): expected a tensor and one of its dimensions as arguments.")
         op, arity = _SIZE_OPERATORS[node.op]
         if len(node.args) != arity:
             raise GraphError(f"node {node.id} ({node.op}) takes {arity} arguments, got {len(node.args)}.")
@@ -426,7 +439,10 @@ class _Check:
             seen.add(key)
             spec = self.graph.values.get(name)
             if spec is None or name in fixed or spec.shape != buffer.shape or spec.dtype != buffer.dtype:
-                raise GraphError(f"state write of {name[:64]!r} to {key!r}: shape, dtype or producer is wrong.")
+                raise GraphError(
+                    f"state write to {key!r}: expected a value of {buffer.dtype} {list(buffer.shape)} that a node"
+                    f" makes, got {name[:64]!r}."
+                )
 
     def _name(self, name: str, what: str, *, empty: bool = False) -> None:
         if len(name) > self.limits.name_characters or not name.isprintable() or not (name or empty):

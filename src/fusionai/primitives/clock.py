@@ -25,11 +25,9 @@ class SystemClock:
 
 
 class PoolClock:
-    """A machine's clock with the broker's time of day.
-
-    Tickets are valid for minutes by the broker's clock, and a home machine's clock may be hours off. `now_s` is the
-    machine's own. `wall_s` is corrected by the broker's last report; until then it is the machine's own.
-    """
+    """A machine's clock with the broker's time of day. Tickets are valid for minutes by the broker's clock, and a home
+    machine's clock may be hours off. `now_s` is the machine's own. `wall_s` is corrected by the broker's last report;
+    until then it is the machine's own."""
 
     def __init__(self, own: Clock) -> None:
         self._own = own
@@ -37,10 +35,8 @@ class PoolClock:
         """How far the machine's own clock is ahead of the broker's, in seconds; negative if it is behind."""
 
     def set_by(self, broker_wall_s: float) -> None:
-        """Correct `wall_s`: the broker's clock shows `broker_wall_s` now, up to the answer's latency.
-
-        0.0 is ignored.
-        """
+        """Correct `wall_s`: the broker's clock shows `broker_wall_s` now, up to the answer's latency. 0.0 is
+        ignored."""
         if broker_wall_s > 0:
             self.ahead_s = self._own.wall_s() - broker_wall_s
 

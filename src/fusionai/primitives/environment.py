@@ -41,8 +41,7 @@ def log_level() -> str:
 
 def scratch_directory() -> Path:
     """Directory for large temporary files: `TMPDIR` if set, else /var/tmp, which is on a disk, while `/tmp` may be in
-    memory.
-    """
+    memory."""
     lasting = Path("/var/tmp")
     if "TMPDIR" not in os.environ and os.access(lasting, os.W_OK):
         return lasting
@@ -50,19 +49,15 @@ def scratch_directory() -> Path:
 
 
 def fix_cublas_workspace() -> None:
-    """Give cuBLAS a workspace of fixed size, unless the user chose one.
-
-    Takes effect only before the process uses CUDA.
-    """
+    """Give cuBLAS a workspace of fixed size, unless the user chose one. Takes effect only before the process uses
+    CUDA."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def limit_xla_threads(threads: int | None) -> int:
-    """Limit JAX's CPU threads and return how many it may use: one, or as many as this process has cores.
-
-    JAX supports no other number, so for more than one thread the process is restricted to that many cores. Takes effect
-    only before the process uses JAX.
-    """
+    """Limit JAX's CPU threads and return how many it may use: one, or as many as this process has cores. JAX supports
+    no other number, so for more than one thread the process is restricted to that many cores. Takes effect only before
+    the process uses JAX."""
     if threads == 1:
         flags = os.environ.get("XLA_FLAGS", "")
         alone = "--xla_cpu_multi_thread_eigen=false"

@@ -35,10 +35,8 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class ServingPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Speed of products with weights in one format.
-
-    A block's time is the longer of operations / flops_per_s and weights / bytes_per_s.
-    """
+    """Speed of products with weights in one format. A block's time is the longer of operations / flops_per_s and
+    weights / bytes_per_s."""
 
     form: Literal["fp32", "bf16", "fp16", "int8", "int4"]
     flops_per_s: float

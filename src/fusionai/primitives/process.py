@@ -14,10 +14,8 @@ from pathlib import Path
 
 
 def set_aside_what_stays() -> None:
-    """Collect garbage once, then exclude all live objects from later collections. Takes a moment.
-
-    A later call examines everything again: objects that were frozen earlier and became garbage are freed too.
-    """
+    """Collect garbage once, then exclude all live objects from later collections. Takes a moment. A later call examines
+    everything again: objects that were frozen earlier and became garbage are freed too."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -50,10 +48,8 @@ YIELDING = 10
 
 
 def weigh_session(leader: int, niceness: int) -> bool:
-    """Set the niceness, 0 to 19, of the session that process `leader` began.
-
-    Returns False if the system has no autogroups or the process is gone.
-    """
+    """Set the niceness, 0 to 19, of the session that process `leader` began. Returns False if the system has no
+    autogroups or the process is gone."""
     try:
         Path(f"/proc/{leader}/autogroup").write_text(str(niceness))
     except OSError:

@@ -27,10 +27,8 @@ ITEMSIZE_BYTES: Final[dict[str, int]] = {
 FLOAT_DTYPES: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 MAX_RANK: Final = 16
 LARGEST_SPREAD: Final = 4
-"""Largest memory of a tensor with gaps between its rows (a part of a split), relative to a dense one.
-
-A sparser tensor is sent as if it were dense.
-"""
+"""Largest memory of a tensor with gaps between its rows (a part of a split), relative to a dense one. A sparser tensor
+is sent as if it were dense."""
 MAX_STRIDE: Final = 2**40
 MAX_OFFSET: Final = 64
 """Upper limit on the offset from an aligned address, in elements: no relevant alignment is larger."""
@@ -65,10 +63,8 @@ class HostTensor:
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a dense tensor.
-
-    Raises `ValueError` for an unknown dtype, a negative size or a rank above `MAX_RANK`.
-    """
+    """Return the bytes of a dense tensor. Raises `ValueError` for an unknown dtype, a negative size or a rank above
+    `MAX_RANK`."""
     itemsize = ITEMSIZE_BYTES.get(dtype)
     if itemsize is None:
         raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(ITEMSIZE_BYTES)}")
@@ -81,10 +77,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 def layout_fits(shape: tuple[int, ...], layout: tuple[int, ...]) -> bool:
     """Return whether no two elements overlap (except in expanded dimensions of stride 0) and the memory is not too
-    large.
-
-    The limit is `LARGEST_SPREAD` times the memory of a dense tensor.
-    """
+    large. The limit is `LARGEST_SPREAD` times the memory of a dense tensor."""
     if len(layout) != len(shape) + 1 or not all(0 <= number < MAX_STRIDE for number in layout):
         return False
     extent = 1

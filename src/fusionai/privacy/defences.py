@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fusionai.privacy.subject import AttackedModel, Change
+from fusionai.privacy.subject import AttackedModel, Change, descend, text_loss
 
 Packed = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 """Packs and unpacks a boundary [texts, tokens, width]; returns the result."""
@@ -87,12 +87,6 @@ def secret_prefix(
                 parameter.data.mul_(1 - distance).add_(distance * fresh)
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
     for step in range(steps):
-        ids = next(batches)
-        logits = secret.model(input_ids=ids, use_cache=False).logits
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
+        descend(optimizer, text_loss(secret.model, next(batches)))
         on_step(step + 1)
     return AttackedModel(secret.model)

@@ -14,7 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from fusionai.privacy.subject import AttackedModel
+from fusionai.privacy.subject import AttackedModel, descend
+from fusionai.privacy.white_box import regression
 
 HEADS: Final = 4
 ROWS: Final = 16
@@ -47,8 +48,7 @@ def ridge(seen: Tensor, tokens: Tensor, embedding: Tensor) -> Callable[[Tensor],
     x = (x - mean) / spread
     y = embedding.double()[tokens.flatten()]
     centre = y.mean(0)
-    gram = x.T @ x + _RIDGE * len(x) * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-    weights = torch.linalg.solve(gram, x.T @ (y - centre))
+    weights = regression(x, y - centre, _RIDGE * len(x))
 
     def read(boundary: Tensor) -> Tensor:
         guessed = ((boundary.double() - mean) / spread) @ weights + centre
@@ -89,11 +89,7 @@ def train_inverter(
     for _ in range(budget.steps):
         rows = torch.randint(len(tokens), (ROWS,), generator=generator).to(seen.device)
         logits = inverter(seen[rows].float() / spread)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[rows].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(inverter.parameters(), 1.0)
-        optimizer.step()
+        descend(optimizer, nn.functional.cross_entropy(logits.flatten(0, 1), tokens[rows].flatten()))
         schedule.step()
     inverter.eval().requires_grad_(False)
     return lambda boundary: inverter(boundary.float() / spread).argmax(-1)

@@ -92,8 +92,7 @@ class AttackedModel:
         `change`.
         """
         with self._changed(depth, change):
-            logits = self.model(input_ids=ids, use_cache=False).logits
-        return float(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()))
+            return float(text_loss(self.model, ids))
 
     @torch.no_grad()
     def expectations(self, ids: Tensor) -> Tensor:
@@ -233,7 +232,10 @@ def load_attacked(directory: Path, device: str) -> AttackedModel:
         )
     except (OSError, ValueError, KeyError, RuntimeError) as problem:
         reason = (str(problem).splitlines() or [type(problem).__name__])[0]
-        raise ModelError(f"{directory}: not a model that can be audited: {reason}") from problem
+        raise ModelError(
+            f"{directory}: not a model that can be audited: {reason}",
+            hint="Give the directory of a causal language model in Hugging Face layout, with safetensors.",
+        ) from problem
     return AttackedModel(cast(PreTrainedModel, model.to(device)))
 
 
@@ -278,16 +280,25 @@ def train_small_model(
         optimizer, max_lr=shape.learning_rate, total_steps=shape.steps, pct_start=min(0.3, 20 / shape.steps)
     )
     for step in range(1, shape.steps + 1):
-        ids = next(batches)
-        logits = model(input_ids=ids, use_cache=False).logits
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        loss = text_loss(model, next(batches))
+        descend(optimizer, loss)
         schedule.step()
         on_step(step, float(loss.detach()))
     return AttackedModel(model)
+
+
+def text_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the mean loss of predicting each next token of `ids` [texts, tokens]."""
+    logits = model(input_ids=ids, use_cache=False).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Update the optimizer's parameters by one step, with their gradient clipped to norm 1."""
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    optimizer.step()
 
 
 def batches_of(stream: Tensor, rows: int, tokens: int, seed: int) -> Iterator[Tensor]:

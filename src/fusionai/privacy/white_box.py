@@ -155,6 +155,12 @@ def calibrated(depth: int, own: Tensor, seen: Tensor, target: Tensor) -> Part:
     return Part(depth, (target.double() @ whitening.T - offset).float(), projection.float())
 
 
+def regression(x: Tensor, y: Tensor, ridge: float) -> Tensor:
+    """Return the matrix that minimises the squares of `x @ matrix - y` plus `ridge` times those of its elements."""
+    gram = x.T @ x + ridge * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    return torch.linalg.solve(gram, x.T @ y)
+
+
 def _correction(x: Tensor, difference: Tensor) -> Tensor:
     """Return [width, width] such that `x @ correction` approximates `difference`, with the ridge that fits held-out
     rows best.
@@ -163,8 +169,7 @@ def _correction(x: Tensor, difference: Tensor) -> Tensor:
     scale = float(x.square().mean()) * len(x)
 
     def fitted(ridge: float, rows: Tensor) -> Tensor:
-        gram = x[rows].T @ x[rows] + ridge * scale * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-        return torch.linalg.solve(gram, x[rows].T @ difference[rows])
+        return regression(x[rows], difference[rows], ridge * scale)
 
     def missed(ridge: float) -> float:
         return float((difference[held] - x[held] @ fitted(ridge, ~held)).square().sum())

@@ -4,5 +4,5 @@
 in the `world` of its processes: `driver`, `member`, `broker`.
 The same inputs and the same seed give the same run.
 
-Neighbours: `scheduling` plans and prices, `coordination` decides, `cli.simulate` reads scenarios and shows runs.
-"""
+Neighbours: `scheduling` plans and prices, `coordination` decides, `cli.planning.simulate` reads scenarios and shows
+runs."""

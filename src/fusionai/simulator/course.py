@@ -7,7 +7,7 @@ compute and `scenario.Timings`. Committed steps stay committed; `Course.lost_ste
 Not simulated: slow-downs, two jobs in one pool, and snapshots and tensors that compete for a link.
 
 `fates` draws what happens to machines, `machines` applies it, `driver` and `member` run the job, `broker` keeps the
-pool; `cli.simulate` shows the result.
+pool; `cli.planning.simulate` shows the result.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A simulated scenario: what happens to the pool, and how long parts of a recovery take. Names, units and defaults.
 
-`fates` draws events from it, `course` runs them; `cli.scenario_file` reads it from a file.
+`fates` draws events from it, `course` runs them; `cli.planning.scenario_file` reads it from a file.
 """
 
 from __future__ import annotations

@@ -45,11 +45,8 @@ _LITERAL: Final = re.compile(r"[\w.]+")
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """Configuration of an adapter.
-
-    `targets`: names of layers, sorted by the writer. The patterns name layers (or suffixes of their names) with their
-    own rank or alpha. `fan_in_fan_out`: weights are stored as [in, out].
-    """
+    """Configuration of an adapter. `targets`: names of layers, sorted by the writer. The patterns name layers (or
+    suffixes of their names) with their own rank or alpha. `fan_in_fan_out`: weights are stored as [in, out]."""
 
     rank: int
     alpha: float
@@ -168,10 +165,8 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
 
 
 def encode_adapter_config(config: AdapterConfig, *, base: str | None, task: str | None) -> bytes:
-    """Return `adapter_config.json` as PEFT reads it.
-
-    `base`: the base model's directory or hub id. `task`: PEFT's task type.
-    """
+    """Return `adapter_config.json` as PEFT reads it. `base`: the base model's directory or hub id. `task`: PEFT's task
+    type."""
     fields = {
         "base_model_name_or_path": base,
         "bias": "none",

@@ -50,10 +50,8 @@ def whole(tensor: str, shape: Shape) -> Assembly:
 
 
 def assembled(name: str, assembly: Assembly, read: Callable[[str], HostTensor]) -> HostTensor:
-    """Build the tensor `name`.
-
-    `read` returns a source tensor, mapped. Raises `StorageError` if the parts do not fit.
-    """
+    """Build the tensor `name`. `read` returns a source tensor, mapped. Raises `StorageError` if the parts do not
+    fit."""
     sources = {tensor: read(tensor) for tensor in assembly.sources}
     dtypes = sorted({tensor.dtype for tensor in sources.values()})
     if len(dtypes) != 1:
@@ -79,10 +77,8 @@ def assembled(name: str, assembly: Assembly, read: Callable[[str], HostTensor]) 
 
 
 def inverted(assemblies: Mapping[str, Assembly], shapes: Mapping[str, Shape]) -> dict[str, Assembly]:
-    """Return how the sources, of these shapes, are rebuilt from the tensors made of them.
-
-    Raises `ValueError` if an element of a source is in none of them or in several.
-    """
+    """Return how the sources, of these shapes, are rebuilt from the tensors made of them. Raises `ValueError` if an
+    element of a source is in none of them or in several."""
     pieces: dict[str, list[tuple[int, Extent]]] = {source: [] for source in shapes}
     for name, assembly in assemblies.items():
         start = 0

@@ -66,10 +66,8 @@ def sync_directory(directory: Path) -> None:
 
 @contextmanager
 def whole_directory(place: Path) -> Iterator[Path]:
-    """Yield a directory to fill, which gets its name when the block ends; on failure it is removed.
-
-    Raises `StorageError`.
-    """
+    """Yield a directory to fill, which gets its name when the block ends; on failure it is removed. Raises
+    `StorageError`."""
     partial = place.with_name(place.name + PARTIAL_SUFFIX)
     with storage_errors(partial):
         shutil.rmtree(partial, ignore_errors=True)

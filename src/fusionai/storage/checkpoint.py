@@ -68,10 +68,8 @@ class Layout:
         return key in self._group
 
     def add(self, key: str, tensor: HostTensor) -> Iterator[tuple[str, HostTensor]]:
-        """Add a key and yield the tensors that it completes. Keys are kept until their tensors are complete.
-
-        Raises `StorageError` if a part exceeds its key.
-        """
+        """Add a key and yield the tensors that it completes. Keys are kept until their tensors are complete. Raises
+        `StorageError` if a part exceeds its key."""
         group = self._group[key]
         if not group.keys <= {*self._waiting, key}:
             self._waiting[key] = host_tensor(tensor.dtype, tensor.shape, bytes(tensor.data))
@@ -82,10 +80,8 @@ class Layout:
             yield name, assembled(name, self._layout[name], held.__getitem__)
 
     def rest(self) -> Iterator[tuple[str, HostTensor]]:
-        """Yield the keys whose tensors are incomplete, under their own names.
-
-        This happens if the model does not use the other keys of these tensors.
-        """
+        """Yield the keys whose tensors are incomplete, under their own names. This happens if the model does not use
+        the other keys of these tensors."""
         while self._waiting:
             key = next(iter(self._waiting))
             group = self._group[key]
@@ -126,10 +122,8 @@ _MISSING_SHOWN: Final = 3
 
 
 class CheckpointWriter:
-    """Writes one checkpoint.
-
-    Use as a context manager: without `finish` everything is removed. Not thread-safe; every call may block on the disk.
-    """
+    """Writes one checkpoint. Use as a context manager: without `finish` everything is removed. Not thread-safe; every
+    call may block on the disk."""
 
     def __init__(
         self,
@@ -177,11 +171,9 @@ class CheckpointWriter:
         self.abandon()
 
     def add(self, entry: str, tensor: HostTensor) -> None:
-        """Add a copy of one state entry (`model/<key>`, `optimizer/<key>/<slot>`), in any order, from any stage.
-
-        A tied parameter comes from each stage that holds it; its bytes must be equal. Raises `StorageError`, after
-        which the writer can't be used any more.
-        """
+        """Add a copy of one state entry (`model/<key>`, `optimizer/<key>/<slot>`), in any order, from any stage. A tied
+        parameter comes from each stage that holds it; its bytes must be equal. Raises `StorageError`, after which the
+        writer can't be used any more."""
         part, name = self._part_of(entry)
         if entry in self._came:
             self._require_same(entry, tensor)
@@ -203,10 +195,8 @@ class CheckpointWriter:
             self._model_bytes += tensor.nbytes
 
     def finish(self, expected: Collection[str] | None = None) -> Path:
-        """Complete the checkpoint and give it its name. `expected`: the entries that must have been added.
-
-        A complete checkpoint of this step that exists already is kept. Raises `StorageError`.
-        """
+        """Complete the checkpoint and give it its name. `expected`: the entries that must have been added. A complete
+        checkpoint of this step that exists already is kept. Raises `StorageError`."""
         for name, tensor in self._layout.rest():
             self._put_in("model", name, tensor)
         for part in self._held:
@@ -229,10 +219,8 @@ class CheckpointWriter:
         return self._place
 
     def abandon(self) -> None:
-        """Remove the unfinished checkpoint.
-
-        Does nothing after `finish`. The next start removes what can't be removed now.
-        """
+        """Remove the unfinished checkpoint. Does nothing after `finish`. The next start removes what can't be removed
+        now."""
         for held in self._held.values():
             held.clear()
         with suppress(OSError):

@@ -60,10 +60,8 @@ class CommitJournal:
     """Holds the job's lock from construction to `close`. Thread-safe; every change blocks on the disk."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the journal and check every row.
-
-        Raises `StorageError` if it is in use, damaged or of a newer layout.
-        """
+        """Open or create the journal and check every row. Raises `StorageError` if it is in use, damaged or of a newer
+        layout."""
         self._path = path
         self._turn = threading.Lock()
         self._lock = JobLock(path.with_name(path.name + ".lock"))
@@ -108,11 +106,8 @@ class CommitJournal:
         return self._incarnation
 
     def adopt_plan(self, version: int, plan: bytes) -> None:
-        """Put a plan in force. The same plan again changes nothing.
-
-        Raises `StorageError` for an older version and for another plan under the same version, because plans are
-        immutable.
-        """
+        """Put a plan in force. The same plan again changes nothing. Raises `StorageError` for an older version and for
+        another plan under the same version, because plans are immutable."""
         present = self._plan
         if present is not None:
             if version == present.version and plan == present.plan:
@@ -138,10 +133,8 @@ class CommitJournal:
         self._last, self._last_hash = record, digest
 
     def take_back(self, step: int) -> None:
-        """Remove the commits from `step` on, because the results they were made of are wrong.
-
-        Evaluations of their states are removed too. The next commit is `step` again.
-        """
+        """Remove the commits from `step` on, because the results they were made of are wrong. Evaluations of their
+        states are removed too. The next commit is `step` again."""
         with self._transaction():
             self._database.execute("DELETE FROM commits WHERE step >= ?", (step,))
             self._database.execute("DELETE FROM evaluations WHERE step > ?", (step,))
@@ -163,11 +156,8 @@ class CommitJournal:
         return self._evaluations
 
     def append_evaluation(self, evaluation: Evaluation) -> Evaluation:
-        """Store an evaluation and return the one kept for its step, which is the first that came.
-
-        An evaluation of a state that was removed meanwhile is not stored. Raises `StorageError` for a step before the
-        last one's.
-        """
+        """Store an evaluation and return the one kept for its step, which is the first that came. An evaluation of a
+        state that was removed meanwhile is not stored. Raises `StorageError` for a step before the last one's."""
         known = next((one for one in self._evaluations if one.step == evaluation.step), None)
         if known is not None:
             return known
@@ -303,9 +293,7 @@ def _record(content: bytes) -> CommitRecord:
 
 def read_commits(path: Path) -> tuple[CommitRecord, ...]:
     """Read the commits on the disk without writing, even while another process holds the journal and appends to it.
-
-    Raises `StorageError` if it can't be read.
-    """
+    Raises `StorageError` if it can't be read."""
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             rows = database.execute("SELECT record FROM commits ORDER BY step").fetchall()

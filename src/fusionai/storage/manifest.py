@@ -52,12 +52,9 @@ class CheckpointHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Content of a checkpoint.
-
-    Of tied tensors only the key is stored. `entries`: state entry -> file. `files`: all files but this one. `step`:
-    number of steps applied. `assembled`: entries made of parts of the model's tensors in several files or under other
-    names; `tensors` maps those tensors to files.
-    """
+    """Content of a checkpoint. Of tied tensors only the key is stored. `entries`: state entry -> file. `files`: all
+    files but this one. `step`: number of steps applied. `assembled`: entries made of parts of the model's tensors in
+    several files or under other names; `tensors` maps those tensors to files."""
 
     format: str = FORMAT
     step: Annotated[int, Meta(ge=0)]
@@ -106,10 +103,8 @@ def name_best(root: Path, best: Evaluation) -> Path:
 
 
 def best_checkpoint(root: Path, best: Evaluation | None) -> Path | None:
-    """Return the complete checkpoint of the best evaluation, or None, and correct `best.json`.
-
-    Raises `StorageError`.
-    """
+    """Return the complete checkpoint of the best evaluation, or None, and correct `best.json`. Raises
+    `StorageError`."""
     if best is None or not step_directory(root, best.step).is_dir():
         forget_best(root)
         return None

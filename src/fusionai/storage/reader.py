@@ -130,10 +130,8 @@ def latest(root: Path) -> Path | None:
 
 
 def open_latest(root: Path, *, fall_back: bool = False) -> CheckpointReader | None:
-    """Return the newest checkpoint, verified; None if there is none.
-
-    Raises `StorageError` if it is damaged or, with `fall_back`, if all are.
-    """
+    """Return the newest checkpoint, verified; None if there is none. Raises `StorageError` if it is damaged or, with
+    `fall_back`, if all are."""
     first_problem: StorageError | None = None
     for directory in complete_checkpoints(root):
         try:
@@ -165,10 +163,8 @@ def sweep(root: Path) -> tuple[Path, ...]:
 
 
 def prune(root: Path, keep: int, best: int | None = None) -> tuple[Path, ...]:
-    """Remove all checkpoints but the `keep` newest and that of step `best`, and return the removed ones.
-
-    An interrupted removal leaves a directory that ends in `.partial`.
-    """
+    """Remove all checkpoints but the `keep` newest and that of step `best`, and return the removed ones. An interrupted
+    removal leaves a directory that ends in `.partial`."""
     if keep < 1:
         raise ValueError(f"at least one checkpoint is kept, got {keep}")
     return _remove(tuple(path for path in complete_checkpoints(root)[keep:] if step_of(path) != best))

@@ -84,10 +84,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, HostTensor]) -> Written:
 
 
 class SafetensorsFile:
-    """Names and tensors of a file. A tensor's memory is the mapped file, read on access.
-
-    The mapping lives as long as any tensor of it.
-    """
+    """Names and tensors of a file. A tensor's memory is the mapped file, read on access. The mapping lives as long as
+    any tensor of it."""
 
     def __init__(self, path: Path) -> None:
         """Raises `StorageError` if the header does not match the file."""
@@ -154,10 +152,8 @@ class Stretch:
     nbytes: int
 
     def mapped(self) -> memoryview:
-        """Map the range read-only.
-
-        The mapping lives as long as the view. Raises `StorageError`, also if the file is shorter.
-        """
+        """Map the range read-only. The mapping lives as long as the view. Raises `StorageError`, also if the file is
+        shorter."""
         if self.nbytes == 0:
             return memoryview(b"")
         before = self.offset % mmap.ALLOCATIONGRANULARITY

@@ -142,8 +142,7 @@ class _Files:
 
     def parts(self, assembly: Assembly, files: Mapping[str, Path]) -> _Place | None:
         """Return the location of an assembled tensor; None if its parts have several dtypes and must be converted
-        first.
-        """
+        first."""
         spans = {name: self._span(files[name], name) for name in assembly.sources}
         dtypes = {dtype for dtype, _, _, _ in spans.values()}
         if len(dtypes) != 1:
@@ -164,10 +163,8 @@ class _Files:
     def described(
         self, places: Iterable[_Place], on_progress: Callable[[int, int], None] | None
     ) -> dict[_Place, WeightSpec]:
-        """Return the specs of all locations, hashing those not cached.
-
-        Raises `StorageError`, also if a file was changed meanwhile.
-        """
+        """Return the specs of all locations, hashing those not cached. Raises `StorageError`, also if a file was
+        changed meanwhile."""
         wanted = dict.fromkeys(places)
         specs = {one: spec for one in wanted if (spec := self._remembered(one)) is not None}
         rest = [one for one in wanted if one not in specs]

@@ -104,10 +104,8 @@ class WeightMemory:
         self._assembled[stamp] = self._put_together[stamp] = spec
 
     def write(self) -> None:
-        """Write the new entries to the disk.
-
-        A failure is logged as a warning, because the next start can hash again.
-        """
+        """Write the new entries to the disk. A failure is logged as a warning, because the next start can hash
+        again."""
         if self._path is None or not (self._changed or self._put_together):
             return
         try:
@@ -147,10 +145,8 @@ def _load(path: Path) -> tuple[dict[str, _File], dict[PartsStamp, WeightSpec]]:
 
 
 class WeightsInFiles:
-    """Index of the tensors in the cache file `memory`.
-
-    The cache may be written or replaced later. Methods may be called from any thread.
-    """
+    """Index of the tensors in the cache file `memory`. The cache may be written or replaced later. Methods may be
+    called from any thread."""
 
     def __init__(self, memory: Path) -> None:
         self._memory = memory

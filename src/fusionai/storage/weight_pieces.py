@@ -86,10 +86,8 @@ class WeightPart:
         self._good = bytearray(len(spec.pieces))
 
     def open(self, make_room: Callable[[int], None]) -> None:
-        """Open or create the file and hash its pieces.
-
-        Later calls do nothing. Raises `StorageError` and the errors of `make_room`.
-        """
+        """Open or create the file and hash its pieces. Later calls do nothing. Raises `StorageError` and the errors of
+        `make_room`."""
         with self._opening:
             if self._opened:
                 return
@@ -124,9 +122,7 @@ class WeightPart:
 
     def put(self, first: int, data: memoryview) -> int:
         """Write the valid pieces at the start of `data`, which begins at piece `first`, and return how many were valid.
-
-        Data after the first invalid piece is ignored. Raises `StorageError`, also if the disk is full.
-        """
+        Data after the first invalid piece is ignored. Raises `StorageError`, also if the disk is full."""
         good = good_pieces(self.spec, first, data)
         with _fetch_errors(self.path, self._nbytes):
             offset = first * PIECE_BYTES
@@ -144,9 +140,7 @@ class WeightPart:
 
     def check(self) -> None:
         """Verify the whole tensor against its digest, because the pieces' hashes are claims too, and make it durable.
-
-        Raises `StorageError` and removes the part if it does not match.
-        """
+        Raises `StorageError` and removes the part if it does not match."""
         whole = hashlib.sha256()
         for piece in range(len(self.spec.pieces)):
             whole.update(self._read(piece))
@@ -179,10 +173,8 @@ class WeightPart:
             sync_directory(path.parent)
 
     def remove(self) -> None:
-        """Remove the file, unless its name now belongs to another file.
-
-        The next start removes what can't be removed now.
-        """
+        """Remove the file, unless its name now belongs to another file. The next start removes what can't be removed
+        now."""
         with self._mutex, suppress(OSError):
             if self._is_named():
                 self.path.unlink()

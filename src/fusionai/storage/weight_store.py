@@ -45,9 +45,7 @@ FRESH_S: Final = 600.0
 
 class WeightStore:
     """Store of weights. `limit_bytes` limits the size of all files together. Methods may be called from any thread.
-
-    Keep what is in use: `with store.holding(digests)` around loading and the stage's lifetime.
-    """
+    Keep what is in use: `with store.holding(digests)` around loading and the stage's lifetime."""
 
     def __init__(
         self,
@@ -57,10 +55,8 @@ class WeightStore:
         beside: WeightsInFiles | None = None,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
-        """Create the directory.
-
-        `beside`: tensors found there are read in place and not stored here. Raises `StorageError`.
-        """
+        """Create the directory. `beside`: tensors found there are read in place and not stored here. Raises
+        `StorageError`."""
         self.directory = directory
         self._beside = beside
         self._limit_bytes = limit_bytes
@@ -94,10 +90,8 @@ class WeightStore:
         return False
 
     def read(self, spec: WeightSpec) -> HostTensor:
-        """Return the tensor, mapped from its file, and mark it as used.
-
-        Raises `StorageError` if it is not available.
-        """
+        """Return the tensor, mapped from its file, and mark it as used. Raises `StorageError` if it is not
+        available."""
         if not self.has(spec):
             raise StorageError(f"{spec.key} is not among the weights in {self.directory}.")
         path = self._path(spec.digest)
@@ -109,11 +103,8 @@ class WeightStore:
         return host_tensor(spec.dtype, spec.shape, Stretch(path, 0, spec_bytes(spec)).mapped())
 
     def pieces(self, digest: bytes, first: int, count: int) -> bytes:
-        """Return at most `count` pieces from index `first` on, for other peers.
-
-        Returns fewer at the end of the tensor or where a part has a gap, and nothing if there are none. Raises
-        `StorageError` if reading fails.
-        """
+        """Return at most `count` pieces from index `first` on, for other peers. Returns fewer at the end of the tensor
+        or where a part has a gap, and nothing if there are none. Raises `StorageError` if reading fails."""
         with self._mutex:
             part = self._parts.get(digest)
         whole = self._path(digest)
@@ -146,17 +137,13 @@ class WeightStore:
 
     def put(self, spec: WeightSpec, first: int, data: memoryview) -> int:
         """Store the verified pieces at the start of `data`, which begins at piece `first`. Return how many were valid.
-
-        Raises `StorageError` if the store's limit or the disk is exceeded.
-        """
+        Raises `StorageError` if the store's limit or the disk is exceeded."""
         part = self._part(spec)
         return good_pieces(spec, first, data) if part is None else part.put(first, data)
 
     def finish(self, spec: WeightSpec) -> None:
-        """Verify a tensor whose pieces are complete and give it its name. Idempotent.
-
-        Raises `StorageError` if the digest does not match although the pieces' hashes do: the part is dropped.
-        """
+        """Verify a tensor whose pieces are complete and give it its name. Idempotent. Raises `StorageError` if the
+        digest does not match although the pieces' hashes do: the part is dropped."""
         part = self._part(spec)
         if part is None:
             return
@@ -223,10 +210,8 @@ class WeightStore:
                 self._held += Counter()  # removes entries at zero
 
     def make_room(self, nbytes: int) -> None:
-        """Drop least recently used tensors until `nbytes` more fit the limit.
-
-        Raises `StorageError` if they don't fit.
-        """
+        """Drop least recently used tensors until `nbytes` more fit the limit. Raises `StorageError` if they don't
+        fit."""
         if self._limit_bytes is None:
             return
         with directory_lock(self.directory):
@@ -280,10 +265,8 @@ class WeightStore:
 
 
 def _read(path: Path, first: int, count: int) -> bytes | None:
-    """Read pieces and mark the file as used.
-
-    Returns None if the file does not exist. Raises `StorageError` if reading fails.
-    """
+    """Read pieces and mark the file as used. Returns None if the file does not exist. Raises `StorageError` if reading
+    fails."""
     start = first * PIECE_BYTES
     with storage_errors(path, "read"):
         try:

@@ -52,10 +52,8 @@ class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A piece of a stage's work. It is encoded as an array of whole microseconds, which takes a tenth of an object's
-    size, since a step has hundreds of pieces.
-
-    `start_us` is relative to the record's `at_s`. It is negative, because a step's work ends before its commit.
-    """
+    size, since a step has hundreds of pieces. `start_us` is relative to the record's `at_s`. It is negative, because a
+    step's work ends before its commit."""
 
     kind: WorkKind
     microbatch: int
@@ -131,11 +129,8 @@ class Piece(Protocol):
 
 class Recorder:
     """Records steps and metrics in one file, for one process. Safe to call from any thread; `close` writes out what is
-    queued.
-
-    `clock`: monotonic seconds, for the times of records. Raises `ValueError` in the caller's thread, at once, for ids
-    or names outside the closed sets.
-    """
+    queued. `clock`: monotonic seconds, for the times of records. Raises `ValueError` in the caller's thread, at once,
+    for ids or names outside the closed sets."""
 
     def __init__(
         self,

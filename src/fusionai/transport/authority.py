@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, cast, get_args
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -22,14 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, SignatureAlgorit
 
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.identity import (
-    create_private,
-    parse_private_pem,
-    peer_of,
-    private_pem,
-    public_bytes,
-    read_private,
-)
+from fusionai.transport.identity import keep_private, load_key, peer_of, public_bytes
 
 KEY_FILE: Final = "authority.pem"
 CERTIFICATE_FILE: Final = "authority.der"
@@ -89,22 +82,12 @@ class Certified:
 
 
 def load_authority(home: Path, pool: str, *, now_wall_s: float) -> Authority:
-    """Return the authority kept in `home`, created there at the first call.
-
-    Raises `UsageError` if the directory holds another pool's authority.
-    """
+    """Return the authority kept in `home`, created there at the first call. Raises `UsageError` if the directory holds
+    another pool's authority."""
     if not 0 < len(pool) <= MAX_POOL_NAME_LENGTH:
         raise UsageError(f"expected a pool name of 1 to {MAX_POOL_NAME_LENGTH} characters, got {len(pool)}.")
-    key_path = home / KEY_FILE
-    data = read_private(key_path)
-    if data is None:
-        create_private(key_path, private_pem(Ed25519PrivateKey.generate()))
-        data = read_private(key_path) or b""
-    key = parse_private_pem(data, key_path)
-    certificate = read_private(home / CERTIFICATE_FILE)
-    if certificate is None:
-        create_private(home / CERTIFICATE_FILE, _self_signed(key, pool, now_wall_s))
-        certificate = read_private(home / CERTIFICATE_FILE) or b""
+    key = load_key(home / KEY_FILE)
+    certificate = keep_private(home / CERTIFICATE_FILE, lambda: _self_signed(key, pool, now_wall_s))
     kept_pool = pool_of(certificate)
     if kept_pool != pool:
         raise UsageError(
@@ -116,10 +99,7 @@ def load_authority(home: Path, pool: str, *, now_wall_s: float) -> Authority:
 
 def verify_certificate(certificate: bytes, authority_key: bytes, *, now_wall_s: float) -> Certified:
     """Verify a certificate (DER) without OpenSSL: signed by `authority_key` (32 bytes), in date, name equal to the
-    key's peer id.
-
-    Raises `TrustError` saying which check failed.
-    """
+    key's peer id. Raises `TrustError` saying which check failed."""
     parsed = _parse(certificate)
     if parsed.signature_algorithm_oid != SignatureAlgorithmOID.ED25519:
         raise TrustError("expected a certificate signed by this pool's authority, got another kind of signature.")
@@ -139,24 +119,17 @@ def verify_certificate(certificate: bytes, authority_key: bytes, *, now_wall_s: 
 
 
 def read_certificate(certificate: bytes) -> Certified:
-    """Return peer and role of a certificate whose signature OpenSSL has already checked.
-
-    Raises `TrustError` if its name and its key disagree or its role is unknown.
-    """
+    """Return peer and role of a certificate whose signature OpenSSL has already checked. Raises `TrustError` if its
+    name and its key disagree or its role is unknown."""
     parsed = _parse(certificate)
     peer = peer_of(_key_of(parsed))
     if _name_part(parsed.subject, NameOID.COMMON_NAME) != peer:
         raise TrustError("expected a certificate whose name is its key's peer id, got another name.")
     role = _name_part(parsed.subject, NameOID.ORGANIZATIONAL_UNIT_NAME)
     pool = _name_part(parsed.subject, NameOID.ORGANIZATION_NAME)
-    expires_at_s = parsed.not_valid_after_utc.timestamp()
-    match role:
-        case "broker":
-            return Certified(peer, "broker", pool, expires_at_s)
-        case "member":
-            return Certified(peer, "member", pool, expires_at_s)
-        case other:
-            raise TrustError(f"expected a certificate of a broker or member, got the role {other!r}.")
+    if role not in get_args(CertifiedRole):
+        raise TrustError(f"expected a certificate of a broker or member, got the role {role!r}.")
+    return Certified(peer, cast("CertifiedRole", role), pool, parsed.not_valid_after_utc.timestamp())
 
 
 def authority_key_of(certificate: bytes) -> bytes:

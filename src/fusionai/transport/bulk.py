@@ -4,7 +4,7 @@ Samples the kernel's statistics while a large frame is in transit: paces the con
 loses packets, and ends the connection's turn as soon as all but a few milliseconds of its data have left, or if that
 takes far too long. On platforms without statistics, turns end at once. Writes no data itself.
 
-`tcp_channel` writes slices, `turns` decides which connection waits, `congestion` how fast it sends.
+`tcp_channel` writes slices, `uplink` decides which connection waits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import asyncio
 import math
 import socket
 import struct
-import sys
 from dataclasses import dataclass
 from typing import Final
 
+from fusionai.transport import links
 from fusionai.transport.uplink import Turns
 
 CLEAN_PATHS: Final = "cubic"
@@ -32,50 +32,33 @@ BACK_OFF: Final = 0.96
 RISE: Final = 0.02
 """First rise of the cap per sample without a queue, as a fraction."""
 MOST_RISE: Final = 0.16
-"""Largest rise of the cap per sample.
-
-While no queue stands, the rise doubles from sample to sample up to this value, so that a line that others have released
-is used again within a few samples; boundary tensors last one or two each.
-"""
+"""Largest rise of the cap per sample. While no queue stands, the rise doubles from sample to sample up to this value,
+so that a line that others have released is used again within a few samples; boundary tensors last one or two each."""
 OWN_LIMIT: Final = 0.9
 """Fraction of the cap above which a delivery rate counts as limited by the cap, not by the line."""
 LEAST_OF_BEST: Final = 0.8
 """Lowest cap as a fraction of the best delivery rate: a standing queue may be caused by others, and bulk yields to
-them, but does not give up the line.
-"""
+them, but does not give up the line."""
 LOSSY: Final = 1.6
 LOSS_MEMORY: Final = 0.92
-"""Decay of the loss score per sample.
-
-A path counts as lossy once its score reaches `LOSSY`: after two samples with a loss at most 0.6 s apart, or three that
-are each 1 s apart.
-"""
+"""Decay of the loss score per sample. A path counts as lossy once its score reaches `LOSSY`: after two samples with a
+loss at most 0.6 s apart, or three that are each 1 s apart."""
 MOST_SINGLE: Final = 5
-"""Retransmissions per sample up to which they count as random loss.
-
-More in one sample indicate an overflowing queue.
-"""
+"""Retransmissions per sample up to which they count as random loss. More in one sample indicate an overflowing
+queue."""
 OF_LINE: Final = 0.97
 """Pace as a fraction of the measured uplink bandwidth, so that no queue builds."""
 LONG_QUEUE_LOOKS: Final = 30
-"""Samples with a standing queue after which another line counts as the bottleneck, because the
-pace of this machine makes no queue.
-"""
+"""Samples with a standing queue after which another line counts as the bottleneck, because the pace of this machine
+makes no queue."""
 UNCAPPED_LOOKS: Final = 10
 """Samples without a cap while the bandwidth is unknown: one second of plain TCP, so that a probe can find the
-bandwidth.
-"""
+bandwidth."""
 BEST_OF_LOOKS: Final = 100
-"""Samples over which the best delivery rate is kept: ten seconds of sending.
-
-In a shorter window, a tensor that shared the line would determine the estimate.
-"""
+"""Samples over which the best delivery rate is kept: ten seconds of sending. In a shorter window, a tensor that shared
+the line would determine the estimate."""
 _NOT_CAPPED: Final = 2**32 - 1
 _SO_MAX_PACING_RATE: Final = 47
-_TCP_INFO_BYTES: Final = 168
-_APP_LIMITED_AT, _MSS_AT, _UNACKED_AT, _RTT_AT = 7, 16, 24, 68
-_RESENT_AT, _UNSENT_AT, _MIN_RTT_AT, _DELIVERED_AT = 100, 144, 148, 160
-"""Byte offsets of fields in Linux's `struct tcp_info` (linux/tcp.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +101,8 @@ class Pacing:
         return self.bytes_per_s is not None and not self._slower
 
     def look(self, view: KernelView, line_bytes_per_s: float | None = None) -> None:
-        """Update the cap from a sample.
-
-        `line_bytes_per_s`: measured bandwidth of this machine's uplink, None if unknown.
-        """
+        """Update the cap from a sample. `line_bytes_per_s`: measured bandwidth of this machine's uplink, None if
+        unknown."""
         self._standing = self._standing + 1 if view.queues and not view.limited_here else 0
         self._slower = line_bytes_per_s is None or self._slower or self._standing >= LONG_QUEUE_LOOKS
         self._looks += 1
@@ -175,10 +156,8 @@ class Losses:
 
 
 def use_for_bulk(sock: socket.socket, way: str = LOSSY_PATHS) -> bool:
-    """Use this congestion control for sending from now on.
-
-    Returns False if the kernel does not offer it or permit it.
-    """
+    """Use this congestion control for sending from now on. Returns False if the kernel does not offer it or permit
+    it."""
     if not hasattr(socket, "TCP_CONGESTION"):
         return False
     try:
@@ -190,24 +169,18 @@ def use_for_bulk(sock: socket.socket, way: str = LOSSY_PATHS) -> bool:
 
 def kernel_view(sock: socket.socket) -> KernelView | None:
     """Return the kernel's statistics; None where the platform has none."""
-    if sys.platform != "linux":
+    info = links.tcp_info(sock)
+    if info is None or not info[links.LEAST_RTT_US]:
         return None
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    if len(info) < _TCP_INFO_BYTES:
-        return None
-    rtt_us, jitter_us = struct.unpack_from("=II", info, _RTT_AT)
-    unsent, least_us = struct.unpack_from("=II", info, _UNSENT_AT)
-    mss, unacked, resent = (struct.unpack_from("=I", info, at)[0] for at in (_MSS_AT, _UNACKED_AT, _RESENT_AT))
-    (delivered,) = struct.unpack_from("=Q", info, _DELIVERED_AT)
     return KernelView(
-        rtt_us / 1e6,
-        jitter_us / 1e6,
-        least_us / 1e6,
-        float(delivered),
-        bool(info[_APP_LIMITED_AT] & 1),
-        unsent_bytes=unsent,
-        in_flight_bytes=unacked * mss,
-        resent_segments=resent,
+        info[links.RTT_US] / 1e6,
+        info[links.JITTER_US] / 1e6,
+        info[links.LEAST_RTT_US] / 1e6,
+        float(info[links.DELIVERED]),
+        bool(info[links.FLAGS] & 1),
+        unsent_bytes=info[links.NOT_SENT],
+        in_flight_bytes=info[links.UNACKED] * info[links.MSS],
+        resent_segments=info[links.RESENT],
     )
 
 
@@ -226,17 +199,14 @@ def bulk_is_available() -> bool:
 LEFT_S: Final = 0.005
 LEAST_LEFT_BYTES: Final = 4 * 2**10
 """Remaining data (in seconds at the delivery rate, and the minimum in bytes) at which the next turn begins, so that the
-line is never idle.
-"""
+line is never idle."""
 TURN_S: Final = 0.2
 LEAST_TURN_BYTES: Final = 512 * 2**10
 """Longest turn while others wait (in seconds at the line's rate, and the minimum in bytes), so that a connection that
-sends a whole state shares the line with one that sends boundary tensors.
-"""
+sends a whole state shares the line with one that sends boundary tensors."""
 TOO_LONG: Final = 4.0
 """Multiple of the time a turn needs at the line's rate after which it ends: the receiver or another line is the
-bottleneck.
-"""
+bottleneck."""
 LEAST_TOO_LONG_S: Final = 0.25
 NEARBY_S: Final = 0.003
 """Round trip in seconds below which the receiver is in the local network, so that its data does not use the uplink."""
@@ -306,10 +276,7 @@ class Bulk:
             self._timer.cancel()
 
     def _view(self) -> KernelView | None:
-        try:
-            return None if self._gone else kernel_view(self._socket)
-        except (OSError, ValueError):  # uvloop raises either for a socket it has closed
-            return None
+        return None if self._gone else kernel_view(self._socket)
 
     def _is_near(self) -> bool:
         view = self._view()

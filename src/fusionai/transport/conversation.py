@@ -37,11 +37,8 @@ class Conversation:
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     async def ask(self, message: Message) -> Message:
-        """Return the answer to `message`.
-
-        Raises `RefusedError` on a refusal, `ChannelClosed` if the channel ends first. A cancelled call still takes its
-        answer off the channel, so that later answers match their questions.
-        """
+        """Return the answer to `message`. Raises `RefusedError` on a refusal, `ChannelClosed` if the channel ends
+        first. A cancelled call still takes its answer off the channel, so that later answers match their questions."""
         async with self._order:
             if self._end is not None:
                 raise ChannelClosed(f"the conversation is over: {self._end.message}")

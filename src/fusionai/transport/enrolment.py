@@ -20,12 +20,12 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fusionai.primitives.errors import StorageError, TransportError, TrustError, UsageError, WireError
+from fusionai.primitives.errors import TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.authority import authority_key_of, pool_of, verify_certificate
 from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
 from fusionai.transport.framed import refusal
-from fusionai.transport.identity import Identity, load_identity, read_private, write_private
+from fusionai.transport.identity import Identity, load_identity, read_private_json, write_private_json
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.messages import JoinGranted, JoinRequest, Refused
 
@@ -36,11 +36,8 @@ _HINT: Final = "Copy the whole line again, or ask the pool's owner for a new one
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Content of an invitation.
-
-    `addresses` are the brokers' addresses, `authority_key` is the raw Ed25519 key of the pool's authority, `token` is
-    the secret that the broker issued.
-    """
+    """Content of an invitation. `addresses` are the brokers' addresses, `authority_key` is the raw Ed25519 key of the
+    pool's authority, `token` is the secret that the broker issued."""
 
     pool: Annotated[str, Meta(min_length=1, max_length=64)]
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(min_length=1, max_length=32)]
@@ -57,10 +54,8 @@ def format_invitation(invitation: Invitation) -> str:
 
 
 def parse_invitation(text: str) -> Invitation:
-    """Decode an invitation.
-
-    Raises `UsageError` with the reason; the message never repeats the text, which is a secret.
-    """
+    """Decode an invitation. Raises `UsageError` with the reason; the message never repeats the text, which is a
+    secret."""
     line = text.strip()
     if not line.startswith(PREFIX):
         raise UsageError(f"expected an invitation starting with {PREFIX!r}, got another text.", hint=_HINT)
@@ -116,31 +111,38 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 async def enrol(invitation: str | Invitation, home: Path, purpose: Purpose, *, timeout_s: float = 10.0) -> Membership:
     """Join the invitation's pool with the key in `home` (created if there is none) and store the membership there.
-
     Raises `UsageError` (malformed invitation), `TransportError` (no broker answered), `TrustError` (another machine
-    answered), `RefusedError` (the token is unknown, used up or expired), `StorageError`.
-    """
+    answered), `RefusedError` (the token is unknown, used up or expired), `StorageError`."""
     invited = parse_invitation(invitation) if isinstance(invitation, str) else invitation
-    identity = load_identity(home)
     transport = TcpTransport(StrangerCredentials(invited.authority_key))
-    request = JoinRequest(token=invited.token, public_key=identity.public_key, purpose=purpose)
-    granted = await _ask(transport, invited.addresses, request, timeout_s)
-    membership = _accept(granted, invited.authority_key, invited.addresses, identity, purpose)
-    keep_membership(home, membership)
-    return membership
+    return await _join(
+        transport, invited.addresses, invited.authority_key, invited.token, home, purpose, timeout_s=timeout_s
+    )
 
 
 async def enrol_second_key(machine: Membership, home: Path, purpose: Purpose, *, timeout_s: float = 10.0) -> Membership:
     """Have an additional key of this machine, in `home`, certified by the broker on behalf of its existing membership.
+    Raises `TransportError`, `TrustError`, `RefusedError` (too many such keys), `StorageError`."""
+    transport, authority_key = TcpTransport(machine.credentials), machine.credentials.authority_key
+    return await _join(transport, machine.broker_addresses, authority_key, b"", home, purpose, timeout_s=timeout_s)
 
-    Raises `TransportError`, `TrustError`, `RefusedError` (too many such keys), `StorageError`.
-    """
+
+async def _join(
+    transport: TcpTransport,
+    addresses: tuple[str, ...],
+    authority_key: bytes,
+    token: bytes,
+    home: Path,
+    purpose: Purpose,
+    *,
+    timeout_s: float,
+) -> Membership:
+    """Have the key in `home` certified, check the answer, and store the membership."""
     identity = load_identity(home)
-    transport = TcpTransport(machine.credentials)
-    request = JoinRequest(token=b"", public_key=identity.public_key, purpose=purpose)
-    granted = await _ask(transport, machine.broker_addresses, request, timeout_s)
-    authority_key = machine.credentials.authority_key
-    membership = _accept(granted, authority_key, machine.broker_addresses, identity, purpose)
+    request = JoinRequest(token=token, public_key=identity.public_key, purpose=purpose)
+    granted = await _ask(transport, addresses, request, timeout_s)
+    credentials = _accepted(granted, authority_key, identity)
+    membership = Membership(pool_of(granted.authority), purpose, addresses, credentials)
     keep_membership(home, membership)
     return membership
 
@@ -178,29 +180,20 @@ def keep_membership(home: Path, membership: Membership) -> None:
         certificate=membership.credentials.certificate,
         authority=membership.credentials.authority,
     )
-    write_private(home / MEMBERSHIP_FILE, msgspec.json.format(msgspec.json.encode(kept)))
+    write_private_json(home / MEMBERSHIP_FILE, kept)
 
 
 def load_membership(home: Path) -> Membership:
-    """Return the membership that `enrol` stored.
-
-    Raises `UsageError` if this machine has not joined a pool, `StorageError` for a broken file, `TrustError` if the
-    certificate is invalid or another key's.
-    """
+    """Return the membership that `enrol` stored. Raises `UsageError` if this machine has not joined a pool,
+    `StorageError` for a broken file, `TrustError` if the certificate is invalid or another key's."""
     path = home / MEMBERSHIP_FILE
-    data = read_private(path)
-    if data is None:
+    hint = "Delete the file and join again with a new invitation."
+    kept = read_private_json(path, _Kept, what="a membership", hint=hint)
+    if kept is None:
         raise UsageError(
             f"this machine has not joined a pool (there is no {path}).",
             hint="Ask a pool's owner for an invitation and join with it.",
         )
-    try:
-        kept = msgspec.json.decode(data, type=_Kept)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise StorageError(
-            f"expected a membership in {path}, got something else: {error}.",
-            hint="Delete the file and join again with a new invitation.",
-        ) from error
     identity = load_identity(home)
     certified = verify_certificate(kept.certificate, authority_key_of(kept.authority), now_wall_s=time.time())
     if certified.peer != identity.peer:
@@ -212,15 +205,11 @@ def load_membership(home: Path) -> Membership:
     return Membership(kept.pool, kept.purpose, kept.broker_addresses, credentials)
 
 
-def _accept(
-    granted: JoinGranted, authority_key: bytes, addresses: tuple[str, ...], identity: Identity, purpose: Purpose
-) -> Membership:
+def _accepted(granted: JoinGranted, authority_key: bytes, identity: Identity) -> MemberCredentials:
     """Check the broker's grant. Raises `TrustError` if it is of another authority, key or role."""
     if authority_key_of(granted.authority) != authority_key:
         raise TrustError("expected the certificate of the authority in the invitation, got another authority's.")
     certified = verify_certificate(granted.certificate, authority_key, now_wall_s=time.time())
     if certified.peer != identity.peer or certified.role != "member":
         raise TrustError("expected a member's certificate for this machine's key, got one for another key or role.")
-    pool = pool_of(granted.authority)
-    credentials = MemberCredentials(identity, granted.certificate, granted.authority)
-    return Membership(pool, purpose, addresses, credentials)
+    return MemberCredentials(identity, granted.certificate, granted.authority)

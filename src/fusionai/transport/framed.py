@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from fusionai import __version__
 from fusionai.primitives.errors import ChannelClosed, FusionError, RefusedError, TrustError, WireError
 from fusionai.primitives.ids import PeerId, short
@@ -25,7 +27,6 @@ from fusionai.wire.frame import (
     GREETING_LIMITS,
     STRANGER_LIMITS,
     STREAM_LIMITS,
-    Allocate,
     Frame,
     FrameLimits,
     FrameReader,
@@ -98,10 +99,10 @@ def limits_from(sender: Role, stream: Stream) -> FrameLimits:
 
 
 HIGH_WATER_BYTES: Final = 8 * 2**20
-"""Queued bytes above which reading pauses.
-
-One frame may be larger; a second frame is then not read before it is taken.
-"""
+"""Queued bytes above which reading pauses. One frame may be larger; a second frame is then not read before it is
+taken."""
+LARGE_ALLOCATION_BYTES: Final = 2**20
+"""Size in bytes from which receive buffers are allocated by numpy."""
 HIGH_WATER_FRAMES: Final = 256
 """Queued frames above which reading pauses, because small frames cost more memory than their bytes."""
 
@@ -145,10 +146,8 @@ class Inbox:
                 getter.set_result(None)
 
     async def get(self) -> Envelope:
-        """Return the next envelope.
-
-        After the end raises the end's error: a `WireError` once, then always `ChannelClosed`.
-        """
+        """Return the next envelope. After the end raises the end's error: a `WireError` once, then always
+        `ChannelClosed`."""
         while not self._waiting:
             if self._end is not None:
                 error = self._end
@@ -196,21 +195,24 @@ class Dialling:
 class FramedChannel(ABC):
     """A `Channel` without the network part. `dialling` is None on the listening side."""
 
-    def __init__(self, *, own_role: Role, dialling: Dialling | None, allocate: Allocate) -> None:
+    def __init__(self, *, own_role: Role, dialling: Dialling | None) -> None:
+        self._loop = asyncio.get_running_loop()
         self.remote = Remote(None, "stranger")
         self.stream: Stream = dialling.stream if dialling is not None else "control"
         self.stats = ChannelStats()
         self.way: Way = "lan"
-        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.opened: asyncio.Future[None] = self._loop.create_future()
         """Resolved when the handshake is over, or failed with the reason why it can't succeed."""
         # The waiting task may have given up. Reading the exception avoids asyncio's warning about an unread failure.
         self.opened.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._own_role: Role = own_role
         self._dialling = dialling
-        self._reader = FrameReader(GREETING_LIMITS, allocate)
+        self._reader = FrameReader(GREETING_LIMITS, _allocate)
         self._outbound = GREETING_LIMITS
         self._inbox = Inbox(self._pause_reading, self._resume_reading)
         self._closing = False
+        self._heard_s = self._loop.time()
+        """When something arrived last, on the event loop's clock."""
 
     @property
     def closed(self) -> bool:
@@ -236,8 +238,10 @@ class FramedChannel(ABC):
     @abstractmethod
     async def close(self) -> None: ...
 
-    @abstractmethod
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        self._closing = True
+        self._settle(ChannelClosed("this side dropped the connection."))
+        self._abort()
 
     async def receive(self) -> Envelope:
         return await self._inbox.get()
@@ -319,6 +323,10 @@ class FramedChannel(ABC):
             self.opened.set_exception(error)
         self._inbox.end(error)
 
+    def _count_sent(self, nbytes: int) -> None:
+        self.stats.sent_frames += 1
+        self.stats.sent_bytes += nbytes
+
     def _check_open(self) -> None:
         """Raises `ChannelClosed` if nothing can be sent any more, `WireError` before the end of the handshake."""
         if self.closed:
@@ -327,23 +335,78 @@ class FramedChannel(ABC):
             raise WireError("expected the handshake to be over before anything is sent.")
 
 
+def joined(head: bytes, tensors: Sequence[HostTensor]) -> bytes:
+    """Return a small frame as one buffer."""
+    return b"".join([head, *(tensor.data for tensor in tensors)]) if tensors else head
+
+
+def _allocate(count: int) -> memoryview:
+    # numpy neither clears a large buffer (a second pass over its memory) nor touches it before data arrives.
+    return np.empty(count, np.uint8).data if count >= LARGE_ALLOCATION_BYTES else memoryview(bytearray(count))
+
+
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class DoorLimits:
+    """Limits of half-open connections. `greeting_s`: time for TLS and `Hello` together. `stranger_s`: total time of a
+    stranger. `half_open`: number of both together."""
+
+    greeting_s: float = 5.0
+    stranger_s: float = 20.0
+    half_open: int = 128
+
+
 class AcceptedTasks:
-    """Tasks of one listener. `stranger_lifetime_s`: how long a side without a certificate may stay connected."""
+    """Tasks of one listener, one for each connection. At the limit of half-open connections the oldest one is dropped.
+    `errors`: exceptions by which a connection may fail besides the transport's own."""
 
-    def __init__(self, accept: Accept, *, stranger_lifetime_s: float | None = None) -> None:
+    def __init__(self, accept: Accept, limits: DoorLimits, errors: tuple[type[Exception], ...] = ()) -> None:
         self._accept = accept
-        self._stranger_lifetime_s = stranger_lifetime_s
+        self._limits = limits
+        self._errors = (OSError, FusionError, asyncio.CancelledError, *errors)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._half_open: dict[asyncio.Task[None], None] = {}
 
-    def start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Start `run`, or a coroutine that ends in it, as a task of this listener."""
+    def start(self, work: Coroutine[None, None, None]) -> None:
+        """Start `serve`, or a coroutine that ends in it, as the task of a new connection."""
+        if len(self._half_open) >= self._limits.half_open:
+            oldest = next(iter(self._half_open))
+            del self._half_open[oldest]
+            oldest.cancel()
         task = asyncio.get_running_loop().create_task(work)
+        for tasks in (self._tasks.discard, lambda done: self._half_open.pop(done, None)):
+            task.add_done_callback(tasks)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        self._half_open[task] = None
+
+    def proven(self) -> None:
+        """Stop counting the current task's connection as half open."""
+        current = asyncio.current_task()
+        assert current is not None, "a coroutine of this listener runs as a task"
+        self._half_open.pop(current, None)
+
+    async def serve(self, connect: Callable[[], Coroutine[None, None, FramedChannel]]) -> None:
+        """Connect, wait for the handshake, then run the channel. Raises nothing but cancellation."""
+        channel: FramedChannel | None = None
+        try:
+            async with asyncio.timeout(self._limits.greeting_s):
+                channel = await connect()
+                await channel.opened
+        except self._errors as error:
+            _LOG.debug("an incoming connection was rejected: %r", error)
+            if channel is not None:
+                if isinstance(error, FusionError):
+                    # A refusal may still be in the send queue.
+                    await channel.close()
+                channel.abort()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return
+        if channel.remote.role != "stranger":
+            self.proven()
+        await self._run(channel)
 
     async def close(self) -> None:
         """Cancel all tasks, which closes their channels."""
@@ -352,11 +415,10 @@ class AcceptedTasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def run(self, channel: FramedChannel) -> None:
-        """Wait for the handshake, call `accept`, close the channel. Raises nothing but cancellation."""
+    async def _run(self, channel: FramedChannel) -> None:
+        """Call `accept` and close the channel."""
         try:
-            await channel.opened
-            lifetime_s = self._stranger_lifetime_s if channel.remote.role == "stranger" else None
+            lifetime_s = self._limits.stranger_s if channel.remote.role == "stranger" else None
             async with asyncio.timeout(lifetime_s):
                 await self._accept(channel)
         except (ChannelClosed, TimeoutError) as error:

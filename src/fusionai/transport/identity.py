@@ -12,24 +12,25 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
+import msgspec
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fusionai.primitives.errors import StorageError, TrustError
 from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId
 
+T = TypeVar("T", bound=msgspec.Struct)
+
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` atomically.
-
-    The file has mode 0600 from its first byte and is on disk before it gets its name. Raises `StorageError`.
-    """
+    """Replace `path` by `data` atomically. The file has mode 0600 from its first byte and is on disk before it gets its
+    name. Raises `StorageError`."""
     try:
         with _temporary(path, data) as temporary:
             os.replace(temporary, path)
@@ -51,10 +52,8 @@ def create_private(path: Path, data: bytes) -> bool:
 
 
 def read_private(path: Path, *, limit_bytes: int = 2**20) -> bytes | None:
-    """Return at most `limit_bytes` of the content, or None if there is no file.
-
-    Raises `TrustError` if others may read it.
-    """
+    """Return at most `limit_bytes` of the content, or None if there is no file. Raises `TrustError` if others may read
+    it."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -68,6 +67,32 @@ def read_private(path: Path, *, limit_bytes: int = 2**20) -> bytes | None:
         return None
     except OSError as error:
         raise StorageError(f"could not read {path}: {error.strerror}.") from error
+
+
+def keep_private(path: Path, make: Callable[[], bytes]) -> bytes:
+    """Return the content of `path`, which the first call creates from `make`. The first of two processes wins."""
+    data = read_private(path)
+    if data is None:
+        create_private(path, make())
+        data = read_private(path) or b""
+    return data
+
+
+def read_private_json(path: Path, kind: type[T], *, what: str, hint: str, limit_bytes: int = 2**20) -> T | None:
+    """Return the JSON in `path` checked against `kind`, or None if there is no file. Raises `StorageError` with `hint`
+    for other content, `TrustError` if others may read the file."""
+    data = read_private(path, limit_bytes=limit_bytes)
+    if data is None:
+        return None
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StorageError(f"expected {what} in {path}, got something else: {error}.", hint=hint) from error
+
+
+def write_private_json(path: Path, content: msgspec.Struct) -> None:
+    """Replace `path` by the content as indented JSON. Raises `StorageError`."""
+    write_private(path, msgspec.json.format(msgspec.json.encode(content)))
 
 
 def make_private_directory(path: Path) -> None:
@@ -105,19 +130,18 @@ class Identity:
 
 
 def load_identity(home: Path) -> Identity:
-    """Return the key in `home/identity.pem`, created there (mode 0600) at the first call.
-
-    Raises `TrustError` if others may read the file or it holds no Ed25519 key, `StorageError` if it can't be written.
-    """
+    """Return the key in `home/identity.pem`, created there (mode 0600) at the first call. Raises `TrustError` if others
+    may read the file or it holds no Ed25519 key, `StorageError` if it can't be written."""
     path = home / KEY_FILE
-    data = read_private(path)
-    if data is None:
-        create_private(path, private_pem(Ed25519PrivateKey.generate()))
-        # Read back, because another process may have created the file first.
-        data = read_private(path) or b""
-    key = parse_private_pem(data, path)
+    key = load_key(path)
     public = public_bytes(key.public_key())
     return Identity(peer_of(public), public, path, key)
+
+
+def load_key(path: Path) -> Ed25519PrivateKey:
+    """Return the key in the PEM file `path`, created (mode 0600) at the first call. Raises `TrustError` if others may
+    read the file or it holds no Ed25519 key, `StorageError` if it can't be written."""
+    return parse_private_pem(keep_private(path, lambda: private_pem(Ed25519PrivateKey.generate())), path)
 
 
 def peer_of(public_key: bytes) -> PeerId:

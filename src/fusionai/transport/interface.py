@@ -26,19 +26,15 @@ class Remote:
     peer: PeerId | None
     role: Role
     host: str = field(default="", compare=False)
-    """Network host of the other side as seen from here; empty for transports without hosts.
-
-    It does not identify the peer.
-    """
+    """Network host of the other side as seen from here; empty for transports without hosts. It does not identify the
+    peer."""
     port: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A message and the tensors listed in its `tensors` field, by name, in that order.
-
-    The receiver owns their memory.
-    """
+    """A message and the tensors listed in its `tensors` field, by name, in that order. The receiver owns their
+    memory."""
 
     message: Message
     tensors: dict[str, HostTensor]
@@ -64,25 +60,18 @@ class Channel(Protocol):
     """Route of the connection: LAN, direct, QUIC or relay."""
 
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
-        """Queue a frame.
-
-        Returns when the tensors' buffers may be reused and the send queue is below its high-water mark.
-        `message.tensors` must describe `tensors`. Frames never interleave.
-        """
+        """Queue a frame. Returns when the tensors' buffers may be reused and the send queue is below its high-water
+        mark. `message.tensors` must describe `tensors`. Frames never interleave."""
         ...
 
     def send_at_once(self, message: Message, tensors: Sequence[HostTensor] = ()) -> bool:
-        """Queue a frame if that needs no waiting and return True. Otherwise queue nothing and return False.
-
-        Raises the same errors as `send`.
-        """
+        """Queue a frame if that needs no waiting and return True. Otherwise queue nothing and return False. Raises the
+        same errors as `send`."""
         ...
 
     async def receive(self) -> Envelope:
-        """Return the next frame.
-
-        Raises `ChannelClosed` at the end of the channel; closes and raises `WireError` on malformed data.
-        """
+        """Return the next frame. Raises `ChannelClosed` at the end of the channel; closes and raises `WireError` on
+        malformed data."""
         ...
 
     async def close(self) -> None:
@@ -98,18 +87,14 @@ class Channel(Protocol):
 
     @property
     def acknowledges(self) -> bool | None:
-        """Return whether the other machine's kernel acknowledges sent data; None if this is unknown.
-
-        The kernel also acknowledges for a process that is stopped or gets no CPU time.
-        """
+        """Return whether the other machine's kernel acknowledges sent data; None if this is unknown. The kernel also
+        acknowledges for a process that is stopped or gets no CPU time."""
         ...
 
 
 class Listener(Protocol):
-    """An open listening address.
-
-    `addresses` are the candidates that other machines may dial, e.g. `tcp://192.168.1.7:4711`.
-    """
+    """An open listening address. `addresses` are the candidates that other machines may dial, e.g.
+    `tcp://192.168.1.7:4711`."""
 
     addresses: tuple[str, ...]
 
@@ -124,17 +109,13 @@ class Transport(Protocol):
     """Opens channels with this machine's identity."""
 
     async def listen(self, accept: Accept, *, host: str, port: int, strangers: bool = False) -> Listener:
-        """Listen on `host`.
-
-        `port` 0 picks a free port; `strangers` also accepts connections without a client certificate.
-        """
+        """Listen on `host`. `port` 0 picks a free port; `strangers` also accepts connections without a client
+        certificate."""
         ...
 
     async def dial(
         self, addresses: Sequence[str], *, expect: PeerId | None, stream: Stream, timeout_s: float = 10.0
     ) -> Channel:
-        """Try the candidate addresses; the first success wins. `expect` None means "the broker of my pool".
-
-        Raises `TransportError` (no answer), `TrustError` (another machine answered), `RefusedError`.
-        """
+        """Try the candidate addresses; the first success wins. `expect` None means "the broker of my pool". Raises
+        `TransportError` (no answer), `TrustError` (another machine answered), `RefusedError`."""
         ...

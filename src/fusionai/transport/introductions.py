@@ -27,11 +27,8 @@ _ANSWER_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """The broker's answer.
-
-    `relays`: host and port of the broker that issued `token`, which is also the relay. `addresses`: current addresses
-    of the other side.
-    """
+    """The broker's answer. `relays`: host and port of the broker that issued `token`, which is also the relay.
+    `addresses`: current addresses of the other side."""
 
     token: bytes
     relays: tuple[tuple[str, int], ...]
@@ -51,18 +48,14 @@ class Introductions:
         self._closing: asyncio.Task[None] | None = None
 
     async def ask(self, peer: PeerId, addresses: tuple[str, ...] = ()) -> Introduction:
-        """Return an introduction to `peer`.
-
-        Raises `TransportError` (no broker, no answer), `TrustError`, `RefusedError` (the peer is absent).
-        """
+        """Return an introduction to `peer`. Raises `TransportError` (no broker, no answer), `TrustError`,
+        `RefusedError` (the peer is absent)."""
         answer, broker = await self._ask(Meet(peer=peer, addresses=addresses), Introduced)
         return Introduction(answer.token, ((broker.host, broker.port),) if broker.host else (), answer.addresses)
 
     async def observed(self, port: int) -> Observed:
-        """Return how the broker sees this machine, and whether it can dial this machine's `port`.
-
-        Raises the errors of `ask`.
-        """
+        """Return how the broker sees this machine, and whether it can dial this machine's `port`. Raises the errors of
+        `ask`."""
         return (await self._ask(Observe(port=port), Observed))[0]
 
     async def observed_by(self, port: int) -> tuple[Remote, Observed]:
@@ -123,11 +116,8 @@ class Meeting:
         self._waived = False
 
     async def introduction(self, addresses: tuple[str, ...] = ()) -> Introduction:
-        """Return the broker's introduction, asked for at the first call.
-
-        `addresses`: where this side can be reached by UDP, for the other side to send to. Raises `TransportError`,
-        `TrustError`.
-        """
+        """Return the broker's introduction, asked for at the first call. `addresses`: where this side can be reached by
+        UDP, for the other side to send to. Raises `TransportError`, `TrustError`."""
         async with self._asking:
             if self._introduction is None:
                 try:

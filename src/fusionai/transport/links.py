@@ -24,9 +24,24 @@ from fusionai.transport.interface import Channel, Envelope
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import MAX_BACK_BYTES, Message, Ping, Pong, Probe, TensorHeader
 
-_TCP_INFO_BYTES: Final = 168
-_RESENT_AT, _LEAST_RTT_AT, _SENT_AT, _DELIVERED_AT = 100, 148, 156, 160
-"""Byte offsets of fields in Linux's `struct tcp_info` (linux/tcp.h)."""
+_TCP_INFO: Final = struct.Struct("=8B24I4Q6IQ")
+"""Layout of Linux's `struct tcp_info` (linux/tcp.h), up to the delivery rate."""
+RETRANSMITS, FLAGS = 2, 7
+MSS, UNACKED, LAST_ACK_RECEIVED_MS, RTT_US, JITTER_US, RESENT = (8 + word for word in (2, 4, 12, 15, 16, 23))
+NOT_SENT, LEAST_RTT_US, SENT, DELIVERED = 38, 39, 41, 42
+"""Positions of the fields that are used."""
+
+
+def tcp_info(sock: socket.socket) -> tuple[int, ...] | None:
+    """Return the fields of the kernel's `struct tcp_info`, 0 for those that an old kernel lacks. None for a closed
+    socket and on platforms other than Linux."""
+    if sys.platform != "linux":
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except (OSError, ValueError):  # a socket that the event loop has closed: uvloop raises either
+        return None
+    return _TCP_INFO.unpack(info.ljust(_TCP_INFO.size, b"\0"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +57,13 @@ UNKNOWN: Final = LinkFigures()
 
 
 def tcp_figures(sock: socket.socket) -> LinkFigures:
-    """Return the kernel's statistics, `UNKNOWN` on platforms other than Linux. Raises `OSError` for a closed socket."""
-    if sys.platform != "linux":
+    """Return the kernel's statistics; `UNKNOWN` where there are none."""
+    info = tcp_info(sock)
+    if info is None:
         return UNKNOWN
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    if len(info) < _TCP_INFO_BYTES:
-        return UNKNOWN
-    (resent,) = struct.unpack_from("=I", info, _RESENT_AT)
-    least_us, _, sent = struct.unpack_from("=3I", info, _LEAST_RTT_AT)
-    (delivered,) = struct.unpack_from("=Q", info, _DELIVERED_AT)
     # Before the first acknowledgement the kernel reports the largest 32-bit number as the minimum round trip.
-    round_trip_s = least_us / 1e6 if least_us < 2**32 - 1 else 0.0
-    return LinkFigures(round_trip_s, float(delivered), part(resent, sent))
+    round_trip_s = info[LEAST_RTT_US] / 1e6 if info[LEAST_RTT_US] < 2**32 - 1 else 0.0
+    return LinkFigures(round_trip_s, float(info[DELIVERED]), part(info[RESENT], info[SENT]))
 
 
 def part(lost: int, sent: int) -> float:
@@ -70,11 +80,8 @@ SLOW: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasurement:
-    """Result of a measurement.
-
-    `latency_s` is one way: half the fastest round trip. `bandwidth_bytes_per_s` is from this side to the other,
-    `back_bytes_per_s` the opposite direction, None if it was not requested.
-    """
+    """Result of a measurement. `latency_s` is one way: half the fastest round trip. `bandwidth_bytes_per_s` is from
+    this side to the other, `back_bytes_per_s` the opposite direction, None if it was not requested."""
 
     round_trip_s: float
     latency_s: float
@@ -92,10 +99,8 @@ async def measure_link(
     enough_s: float = 0.25,
     back: bool = False,
 ) -> LinkMeasurement:
-    """Measure a link. No other task may use `channel` meanwhile, and its other side must call `answer_probe`.
-
-    Raises `ChannelClosed` if the link breaks, `WireError` if the other side answers with anything else.
-    """
+    """Measure a link. No other task may use `channel` meanwhile, and its other side must call `answer_probe`. Raises
+    `ChannelClosed` if the link breaks, `WireError` if the other side answers with anything else."""
     asking = _Asking(channel, clock)
     round_trip_s = min([await asking.pinged() for _ in range(pings)])
     there = await _bandwidth(asking.sent, round_trip_s, largest_probe_bytes, enough_s)
@@ -181,9 +186,6 @@ DEAD_AFTER_S: Final = 3.0
 CHECK_EVERY_S: Final = 1.0
 _KEEPALIVE_OPTIONS: Final = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
 """Idle time before the first probe (s), time between probes (s), and unanswered probes that end the connection."""
-_TCP_INFO: Final = struct.Struct("=8B13I84xI")
-"""Layout of the beginning of Linux's `struct tcp_info` (linux/tcp.h), of which four fields are used."""
-_RETRANSMITS, _UNACKED, _LAST_ACK_RECEIVED_MS, _NOT_SENT = 2, 8 + 4, 8 + 12, 8 + 13
 
 
 def set_options(sock: socket.socket) -> None:
@@ -197,36 +199,23 @@ def set_options(sock: socket.socket) -> None:
 
 def silent_s(sock: socket.socket) -> float:
     """Seconds for which the other side has owed an acknowledgement; 0 if it owes none or the platform does not report
-    it.
-    """
+    it."""
     return unacknowledged_s(sock) or 0.0
 
 
 def unacknowledged_s(sock: socket.socket) -> float | None:
     """The same, but None if the kernel holds no unacknowledged data or the platform does not report it."""
-    fields = _account(sock)
-    if fields is None or not (fields[_UNACKED] or fields[_NOT_SENT]):
+    fields = tcp_info(sock)
+    if fields is None or not (fields[UNACKED] or fields[NOT_SENT]):
         return None
-    return fields[_LAST_ACK_RECEIVED_MS] / 1000 if _owes(fields) else 0.0
+    return fields[LAST_ACK_RECEIVED_MS] / 1000 if _owes(fields) else 0.0
 
 
 def acknowledges(sock: socket.socket) -> bool | None:
     """Return whether the other machine owes no acknowledgement; None for a closed socket or where this is unknown."""
-    fields = _account(sock)
+    fields = tcp_info(sock)
     return None if fields is None else not _owes(fields)
 
 
 def _owes(fields: tuple[int, ...]) -> bool:
-    return fields[_UNACKED] > 0 and fields[_RETRANSMITS] > 0
-
-
-def _account(sock: socket.socket) -> tuple[int, ...] | None:
-    """The kernel's `struct tcp_info`; None where it can't be read."""
-    if sys.platform != "linux":
-        return None
-    try:
-        account = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    except (OSError, ValueError):  # a socket that the event loop has closed: uvloop raises either
-        return None
-    # A kernel before 4.6 does not report unsent bytes: the missing field counts as 0.
-    return _TCP_INFO.unpack(account.ljust(_TCP_INFO.size, b"\0"))
+    return fields[UNACKED] > 0 and fields[RETRANSMITS] > 0

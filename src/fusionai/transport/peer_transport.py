@@ -5,8 +5,8 @@ wins only if nothing else answers, or if it is what worked last time. While a li
 are tried again in the background, and the next connection uses the one that was found. The other side proves its
 identity on every route alike.
 
-`tcp` dials, `udp_door` goes through NATs, `introductions` asks the broker, `relay_dialling` connects through its relay,
-`racing` decides which attempt wins; `peer` passes on the broker's notices.
+`tcp` dials, `quic` goes through NATs, `introductions` asks the broker, `relay_dialling` connects through its relay,
+`routes` decides which attempt wins; `peer` passes on the broker's notices.
 """
 
 from __future__ import annotations
@@ -76,10 +76,8 @@ class UdpDoor:
             return self._address
 
     async def forget(self) -> None:
-        """Forget the observed address, because it may have changed.
-
-        QUIC itself survives a move and would not notice.
-        """
+        """Forget the observed address, because it may have changed. QUIC itself survives a move and would not
+        notice."""
         async with self._opening:
             observer, self._observer, self._address = self._observer, None, None
         if observer is not None:
@@ -152,11 +150,9 @@ QUIC_HEAD_START_S: Final = 1.0
 
 
 class PeerTransport:
-    """Implements `Transport` for a member.
-
-    `brokers` are the addresses of its pool's brokers. `admits` raises `TrustError` for a member that this machine must
-    not dial, whichever plan or message names it. Must be created inside an event loop.
-    """
+    """Implements `Transport` for a member. `brokers` are the addresses of its pool's brokers. `admits` raises
+    `TrustError` for a member that this machine must not dial, whichever plan or message names it. Must be created
+    inside an event loop."""
 
     def __init__(
         self,
@@ -215,11 +211,9 @@ class PeerTransport:
         return channel
 
     async def seen_at(self, listener: TcpListener) -> tuple[str, ...]:
-        """Return the addresses at which this listener can be reached from outside its network.
-
-        A public TCP address, or one whose router forwards the same port, if the broker could dial it; otherwise the
-        QUIC address. Empty if neither is known or the listener already offers it.
-        """
+        """Return the addresses at which this listener can be reached from outside its network. A public TCP address, or
+        one whose router forwards the same port, if the broker could dial it; otherwise the QUIC address. Empty if
+        neither is known or the listener already offers it."""
         port = port_of(listener.addresses)
         await self._udp.forget()
         try:
@@ -238,11 +232,9 @@ class PeerTransport:
         return () if address is None else (address,)
 
     def answer(self, notice: MeetNotice, relay: tuple[str, int]) -> None:
-        """Meet a member that can't dial this machine: connect to it through the relay and by UDP at the same time.
-
-        A relayed connection is handled like an accepted one. `relay`: host and port at which the broker that sent the
-        notice was reached.
-        """
+        """Meet a member that can't dial this machine: connect to it through the relay and by UDP at the same time. A
+        relayed connection is handled like an accepted one. `relay`: host and port at which the broker that sent the
+        notice was reached."""
         if self._listener is None:
             return
         if len(self._answering) >= MAX_ANSWERING:

@@ -20,15 +20,14 @@ from functools import partial
 from types import ModuleType
 from typing import Any, Final
 
-from fusionai.primitives.errors import FusionError, TransportError, TrustError, UsageError
+from fusionai.primitives.errors import TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.transport.credentials import Credentials, MemberCredentials, StrangerCredentials
-from fusionai.transport.framed import AcceptedTasks, Dialling
+from fusionai.transport.framed import AcceptedTasks, Dialling, DoorLimits
 from fusionai.transport.identity import public_key_of
 from fusionai.transport.interface import Accept, Role
 from fusionai.transport.quic_channel import QuicChannel
 from fusionai.transport.routes import Attempt, candidates, first_to_answer, format_address, parse_address
-from fusionai.transport.tcp import DoorLimits
 from fusionai.transport.uplink import Limits
 from fusionai.wire.messages import Stream
 
@@ -60,10 +59,8 @@ def available() -> bool:
 
 
 def _mend(library: Any) -> None:
-    """Replace the binding's copy, once per process.
-
-    Raises `TransportError`, and leaves the library unchanged, if the replacement gives another result.
-    """
+    """Replace the binding's copy, once per process. Raises `TransportError`, and leaves the library unchanged, if the
+    replacement gives another result."""
     builder = library._UniffiRustBufferBuilder
     if builder.write is _write_at_once:
         return
@@ -102,9 +99,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 def parse_quic(address: str) -> tuple[PeerId, str, int] | None:
     """Peer, host and port of a `quic://` address; None for another scheme and for an address without a valid key.
-
-    Raises `UsageError` for malformed addresses.
-    """
+    Raises `UsageError` for malformed addresses."""
     target = parse_address(address, SCHEME)
     if target is None:
         return None
@@ -298,9 +293,7 @@ class QuicListener:
         self._transport = transport
         self._endpoint = endpoint
         self._strangers = strangers
-        self._limits = limits
-        self._accepted = AcceptedTasks(accept, stranger_lifetime_s=limits.stranger_s)
-        self._half_open: dict[asyncio.Task[None], None] = {}
+        self._accepted = AcceptedTasks(accept, limits, (transport.errors,))
         self._door = asyncio.get_running_loop().create_task(self._stand_at_door())
 
     async def close(self) -> None:
@@ -311,38 +304,18 @@ class QuicListener:
 
     async def _stand_at_door(self) -> None:
         while (incoming := await self._endpoint.accept_next()) is not None:
-            if len(self._half_open) >= self._limits.half_open:
-                oldest = next(iter(self._half_open))
-                del self._half_open[oldest]
-                oldest.cancel()
-            task = self._accepted.start(self._serve(incoming))
-            self._half_open[task] = None
-            task.add_done_callback(lambda done: self._half_open.pop(done, None))
+            self._accepted.start(self._accepted.serve(partial(self._connected, incoming)))
 
-    async def _serve(self, incoming: Any) -> None:
-        channel: QuicChannel | None = None
+    async def _connected(self, incoming: Any) -> QuicChannel:
+        host, port = _place(await incoming.remote_addr())
+        connection = await (await incoming.accept()).connect()
+        channel = self._transport.channel(connection, None, host, port, strangers=self._strangers)
         try:
-            async with asyncio.timeout(self._limits.greeting_s):
-                host, port = _place(await incoming.remote_addr())
-                connection = await (await incoming.accept()).connect()
-                channel = self._transport.channel(connection, None, host, port, strangers=self._strangers)
-                channel.start(await connection.accept_bi())
-                await channel.opened
-        except (TimeoutError, FusionError, self._transport.errors, asyncio.CancelledError) as error:
-            _LOG.debug("an incoming connection was rejected: %r", error)
-            if channel is not None:
-                if isinstance(error, FusionError):
-                    # A refusal may still be in the send queue.
-                    await channel.close()
-                channel.abort()
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            return
-        if channel.remote.role != "stranger":
-            current = asyncio.current_task()
-            assert current is not None, "a coroutine of this listener runs as a task"
-            self._half_open.pop(current, None)
-        await self._accepted.run(channel)
+            channel.start(await connection.accept_bi())
+        except BaseException:
+            channel.abort()
+            raise
+        return channel
 
 
 def _place(address: Any) -> tuple[str, int]:

@@ -5,7 +5,7 @@ send theirs ahead of the first frame: a length of four bytes, then DER; a strang
 a dead process, so both sides send a datagram twice a second.
 
 Decides how bytes move and when the other side counts as gone. `framed` defines what frames mean, `quic` dials and
-accepts, `quic_binding` loads the library.
+accepts, the library is loaded there too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.authority import verify_certificate
 from fusionai.transport.credentials import Credentials, MemberCredentials
-from fusionai.transport.framed import Dialling, FramedChannel
+from fusionai.transport.framed import Dialling, FramedChannel, joined
 from fusionai.transport.identity import peer_of
 from fusionai.transport.interface import Remote, Role
 from fusionai.transport.links import DEAD_AFTER_S, UNKNOWN, LinkFigures, part
@@ -60,7 +58,7 @@ class QuicChannel(FramedChannel):
         *,
         strangers: bool,
     ) -> None:
-        super().__init__(own_role=own_role, dialling=dialling, allocate=_allocate)
+        super().__init__(own_role=own_role, dialling=dialling)
         self.way: Way = "quic"
         self._connection = connection
         self._credentials = credentials
@@ -73,7 +71,6 @@ class QuicChannel(FramedChannel):
         self._waiting: deque[bytes] = deque()
         self._readable = asyncio.Event()
         self._readable.set()
-        self._heard_s = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._goodbye: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()
@@ -82,7 +79,7 @@ class QuicChannel(FramedChannel):
     def start(self, stream: Any) -> None:
         """The stream is open: send this side's certificate and start reading until the end."""
         self._send = stream.send()
-        self._heard_s = asyncio.get_running_loop().time()
+        self._heard_s = self._loop.time()
         own = self._credentials.certificate if isinstance(self._credentials, MemberCredentials) else b""
         self._write(_LENGTH.pack(len(own)) + own)
         for work in (self._read(stream.recv()), self._beat(), self._hear()):
@@ -105,7 +102,7 @@ class QuicChannel(FramedChannel):
             try:
                 await self._put_waiting()
                 if body_bytes <= SLICE_BYTES:
-                    await self._put(b"".join([head, *(tensor.data for tensor in tensors)]))
+                    await self._put(joined(head, tensors))
                 else:
                     await self._put(head)
                     for tensor in tensors:
@@ -117,18 +114,12 @@ class QuicChannel(FramedChannel):
                 # Half a frame may have been sent, so nothing sensible can follow it.
                 self.abort()
                 raise
-        self.stats.sent_frames += 1
-        self.stats.sent_bytes += len(head) + body_bytes
+        self._count_sent(len(head) + body_bytes)
 
     async def close(self) -> None:
         self._finish()
         if self._goodbye is not None:
             await asyncio.shield(self._goodbye)
-
-    def abort(self) -> None:
-        self._closing = True
-        self._settle(ChannelClosed("this side dropped the connection."))
-        self._abort()
 
     async def gone(self) -> None:
         """Return when the channel has ended, whichever side ended it."""
@@ -171,30 +162,27 @@ class QuicChannel(FramedChannel):
         return Remote(certified.peer, certified.role, host, port)
 
     async def _took(self, data: bytes) -> None:
-        loop = asyncio.get_running_loop()
-        self._heard_s = loop.time()
+        self._heard_s = self._loop.time()
         self.stats.arrived_bytes += len(data)
         for frame in self._reader.feed(data):
             self._arrived(frame)
         if self._limits.download is not None:
-            due_s = self._limits.download.take(len(data), loop.time())
+            due_s = self._limits.download.take(len(data), self._loop.time())
             if due_s > 0:
                 await asyncio.sleep(due_s)
 
     async def _put(self, data: bytes) -> None:
         upload = self._limits.upload
         if upload is not None:
-            due_s = upload.take(len(data), asyncio.get_running_loop().time())
+            due_s = upload.take(len(data), self._loop.time())
             if due_s > 0:
                 await asyncio.sleep(due_s)
         await self._send.write_all(data)
 
     async def _beat(self) -> None:
-        """Send a datagram twice a second.
-
-        End the channel if nothing has arrived for too long while this side was running.
-        """
-        loop = asyncio.get_running_loop()
+        """Send a datagram twice a second. End the channel if nothing has arrived for too long while this side was
+        running."""
+        loop = self._loop
         while not self._gone.is_set():
             before_s = loop.time()
             with contextlib.suppress(self._errors):
@@ -212,13 +200,13 @@ class QuicChannel(FramedChannel):
         try:
             while True:
                 await self._connection.read_datagram()
-                self._heard_s = asyncio.get_running_loop().time()
+                self._heard_s = self._loop.time()
         except self._errors:
             # The connection has ended; reading the stream says why.
             return
 
     def _start(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -268,20 +256,16 @@ class QuicChannel(FramedChannel):
 
     def _finish(self) -> None:
         if self._goodbye is None:
-            self._goodbye = asyncio.get_running_loop().create_task(self._say_goodbye())
+            self._goodbye = self._loop.create_task(self._say_goodbye())
 
     def _pause_reading(self) -> None:
         self._readable.clear()
 
     def _resume_reading(self) -> None:
-        self._heard_s = asyncio.get_running_loop().time()
+        self._heard_s = self._loop.time()
         self._readable.set()
 
 
 def _reason(error: Any) -> str:
     text = str(error.message()).splitlines()[0]
     return f"the connection was lost ({text})"
-
-
-def _allocate(count: int) -> memoryview:
-    return np.empty(count, np.uint8).data if count >= 2**20 else memoryview(bytearray(count))

@@ -51,11 +51,9 @@ _CONNECT_S: Final = 3.0
 
 
 async def through_relay(relays: Sequence[tuple[str, int]], token: bytes, identity: Identity) -> socket.socket:
-    """Return a socket connected to the other peer through a relay.
-
-    Waits for the other peer. The relays are tried in order until one accepts the connection. Raises `TransportError`
-    with the reason if none does, or if the relay does not join the two sides.
-    """
+    """Return a socket connected to the other peer through a relay. Waits for the other peer. The relays are tried in
+    order until one accepts the connection. Raises `TransportError` with the reason if none does, or if the relay does
+    not join the two sides."""
     problem = TransportError("expected at least one relay to connect through, got none.")
     for host, port in relays:
         try:

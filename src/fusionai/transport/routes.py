@@ -45,10 +45,8 @@ _NEAR: Final = tuple(
 
 
 def parse_address(address: str, scheme: str = SCHEME) -> tuple[str, int] | None:
-    """Return host and port of an address of `scheme`; None for another scheme.
-
-    Raises `UsageError` for malformed addresses.
-    """
+    """Return host and port of an address of `scheme`; None for another scheme. Raises `UsageError` for malformed
+    addresses."""
     match = _ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match["port"]) < 65_536:
         raise UsageError(
@@ -76,8 +74,7 @@ def port_of(addresses: Sequence[str]) -> int:
 
 def relay_candidates(brokers: Sequence[str]) -> tuple[str, ...]:
     """Return the relay candidate that a machine announces if it can be met at its broker: one, for the first broker
-    address.
-    """
+    address."""
     targets = [target for address in brokers if (target := parse_address(address)) is not None]
     return tuple(format_address(*target, RELAY_SCHEME) for target in targets[:1])
 
@@ -94,10 +91,8 @@ def way_to(host: str) -> Way:
 
 
 def candidates(host: str, port: int) -> tuple[str, ...]:
-    """Return the addresses that others may dial if this machine listens on `host`.
-
-    For a wildcard: all addresses of its interfaces, loopback last.
-    """
+    """Return the addresses that others may dial if this machine listens on `host`. For a wildcard: all addresses of its
+    interfaces, loopback last."""
     if not ipaddress.ip_address(host).is_unspecified:
         return (format_address(host, port),)
     found = sorted(_interface_addresses(), key=lambda address: (address.is_loopback, address.version, address))
@@ -225,9 +220,8 @@ def _rank(address: str, networks: Sequence[Network]) -> int:
 STAGGER_S: Final = 0.25
 """Head start of an attempt over the next one, in seconds."""
 ALL_BEGUN_S: Final = 1.0
-"""Time in seconds by which all attempts have started, however many there are: the last may be the
-only one that works.
-"""
+"""Time in seconds by which all attempts have started, however many there are: the last may be the only one that
+works."""
 
 C = TypeVar("C", bound=FramedChannel)
 
@@ -241,11 +235,8 @@ class Attempt(Generic[C]):
 
 
 async def first_to_answer(attempts: Sequence[Attempt[C]], *, timeout_s: float) -> C:
-    """Return the channel of the first attempt that succeeds.
-
-    Raises `RefusedError` at once. If all attempts have failed, raises `TrustError` (another machine answered) or
-    `TransportError` (no answer).
-    """
+    """Return the channel of the first attempt that succeeds. Raises `RefusedError` at once. If all attempts have
+    failed, raises `TrustError` (another machine answered) or `TransportError` (no answer)."""
     waiting = list(attempts[::-1])
     stagger_s = min(STAGGER_S, ALL_BEGUN_S / len(waiting)) if waiting else 0.0
     running: set[asyncio.Task[C]] = set()

@@ -5,13 +5,15 @@
 - Tickets, signed by the pool: "this peer has this role in this job". A member shows its ticket when it dials another.
 - Placements, signed by the job's owner: "in this round of my job these keys hold these stages". The broker grants plans
   and signs tickets, but can't sign placements, so it can't bring a machine into a job on its own.
+
+`trust` defines a fourth kind, endorsements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Generic, Literal, TypeVar
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -26,21 +28,51 @@ from fusionai.wire.base import MAX_PLACEMENT_BYTES, Fence
 
 SIGNATURE_BYTES: Final = 64
 
-
-def signed(content: bytes, domain: bytes, key: Ed25519PrivateKey) -> bytes:
-    return key.sign(domain + content) + content
+T = TypeVar("T", bound=msgspec.Struct)
 
 
-def content_of(
-    data: bytes, domain: bytes, public_key: bytes, *, what: str, max_bytes: int, by: str = "by this pool's authority"
-) -> bytes:
-    """Return the content if the holder of `public_key` (32 raw bytes) signed it in this domain. Raises `TrustError`."""
-    if not SIGNATURE_BYTES < len(data) <= max_bytes:
-        raise TrustError(f"expected {_an(what)} of {SIGNATURE_BYTES + 1} to {max_bytes} bytes, got {len(data)}.")
-    signature, content = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
-    if not holds(signature, domain + content, public_key):
-        raise TrustError(f"expected {_an(what)} signed {by}, got one that is not.")
-    return content
+class StatementKind(Generic[T]):
+    """One kind of signed statement. `domain` precedes the signed content, so that a signature over anything else (a
+    certificate, another kind) does not count. `canonical`: content in any other encoding is refused."""
+
+    def __init__(self, name: str, content: type[T], domain: bytes, max_bytes: int, *, canonical: bool = False) -> None:
+        self._name = f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+        self._domain = domain
+        self._max_bytes = max_bytes
+        self._canonical = canonical
+        self._decoder = msgspec.msgpack.Decoder(content)
+
+    def sign(self, content: T, key: Ed25519PrivateKey) -> bytes:
+        encoded = msgspec.msgpack.encode(content)
+        return key.sign(self._domain + encoded) + encoded
+
+    def verify(self, data: bytes, public_key: bytes, *, by: str = "by this pool's authority") -> T:
+        """Return the content if the holder of `public_key` (32 raw bytes) signed it. Raises `TrustError`."""
+        self._check_size(data)
+        if not holds(data[:SIGNATURE_BYTES], self._domain + data[SIGNATURE_BYTES:], public_key):
+            raise TrustError(f"expected {self._name} signed {by}, got one that is not.")
+        return self.read(data)
+
+    def read(self, data: bytes) -> T:
+        """Return the content without checking the signature. Raises `TrustError` if it can't be decoded."""
+        self._check_size(data)
+        encoded = data[SIGNATURE_BYTES:]
+        try:
+            content = self._decoder.decode(encoded)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise TrustError(
+                f"expected {self._name} of this version, got content that can't be decoded: {error}.",
+                hint="Update FusionAI on the older of the two machines.",
+            ) from error
+        if self._canonical and msgspec.msgpack.encode(content) != encoded:
+            raise TrustError(f"expected {self._name} in its canonical encoding, got another encoding.")
+        return content
+
+    def _check_size(self, data: bytes) -> None:
+        if not SIGNATURE_BYTES < len(data) <= self._max_bytes:
+            raise TrustError(
+                f"expected {self._name} of {SIGNATURE_BYTES + 1} to {self._max_bytes} bytes, got {len(data)}."
+            )
 
 
 def holds(signature: bytes, data: bytes, public_key: bytes) -> bool:
@@ -52,15 +84,10 @@ def holds(signature: bytes, data: bytes, public_key: bytes) -> bool:
     return True
 
 
-def _an(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
-
-
 MAX_TOKEN_BYTES: Final = 512
 MEETING_BYTES: Final = 16
 LIFETIME_S: Final = 30.0
 """Lifetime of a token: covers the time from the broker's answer to the connection at the relay. Chosen."""
-_PAIRING_DOMAIN: Final = b"fusionai pairing 1\x00"
 _PROOF_DOMAIN: Final = b"fusionai pairing proof 1\x00"
 
 Side = Literal["dials", "answers"]
@@ -68,10 +95,8 @@ _Peer = Annotated[str, Meta(min_length=PEER_ID_LENGTH, max_length=PEER_ID_LENGTH
 
 
 class PairingToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Permission for `peer` to meet `other`.
-
-    `meeting` is drawn by the broker for the two peers. `expires_at_s` is in seconds since 1970.
-    """
+    """Permission for `peer` to meet `other`. `meeting` is drawn by the broker for the two peers. `expires_at_s` is in
+    seconds since 1970."""
 
     meeting: Annotated[bytes, Meta(min_length=MEETING_BYTES, max_length=MEETING_BYTES)]
     peer: _Peer
@@ -80,22 +105,13 @@ class PairingToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     expires_at_s: Annotated[float, Meta(ge=0, le=1e12)]
 
 
-_PAIRING_DECODER: Final = msgspec.msgpack.Decoder(PairingToken)
-
-
-def sign_pairing(token: PairingToken, authority_key: Ed25519PrivateKey) -> bytes:
-    return signed(msgspec.msgpack.encode(token), _PAIRING_DOMAIN, authority_key)
+_PAIRING: Final = StatementKind("pairing token", PairingToken, b"fusionai pairing 1\x00", MAX_TOKEN_BYTES)
+sign_pairing: Final = _PAIRING.sign
 
 
 def verify_pairing(data: bytes, authority_key: bytes, *, now_wall_s: float) -> PairingToken:
     """Return the token if `authority_key` (32 raw bytes) signed it and it has not expired. Raises `TrustError`."""
-    content = content_of(data, _PAIRING_DOMAIN, authority_key, what="pairing token", max_bytes=MAX_TOKEN_BYTES)
-    try:
-        token = _PAIRING_DECODER.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TrustError(
-            f"expected a pairing token of this version, got content that can't be decoded: {error}."
-        ) from error
+    token = _PAIRING.verify(data, authority_key)
     if token.peer == token.other:
         raise TrustError("expected a pairing token for two peers, got one for a peer with itself.")
     if now_wall_s >= token.expires_at_s:
@@ -119,8 +135,6 @@ def check_holder(data: bytes, proof: bytes, public_key: bytes) -> None:
 Role = Literal["driver", "stage", "guard"]
 DRIVER_STAGE: Final = -1
 MAX_TICKET_BYTES: Final = 1024
-_TICKET_DOMAIN: Final = b"fusionai ticket 1\x00"
-"""Prefix of the signed content, so that a signature over anything else (a certificate) can't be used as a ticket."""
 
 
 class ExpiredTicket(TrustError):
@@ -128,11 +142,8 @@ class ExpiredTicket(TrustError):
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Role of one peer in one job.
-
-    `stage` is -1 for the driver; for a `guard` it is the first stage whose snapshots it keeps. `expires_at_s` is in
-    seconds since 1970.
-    """
+    """Role of one peer in one job. `stage` is -1 for the driver; for a `guard` it is the first stage whose snapshots it
+    keeps. `expires_at_s` is in seconds since 1970."""
 
     job: Annotated[str, Meta(min_length=1, max_length=128)]
     peer: Annotated[str, Meta(min_length=52, max_length=52)]
@@ -142,46 +153,27 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     expires_at_s: Annotated[float, Meta(ge=0, le=1e12)]
 
 
-_TICKET_DECODER: Final = msgspec.msgpack.Decoder(Ticket)
+_TICKET: Final = StatementKind("ticket", Ticket, b"fusionai ticket 1\x00", MAX_TICKET_BYTES)
 
 
 def sign_ticket(ticket: Ticket, authority_key: Ed25519PrivateKey) -> bytes:
-    if (ticket.stage == DRIVER_STAGE) != (ticket.role == "driver"):
-        raise TrustError(f"expected stage -1 exactly for a driver, got stage {ticket.stage} for a {ticket.role}.")
-    return signed(msgspec.msgpack.encode(ticket), _TICKET_DOMAIN, authority_key)
+    _check_role(ticket)
+    return _TICKET.sign(ticket, authority_key)
 
 
 def expiry_s(data: bytes) -> float:
-    """Return when a ticket expires, in seconds since 1970, without verifying it.
-
-    Raises `TrustError` if it can't be decoded.
-    """
-    try:
-        return _TICKET_DECODER.decode(data[SIGNATURE_BYTES:]).expires_at_s
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TrustError(f"expected a ticket of this version, got content that can't be decoded: {error}.") from error
+    """Return when a ticket expires, in seconds since 1970, without verifying it. Raises `TrustError` if it can't be
+    decoded."""
+    return _TICKET.read(data).expires_at_s
 
 
 def verify_ticket(
-    data: bytes,
-    authority_key: bytes,
-    *,
-    now_wall_s: float,
-    job: JobId | None = None,
-    peer: PeerId | None = None,
+    data: bytes, authority_key: bytes, *, now_wall_s: float, job: JobId | None = None, peer: PeerId | None = None
 ) -> Ticket:
     """Return the ticket if `authority_key` (32 raw bytes) signed it, it is not expired, and it names `job` and `peer`
-    (if given).
-
-    Raises `ExpiredTicket` for an expired one, `TrustError` for any other failure.
-    """
-    content = content_of(data, _TICKET_DOMAIN, authority_key, what="ticket", max_bytes=MAX_TICKET_BYTES)
-    try:
-        ticket = _TICKET_DECODER.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TrustError(f"expected a ticket of this version, got content that can't be decoded: {error}.") from error
-    if (ticket.stage == DRIVER_STAGE) != (ticket.role == "driver"):
-        raise TrustError(f"expected stage -1 exactly for a driver, got stage {ticket.stage} for a {ticket.role}.")
+    (if given). Raises `ExpiredTicket` for an expired one, `TrustError` for any other failure."""
+    ticket = _TICKET.verify(data, authority_key)
+    _check_role(ticket)
     if job is not None and ticket.job != job:
         raise TrustError(f"expected a ticket for job {job}, got one for {ticket.job}.")
     if peer is not None and ticket.peer != peer:
@@ -194,22 +186,22 @@ def verify_ticket(
     return ticket
 
 
-_PLACEMENT_DOMAIN: Final = b"fusionai placement 1\x00"
+def _check_role(ticket: Ticket) -> None:
+    if (ticket.stage == DRIVER_STAGE) != (ticket.role == "driver"):
+        raise TrustError(f"expected stage -1 exactly for a driver, got stage {ticket.stage} for a {ticket.role}.")
 
-Holder = Annotated[str, Meta(min_length=PEER_ID_LENGTH, max_length=PEER_ID_LENGTH)]
+
 Stage = Annotated[int, Meta(ge=0, le=2**20)]
-Places = Annotated[tuple[tuple[Stage, Holder], ...], Meta(max_length=4096)]
+Places = Annotated[tuple[tuple[Stage, _Peer], ...], Meta(max_length=4096)]
 
 
 class SignedPlacement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Placement of one round.
-
-    `stages` and `guards` are (stage, peer) in ascending order; stages that the owner keeps have the owner's id.
-    """
+    """Placement of one round. `stages` and `guards` are (stage, peer) in ascending order; stages that the owner keeps
+    have the owner's id."""
 
     version: Literal[1]
     job: Annotated[str, Meta(min_length=1, max_length=128)]
-    owner: Holder
+    owner: _Peer
     level: PrivacyLevel
     fence: Fence
     stages: Places
@@ -221,7 +213,11 @@ class SignedPlacement(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
         return frozenset(PeerId(peer) for _, peer in (*self.stages, *self.guards)) | {PeerId(self.owner)}
 
 
-_PLACEMENT_DECODER: Final = msgspec.msgpack.Decoder(SignedPlacement)
+_PLACEMENT: Final = StatementKind(
+    "placement", SignedPlacement, b"fusionai placement 1\x00", MAX_PLACEMENT_BYTES, canonical=True
+)
+sign_placement: Final = _PLACEMENT.sign
+"""Signs with the owner's key, whose certificate it shows in TLS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +231,7 @@ class Seal:
         self, job: str, fence: Fence, *, stages: Iterable[tuple[int, str]], guards: Iterable[tuple[int, str]]
     ) -> bytes:
         """Return the signed statement of which peers hold and guard which stages of `job` in the round of `fence`.
-
-        Raises `TrustError` if it exceeds `MAX_PLACEMENT_BYTES`.
-        """
+        Raises `TrustError` if it exceeds `MAX_PLACEMENT_BYTES`."""
         placement = SignedPlacement(
             version=1,
             job=job,
@@ -253,26 +247,10 @@ class Seal:
         return data
 
 
-def sign_placement(placement: SignedPlacement, key: Ed25519PrivateKey) -> bytes:
-    """`key` is the owner's, whose certificate it shows in TLS."""
-    return signed(msgspec.msgpack.encode(placement), _PLACEMENT_DOMAIN, key)
-
-
 def verify_placement(data: bytes, owner: PeerId, *, job: str, fence: Fence) -> SignedPlacement:
-    """Return the placement if `owner` signed it for exactly this round of this job.
-
-    Raises `TrustError` saying what failed.
-    """
-    by = f"by the job's owner {short(owner)}"
-    content = content_of(
-        data, _PLACEMENT_DOMAIN, public_key_of(owner), what="placement", by=by, max_bytes=MAX_PLACEMENT_BYTES
-    )
-    try:
-        placement = _PLACEMENT_DECODER.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TrustError(f"expected a placement of version 1, got content that can't be decoded: {error}.") from error
-    if msgspec.msgpack.encode(placement) != content:
-        raise TrustError("expected a placement in its canonical encoding, got another encoding.")
+    """Return the placement if `owner` signed it for exactly this round of this job. Raises `TrustError` saying what
+    failed."""
+    placement = _PLACEMENT.verify(data, public_key_of(owner), by=f"by the job's owner {short(owner)}")
     if placement.owner != owner:
         raise TrustError(f"expected a placement of {short(owner)}, got one of {short(PeerId(placement.owner))}.")
     if placement.job != job:

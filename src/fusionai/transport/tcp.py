@@ -14,14 +14,13 @@ import logging
 import socket
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from fusionai.primitives.errors import FusionError, TransportError, TrustError, UsageError
+from fusionai.primitives.errors import TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.credentials import Credentials, MemberCredentials, StrangerCredentials
-from fusionai.transport.framed import AcceptedTasks, Dialling
+from fusionai.transport.framed import AcceptedTasks, Dialling, DoorLimits
 from fusionai.transport.interface import Accept, Role
 from fusionai.transport.relay import Relay
 from fusionai.transport.relay_dialling import MAGIC
@@ -34,19 +33,6 @@ _LOG = logging.getLogger(__name__)
 _BACKLOG: Final = 256
 _RETRY_ACCEPT_S: Final = 0.2
 _POLL_S: Final = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class DoorLimits:
-    """Limits of half-open connections.
-
-    `greeting_s`: time for TLS and `Hello` together. `stranger_s`: total time of a stranger. `half_open`: number of both
-    together.
-    """
-
-    greeting_s: float = 5.0
-    stranger_s: float = 20.0
-    half_open: int = 128
 
 
 class TcpListener:
@@ -71,15 +57,12 @@ class TcpListener:
         self._limits = limits
         self._rates = rates
         self._relay = relay
-        self._accepted = AcceptedTasks(accept, stranger_lifetime_s=limits.stranger_s)
-        self._half_open: dict[asyncio.Task[None], None] = {}
+        self._accepted = AcceptedTasks(accept, limits)
         self._door = asyncio.get_running_loop().create_task(self._stand_at_door())
 
     def candidates_now(self) -> tuple[str, ...]:
-        """Return the addresses at which this machine can be dialled now.
-
-        Its network may have changed since the listener opened.
-        """
+        """Return the addresses at which this machine can be dialled now. Its network may have changed since the
+        listener opened."""
         return candidates(*self._place)
 
     async def close(self) -> None:
@@ -99,20 +82,11 @@ class TcpListener:
                 await asyncio.sleep(_RETRY_ACCEPT_S)
                 continue
             sock.setblocking(False)
-            self._let_in(sock, relayed=False)
+            self._accepted.start(self._serve(sock, relayed=False))
 
     def admit_relayed(self, sock: socket.socket) -> None:
         """Admit the peer at the far end of an outgoing relayed connection, as if it had connected to this listener."""
-        self._let_in(sock, relayed=True)
-
-    def _let_in(self, sock: socket.socket, *, relayed: bool) -> None:
-        if len(self._half_open) >= self._limits.half_open:
-            oldest = next(iter(self._half_open))
-            del self._half_open[oldest]
-            oldest.cancel()
-        task = self._accepted.start(self._serve(sock, relayed=relayed))
-        self._half_open[task] = None
-        task.add_done_callback(lambda done: self._half_open.pop(done, None))
+        self._accepted.start(self._serve(sock, relayed=True))
 
     async def _serve(self, sock: socket.socket, *, relayed: bool) -> None:
         if self._relay is not None and not relayed:
@@ -122,44 +96,29 @@ class TcpListener:
                 sock.close()
                 raise
             if not tls:
-                await self._relay.serve(sock, self._proven)
+                await self._relay.serve(sock, self._accepted.proven)
                 return
+        await self._accepted.serve(partial(self._connected, sock, relayed=relayed))
+
+    async def _connected(self, sock: socket.socket, *, relayed: bool) -> TcpChannel:
         channel = TcpChannel(self._credentials, self._role, None, self._rates, relayed=relayed)
         try:
-            async with asyncio.timeout(self._limits.greeting_s):
-                await asyncio.get_running_loop().connect_accepted_socket(
-                    lambda: channel,
-                    sock,
-                    ssl=self._context,
-                    ssl_handshake_timeout=self._limits.greeting_s,
-                    ssl_shutdown_timeout=GOODBYE_TIMEOUT_S,
-                )
-                await channel.opened
-        except (OSError, TimeoutError, FusionError, asyncio.CancelledError) as error:
-            _LOG.debug("an incoming connection was rejected: %r", error)
-            if isinstance(error, FusionError):
-                # A refusal may still be in the send queue.
-                await channel.close()
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: channel,
+                sock,
+                ssl=self._context,
+                ssl_handshake_timeout=self._limits.greeting_s,
+                ssl_shutdown_timeout=GOODBYE_TIMEOUT_S,
+            )
+        except BaseException:
             channel.abort()
             sock.close()
-            if isinstance(error, asyncio.CancelledError):
-                raise
-            return
-        if channel.remote.role != "stranger":
-            self._proven()
-        await self._accepted.run(channel)
-
-    def _proven(self) -> None:
-        """Stop counting the current task's connection as half open."""
-        current = asyncio.current_task()
-        assert current is not None, "a coroutine of this listener runs as a task"
-        self._half_open.pop(current, None)
+            raise
+        return channel
 
     async def _speaks_tls(self, sock: socket.socket) -> bool:
-        """Return whether the first byte, which stays in the socket, is TLS.
-
-        A silent caller is left to TLS, whose handshake times out.
-        """
+        """Return whether the first byte, which stays in the socket, is TLS. A silent caller is left to TLS, whose
+        handshake times out."""
         with contextlib.suppress(TimeoutError, OSError):
             async with asyncio.timeout(self._limits.greeting_s):
                 return await first_byte(sock) != MAGIC[:1]
@@ -215,10 +174,8 @@ async def first_byte(sock: socket.socket) -> bytes:
 
 
 class TcpTransport:
-    """Implements `Transport` for one machine.
-
-    May be created outside an event loop; it keeps no connection. `rates` limit all its connections together.
-    """
+    """Implements `Transport` for one machine. May be created outside an event loop; it keeps no connection. `rates`
+    limit all its connections together."""
 
     def __init__(
         self, credentials: Credentials, *, door_limits: DoorLimits | None = None, rates: Limits | None = None
@@ -232,10 +189,8 @@ class TcpTransport:
     async def listen(
         self, accept: Accept, *, host: str, port: int, strangers: bool = False, relay: Relay | None = None
     ) -> TcpListener:
-        """Listen. With `relay`, connections for the relay may come to the same port.
-
-        Raises `UsageError` if the port or host can't be used, `TrustError` if this machine has not joined a pool.
-        """
+        """Listen. With `relay`, connections for the relay may come to the same port. Raises `UsageError` if the port or
+        host can't be used, `TrustError` if this machine has not joined a pool."""
         if isinstance(self._credentials, StrangerCredentials):
             raise TrustError("a machine outside any pool can't listen.", hint="Join with an invitation first.")
         sock = await open_door(host, port)
@@ -257,10 +212,8 @@ class TcpTransport:
         ]
 
     async def dial_over(self, sock: socket.socket, dialling: Dialling, timeout_s: float, *, where: str) -> TcpChannel:
-        """Dial over a connected socket, e.g. through a relay, and take the socket over.
-
-        The machine at the other end proves its identity as on any connection.
-        """
+        """Dial over a connected socket, e.g. through a relay, and take the socket over. The machine at the other end
+        proves its identity as on any connection."""
         channel = TcpChannel(self._credentials, self._role, dialling, self._rates, relayed=True)
         return await self._shake_hands(channel, where, timeout_s, sock=sock, server_hostname="")
 

@@ -4,7 +4,7 @@ Reading: TLS writes directly into the frame reader's buffers, so a tensor is cop
 small frame goes in one write. A large body goes in slices; each waits for its turn on the machine's uplink and until
 the connection is below its high-water mark.
 
-`bulk` watches large bodies, `framed` defines what frames mean, `tcp` dials, `tcp_listener` accepts.
+`bulk` watches large bodies, `framed` defines what frames mean, `tcp` dials and accepts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import ssl
 from collections.abc import Sequence
 from typing import Final, cast
 
-import numpy as np
-
 from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.bulk import Bulk
 from fusionai.transport.credentials import Credentials
-from fusionai.transport.framed import Dialling, FramedChannel
+from fusionai.transport.framed import Dialling, FramedChannel, joined
 from fusionai.transport.interface import Role
 from fusionai.transport.links import (
     CHECK_EVERY_S,
@@ -45,8 +43,6 @@ SMALL_READ_BYTES: Final = 16 * 2**10
 """Reads of at most this size are treated as small frames by the download limit."""
 HIGH_WATER_BYTES: Final = 512 * 2**10
 """Unsent bytes in the connection's write buffer above which senders wait."""
-LARGE_ALLOCATION_BYTES: Final = 2**20
-"""Size in bytes from which receive buffers are allocated by numpy, which does not clear them."""
 STALLED_S: Final = 2.0
 """Time in seconds without progress after which closing gives up sending the rest."""
 GOODBYE_TIMEOUT_S: Final = 5.0
@@ -68,7 +64,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         *,
         relayed: bool = False,
     ) -> None:
-        super().__init__(own_role=own_role, dialling=dialling, allocate=_allocate)
+        super().__init__(own_role=own_role, dialling=dialling)
         self.way: Way = "relay" if relayed else "lan"
         self._credentials = credentials
         self._limits = limits or Limits()
@@ -91,10 +87,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         sock = None if self._transport is None or self.closed else self._transport.get_extra_info("socket")
         if sock is None:
             return UNKNOWN
-        try:
-            found = tcp_figures(sock)
-        except (OSError, ValueError):  # uvloop raises either for a socket it has closed
-            return UNKNOWN
+        found = tcp_figures(sock)
         return dataclasses.replace(found, round_trip_s=0.0) if self.way == "relay" else found
 
     @property
@@ -111,31 +104,28 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
             transport = self._live_transport()
             if body_bytes <= SMALL_BODY_BYTES:
                 await self._small_turn(len(head) + body_bytes)
-                transport.write(_joined(head, tensors))
+                transport.write(joined(head, tensors))
                 self._watch_over()
             else:
                 await self._send_large(transport, head, tensors)
-            self.stats.sent_frames += 1
-            self.stats.sent_bytes += len(head) + body_bytes
+            self._count_sent(len(head) + body_bytes)
             if not self._writable.is_set():
                 await self._until_writable()
 
     def send_at_once(self, message: Message, tensors: Sequence[HostTensor] = ()) -> bool:
-        self._check_open()
-        body_bytes = sum(tensor.nbytes for tensor in tensors)
+        transport = self._live_transport()
+        body_bytes = sum(tensor.nbytes for tensor in tensors) if tensors else 0
         if body_bytes > SMALL_BODY_BYTES or self._sending.locked() or not self._writable.is_set():
             return False
         head = encode_frame_head(message, tensors, self._outbound)
-        transport = self._live_transport()
         if (upload := self._limits.upload) is not None:
-            now_s = asyncio.get_running_loop().time()
+            now_s = self._loop.time()
             if not upload.admits_small(now_s):
                 return False
             upload.take(len(head) + body_bytes, now_s)
-        transport.write(_joined(head, tensors))
+        transport.write(joined(head, tensors))
         self._watch_over()
-        self.stats.sent_frames += 1
-        self.stats.sent_bytes += len(head) + body_bytes
+        self._count_sent(len(head) + body_bytes)
         return True
 
     async def close(self) -> None:
@@ -153,12 +143,6 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
                 await self._gone.wait()
         except TimeoutError:
             self._abort()
-
-    def abort(self) -> None:
-        """Drop the connection at once."""
-        self._closing = True
-        self._settle(ChannelClosed("this side dropped the connection."))
-        self._abort()
 
     # Event loop callbacks.
 
@@ -184,6 +168,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if not self.closed:
             self.stats.arrived_bytes += nbytes
+            self._heard_s = self._loop.time()
             if self._limits.download is not None:
                 self._paid_for(nbytes, self._limits.download)
             self._reader.advance(nbytes)
@@ -231,17 +216,20 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
     # Internals.
 
     def _watch_over(self) -> None:
-        """Check that the other side is alive until all data is acknowledged.
+        """Check that the other side is alive until all data is acknowledged. Keep-alive probes watch idle connections.
 
-        Keep-alive probes watch idle connections.
-        """
+        What arrives acknowledges too, so nothing can be found before `DEAD_AFTER_S` have passed in silence."""
         if self._watch is None:
-            self._watch = asyncio.get_running_loop().call_later(CHECK_EVERY_S, self._look_for_life)
+            earliest_s = self._heard_s + DEAD_AFTER_S + CHECK_EVERY_S / 2
+            self._watch = self._loop.call_at(max(self._loop.time() + CHECK_EVERY_S, earliest_s), self._look_for_life)
 
     def _look_for_life(self) -> None:
-        """Drop the connection if the other side has gone silently. Runs once a second."""
+        """Drop the connection if the other side has gone silently."""
         self._watch = None
         if self._transport is None or self._gone.is_set():
+            return
+        if self._loop.time() < self._heard_s + DEAD_AFTER_S:
+            self._watch_over()
             return
         sock = self._transport.get_extra_info("socket")
         if sock is None:  # asyncio has lost it in this iteration of the loop; `connection_lost` comes next
@@ -257,7 +245,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         """Wait until a small frame may be sent."""
         if (upload := self._limits.upload) is None:
             return
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._loop.time()
         waits = not upload.admits_small(now_s)
         due_s = upload.take(nbytes, now_s)
         if waits:
@@ -269,7 +257,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         upload = self._limits.upload
         slice_bytes = SLICE_BYTES if upload is None else upload.slice_bytes(SLICE_BYTES)
         if upload is not None:
-            upload.take(len(head), asyncio.get_running_loop().time())
+            upload.take(len(head), self._loop.time())
         try:
             transport.write(head)
             for tensor in tensors:
@@ -278,7 +266,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
                     await self._bulk.slice(piece.nbytes)
                     self._live_transport()  # it may have gone while other connections had their turn
                     if upload is not None:
-                        await self._wait(upload.take(piece.nbytes, asyncio.get_running_loop().time()))
+                        await self._wait(upload.take(piece.nbytes, self._loop.time()))
                     transport.write(piece)
                     self._watch_over()
                     self._slices += 1
@@ -293,7 +281,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
 
     async def _flush(self) -> None:
         """Wait until everything has been sent, including frames begun by other tasks. Gives up when nothing moves."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         seen, seen_at_s = (-1, -1), loop.time()
         while self._transport is not None and not self._gone.is_set():
             left_bytes = self._transport.get_write_buffer_size()
@@ -339,13 +327,13 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
 
     def _paid_for(self, nbytes: int, download: RateLimit) -> None:
         """Count received bytes. If they exceed the limit, pause reading until they are within it."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._loop.time()
         waits = nbytes > SMALL_READ_BYTES or not download.admits_small(now_s)
         due_s = download.take(nbytes, now_s)
         if waits and due_s > 0 and not self._over_limit:
             self._over_limit = True
             self._hold_or_read()
-            asyncio.get_running_loop().call_later(due_s, self._within_limit)
+            self._loop.call_later(due_s, self._within_limit)
 
     def _within_limit(self) -> None:
         self._over_limit = False
@@ -366,12 +354,3 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
-
-
-def _joined(head: bytes, tensors: Sequence[HostTensor]) -> bytes:
-    return b"".join([head, *(tensor.data for tensor in tensors)]) if tensors else head
-
-
-def _allocate(count: int) -> memoryview:
-    # numpy neither clears a large buffer (a second pass over its memory) nor touches it before data arrives.
-    return np.empty(count, np.uint8).data if count >= LARGE_ALLOCATION_BYTES else memoryview(bytearray(count))

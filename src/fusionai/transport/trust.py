@@ -22,20 +22,17 @@ from fusionai.primitives.errors import FusionError, StorageError, TrustError, Us
 from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
 from fusionai.transport.authority import CLOCK_SKEW_S
 from fusionai.transport.identity import (
-    create_private,
-    parse_private_pem,
+    load_key,
     peer_of,
-    private_pem,
     public_bytes,
     public_key_of,
-    read_private,
-    write_private,
+    read_private_json,
+    write_private_json,
 )
-from fusionai.transport.signed import SIGNATURE_BYTES, content_of, signed
+from fusionai.transport.signed import StatementKind
 
 SIGNING_KEY_FILE: Final = "trust.pem"
 MAX_ENDORSEMENT_BYTES: Final = 512
-_DOMAIN: Final = b"fusionai endorsement 1\x00"
 _KEY_PREFIX: Final = "signing-"
 _LINE_PREFIX: Final = "endorsement-1:"
 MAX_LINE_LENGTH: Final = len(_LINE_PREFIX) + 4 * MAX_ENDORSEMENT_BYTES // 3 + 4
@@ -44,11 +41,8 @@ Seconds = Annotated[int, Meta(ge=0, le=10**12)]
 
 
 class Endorsement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Endorsement of one member's key.
-
-    `signer` is a public key of 32 bytes, `peer` the member's id, `purpose` what the member may do. Times are whole
-    seconds since 1970. `serial` makes each endorsement unique.
-    """
+    """Endorsement of one member's key. `signer` is a public key of 32 bytes, `peer` the member's id, `purpose` what the
+    member may do. Times are whole seconds since 1970. `serial` makes each endorsement unique."""
 
     version: Literal[1]
     signer: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -60,7 +54,9 @@ class Endorsement(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     serial: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
-_DECODER: Final = msgspec.msgpack.Decoder(Endorsement)
+_ENDORSEMENT: Final = StatementKind(
+    "endorsement", Endorsement, b"fusionai endorsement 1\x00", MAX_ENDORSEMENT_BYTES, canonical=True
+)
 
 
 def endorse(
@@ -80,27 +76,18 @@ def endorse(
         not_after_s=int(now_wall_s) + lifetime_s,
         serial=serial,
     )
-    return signed(msgspec.msgpack.encode(statement), _DOMAIN, key)
+    return _ENDORSEMENT.sign(statement, key)
 
 
 def verify_endorsement(
     data: bytes, signers: Collection[bytes], *, peer: PeerId | None, now_wall_s: float
 ) -> Endorsement:
     """Return the endorsement if one of `signers` (32 raw bytes each) signed it, it is valid now and it names `peer`.
-
-    Raises `TrustError` saying which check failed.
-    """
+    Raises `TrustError` saying which check failed."""
     statement = read_endorsement(data)
     if statement.signer not in signers:
         raise TrustError(f"its endorsement is signed by {key_text(statement.signer)}, which is not a key trusted here.")
-    content_of(
-        data,
-        _DOMAIN,
-        statement.signer,
-        what="endorsement",
-        by=f"by {key_text(statement.signer)}",
-        max_bytes=MAX_ENDORSEMENT_BYTES,
-    )
+    _ENDORSEMENT.verify(data, statement.signer, by=f"by {key_text(statement.signer)}")
     if peer is not None and statement.peer != peer:
         raise TrustError(f"the endorsement it shows is for another key, {short(PeerId(statement.peer))}.")
     if now_wall_s < statement.not_before_s - CLOCK_SKEW_S:
@@ -111,23 +98,9 @@ def verify_endorsement(
 
 
 def read_endorsement(data: bytes) -> Endorsement:
-    """Decode an endorsement without checking its signature.
-
-    Raises `TrustError` for anything that is no endorsement in its canonical encoding.
-    """
-    if not SIGNATURE_BYTES < len(data) <= MAX_ENDORSEMENT_BYTES:
-        raise TrustError(
-            f"expected an endorsement of {SIGNATURE_BYTES + 1} to {MAX_ENDORSEMENT_BYTES} bytes, got {len(data)}."
-        )
-    content = data[SIGNATURE_BYTES:]
-    try:
-        statement = _DECODER.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TrustError(
-            f"expected an endorsement of version 1, got content that can't be decoded: {error}."
-        ) from error
-    if msgspec.msgpack.encode(statement) != content:
-        raise TrustError("expected an endorsement in its canonical encoding, got another encoding.")
+    """Decode an endorsement without checking its signature. Raises `TrustError` for anything that is no endorsement in
+    its canonical encoding."""
+    statement = _ENDORSEMENT.read(data)
     public_key_of(statement.peer)
     return statement
 
@@ -174,17 +147,9 @@ def parse_line(line: str) -> bytes:
 
 def signing_key(home: Path, *, make: bool) -> Ed25519PrivateKey | None:
     """Return this machine's signing key from `home/trust.pem` (mode 0600), created there first if `make`; None without
-    one.
-
-    Raises `TrustError` if others may read the file or it holds no key, `StorageError` if it can't be written.
-    """
+    one. Raises `TrustError` if others may read the file or it holds no key, `StorageError` if it can't be written."""
     path = home / SIGNING_KEY_FILE
-    data = read_private(path)
-    if data is None and make:
-        create_private(path, private_pem(Ed25519PrivateKey.generate()))
-        # Read back, because another process may have created the file first.
-        data = read_private(path) or b""
-    return None if data is None else parse_private_pem(data, path)
+    return load_key(path) if make or path.exists() else None
 
 
 TRUST_FILE: Final = "trust.json"
@@ -229,10 +194,8 @@ class Circle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return next((signer.name for signer in self.signers if signer.key == text and signer.name), text)
 
     def endorsement_of(self, peer: PeerId, carried: Sequence[bytes], now_wall_s: float) -> Endorsement:
-        """Return the first valid endorsement among those kept here and those the member shows (`carried`).
-
-        Raises `TrustError` with the reason if `peer` is not trusted.
-        """
+        """Return the first valid endorsement among those kept here and those the member shows (`carried`). Raises
+        `TrustError` with the reason if `peer` is not trusted."""
         if any(one.peer == peer for one in self.revoked):
             raise TrustError("its key is revoked in this machine's trust file.")
         keys = self.keys
@@ -250,30 +213,25 @@ class Circle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def load_circle(path: Path) -> Circle:
-    """Read the trust list.
-
-    Raises `TrustError` if the file is missing or readable by others, `StorageError` if it is broken.
-    """
-    data = read_private(path, limit_bytes=MAX_FILE_BYTES)
-    if data is None:
+    """Read the trust list. Raises `TrustError` if the file is missing or readable by others, `StorageError` if it is
+    broken."""
+    hint = "Restore it from a backup, or delete it and create a new trust list; until then no key is trusted."
+    circle = read_private_json(path, Circle, what="a trust file", hint=hint, limit_bytes=MAX_FILE_BYTES)
+    if circle is None:
         raise TrustError(
             f"this machine has no trust list yet (there is no {path}).",
             hint="Create a trust list with `fusion trust key` and `fusion trust sign`.",
         )
     try:
-        circle = msgspec.json.decode(data, type=Circle)
         _ = circle.keys, [read_endorsement(one) for one in circle.endorsements]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, FusionError) as error:
-        raise StorageError(
-            f"expected a trust file in {path}, got something else: {error}.",
-            hint="Restore it from a backup, or delete it and create a new trust list; until then no key is trusted.",
-        ) from error
+    except FusionError as error:
+        raise StorageError(f"expected a trust file in {path}, got something else: {error}.", hint=hint) from error
     return circle
 
 
 def keep_circle(path: Path, circle: Circle) -> None:
     """Write the trust list. Raises `StorageError`."""
-    write_private(path, msgspec.json.format(msgspec.json.encode(circle)))
+    write_private_json(path, circle)
 
 
 @dataclass(slots=True)
@@ -314,21 +272,11 @@ class _Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def carried_endorsements(home: Path) -> tuple[bytes, ...]:
-    """Return the endorsements that this machine shows when it lends.
-
-    Raises `StorageError` for a broken file, `TrustError` for one that others may read.
-    """
-    path = home / CARRIED_FILE
-    data = read_private(path)
-    if data is None:
-        return ()
-    try:
-        return msgspec.json.decode(data, type=_Carried).endorsements
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise StorageError(
-            f"expected this machine's endorsements in {path}, got something else: {error}.",
-            hint="Delete the file and add them again with `fusion trust carry`.",
-        ) from error
+    """Return the endorsements that this machine shows when it lends. Raises `StorageError` for a broken file,
+    `TrustError` for one that others may read."""
+    hint = "Delete the file and add them again with `fusion trust carry`."
+    kept = read_private_json(home / CARRIED_FILE, _Carried, what="this machine's endorsements", hint=hint)
+    return () if kept is None else kept.endorsements
 
 
 def carry(home: Path, data: bytes, peer: PeerId) -> None:
@@ -341,4 +289,4 @@ def carry(home: Path, data: bytes, peer: PeerId) -> None:
         )
     known = [one for one in carried_endorsements(home) if one != data]
     kept = _Carried("fusionai.endorsements/1", (data, *known)[:MAX_CARRIED])
-    write_private(home / CARRIED_FILE, msgspec.json.format(msgspec.json.encode(kept)))
+    write_private_json(home / CARRIED_FILE, kept)

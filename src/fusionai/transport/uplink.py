@@ -41,10 +41,8 @@ class Turns:
         self._waiting: deque[tuple[object, float, asyncio.Future[None]]] = deque()
 
     async def take(self, who: object, bytes_per_s: float | None) -> None:
-        """Wait until `who` has a turn.
-
-        `bytes_per_s`: its last delivery rate. The caller must call `give_back` afterwards.
-        """
+        """Wait until `who` has a turn. `bytes_per_s`: its last delivery rate. The caller must call `give_back`
+        afterwards."""
         rate = math.inf if bytes_per_s is None else bytes_per_s
         if not self._waiting and self._admits():
             self._holders[who] = rate
@@ -67,8 +65,7 @@ class Turns:
 
     def seen(self, *, queues: bool, held: bool) -> None:
         """Report a sample of a sender at the line's pace: whether it reached the pace (`held`) and whether a queue
-        stands.
-        """
+        stands."""
         if self.line_bytes_per_s is None:
             return
         self._standing = self._standing + 1 if queues else 0
@@ -123,10 +120,8 @@ class RateLimit:
         self._at_s: float | None = None
 
     def take(self, nbytes: int, now_s: float) -> float:
-        """Count `nbytes` and return the seconds until they are paid for.
-
-        They count at once, whether the caller waits or not.
-        """
+        """Count `nbytes` and return the seconds until they are paid for. They count at once, whether the caller waits
+        or not."""
         self._pay(now_s)
         self._credit_bytes -= nbytes
         return max(0.0, -self._credit_bytes / self.bytes_per_s)

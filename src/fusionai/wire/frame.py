@@ -113,9 +113,8 @@ def tensor_headers(message: Message) -> tuple[TensorHeader, ...]:
 
 
 def tensor_layout(message: Message, body_bytes: int) -> tuple[TensorSlot, ...]:
-    """Return the position of each announced tensor in a body of `body_bytes`.
-
-    Raises `WireError` on an unknown dtype, on a duplicate name, or when shapes and body length disagree."""
+    """Return the position of each announced tensor in a body of `body_bytes`. Raises `WireError` on an unknown dtype,
+    on a duplicate name, or when shapes and body length disagree."""
     slots: list[TensorSlot] = []
     names: set[str] = set()
     offset_bytes = 0
@@ -147,10 +146,8 @@ def encode_header(message_bytes: int, body_bytes: int) -> bytes:
 
 
 def encode_frame_head(message: Message, tensors: Sequence[HostTensor], limits: FrameLimits) -> bytes:
-    """Return the fixed header and the message of a frame whose body is the bytes of `tensors` in order.
-
-    Raises `WireError` when `message.tensors` does not describe `tensors`, or when a size exceeds the receiver's caps.
-    """
+    """Return the fixed header and the message of a frame whose body is the bytes of `tensors` in order. Raises
+    `WireError` when `message.tensors` does not describe `tensors`, or when a size exceeds the receiver's caps."""
     announced = tensor_headers(message)
     body_bytes = 0
     fits = len(announced) == len(tensors)

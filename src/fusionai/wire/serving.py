@@ -85,9 +85,8 @@ class Hop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=Tr
 
 class Load(WireMessage, frozen=True, kw_only=True, tag="load"):
     """Driver -> member, after `Enlist`: load this stage's program and weights. Answered by `Loaded` or `StageFailed`. A
-    stage that is already loaded answers at once and keeps its caches.
-
-    Tensor `graph` (uint8): canonical JSON of the stage's graph. `boundary` as in `Attach`."""
+    stage that is already loaded answers at once and keeps its caches. Tensor `graph` (uint8): canonical JSON of the
+    stage's graph. `boundary` as in `Attach`."""
 
     fence: Fence
     job: Job
@@ -136,10 +135,8 @@ class Loaded(WireMessage, frozen=True, kw_only=True, tag="loaded"):
 
 class Pass(WireMessage, frozen=True, kw_only=True, tag="pass"):
     """Driver or stage -> next stage: values of all `segments`, packed in order along the sequence. Values that only
-    later stages need travel along.
-
-    `rebuild`: the last stage to compute the pass, which then answers `Rebuilt` instead of sending on; -1: an ordinary
-    pass."""
+    later stages need travel along. `rebuild`: the last stage to compute the pass, which then answers `Rebuilt` instead
+    of sending on; -1: an ordinary pass."""
 
     fence: Fence
     number: Count

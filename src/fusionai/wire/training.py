@@ -123,10 +123,8 @@ class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 class Attach(WireMessage, frozen=True, kw_only=True, tag="attach"):
     """Driver -> member, after `Enlist`: run this stage under this fence. Drop partial sums, keep the prepared step.
-
-    Tensor `graph` (uint8): canonical JSON of the stage's graph (`ir.schema.Graph`). `boundary` holds the
-    routes of each stage value (`ir.partition.StageGraph` without the graph); `execution` decodes it.
-    """
+    Tensor `graph` (uint8): canonical JSON of the stage's graph (`ir.schema.Graph`). `boundary` holds the routes of each
+    stage value (`ir.partition.StageGraph` without the graph); `execution` decodes it."""
 
     fence: Fence
     job: Job

@@ -28,7 +28,7 @@ def test_a_package_that_is_not_installed_is_named_and_how_to_get_it(monkeypatch:
 def test_a_framework_built_for_other_processors_is_named_with_its_own_words(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """As jaxlib does it below AVX."""
+    """jaxlib raises this on processors without AVX."""
     (tmp_path / "jax.py").write_text("raise RuntimeError('This version of jaxlib was built using AVX instructions')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for module in [name for name in sys.modules if name.split(".")[0] == "jax" or ".backends.jax" in name]:

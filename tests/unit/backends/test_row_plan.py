@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from fusionai.backends.torch.packed_graph import products
 from fusionai.backends.torch.row_code import LINE, Field, Op
-from fusionai.backends.torch.row_plan import Plan, Unplanned, _Room, plan_rows
+from fusionai.backends.torch.row_memory import Unplanned, _Room
+from fusionai.backends.torch.row_plan import Plan, plan_rows
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 from harness.examples import examples
 
@@ -168,7 +169,7 @@ def assert_equal(sketch: Sketch, *outputs: str) -> Plan:
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(st.data())
 def test_any_graph_of_rows_equals_operators(data: st.DataObject) -> None:
-    """Values live as long as somebody reads them, whoever they share memory with."""
+    """Memory is kept until the last of the values that share it has been read."""
     sketch = Sketch(2, 6)
     names = ["x"]
     for _ in range(data.draw(st.integers(1, 12), label="nodes")):

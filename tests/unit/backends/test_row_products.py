@@ -80,7 +80,7 @@ def laid(way: Factor, weight: torch.Tensor) -> tuple[Blocks, torch.Tensor]:
 
 
 def group_of(way: Factor) -> int:
-    """Summands come in groups of so many."""
+    """Number of summands that share a scale."""
     return next((group for group, known in GROUPS.items() if known is way), 1)
 
 
@@ -260,7 +260,7 @@ def test_what_is_no_number_passes_through_and_stays_in_its_row_and_column(way: F
 @pytest.mark.parametrize("rows", [1, 12, 20])
 @pytest.mark.parametrize("way", [Factor.FP32, Factor.BF16, Factor.FP16, Factor.INT8])
 def test_what_fills_blocks_up_is_no_part_of_a_sum(way: Factor, rows: int) -> None:
-    """With an odd number of summands the pair's second is none: what lies behind a row is not read into it."""
+    """Memory behind a row does not enter the last pair of an odd number of summands."""
     weight, x = drawn(18, 5, rows)
     behind = torch.full((rows, 6), float("nan"))
     behind[:, :5] = x

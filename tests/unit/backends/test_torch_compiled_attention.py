@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("numba", reason="attention of prompts is machine code, made by numba")
 
+from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import TILE_POSITIONS
 from fusionai.backends.serving.page_table import LayerShape, Span
 from fusionai.backends.torch import compiled_attention as wrapper
@@ -72,7 +73,7 @@ class Text:
     ) -> torch.Tensor:
         """[rows, heads, width]."""
         q = self.q[:, :, start:end]
-        return compiled_attention(self.span(start, end), self.cache, q, scale=0.25, softcap=softcap, sinks=sinks)
+        return compiled_attention(self.span(start, end), self.cache, q, Scores(0.25, softcap, sinks))
 
     def plainly(self, softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         groups = self.q.shape[1] // self.k.shape[1]
@@ -160,7 +161,7 @@ def test_memory_is_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_operands_that_do_not_suit_the_cache_are_refused() -> None:
     text = Text()
     with pytest.raises(ExecutionError, match="don't fit"):
-        compiled_attention(text.span(0, 9), text.cache, text.q, scale=1.0, softcap=None, sinks=None)
+        compiled_attention(text.span(0, 9), text.cache, text.q, Scores(1.0))
     with pytest.raises(ExecutionError, match="sinks"):
         text.piece(0, 9, sinks=drawn(5))
 

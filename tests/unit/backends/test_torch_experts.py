@@ -1,4 +1,4 @@
-"""Products by experts: what a weight per row would give, whoever has rows."""
+"""Products by experts equal products with one weight per row, whichever experts have rows."""
 
 from __future__ import annotations
 

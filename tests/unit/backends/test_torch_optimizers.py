@@ -69,7 +69,7 @@ def test_equals_the_optimizer_classes_bit_for_bit(spec: OptimizerSpec) -> None:
 
 
 LARGE = {"matrix": (90, 70), "norm": (33,), "odd": (5001,)}
-"""Of which the first and the last are worth coding."""
+"""Shapes of parameters. The first and the last are large enough for 8-bit state."""
 
 
 def large() -> dict[str, torch.Tensor]:

@@ -46,7 +46,7 @@ class Draft:
         return self.node("aten.transpose.int", split, 1, 2, shape=(1, heads, "s", WIDTH))
 
     def turned(self, x: str, rows: int, cosine: str) -> str:
-        """As rotary embeddings do it, the tables aside."""
+        """A rotary embedding, without its tables."""
         heads, half = rows // WIDTH, WIDTH // 2
         whole = self.node("aten.mul.Tensor", x, cosine, shape=(1, heads, "s", WIDTH))
         first = self.node("aten.slice.Tensor", x, 3, 0, half, shape=(1, heads, "s", half))

@@ -20,7 +20,7 @@ EMBEDDING = Node(id=2, op="aten.embedding.default", args=(Ref("w"), Ref("ids")),
 
 
 def weight(form: Stored) -> tuple[StoredWeight, torch.Tensor]:
-    """As it is kept, and the numbers it stands for."""
+    """Return a packed weight and the numbers that it stands for."""
     values = np.random.default_rng(1).normal(size=(64, 64)).astype(np.float32)
     spec = ParamSpec(key="w", kind="parameter", shape=(64, 64), dtype="float32", stored=form)
     data = pack_stored(values, form)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import TILE_POSITIONS
 from fusionai.backends.serving.page_table import Span, first_key
 from fusionai.backends.torch.paged_attention import BLOCK_KEYS, tiled_attention, tiles
@@ -31,9 +32,7 @@ def piece(start: int, end: int, window: int | None, softcap: float | None, sinks
         Q[:, :, start:end],
         K[:, :, first:end],
         V[:, :, first:end],
-        scale=0.25,
-        softcap=softcap,
-        sinks=sinks,
+        Scores(0.25, softcap, sinks),
     )
 
 

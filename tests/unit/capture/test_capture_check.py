@@ -20,7 +20,7 @@ from fusionai.backends.torch.semantic import attention as backend_attention
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.check import check
 from fusionai.capture.checking.self_check import self_check
-from fusionai.capture.graph.shapes import spell
+from fusionai.capture.graph.values import spell
 from fusionai.capture.models.source import ConfigSource, FactorySource
 from fusionai.capture.tasks import ExampleInput
 from fusionai.capture.tracing.attention import MaskRule, attention, mask_rule

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.cli.analyze import csv_of, figures_of, shipped_comparisons
 from fusionai.cli.main import main
+from fusionai.cli.planning.analyze import csv_of, figures_of, shipped_comparisons
 from fusionai.dashboard.analysis_page import document, overall
 from fusionai.dashboard.analysis_tables import assumptions, findings, grids, measured, sources
 from fusionai.scheduling.analysis.cases import Comparison

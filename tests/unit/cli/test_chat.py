@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fusionai.cli.chat_client import AnswerPiece, ApiRefusal, ChatAnswer, ChatClient, Message, Note
 from fusionai.cli.main import main
+from fusionai.cli.serving.chat_client import AnswerPiece, ApiRefusal, ChatAnswer, ChatClient, Message, Note
 from fusionai.primitives.errors import TransportError
 
 ROUTE = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fusionai.cli.observation import MOST_SHOWN, Observation, own_hosts, shared_cores, show_observation
+from fusionai.cli.training.observation import MOST_SHOWN, Observation, own_hosts, shared_cores, show_observation
 from fusionai.dashboard.report_data import PlanObservation
 from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement
 from fusionai.training.progress import StepDone

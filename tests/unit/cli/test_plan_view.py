@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import msgspec
 import pytest
 
-from fusionai.cli.plan_view import picture, show_expense, show_plan
+from fusionai.cli.planning.view import picture, show_expense, show_plan
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import Crossing, StageCosts, crossings
 from fusionai.scheduling.problem.types import BlockCost, Excluded, Link, PeerProfile, Plan, Problem

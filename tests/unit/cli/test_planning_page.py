@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.cli import plan_figures
-from fusionai.cli.pool_file import PoolTable, read_pool
+from fusionai.cli.planning import figures as plan_figures
+from fusionai.cli.planning.pool_file import PoolTable, read_pool
 
 PAGE = (Path(__file__).parents[3] / "docs" / "planning.md").read_text(encoding="utf-8")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fusionai.cli import pool
+from fusionai.cli.pool import members as pool
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.wire.messages import LinkView, MemberView
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fusionai.cli.pool_file import read_pool, resolve, shipped_catalogue
+from fusionai.cli.planning.pool_file import read_pool, resolve, shipped_catalogue
 from fusionai.primitives.errors import RecipeError, UsageError
 
 GOOD = """

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from fusionai.cli.run_report import RunReport, Tenures
+from fusionai.cli.training.run_report import RunReport, Tenures
 from fusionai.client.pool.job_process import Met, Noted
 from fusionai.client.training.kills import Kill, Killed, PeerReturned
 from fusionai.client.training.train import Planned, TrainingResult

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from fusionai.cli.main import main
-from fusionai.cli.serving_options import ServingOptions, serving_options
+from fusionai.cli.serving.options import ServingOptions, serving_options
 from fusionai.privacy.measured import sentence
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from fusionai.cli.serving_view import ServingObservation, ServingRow, show_serving
+from fusionai.cli.serving.view import ServingObservation, ServingRow, show_serving
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, ServingNeeds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.cli.serving_view import ServingView
+from fusionai.cli.serving.view import ServingView
 from fusionai.client.pool.job_process import Met, Noted
 from fusionai.client.serving.serve import ServeEvent
 from fusionai.serving import progress

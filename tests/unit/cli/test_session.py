@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fusionai.cli import session
+from fusionai.cli.pool import session
 from fusionai.client.pool.session import Member
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId

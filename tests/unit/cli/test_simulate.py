@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.cli import simulate as command
 from fusionai.cli.main import main
-from fusionai.cli.scenario_file import ScenarioTable, read_scenario
+from fusionai.cli.planning import simulate as command
+from fusionai.cli.planning.scenario_file import ScenarioTable, read_scenario
 from fusionai.ir.schema import Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import RecipeError

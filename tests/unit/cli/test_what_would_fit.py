@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fusionai.cli.asked import Change, what_would_fit
+from fusionai.cli.planning.request import Change, what_would_fit
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, RolePlacement

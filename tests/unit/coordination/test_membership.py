@@ -137,6 +137,15 @@ def test_a_machine_lost_often_in_a_short_time_rests_from_its_last_loss(losses: t
     assert rests_until_s(member, losses=0, window_s=100.0, rest_s=30.0) == 0.0
 
 
+def test_one_loss_is_enough_where_one_is_the_limit():
+    member = replace(_member("lost"), losses=(5.0,))
+    assert rests_until_s(member, losses=1, window_s=100.0, rest_s=30.0) == 35.0
+
+
+def test_as_much_is_remembered_as_the_rules_may_ask_for():
+    assert (REMEMBERED_BOOTS, REMEMBERED_LOSSES) == (16, 16)
+
+
 def test_losses_are_those_of_the_machine_and_bounded():
     member = _member("idle")
     for at_s in range(2 * REMEMBERED_LOSSES):

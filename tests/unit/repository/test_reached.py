@@ -15,7 +15,7 @@ from harness.source_graph import modules, reached_modules, unreached
 UNREACHED_MODULES: dict[str, str] = {}
 """Module -> why no command reaches it and it stays."""
 UNREACHED: dict[str, str] = {
-    "fusionai.cli.analyze.shipped_comparisons": "docs/generate.py writes docs/analysis.md from it",
+    "fusionai.cli.planning.analyze.shipped_comparisons": "docs/generate.py writes docs/analysis.md from it",
     "fusionai.dashboard.analysis_page.document": "docs/generate.py writes docs/analysis.md with it",
     "fusionai.dashboard.analysis_page._markdown": "part of `document`",
     "fusionai.coordination.machine.START": "part of `rows`",
@@ -50,7 +50,7 @@ def test_every_module_serves_a_command():
 
 def test_processes_and_modules_loaded_by_name_are_followed():
     by_name = {"fusionai.__main__", "fusionai.backends.survey", "fusionai.backends.torch.reference"}
-    assert by_name | {"fusionai.backends.torch.row_kernels", "fusionai.cli.demo"} <= reached_modules()
+    assert by_name | {"fusionai.backends.torch.row_kernels", "fusionai.cli.training.demo"} <= reached_modules()
 
 
 def test_every_definition_serves_a_command():

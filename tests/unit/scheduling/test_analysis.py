@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from fusionai.cli.pool_file import shipped_catalogue
+from fusionai.cli.planning.pool_file import shipped_catalogue
 from fusionai.scheduling.analysis import cases as analysis_cases
 from fusionai.scheduling.analysis.cases import (
     BEST,

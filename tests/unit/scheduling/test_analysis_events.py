@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from fusionai.cli.pool_file import shipped_catalogue
+from fusionai.cli.planning.pool_file import shipped_catalogue
 from fusionai.scheduling.analysis.cases import (
     BERT,
     BEST,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.cli.pool_file import read_catalogue, shipped_catalogue
+from fusionai.cli.planning.pool_file import read_catalogue, shipped_catalogue
 from fusionai.primitives.errors import RecipeError, UsageError
 from fusionai.scheduling.analysis.catalogue import Catalogue, Device, Figure, Speed
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fusionai.scheduling.kernels import compiled as compiled_module
-from fusionai.scheduling.kernels.chain import by_start, ones
 from fusionai.scheduling.kernels.compiled import available, compiled
+from fusionai.scheduling.kernels.training_pipeline import by_start, ones
 
 
 @pytest.mark.slow

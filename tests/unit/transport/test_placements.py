@@ -62,7 +62,7 @@ def test_signed_content_must_still_be_a_placement_of_this_version(change: dict[i
         fields[index] = value
     content = msgspec.msgpack.encode(fields)
     signature = KEY.sign(b"fusionai placement 1\x00" + content)
-    with pytest.raises(TrustError, match="version 1"):
+    with pytest.raises(TrustError, match="of this version"):
         verify_placement(signature + content, OWNER, job="job-1", fence=FENCE)
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fusionai.cli.running import loop_factory
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ChannelClosed, TransportError, TrustError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import host_tensor
-from fusionai.transport import event_loop
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.framed import Dialling
 from fusionai.transport.interface import Channel
@@ -37,7 +37,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Run:
-    factory = event_loop.loop_factory() if request.param == "uvloop" else None
+    factory = loop_factory() if request.param == "uvloop" else None
     if request.param == "uvloop" and factory is None:
         pytest.skip("uvloop is not installed here")
 

@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 
+from fusionai.cli import running
 from fusionai.primitives.errors import ChannelClosed, TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.tensors import host_tensor
-from fusionai.transport import bulk, event_loop
+from fusionai.transport import bulk
 from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
+from fusionai.transport.framed import DoorLimits
 from fusionai.transport.interface import Channel, Listener
 from fusionai.transport.routes import parse_address
-from fusionai.transport.tcp import DoorLimits, TcpTransport
+from fusionai.transport.tcp import TcpTransport
 from fusionai.transport.tcp_channel import TcpChannel
 from fusionai.transport.uplink import Limits
 from fusionai.wire.frame import GREETING_LIMITS, encode_frame_head, encode_header
@@ -35,7 +37,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Run:
-    factory = event_loop.loop_factory() if request.param == "uvloop" else None
+    factory = running.loop_factory() if request.param == "uvloop" else None
     if request.param == "uvloop" and factory is None:
         pytest.skip("uvloop is not installed here")
 
@@ -587,4 +589,4 @@ def test_run_uses_the_fast_loop_where_there_is_one():
     async def name() -> str:
         return type(asyncio.get_running_loop()).__module__.partition(".")[0]
 
-    assert event_loop.run(name()) == ("asyncio" if event_loop.loop_factory() is None else "uvloop")
+    assert running.run(name()) == ("asyncio" if running.loop_factory() is None else "uvloop")

@@ -6,12 +6,8 @@ Integers have 64 bits as everywhere else in a job, and float32 products keep flo
 
 from __future__ import annotations
 
-import hashlib
-import platform
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import jax
@@ -19,79 +15,60 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
-from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
+from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.jax.dtypes import Device
 from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.jax.program import JaxStageProgram
 from fusionai.backends.jax.serving import KEPT_AS, JaxServingProgram
-from fusionai.backends.measurement import arithmetic, scratch_bytes_per_s, with_pace
+from fusionai.backends.measurement import (
+    arithmetic,
+    calls_per_s,
+    hashed,
+    probe_pattern,
+    processor_name,
+    require_threads,
+    scratch_bytes_per_s,
+    with_pace,
+)
+from fusionai.backends.stage_base import FrameworkBackend
 from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import Graph
 from fusionai.primitives.environment import limit_xla_threads
-from fusionai.primitives.errors import ExecutionError, UsageError
-from fusionai.wire.messages import StageOptions
-from fusionai.wire.serving import ServeOptions
+from fusionai.primitives.errors import UsageError
 
 _KINDS = {"cpu": "cpu", "cuda": "gpu"}
 """Device name in FusionAI -> device name in JAX."""
 
 
-class JaxBackend:
+class JaxBackend(FrameworkBackend):
     """Implements `backends.interface.Backend`. `threads` limits this process's threads; it has an effect only before
     JAX is first used."""
 
     name = "jax"
+    _works_on_cpu = "threads"
 
     def __init__(self, device: str = "auto", threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise UsageError(f"expected at least one thread, got {threads}.")
+        require_threads(threads)
         self._threads = limit_xla_threads(threads)
         jax.config.update("jax_enable_x64", True)
         jax.config.update("jax_default_matmul_precision", "highest")
-        self._device, self.device = _choose(device)
-
-    @property
-    def works_in(self) -> WorksIn:
-        return "threads" if self.device == "cpu" else "device"
+        self._device, kind = _choose(device)
+        super().__init__(
+            kind,
+            PLAIN.keys() | CONTEXTUAL,
+            partial(JaxStageProgram, device=self._device),
+            partial(JaxServingProgram, device=self._device),
+        )
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about a second and some compilations; less with `speeds`."""
-        known = speeds or with_pace(measure_speeds(self._device, self.device), self, lambda call: 1 / calls_per_s(call))
-        report = describe_device(self._device, self.device, self._threads, known)
-        return replace(report, unsupported_ops=self.unsupported(OPERATORS), weight_formats=tuple(KEPT_AS))
+        known = speeds or with_pace(
+            measure_speeds(self._device, self.device), self, lambda call: 1 / _calls_per_s(call)
+        )
+        return describe_device(self._device, self.device, self._threads, known, self.unsupported(OPERATORS))
 
     def warm_up(self) -> None:
         """Compile a trivial function: the compiler starts with the first compilation."""
         jax.jit(lambda x: x * x)(jax.device_put(np.zeros(1, np.float32), self._device)).block_until_ready()
-
-    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
-        return tuple(sorted({op for op in ops if op not in PLAIN and op not in CONTEXTUAL}))
-
-    def load(
-        self,
-        graph: Graph,
-        *,
-        grad_inputs: Sequence[str],
-        options: StageOptions,
-        memory_limit_bytes: int | None = None,
-    ) -> JaxStageProgram:
-        missing = self.unsupported(node.op for node in graph.nodes)
-        if missing:
-            raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
-        return JaxStageProgram(
-            graph,
-            grad_inputs=grad_inputs,
-            options=options,
-            device=self._device,
-            memory_limit_bytes=memory_limit_bytes,
-        )
-
-    def serve(self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None) -> JaxServingProgram:
-        """See `backends.interface.ServingBackend`."""
-        missing = self.unsupported(node.op for node in graph.nodes)
-        if missing:
-            raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
-        return JaxServingProgram(graph, options=options, device=self._device, memory_limit_bytes=memory_limit_bytes)
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
         """Return (total norm, scale) in float32, as torch computes them; the last bit may differ."""
@@ -113,15 +90,15 @@ def _choose(device: str) -> tuple[Device, str]:
     raise UsageError(f"JAX sees no {device} device here.", hint="Install it with CUDA: pip install 'jax[cuda12]'.")
 
 
-MEASURE_S: Final = 0.2
-"""Time for each measurement, in seconds; chosen."""
 MATRIX_SIZE: Final = {"cpu": 512, "cuda": 4096}
 """Rows and columns of the measured matrix product, per device; chosen."""
 COPY_BYTES: Final = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Bytes of the measured copy, per device; chosen."""
 
 
-def describe_device(device: Device, kind: str, threads: int, speeds: Speeds) -> DeviceReport:
+def describe_device(
+    device: Device, kind: str, threads: int, speeds: Speeds, unsupported: tuple[str, ...]
+) -> DeviceReport:
     """Return a report with the given speeds; everything else is determined now. `kind`: FusionAI's name of the
     device."""
     return DeviceReport(
@@ -129,14 +106,13 @@ def describe_device(device: Device, kind: str, threads: int, speeds: Speeds) -> 
         backend_version=jax.__version__,
         device=kind,
         device_name=device_name(device, kind),
-        flops_per_s=speeds.flops_per_s,
-        memory_bandwidth_bytes_per_s=speeds.memory_bandwidth_bytes_per_s,
+        **speeds.figures(),
         memory_bytes=memory_bytes(device, kind),
         threads=threads,
         fingerprint=fingerprint(device, kind, threads),
-        scratch_bytes_per_s=speeds.scratch_bytes_per_s,
+        unsupported_ops=unsupported,
+        weight_formats=tuple(KEPT_AS),
         savings=("recompute",),
-        pace=speeds.pace,
     )
 
 
@@ -145,23 +121,16 @@ def measure_speeds(device: Device, kind: str) -> Speeds:
     size = MATRIX_SIZE[kind]
     left = jax.device_put(jnp.ones((size, size), jnp.float32), device)
     multiply = jax.jit(jnp.matmul)
-    flops_per_s = 2.0 * size**3 * calls_per_s(lambda: multiply(left, left))
+    flops_per_s = 2.0 * size**3 * _calls_per_s(lambda: multiply(left, left))
     source = jax.device_put(jnp.zeros(COPY_BYTES[kind] // 4, jnp.float32), device)
     copy = jax.jit(lambda x: x + 1)
     # A copy reads and writes every byte.
-    return Speeds(flops_per_s, 2.0 * source.nbytes * calls_per_s(lambda: copy(source)), scratch_bytes_per_s())
+    return Speeds(flops_per_s, 2.0 * source.nbytes * _calls_per_s(lambda: copy(source)), scratch_bytes_per_s())
 
 
 def device_name(device: Device, kind: str) -> str:
     """Return the device's product name."""
-    if kind != "cpu":
-        return str(device.device_kind)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    return processor_name() if kind == "cpu" else str(device.device_kind)
 
 
 def memory_bytes(device: Device, kind: str) -> int:
@@ -176,21 +145,8 @@ def fingerprint(device: Device, kind: str, threads: int) -> str:
     """Return a hex SHA-256 over versions, instruction set, device, threads and the bits of a small training
     computation."""
     described = ("jax", jax.__version__, *arithmetic(), kind, device_name(device, kind), str(threads))
-    digest = hashlib.sha256("\n".join(described).encode())
-    for value in jax.jit(_probe_computation)(*(jax.device_put(one, device) for one in _patterns())):
-        digest.update(np.asarray(value).tobytes())
-    return digest.hexdigest()
-
-
-def _patterns() -> list[np.ndarray[Any, Any]]:
-    """Return inputs that are exact in float32 on every device: multiples of 2**-10 below 1."""
-    shapes = ((3, 67, 96), (160, 96), (96, 160))
-    return [
-        ((np.arange(np.prod(shape), dtype=np.int64) * 2_654_435_761 % 2_039 - 1_019) / 1_024)
-        .astype(np.float32)
-        .reshape(shape)
-        for shape in shapes
-    ]
+    given = (jax.device_put(probe_pattern(*shape), device) for shape in ((3, 67, 96), (160, 96), (96, 160)))
+    return hashed(described, (np.asarray(value).tobytes() for value in jax.jit(_probe_computation)(*given)))
 
 
 def _probe_computation(x: jax.Array, first: jax.Array, second: jax.Array) -> list[jax.Array]:
@@ -203,11 +159,5 @@ def _probe_computation(x: jax.Array, first: jax.Array, second: jax.Array) -> lis
     return [loss, *gradients]
 
 
-def calls_per_s(call: Callable[[], object]) -> float:
-    """Return how many calls per second run one after the other, each completed before the next starts."""
-    jax.block_until_ready(call())
-    calls, start_s = 0, time.perf_counter()
-    while (elapsed_s := time.perf_counter() - start_s) < MEASURE_S or not calls:
-        jax.block_until_ready(call())
-        calls += 1
-    return calls / elapsed_s
+def _calls_per_s(call: Callable[[], object]) -> float:
+    return calls_per_s(lambda: jax.block_until_ready(call()))

@@ -15,6 +15,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -37,23 +38,23 @@ Device = Any
 """JAX's device class, which has no public name for type checkers."""
 
 
-def result_type(*operands: jax.Array | Scalar) -> np.dtype[Any]:
+def result_type(*operands: Array | Scalar) -> np.dtype[Any]:
     """Return the dtype that `torch.result_type` gives, for any number of operands."""
-    tensors = [x.dtype for x in operands if isinstance(x, jax.Array) and x.ndim]
-    points = [x.dtype for x in operands if isinstance(x, jax.Array) and not x.ndim]
-    numbers = [_of_number(x) for x in operands if not isinstance(x, jax.Array)]
+    tensors = [x.dtype for x in operands if isinstance(x, Array) and x.ndim]
+    points = [x.dtype for x in operands if isinstance(x, Array) and not x.ndim]
+    numbers = [_of_number(x) for x in operands if not isinstance(x, Array)]
     found = _over(_joined(tensors), _over(_joined(points), _joined(numbers)))
     assert found is not None, "an operator has operands"
     return found
 
 
-def promoted(*operands: jax.Array | Scalar) -> list[jax.Array]:
+def promoted(*operands: Array | Scalar) -> list[Array]:
     """Return all operands converted to their result dtype."""
     dtype = result_type(*operands)
     return [jnp.asarray(x, dtype) for x in operands]
 
 
-def floating(x: jax.Array) -> jax.Array:
+def floating(x: Array) -> Array:
     """Return integers and booleans as float32, for functions whose results are floats."""
     return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
 
@@ -91,12 +92,12 @@ def _over(higher: np.dtype[Any] | None, lower: np.dtype[Any] | None) -> np.dtype
 NAMES: dict[np.dtype[Any], str] = {jnp.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
-def to_jax(tensor: HostTensor, device: Device) -> jax.Array:
+def to_jax(tensor: HostTensor, device: Device) -> Array:
     values = np.frombuffer(tensor.data, jnp.dtype(DTYPES[tensor.dtype])).reshape(tensor.shape)
     return jax.device_put(values.copy(), device)
 
 
-def to_host(value: jax.Array | int) -> HostTensor:
+def to_host(value: Array | int) -> HostTensor:
     """Return the bytes of an array; a size computed in the graph becomes an int64 of shape ()."""
     array = np.asarray(value, np.int64) if isinstance(value, int) else np.asarray(value)
     name = NAMES.get(array.dtype)

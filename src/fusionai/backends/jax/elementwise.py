@@ -11,34 +11,34 @@ from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fusionai.backends.jax.dtypes import Scalar, floating, is_floating, promoted, result_type
 
-Operand = jax.Array | Scalar
+Operand = Array | Scalar
 
 
-def _add(a: Operand, b: Operand, alpha: Scalar = 1) -> jax.Array:
+def _add(a: Operand, b: Operand, alpha: Scalar = 1) -> Array:
     left, right = promoted(a, b)
     return left + right if alpha == 1 else left + right * jnp.asarray(alpha, right.dtype)
 
 
-def _sub(a: Operand, b: Operand, alpha: Scalar = 1) -> jax.Array:
+def _sub(a: Operand, b: Operand, alpha: Scalar = 1) -> Array:
     left, right = promoted(a, b)
     return left - right if alpha == 1 else left - right * jnp.asarray(alpha, right.dtype)
 
 
-def _mul(a: Operand, b: Operand) -> jax.Array:
+def _mul(a: Operand, b: Operand) -> Array:
     left, right = promoted(a, b)
     return left * right
 
 
-def _div(a: Operand, b: Operand) -> jax.Array:
+def _div(a: Operand, b: Operand) -> Array:
     left, right = promoted(a, b)
     return floating(left) / floating(right)
 
 
-def _div_rounded(a: Operand, b: Operand, rounding_mode: Literal["floor", "trunc"] | None = None) -> jax.Array:
+def _div_rounded(a: Operand, b: Operand, rounding_mode: Literal["floor", "trunc"] | None = None) -> Array:
     left, right = promoted(a, b)
     match rounding_mode:
         case None:
@@ -51,7 +51,7 @@ def _div_rounded(a: Operand, b: Operand, rounding_mode: Literal["floor", "trunc"
             return lax.div(*jnp.broadcast_arrays(left, right))  # towards zero, for integers
 
 
-def _pow(base: Operand, exponent: Operand) -> jax.Array:
+def _pow(base: Operand, exponent: Operand) -> Array:
     dtype = result_type(base, exponent)
     if isinstance(exponent, int | float) and float(exponent).is_integer() and abs(exponent) <= 64:
         x = jnp.asarray(base, dtype)
@@ -62,7 +62,7 @@ def _pow(base: Operand, exponent: Operand) -> jax.Array:
     return jnp.power(jnp.asarray(base, dtype), jnp.asarray(exponent, dtype))
 
 
-def _clamp(x: jax.Array, low: Operand | None = None, high: Operand | None = None) -> jax.Array:
+def _clamp(x: Array, low: Operand | None = None, high: Operand | None = None) -> Array:
     """Clamp x. Gradients also pass where x equals a limit, as in torch."""
     dtype = result_type(*(one for one in (x, low, high) if one is not None))
     x = x.astype(dtype)
@@ -73,134 +73,147 @@ def _clamp(x: jax.Array, low: Operand | None = None, high: Operand | None = None
     return x
 
 
-def _softplus(x: jax.Array, beta: Scalar = 1, threshold: Scalar = 20) -> jax.Array:
+def _softplus(x: Array, beta: Scalar = 1, threshold: Scalar = 20) -> Array:
     scaled = x * beta
     return jnp.where(scaled > threshold, x, jnp.log1p(jnp.exp(jnp.minimum(scaled, threshold))) / beta)
 
 
-def _gelu(x: jax.Array, approximate: str = "none") -> jax.Array:
+def _gelu(x: Array, approximate: str = "none") -> Array:
     return jax.nn.gelu(x, approximate=approximate == "tanh")
 
 
-def _elu(x: jax.Array, alpha: Scalar = 1, scale: Scalar = 1, input_scale: Scalar = 1) -> jax.Array:
+def _elu(x: Array, alpha: Scalar = 1, scale: Scalar = 1, input_scale: Scalar = 1) -> Array:
     negative = jnp.where(x > 0, 0.0, x).astype(x.dtype)
     return jnp.where(x > 0, x * scale, jnp.expm1(negative * input_scale) * (alpha * scale)).astype(x.dtype)
 
 
-def _where(condition: jax.Array, a: Operand, b: Operand) -> jax.Array:
+def _where(condition: Array, a: Operand, b: Operand) -> Array:
     left, right = promoted(a, b)
     return jnp.where(condition, left, right)
 
 
-def _masked_fill(x: jax.Array, mask: jax.Array, value: Operand) -> jax.Array:
+def _masked_fill(x: Array, mask: Array, value: Operand) -> Array:
     return jnp.where(mask, jnp.asarray(value, x.dtype), x)
 
 
-def _prelu(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _prelu(x: Array, weight: Array) -> Array:
     if x.ndim > 1:
         weight = weight.reshape((1, -1, *(1,) * (x.ndim - 2)))
     return jnp.where(x > 0, x, weight * x)
 
 
-def _lerp(a: jax.Array, b: jax.Array, weight: Scalar) -> jax.Array:
+def _lerp(a: Array, b: Array, weight: Scalar) -> Array:
     return a + weight * (b - a) if abs(weight) < 0.5 else b - (b - a) * (1 - weight)
 
 
-def _lerp_by(a: jax.Array, b: jax.Array, weight: jax.Array) -> jax.Array:
+def _lerp_by(a: Array, b: Array, weight: Array) -> Array:
     return jnp.where(jnp.abs(weight) < 0.5, a + weight * (b - a), b - (b - a) * (1 - weight))
 
 
-def _glu(x: jax.Array, dim: int = -1) -> jax.Array:
+def _glu(x: Array, dim: int = -1) -> Array:
     kept, gate = jnp.split(x, 2, dim)
     return kept * jax.nn.sigmoid(gate)
 
 
-def _celu(x: jax.Array, alpha: Scalar = 1) -> jax.Array:
+def _celu(x: Array, alpha: Scalar = 1) -> Array:
     return _elu(x, alpha, 1, 1 / alpha)
 
 
-def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
+def _logit(x: Array, eps: float | None = None) -> Array:
     if eps is not None:
         x = jnp.clip(x, eps, 1 - eps)
     return jnp.log(x / (1 - x))
 
 
-def _nan_to_num(
-    x: jax.Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
-) -> jax.Array:
+def _nan_to_num(x: Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Array:
     return jnp.nan_to_num(x, nan=0.0 if nan is None else nan, posinf=posinf, neginf=neginf)
 
 
-def _fmod(a: Operand, b: Operand) -> jax.Array:
+def _fmod(a: Operand, b: Operand) -> Array:
     left, right = promoted(a, b)
     whole = lax.stop_gradient(lax.div(*jnp.broadcast_arrays(left, right)))
     return left - (jnp.trunc(whole) if is_floating(whole.dtype) else whole) * right
 
 
-def _cross(a: jax.Array, b: jax.Array, dim: int = -1) -> jax.Array:
+def _cross(a: Array, b: Array, dim: int = -1) -> Array:
     left, right = jnp.broadcast_arrays(a, b)
     return jnp.cross(left, right, axis=dim)
 
 
-def _xlogy(a: Operand, b: Operand) -> jax.Array:
+def _xlogy(a: Operand, b: Operand) -> Array:
     left, right = promoted(a, b)
     return jax.scipy.special.xlogy(floating(left), floating(right))
 
 
-def _hypot(a: jax.Array, b: jax.Array) -> jax.Array:
+def _hypot(a: Array, b: Array) -> Array:
     left, right = promoted(a, b)
     return jnp.sqrt(left * left + right * right)
 
 
-def _copysign(a: jax.Array, b: jax.Array) -> jax.Array:
+def _copysign(a: Array, b: Array) -> Array:
     left, right = promoted(a, b)
     return jnp.where(jnp.signbit(right) == jnp.signbit(left), left, -left)
 
 
-def _unary(compute: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+def _unary(compute: Callable[[Array], Array]) -> Callable[[Array], Array]:
     """Wrap a function whose results are floats: integers are converted first."""
     return lambda x: compute(floating(x))
 
 
-def _pairwise(compute: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[Operand, Operand], jax.Array]:
+def _pairwise(compute: Callable[[Array, Array], Array]) -> Callable[[Operand, Operand], Array]:
     return lambda a, b: compute(*promoted(a, b))
 
 
-def _rounded(compute: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+def _rounded(compute: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return lambda x: compute(x) if is_floating(x.dtype) else x
 
 
-_COMPARISONS: Final[dict[str, Callable[..., Any]]] = {
-    "eq": jnp.equal,
-    "ne": jnp.not_equal,
-    "lt": jnp.less,
-    "le": jnp.less_equal,
-    "gt": jnp.greater,
-    "ge": jnp.greater_equal,
+_SAME: Final = (
+    *("square", "abs", "sign", "signbit", "isnan", "isinf"),
+    *("logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_not"),
+)
+"""Functions that JAX has under torch's name."""
+_UNARY: Final = (
+    *("exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "sqrt", "reciprocal"),
+    *("sin", "cos", "tan", "sinh", "cosh", "tanh", "sinc", "deg2rad", "rad2deg"),
+)
+"""The same, of functions whose results are floats."""
+_ROUNDED: Final = ("floor", "ceil", "round", "trunc")
+_PAIRWISE: Final = (
+    *("maximum.default", "minimum.default", "fmax.default", "fmin.default", "logaddexp.default", "heaviside.default"),
+    *("floor_divide.default", "remainder.Tensor", "remainder.Scalar"),
+    *("bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_xor.Tensor"),
+)
+"""Overloads of functions of two operands that JAX has under torch's name."""
+_WITH_SCALARS: Final[dict[str, Callable[..., Any]]] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "fmod": _fmod,
+    "masked_fill": _masked_fill,
+    "eq": _pairwise(jnp.equal),
+    "ne": _pairwise(jnp.not_equal),
+    "lt": _pairwise(jnp.less),
+    "le": _pairwise(jnp.less_equal),
+    "gt": _pairwise(jnp.greater),
+    "ge": _pairwise(jnp.greater_equal),
 }
+"""Functions whose last operand may be a tensor or a number."""
 ELEMENTWISE: Final[dict[str, Callable[..., Any]]] = {
-    "aten.add.Tensor": _add,
-    "aten.add.Scalar": _add,
-    "aten.sub.Tensor": _sub,
-    "aten.sub.Scalar": _sub,
+    **{f"aten.{name}.default": getattr(jnp, name) for name in _SAME},
+    **{f"aten.{name}.default": _unary(getattr(jnp, name)) for name in _UNARY},
+    **{f"aten.{name}.default": _rounded(getattr(jnp, name)) for name in _ROUNDED},
+    **{f"aten.{name}": _pairwise(getattr(jnp, name.partition(".")[0])) for name in _PAIRWISE},
+    **{f"aten.{name}.{last}": run for name, run in _WITH_SCALARS.items() for last in ("Tensor", "Scalar")},
+    **dict.fromkeys(("aten.div.Tensor_mode", "aten.div.Scalar_mode"), _div_rounded),
+    **dict.fromkeys(("aten.pow.Tensor_Scalar", "aten.pow.Tensor_Tensor", "aten.pow.Scalar"), _pow),
+    **dict.fromkeys(("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf"), _where),
+    **{f"aten.{name}": _clamp for name in ("clamp.default", "clamp.Tensor", "clamp_min.default", "clamp_min.Tensor")},
+    **dict.fromkeys(("aten.clamp_max.default", "aten.clamp_max.Tensor"), lambda x, high: _clamp(x, None, high)),
+    "aten.atan2.default": _pairwise(jnp.arctan2),
     "aten.rsub.Scalar": lambda x, other, alpha=1: _sub(other, x, alpha),
     "aten.neg.default": jnp.negative,
-    "aten.mul.Tensor": _mul,
-    "aten.mul.Scalar": _mul,
-    "aten.div.Tensor": _div,
-    "aten.div.Scalar": _div,
-    "aten.div.Tensor_mode": _div_rounded,
-    "aten.div.Scalar_mode": _div_rounded,
-    "aten.pow.Tensor_Scalar": _pow,
-    "aten.pow.Tensor_Tensor": _pow,
-    "aten.pow.Scalar": _pow,
-    "aten.square.default": jnp.square,
-    "aten.abs.default": jnp.abs,
-    "aten.log.default": _unary(jnp.log),
-    "aten.log1p.default": _unary(jnp.log1p),
-    "aten.expm1.default": _unary(jnp.expm1),
-    "aten.sin.default": _unary(jnp.sin),
-    "aten.cos.default": _unary(jnp.cos),
     "aten.gelu.default": _gelu,
     "aten.silu.default": jax.nn.silu,
     "aten.softplus.default": _softplus,
@@ -210,94 +223,37 @@ ELEMENTWISE: Final[dict[str, Callable[..., Any]]] = {
     "aten.leaky_relu.default": lambda x, slope=0.01: jnp.where(x > 0, x, x * slope).astype(x.dtype),
     "aten.elu.default": _elu,
     "aten.erf.default": _unary(jax.scipy.special.erf),
-    "aten.clamp.default": _clamp,
-    "aten.clamp.Tensor": _clamp,
-    "aten.clamp_min.default": _clamp,
-    "aten.clamp_max.default": lambda x, high: _clamp(x, None, high),
     "aten.hardtanh.default": lambda x, low=-1, high=1: _clamp(x, low, high),
     "aten.relu6.default": lambda x: _clamp(x, 0, 6),
-    "aten.maximum.default": lambda a, b: jnp.maximum(*promoted(a, b)),
-    "aten.minimum.default": lambda a, b: jnp.minimum(*promoted(a, b)),
-    "aten.where.self": _where,
-    "aten.where.ScalarOther": _where,
-    "aten.where.ScalarSelf": _where,
-    "aten.masked_fill.Scalar": _masked_fill,
-    "aten.masked_fill.Tensor": _masked_fill,
     "aten.prelu.default": _prelu,
     "aten.lerp.Scalar": _lerp,
     "aten.lerp.Tensor": _lerp_by,
     "aten.erfc.default": _unary(jax.scipy.special.erfc),
     "aten.erfinv.default": _unary(jax.scipy.special.erfinv),
-    "aten.tan.default": _unary(jnp.tan),
     "aten.asin.default": _unary(jnp.arcsin),
     "aten.acos.default": _unary(jnp.arccos),
     "aten.atan.default": _unary(jnp.arctan),
-    "aten.sinh.default": _unary(jnp.sinh),
-    "aten.cosh.default": _unary(jnp.cosh),
     "aten.asinh.default": _unary(jnp.arcsinh),
     "aten.acosh.default": _unary(jnp.arccosh),
     "aten.atanh.default": _unary(jnp.arctanh),
-    "aten.log2.default": _unary(jnp.log2),
-    "aten.log10.default": _unary(jnp.log10),
-    "aten.exp2.default": _unary(jnp.exp2),
     "aten.lgamma.default": _unary(jax.scipy.special.gammaln),
-    "aten.sinc.default": _unary(jnp.sinc),
     "aten.logit.default": _logit,
     "aten.nan_to_num.default": _nan_to_num,
     "aten.celu.default": _celu,
     "aten.threshold.default": lambda x, threshold, value: jnp.where(x > threshold, x, jnp.asarray(value, x.dtype)),
     "aten.glu.default": _glu,
-    "aten.clamp_min.Tensor": _clamp,
-    "aten.clamp_max.Tensor": lambda x, high: _clamp(x, None, high),
     "aten.addcmul.default": lambda x, a, b, value=1: x + value * (a * b),
     "aten.addcdiv.default": lambda x, a, b, value=1: x + value * (a / b),
-    "aten.fmax.default": lambda a, b: jnp.fmax(*promoted(a, b)),
-    "aten.fmin.default": lambda a, b: jnp.fmin(*promoted(a, b)),
-    "aten.atan2.default": lambda a, b: jnp.arctan2(*promoted(a, b)),
     "aten.hypot.default": _hypot,
     "aten.xlogy.Tensor": _xlogy,
-    "aten.logaddexp.default": lambda a, b: jnp.logaddexp(*promoted(a, b)),
     "aten.copysign.Tensor": _copysign,
-    "aten.fmod.Scalar": _fmod,
-    "aten.fmod.Tensor": _fmod,
     "aten.linalg_cross.default": _cross,
-    "aten.deg2rad.default": _unary(jnp.deg2rad),
-    "aten.rad2deg.default": _unary(jnp.rad2deg),
     "aten.frac.default": lambda x: x - lax.stop_gradient(jnp.trunc(x)),
-    "aten.trunc.default": _rounded(jnp.trunc),
     "aten.sgn.default": jnp.sign,
-    "aten.signbit.default": jnp.signbit,
-    "aten.heaviside.default": lambda a, b: jnp.heaviside(*promoted(a, b)),
     "aten.relu.default": jax.nn.relu,
-    "aten.tanh.default": _unary(jnp.tanh),
     "aten.sigmoid.default": _unary(jax.nn.sigmoid),
-    "aten.exp.default": _unary(jnp.exp),
-    "aten.sqrt.default": _unary(jnp.sqrt),
     "aten.rsqrt.default": _unary(lax.rsqrt),
-    "aten.reciprocal.default": _unary(jnp.reciprocal),
     "aten.log_sigmoid.default": jax.nn.log_sigmoid,
-    **{
-        f"aten.{name}.{kind}": _pairwise(compute)
-        for name, compute in _COMPARISONS.items()
-        for kind in ("Tensor", "Scalar")
-    },
-    "aten.logical_and.default": jnp.logical_and,
-    "aten.logical_or.default": jnp.logical_or,
-    "aten.logical_not.default": jnp.logical_not,
-    "aten.logical_xor.default": jnp.logical_xor,
-    "aten.bitwise_and.Tensor": _pairwise(jnp.bitwise_and),
-    "aten.bitwise_or.Tensor": _pairwise(jnp.bitwise_or),
-    "aten.bitwise_xor.Tensor": _pairwise(jnp.bitwise_xor),
-    "aten.bitwise_not.default": jnp.bitwise_not,
     "aten.__and__.Tensor": _pairwise(jnp.bitwise_and),
     "aten.__or__.Tensor": _pairwise(jnp.bitwise_or),
-    "aten.floor_divide.default": lambda a, b: jnp.floor_divide(*promoted(a, b)),
-    "aten.floor.default": _rounded(jnp.floor),
-    "aten.ceil.default": _rounded(jnp.ceil),
-    "aten.round.default": _rounded(jnp.round),
-    "aten.sign.default": jnp.sign,
-    "aten.remainder.Scalar": lambda a, b: jnp.remainder(*promoted(a, b)),
-    "aten.remainder.Tensor": lambda a, b: jnp.remainder(*promoted(a, b)),
-    "aten.isnan.default": jnp.isnan,
-    "aten.isinf.default": jnp.isinf,
 }

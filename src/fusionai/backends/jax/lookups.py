@@ -11,19 +11,19 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fusionai.backends.jax.dtypes import Scalar
 from fusionai.primitives.errors import ExecutionError
 
 
 def _embedding(
-    weight: jax.Array,
-    indices: jax.Array,
+    weight: Array,
+    indices: Array,
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,  # noqa: ARG001 — a hint about how gradients are stored
-) -> jax.Array:
+) -> Array:
     if scale_grad_by_freq:
         raise ExecutionError("this backend has no embedding whose gradient is scaled by frequency.")
     rows = jnp.take(weight, _upwards(indices), axis=0, mode="fill")
@@ -32,18 +32,18 @@ def _embedding(
     return jnp.where((indices == padding_idx)[..., None], lax.stop_gradient(rows), rows)
 
 
-def _upwards(indices: jax.Array) -> jax.Array:
+def _upwards(indices: Array) -> Array:
     """Return indices with negative ones moved out of range; numpy would count them from the end."""
     return jnp.where(indices < 0, jnp.iinfo(indices.dtype).max, indices)
 
 
-def _index_select(x: jax.Array, dim: int, indices: jax.Array) -> jax.Array:
+def _index_select(x: Array, dim: int, indices: Array) -> Array:
     if not x.ndim:
         return x
     return jnp.take(x, _upwards(indices.reshape(-1)), axis=dim, mode="fill")
 
 
-def _gather(x: jax.Array, dim: int, indices: jax.Array, sparse_grad: bool = False) -> jax.Array:  # noqa: ARG001
+def _gather(x: Array, dim: int, indices: Array, sparse_grad: bool = False) -> Array:  # noqa: ARG001
     if not x.ndim:
         return x
     axis = dim % x.ndim
@@ -53,14 +53,14 @@ def _gather(x: jax.Array, dim: int, indices: jax.Array, sparse_grad: bool = Fals
     return jnp.take_along_axis(x, _upwards(indices), axis=axis, mode="fill")
 
 
-def _index(x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
+def _index(x: Array, indices: Sequence[Array | None]) -> Array:
     if any(one is not None and one.dtype == jnp.bool_ for one in indices):
         raise ExecutionError("this backend can't index by a boolean mask: the result's size would depend on the data.")
     places = tuple(slice(None) if one is None else one for one in indices)
     return x.at[places].get(mode="fill")
 
 
-def _scatter(x: jax.Array, dim: int, indices: jax.Array, value: Scalar) -> jax.Array:
+def _scatter(x: Array, dim: int, indices: Array, value: Scalar) -> Array:
     if not x.ndim:
         return jnp.asarray(value, x.dtype)
     axis = dim % x.ndim
@@ -69,47 +69,45 @@ def _scatter(x: jax.Array, dim: int, indices: jax.Array, value: Scalar) -> jax.A
     return x.at[tuple(grid)].set(jnp.asarray(value, x.dtype))
 
 
-def _grid(x: jax.Array, dim: int, indices: jax.Array) -> tuple[jax.Array, ...]:
+def _grid(x: Array, dim: int, indices: Array) -> tuple[Array, ...]:
     """Return the places in x for each of `indices` along `dim`."""
     places = list(jnp.indices(indices.shape, sparse=True))
     places[dim % x.ndim] = indices
     return tuple(places)
 
 
-def _within(source: jax.Array, indices: jax.Array) -> jax.Array:
+def _within(source: Array, indices: Array) -> Array:
     """Return the part of `source` that has an index."""
     return source[tuple(slice(size) for size in indices.shape)]
 
 
-def _scatter_from(x: jax.Array, dim: int, indices: jax.Array, source: jax.Array) -> jax.Array:
+def _scatter_from(x: Array, dim: int, indices: Array, source: Array) -> Array:
     return x.at[_grid(x, dim, indices)].set(_within(source, indices)) if x.ndim else source.reshape(())
 
 
-def _scatter_add(x: jax.Array, dim: int, indices: jax.Array, source: jax.Array) -> jax.Array:
+def _scatter_add(x: Array, dim: int, indices: Array, source: Array) -> Array:
     return x.at[_grid(x, dim, indices)].add(_within(source, indices)) if x.ndim else x + source.reshape(())
 
 
-def _rows(x: jax.Array, dim: int, indices: jax.Array) -> tuple[slice | jax.Array, ...]:
-    places: list[slice | jax.Array] = [slice(None)] * x.ndim
+def _rows(x: Array, dim: int, indices: Array) -> tuple[slice | Array, ...]:
+    places: list[slice | Array] = [slice(None)] * x.ndim
     places[dim % x.ndim] = indices.reshape(-1)
     return tuple(places)
 
 
-def _index_add(x: jax.Array, dim: int, indices: jax.Array, source: jax.Array, alpha: Scalar = 1) -> jax.Array:
+def _index_add(x: Array, dim: int, indices: Array, source: Array, alpha: Scalar = 1) -> Array:
     return x.at[_rows(x, dim, indices)].add(source if alpha == 1 else source * alpha)
 
 
-def _index_copy(x: jax.Array, dim: int, indices: jax.Array, source: jax.Array) -> jax.Array:
+def _index_copy(x: Array, dim: int, indices: Array, source: Array) -> Array:
     return x.at[_rows(x, dim, indices)].set(source)
 
 
-def _index_fill(x: jax.Array, dim: int, indices: jax.Array, value: Scalar) -> jax.Array:
+def _index_fill(x: Array, dim: int, indices: Array, value: Scalar) -> Array:
     return x.at[_rows(x, dim, indices)].set(jnp.asarray(value, x.dtype))
 
 
-def _index_put(
-    x: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array, accumulate: bool = False
-) -> jax.Array:
+def _index_put(x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False) -> Array:
     places = tuple(slice(None) if one is None else one for one in indices)
     masks = [one for one in indices if one is not None and one.dtype == jnp.bool_]
     if masks:
@@ -122,16 +120,16 @@ def _index_put(
 
 
 def _embedding_bag(
-    weight: jax.Array,
-    indices: jax.Array,
-    offsets: jax.Array,
+    weight: Array,
+    indices: Array,
+    offsets: Array,
     *,
     mode: int,
-    weights: jax.Array | None = None,
+    weights: Array | None = None,
     by_frequency: bool = False,
     last_offset: bool = False,
     padding: int = -1,
-) -> jax.Array:
+) -> Array:
     """Return sums (mode 0), means (1) or maxima (2) of bags of rows: indices [n], `offsets` [bags] with each bag's
     first index."""
     if by_frequency:
@@ -149,12 +147,12 @@ def _embedding_bag(
     return total / jnp.maximum(sizes, 1).astype(total.dtype) if mode == 1 else total
 
 
-def _bucketize(x: jax.Array, boundaries: jax.Array, out_int32: bool = False, right: bool = False) -> jax.Array:
+def _bucketize(x: Array, boundaries: Array, out_int32: bool = False, right: bool = False) -> Array:
     places = jnp.searchsorted(boundaries, x, side="right" if right else "left")
     return places.astype(jnp.int32 if out_int32 else jnp.int64)
 
 
-def _one_hot(indices: jax.Array, num_classes: int = -1) -> jax.Array:
+def _one_hot(indices: Array, num_classes: int = -1) -> Array:
     if num_classes < 0:
         raise ExecutionError("one_hot needs num_classes on this backend: the result's size would depend on the data.")
     return jax.nn.one_hot(indices, num_classes, dtype=jnp.int64)

@@ -12,17 +12,17 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fusionai.backends.jax.dtypes import Scalar, is_floating, promoted
 from fusionai.primitives.errors import ExecutionError
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def _wide(x: Array) -> Array:
     return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
 
 
-def _normalised(x: jax.Array, axes: tuple[int, ...], eps: Scalar) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _normalised(x: Array, axes: tuple[int, ...], eps: Scalar) -> tuple[Array, Array, Array]:
     """Return (normalised, mean, inverse deviation) in float32 or wider; the last two keep all dimensions."""
     wide = _wide(x)
     mean = jnp.mean(wide, axis=axes, keepdims=True)
@@ -30,33 +30,26 @@ def _normalised(x: jax.Array, axes: tuple[int, ...], eps: Scalar) -> tuple[jax.A
     return (wide - mean) * inverse, mean, inverse
 
 
-def _scaled(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, dtype: Any) -> jax.Array:
+def _scaled(x: Array, weight: Array | None, bias: Array | None, dtype: Any) -> Array:
     x = x if weight is None else x * weight
     return (x if bias is None else x + bias).astype(dtype)
 
 
 def _native_layer_norm(
-    x: jax.Array, shape: Sequence[int], weight: jax.Array | None, bias: jax.Array | None, eps: Scalar
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x: Array, shape: Sequence[int], weight: Array | None, bias: Array | None, eps: Scalar
+) -> tuple[Array, Array, Array]:
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     normal, mean, inverse = _normalised(x, axes, eps)
     return _scaled(normal, weight, bias, x.dtype), mean, inverse
 
 
 def _layer_norm(
-    x: jax.Array,
-    shape: Sequence[int],
-    weight: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    eps: Scalar = 1e-5,
-    *_: Any,
-) -> jax.Array:
+    x: Array, shape: Sequence[int], weight: Array | None = None, bias: Array | None = None, eps: Scalar = 1e-5, *_: Any
+) -> Array:
     return _native_layer_norm(x, shape, weight, bias, eps)[0]
 
 
-def _rms_norm(
-    x: jax.Array, shape: Sequence[int], weight: jax.Array | None = None, eps: Scalar | None = None
-) -> jax.Array:
+def _rms_norm(x: Array, shape: Sequence[int], weight: Array | None = None, eps: Scalar | None = None) -> Array:
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     wide = _wide(x)
     least = float(jnp.finfo(x.dtype).eps) if eps is None else eps
@@ -64,20 +57,13 @@ def _rms_norm(
     return _scaled(normal, weight, None, x.dtype)
 
 
-def _by_channel(values: jax.Array | None, rank: int) -> jax.Array | None:
+def _by_channel(values: Array | None, rank: int) -> Array | None:
     return None if values is None else values.reshape((1, -1, *(1,) * (rank - 2)))
 
 
 def _native_group_norm(
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    batch: int,
-    channels: int,
-    area: int,
-    groups: int,
-    eps: Scalar,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x: Array, weight: Array | None, bias: Array | None, batch: int, channels: int, area: int, groups: int, eps: Scalar
+) -> tuple[Array, Array, Array]:
     grouped = x.reshape(batch, groups, channels // groups * area)
     normal, mean, inverse = _normalised(grouped, (2,), eps)
     y = _scaled(normal.reshape(x.shape), _by_channel(weight, x.ndim), _by_channel(bias, x.ndim), x.dtype)
@@ -85,20 +71,15 @@ def _native_group_norm(
 
 
 def _group_norm(
-    x: jax.Array,
-    groups: int,
-    weight: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    eps: Scalar = 1e-5,
-    *_: Any,
-) -> jax.Array:
+    x: Array, groups: int, weight: Array | None = None, bias: Array | None = None, eps: Scalar = 1e-5, *_: Any
+) -> Array:
     batch, channels = x.shape[:2]
     return _native_group_norm(x, weight, bias, batch, channels, x.size // max(1, batch * channels), groups, eps)[0]
 
 
 def _with_batch_statistics(
-    x: jax.Array, weight: jax.Array | None, bias: jax.Array | None, eps: Scalar
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x: Array, weight: Array | None, bias: Array | None, eps: Scalar
+) -> tuple[Array, Array, Array]:
     axes = (0, *range(2, x.ndim))
     normal, mean, inverse = _normalised(x, axes, eps)
     y = _scaled(normal, _by_channel(weight, x.ndim), _by_channel(bias, x.ndim), x.dtype)
@@ -106,13 +87,8 @@ def _with_batch_statistics(
 
 
 def _with_learned_statistics(
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    mean: jax.Array,
-    variance: jax.Array,
-    eps: Scalar,
-) -> jax.Array:
+    x: Array, weight: Array | None, bias: Array | None, mean: Array, variance: Array, eps: Scalar
+) -> Array:
     shape = (1, -1, *(1,) * (x.ndim - 2))
     inverse = lax.rsqrt(_wide(variance) + eps).reshape(shape)
     normal = (_wide(x) - mean.reshape(shape)) * inverse
@@ -121,15 +97,15 @@ def _with_learned_statistics(
 
 def batch_norm_functional(
     training: bool,
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    mean: jax.Array,
-    variance: jax.Array,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    mean: Array,
+    variance: Array,
     in_training: bool,
     momentum: float,
     eps: float,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Array, ...]:
     """Return (y, saved mean, saved inverse deviation, new running mean, new running variance); the last two are
     unchanged outside training.
 
@@ -151,16 +127,16 @@ def batch_norm_functional(
 
 def batch_norm(
     training: bool,
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    mean: jax.Array | None,
-    variance: jax.Array | None,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    mean: Array | None,
+    variance: Array | None,
     in_training: bool,
     momentum: float,  # noqa: ARG001
     eps: float,
     *_: Any,
-) -> jax.Array:
+) -> Array:
     if in_training and training and mean is not None:
         raise ExecutionError(
             "aten.batch_norm.default would change its running statistics in place.",
@@ -172,47 +148,30 @@ def batch_norm(
 
 
 def _batch_norm_no_training(
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    mean: jax.Array,
-    variance: jax.Array,
-    momentum: float,  # noqa: ARG001
-    eps: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x: Array, weight: Any, bias: Any, mean: Array, variance: Array, _momentum: float, eps: float
+) -> tuple[Array, Array, Array]:
     nothing = jnp.zeros((0,), x.dtype)
     return _with_learned_statistics(x, weight, bias, mean, variance, eps), nothing, nothing
 
 
-def _batch_norm_without_memory(
-    x: jax.Array,
-    weight: jax.Array | None,
-    bias: jax.Array | None,
-    training: bool,  # noqa: ARG001
-    momentum: float,  # noqa: ARG001
-    eps: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _with_batch_statistics(x, weight, bias, eps)
-
-
-def softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+def softmax(x: Array, dim: int, dtype: Any = None) -> Array:
     x = x if dtype is None else x.astype(dtype)
     return jax.nn.softmax(_wide(x), axis=dim).astype(x.dtype)
 
 
-def log_softmax(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+def log_softmax(x: Array, dim: int, dtype: Any = None) -> Array:
     x = x if dtype is None else x.astype(dtype)
     return jax.nn.log_softmax(_wide(x), axis=dim).astype(x.dtype)
 
 
-def _half_to_float(compute: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def run(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
+def _half_to_float(compute: Callable[..., Array]) -> Callable[..., Array]:
+    def run(x: Array, dim: int, half_to_float: bool) -> Array:
         return compute(x, dim, jnp.float32 if half_to_float and is_floating(x.dtype) else None)
 
     return run
 
 
-def _weight_norm(direction: jax.Array, length: jax.Array, dim: int = 0) -> tuple[jax.Array, jax.Array]:
+def _weight_norm(direction: Array, length: Array, dim: int = 0) -> tuple[Array, Array]:
     """Return (weights of these lengths along `dim`, lengths of the directions)."""
     others = tuple(axis for axis in range(direction.ndim) if axis != dim)
     norm = jnp.sqrt(jnp.sum(jnp.square(direction), axis=others, keepdims=True))
@@ -225,7 +184,9 @@ NORMS: Final[dict[str, Callable[..., Any]]] = {
     "aten.group_norm.default": _group_norm,
     "aten.native_layer_norm.default": _native_layer_norm,
     "aten.native_group_norm.default": _native_group_norm,
-    "aten._native_batch_norm_legit.no_stats": _batch_norm_without_memory,
+    "aten._native_batch_norm_legit.no_stats": lambda x, weight, bias, _training, _momentum, eps: _with_batch_statistics(
+        x, weight, bias, eps
+    ),
     "aten._native_batch_norm_legit_no_training.default": _batch_norm_no_training,
     "aten._weight_norm_interface.default": _weight_norm,
     "aten.softmax.int": softmax,
@@ -235,7 +196,7 @@ NORMS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-def _reduced(x: jax.Array, reduction: int) -> jax.Array:
+def _reduced(x: Array, reduction: int) -> Array:
     match reduction:
         case 0:
             return x
@@ -245,9 +206,7 @@ def _reduced(x: jax.Array, reduction: int) -> jax.Array:
             return jnp.sum(x)
 
 
-def _picked(
-    log_probabilities: jax.Array, target: jax.Array, weight: jax.Array | None, ignore_index: int
-) -> tuple[jax.Array, jax.Array]:
+def _picked(log_probabilities: Array, target: Array, weight: Array | None, ignore_index: int) -> tuple[Array, Array]:
     """Return (-log p of each target, its weight), both 0 where ignored. Classes are along dimension 1, or the only
     one."""
     axis = 1 if log_probabilities.ndim > 1 else 0
@@ -259,19 +218,13 @@ def _picked(
     return -jnp.squeeze(found, axis) * weights, weights
 
 
-def _nll(
-    x: jax.Array,
-    target: jax.Array,
-    weight: jax.Array | None = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-) -> jax.Array:
+def _nll(x: Array, target: Array, weight: Array | None = None, reduction: int = 1, ignore_index: int = -100) -> Array:
     return nll_forward(x, target, weight, reduction, ignore_index)[0]
 
 
 def nll_forward(
-    x: jax.Array, target: jax.Array, weight: jax.Array | None, reduction: int, ignore_index: int
-) -> tuple[jax.Array, jax.Array]:
+    x: Array, target: Array, weight: Array | None, reduction: int, ignore_index: int
+) -> tuple[Array, Array]:
     """Return (loss, sum of weights)."""
     lost, weights = _picked(x, target, weight, ignore_index)
     total = jnp.sum(weights)
@@ -285,13 +238,13 @@ def nll_forward(
 
 
 def _cross_entropy(
-    x: jax.Array,
-    target: jax.Array,
-    weight: jax.Array | None = None,
+    x: Array,
+    target: Array,
+    weight: Array | None = None,
     reduction: int = 1,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> jax.Array:
+) -> Array:
     axis = 1 if x.ndim > 1 else 0
     logs = log_softmax(x, axis)
     shape = [1] * x.ndim
@@ -311,51 +264,41 @@ def _cross_entropy(
     return jnp.sum(mixed) / jnp.sum(weights) if reduction == 1 else _reduced(mixed, reduction)
 
 
-def _mse(x: jax.Array, target: jax.Array, reduction: int = 1) -> jax.Array:
-    left, right = promoted(x, target)
-    return _reduced(jnp.square(left - right), reduction)
+def _of_difference(compute: Callable[..., Array]) -> Callable[..., Array]:
+    """Return a loss computed from the difference of input and target; `compute` takes that and the loss's limit."""
+
+    def run(x: Array, target: Array, reduction: int = 1, *limit: Scalar, **options: Scalar) -> Array:
+        left, right = promoted(x, target)
+        return _reduced(compute(left - right, *limit, **options), reduction)
+
+    return run
 
 
-def _l1(x: jax.Array, target: jax.Array, reduction: int = 1) -> jax.Array:
-    left, right = promoted(x, target)
-    return _reduced(jnp.abs(left - right), reduction)
+def _smooth_l1(difference: Array, beta: Scalar = 1.0) -> Array:
+    size = jnp.abs(difference)
+    return size if beta == 0 else jnp.where(size < beta, 0.5 * size * size / beta, size - 0.5 * beta)
 
 
-def _smooth_l1(x: jax.Array, target: jax.Array, reduction: int = 1, beta: Scalar = 1.0) -> jax.Array:
-    left, right = promoted(x, target)
-    size = jnp.abs(left - right)
-    if beta == 0:
-        return _reduced(size, reduction)
-    return _reduced(jnp.where(size < beta, 0.5 * size * size / beta, size - 0.5 * beta), reduction)
-
-
-def _huber(x: jax.Array, target: jax.Array, reduction: int = 1, delta: Scalar = 1.0) -> jax.Array:
-    left, right = promoted(x, target)
-    size = jnp.abs(left - right)
-    return _reduced(jnp.where(size <= delta, 0.5 * size * size, delta * (size - 0.5 * delta)), reduction)
+def _huber(difference: Array, delta: Scalar = 1.0) -> Array:
+    size = jnp.abs(difference)
+    return jnp.where(size <= delta, 0.5 * size * size, delta * (size - 0.5 * delta))
 
 
 def _binary_cross_entropy_with_logits(
-    x: jax.Array,
-    target: jax.Array,
-    weight: jax.Array | None = None,
-    pos_weight: jax.Array | None = None,
-    reduction: int = 1,
-) -> jax.Array:
+    x: Array, target: Array, weight: Array | None = None, pos_weight: Array | None = None, reduction: int = 1
+) -> Array:
     logs = jax.nn.log_sigmoid(x)
     lost = (1 - target) * x - logs if pos_weight is None else (1 - target) * x - (1 + (pos_weight - 1) * target) * logs
     return _reduced(lost if weight is None else lost * weight, reduction)
 
 
-def _binary_cross_entropy(
-    x: jax.Array, target: jax.Array, weight: jax.Array | None = None, reduction: int = 1
-) -> jax.Array:
+def _binary_cross_entropy(x: Array, target: Array, weight: Array | None = None, reduction: int = 1) -> Array:
     """Return binary cross-entropy; logarithms are at least -100, as in torch."""
     lost = -target * jnp.maximum(jnp.log(x), -100) - (1 - target) * jnp.maximum(jnp.log1p(-x), -100)
     return _reduced(lost if weight is None else lost * weight, reduction)
 
 
-def _soft_margin(x: jax.Array, target: jax.Array, reduction: int = 1) -> jax.Array:
+def _soft_margin(x: Array, target: Array, reduction: int = 1) -> Array:
     return _reduced(jnp.log1p(jnp.exp(-target * x)), reduction)
 
 
@@ -364,10 +307,10 @@ LOSSES: Final[dict[str, Callable[..., Any]]] = {
     "aten.nll_loss_nd.default": _nll,
     "aten.nll_loss.default": _nll,
     "aten.nll_loss_forward.default": nll_forward,
-    "aten.mse_loss.default": _mse,
-    "aten.l1_loss.default": _l1,
-    "aten.smooth_l1_loss.default": _smooth_l1,
-    "aten.huber_loss.default": _huber,
+    "aten.mse_loss.default": _of_difference(jnp.square),
+    "aten.l1_loss.default": _of_difference(jnp.abs),
+    "aten.smooth_l1_loss.default": _of_difference(_smooth_l1),
+    "aten.huber_loss.default": _of_difference(_huber),
     "aten.binary_cross_entropy.default": _binary_cross_entropy,
     "aten.soft_margin_loss.default": _soft_margin,
     "aten.binary_cross_entropy_with_logits.default": _binary_cross_entropy_with_logits,

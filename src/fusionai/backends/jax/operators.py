@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-import jax
+from jax import Array
 
 from fusionai.backends.binding import SIZES
 from fusionai.backends.jax.elementwise import ELEMENTWISE
@@ -30,27 +30,19 @@ class Context:
     """Properties of a run. `keys`: node that draws random numbers -> its two folds, uint32 [2]."""
 
     training: bool
-    keys: Mapping[int, jax.Array]
+    keys: Mapping[int, Array]
 
 
 def _attention(
-    context: Context,
-    node: int,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    scale: float,
-    dropout: float = 0.0,
-    **options: Any,
-) -> jax.Array:
+    context: Context, node: int, q: Array, k: Array, v: Array, *, scale: float, dropout: float = 0.0, **options: Any
+) -> Array:
     drops = context.training and dropout > 0.0
     return attention(
         q, k, v, scale=scale, dropout=dropout if drops else 0.0, key=context.keys[node] if drops else None, **options
     )
 
 
-def _dropout(context: Context, node: int, x: jax.Array, *, p: float) -> jax.Array:
+def _dropout(context: Context, node: int, x: Array, *, p: float) -> Array:
     return dropout(x, p, context.keys[node]) if context.training and p > 0.0 else x
 
 

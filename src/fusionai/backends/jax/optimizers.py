@@ -14,13 +14,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from fusionai.backends.jax.dtypes import DTYPES
 from fusionai.backends.state import OWN_FLOAT32, optimizer_slots
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.messages import OptimizerSpec
 
-State = dict[str, jax.Array]
+State = dict[str, Array]
 
 
 class StageOptimizer:
@@ -39,7 +40,7 @@ class StageOptimizer:
         self._state: dict[str, State] = {}
         self._steps: dict[str, float] = {}
 
-    def step(self, key: str, parameter: jax.Array, gradient: jax.Array, learning_rate: float) -> jax.Array:
+    def step(self, key: str, parameter: Array, gradient: Array, learning_rate: float) -> Array:
         """Return the parameter after one update; also updates the state of `key`."""
         decay = self._spec.weight_decay if key in self._decays else 0.0
         state = self._state.setdefault(key, {})
@@ -80,14 +81,14 @@ class StageOptimizer:
         self._state.clear()
         self._steps.clear()
 
-    def read(self, key: str, slot: str) -> jax.Array:
+    def read(self, key: str, slot: str) -> Array:
         """Return a slot, or its value before the first step if it is empty."""
         if slot == "step":
             return jnp.asarray(self._steps.get(key, 0.0), jnp.float32)
         held = self._state.get(key, {}).get(slot)
         return self._empty(key, slot) if held is None else held
 
-    def write(self, key: str, slot: str, value: jax.Array) -> None:
+    def write(self, key: str, slot: str, value: Array) -> None:
         if slot == "step":
             self._steps[key] = float(value)
         else:
@@ -97,7 +98,7 @@ class StageOptimizer:
     def resident_bytes(self) -> int:
         return sum(value.nbytes for state in self._state.values() for value in state.values())
 
-    def _empty(self, key: str, slot: str) -> jax.Array:
+    def _empty(self, key: str, slot: str) -> Array:
         dtype, shape = self._slots[key][slot]
         # The first momentum buffer is the gradient itself; only adding it to -0.0 changes no bit (0.0 + -0.0 is 0.0).
         initial = -0.0 if slot == "momentum_buffer" else 0.0
@@ -106,8 +107,8 @@ class StageOptimizer:
 
 @partial(jax.jit, donate_argnums=(2, 3))
 def _adamw(
-    parameter: jax.Array, gradient: jax.Array, average: jax.Array, squares: jax.Array, factors: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    parameter: Array, gradient: Array, average: Array, squares: Array, factors: Array
+) -> tuple[Array, Array, Array]:
     """Compute in the order of `torch.optim.adamw._single_tensor_adamw`."""
     decayed, towards, kept, fresh, root, eps, step = (factors[place] for place in range(7))
     gradient = gradient.astype(parameter.dtype)
@@ -119,8 +120,8 @@ def _adamw(
 
 @partial(jax.jit, static_argnames=("nesterov",))
 def _sgd(
-    parameter: jax.Array, gradient: jax.Array, buffer: jax.Array | None, factors: jax.Array, *, nesterov: bool
-) -> tuple[jax.Array, jax.Array | None]:
+    parameter: Array, gradient: Array, buffer: Array | None, factors: Array, *, nesterov: bool
+) -> tuple[Array, Array | None]:
     """Compute in the order of `torch.optim.sgd._single_tensor_sgd`."""
     decay, momentum, step = (factors[place] for place in range(3))
     gradient = gradient.astype(parameter.dtype) + decay * parameter

@@ -10,24 +10,23 @@ from functools import partial
 from math import prod
 from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
+from fusionai.backends.arguments import CONV, CONV_TRANSPOSE, Sizes, adaptive_windows, by_name, conv_pads, many
 from fusionai.backends.jax.dtypes import Scalar
 
-Sizes = int | Sequence[int]
 _LETTERS: Final = "DHW"
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """Return [..., O] for x [..., I], weight [O, I]."""
     y = lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
     return y if bias is None else y + bias
 
 
-def expert_linear(x: jax.Array, weight: jax.Array, experts: jax.Array, *, transposed: bool = False) -> jax.Array:
+def expert_linear(x: Array, weight: Array, experts: Array, *, transposed: bool = False) -> Array:
     """Return [rows, out] for x [rows, in], weight [experts, out, in] (`transposed`: [experts, in, out]), experts
     [rows]."""
     order = jnp.argsort(experts, stable=True)
@@ -36,44 +35,34 @@ def expert_linear(x: jax.Array, weight: jax.Array, experts: jax.Array, *, transp
     return made[jnp.argsort(order)]
 
 
-def _addmm(bias: jax.Array, a: jax.Array, b: jax.Array, beta: Scalar = 1, alpha: Scalar = 1) -> jax.Array:
+def _addmm(bias: Array, a: Array, b: Array, beta: Scalar = 1, alpha: Scalar = 1) -> Array:
     product = jnp.matmul(a, b)
     return (bias if beta == 1 else bias * beta) + (product if alpha == 1 else product * alpha)
 
 
-def _many(value: Sizes, count: int) -> tuple[int, ...]:
-    given = (value,) if isinstance(value, int) else tuple(value)
-    return given * count if len(given) == 1 else given
-
-
 def _convolution(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None = None,
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
     stride: Sizes = 1,
     padding: Sizes | str = 0,
     dilation: Sizes = 1,
     transposed: bool = False,
     output_padding: Sizes = 0,
     groups: int = 1,
-) -> jax.Array:
+) -> Array:
     """Convolve x [N, C, ...] or [C, ...] with weight [O, C / groups, ...], or [C, O / groups, ...] if `transposed`."""
     spatial = weight.ndim - 2
     batched = x.ndim == weight.ndim
     x = x if batched else x[None]
-    steps, spread = _many(stride, spatial), _many(dilation, spatial)
+    steps, spread = many(stride, spatial), many(dilation, spatial)
     kernel = weight.shape[2:]
-    pads: str | list[tuple[int, int]]
-    if isinstance(padding, str):
-        reach = [d * (k - 1) for k, d in zip(kernel, spread, strict=True)]
-        pads = [(0, 0) if padding == "valid" else (one // 2, one - one // 2) for one in reach]
-    else:
-        pads = [(one, one) for one in _many(padding, spatial)]
+    pads = conv_pads(kernel, spread, padding)
     letters = _LETTERS[3 - spatial :]
     names = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
     if transposed:
-        extra = _many(output_padding, spatial)
-        given = _many(padding, spatial) if not isinstance(padding, str) else (0,) * spatial
+        extra = many(output_padding, spatial)
+        given = many(padding, spatial) if not isinstance(padding, str) else (0,) * spatial
         pads = [(d * (k - 1) - p, d * (k - 1) - p + e) for k, d, p, e in zip(kernel, spread, given, extra, strict=True)]
         split = weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
         turned = jnp.flip(jnp.swapaxes(split, 1, 2), tuple(range(3, 3 + spatial)))
@@ -86,49 +75,21 @@ def _convolution(
     return y if batched else y[0]
 
 
-def _conv(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None = None,
-    stride: Sizes = 1,
-    padding: Sizes | str = 0,
-    dilation: Sizes = 1,
-    groups: int = 1,
-) -> jax.Array:
-    return _convolution(x, weight, bias, stride, padding, dilation, groups=groups)
-
-
-def _conv_transpose(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None = None,
-    stride: Sizes = 1,
-    padding: Sizes = 0,
-    output_padding: Sizes = 0,
-    groups: int = 1,
-    dilation: Sizes = 1,
-) -> jax.Array:
-    return _convolution(x, weight, bias, stride, padding, dilation, True, output_padding, groups)
+_conv = by_name(_convolution, CONV, behind=3)
+_conv_transpose = by_name(_convolution, CONV_TRANSPOSE, behind=3, transposed=True)
 
 
 class _Window:
     """A window that moves over the last dimensions of x."""
 
     def __init__(
-        self,
-        x: jax.Array,
-        kernel: Sizes,
-        stride: Sizes | None,
-        padding: Sizes,
-        dilation: Sizes,
-        ceil: bool,
-        spatial: int,
+        self, x: Array, kernel: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil: bool, spatial: int
     ) -> None:
         lead = x.ndim - spatial
-        self.sizes = _many(kernel, spatial)
-        steps = _many(stride, spatial) if stride not in (None, (), []) else self.sizes
-        self.given = _many(padding, spatial)
-        spread = _many(dilation, spatial)
+        self.sizes = many(kernel, spatial)
+        steps = many(stride, spatial) if stride not in (None, (), []) else self.sizes
+        self.given = many(padding, spatial)
+        spread = many(dilation, spatial)
         pads: list[tuple[int, int]] = []
         for size, k, s, p, d in zip(x.shape[lead:], self.sizes, steps, self.given, spread, strict=True):
             span = size + 2 * p - d * (k - 1) - 1
@@ -148,33 +109,33 @@ class _Window:
 
 
 def _max_pool(
-    x: jax.Array,
+    x: Array,
     kernel: Sizes,
     stride: Sizes | None = None,
     padding: Sizes = 0,
     dilation: Sizes = 1,
     ceil_mode: bool = False,
     spatial: int = 2,
-) -> jax.Array:
+) -> Array:
     window = _Window(x, kernel, stride, padding, dilation, ceil_mode, spatial)
     return window.reduced(x, np.array(-np.inf, x.dtype), lax.max)
 
 
 def _max_pool_with_places(
-    x: jax.Array,
+    x: Array,
     kernel: Sizes,
     stride: Sizes | None = None,
     padding: Sizes = 0,
     dilation: Sizes = 1,
     ceil_mode: bool = False,
     spatial: int = 2,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Return (maxima, their flat places in the last dimensions); among equal elements, the first counts."""
     window = _Window(x, kernel, stride, padding, dilation, ceil_mode, spatial)
     image = x.shape[-spatial:]
     places = jnp.broadcast_to(jnp.arange(prod(image), dtype=jnp.int64).reshape(image), x.shape)
 
-    def larger(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def larger(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
         first = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
         return jnp.where(first, one[0], other[0]), jnp.where(first, one[1], other[1])
 
@@ -184,16 +145,16 @@ def _max_pool_with_places(
     return _max_pool(x, kernel, stride, padding, dilation, ceil_mode, spatial), found
 
 
-def _average_pool(spatial: int) -> Callable[..., jax.Array]:
+def _average_pool(spatial: int) -> Callable[..., Array]:
     def pool(
-        x: jax.Array,
+        x: Array,
         kernel: Sizes,
         stride: Sizes | None = None,
         padding: Sizes = 0,
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
-    ) -> jax.Array:
+    ) -> Array:
         window = _Window(x, kernel, stride, padding, 1, ceil_mode, spatial)
         zero = np.zeros((), x.dtype)  # JAX can differentiate a window reduction only if it starts from a constant
         total = window.reduced(x, zero, lax.add)
@@ -213,20 +174,19 @@ def _average_pool(spatial: int) -> Callable[..., jax.Array]:
     return pool
 
 
-def _adaptive(spatial: int) -> Callable[..., jax.Array]:
+def _adaptive(spatial: int) -> Callable[..., Array]:
     """Return a pool whose output i of n is the mean of inputs floor(i * size / n) to ceil((i + 1) * size / n).
 
     Computed as a product with one matrix per dimension.
     """
 
-    def pool(x: jax.Array, output: Sizes) -> jax.Array:
-        wanted = _many(output, spatial)
+    def pool(x: Array, output: Sizes) -> Array:
+        wanted = many(output, spatial)
         for place, count in enumerate(wanted):
             axis = x.ndim - spatial + place
             size = x.shape[axis]
             weights = np.zeros((count, size), np.float32)
-            for row in range(count):
-                first, last = row * size // count, -(-(row + 1) * size // count)
+            for row, (first, last) in enumerate(adaptive_windows(size, count)):
                 weights[row, first:last] = 1 / (last - first)
             mixed = jnp.tensordot(x, jnp.asarray(weights, x.dtype), ((axis,), (1,)))
             x = jnp.moveaxis(mixed, -1, axis)
@@ -236,21 +196,21 @@ def _adaptive(spatial: int) -> Callable[..., jax.Array]:
 
 
 def _trilinear(
-    one: jax.Array,
-    two: jax.Array,
-    three: jax.Array,
+    one: Array,
+    two: Array,
+    three: Array,
     expand1: Sequence[int],
     expand2: Sequence[int],
     expand3: Sequence[int],
     sumdim: Sequence[int],
     unroll_dim: int = 1,  # noqa: ARG001 - the order of torch's loops
-) -> jax.Array:
+) -> Array:
     factors = zip((one, two, three), (expand1, expand2, expand3), strict=True)
     first, second, third = (jnp.expand_dims(x, tuple(dims)) for x, dims in factors)
     return jnp.sum(first * second * third, axis=tuple(sumdim))
 
 
-def _distances(one: jax.Array, two: jax.Array, p: float, compute_mode: int | None = None) -> jax.Array:  # noqa: ARG001
+def _distances(one: Array, two: Array, p: float, compute_mode: int | None = None) -> Array:  # noqa: ARG001
     """Return the distances of all pairs of points; for equal points the distance and its gradient are 0."""
     apart = jnp.abs(one[..., :, None, :] - two[..., None, :, :])
     if p == float("inf"):
@@ -264,18 +224,12 @@ def _distances(one: jax.Array, two: jax.Array, p: float, compute_mode: int | Non
 
 
 PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
+    **{f"aten.{name}.default": jnp.matmul for name in ("matmul", "mm", "bmm", "mv", "dot")},
+    **{f"aten.{name}.default": _addmm for name in ("addmm", "baddbmm")},
+    **{f"aten.{name}": _conv for name in ("conv1d.default", "conv2d.default", "conv1d.padding", "conv2d.padding")},
     "aten.linear.default": linear,
     "fusion.expert_linear": expert_linear,
-    "aten.matmul.default": jnp.matmul,
-    "aten.mm.default": jnp.matmul,
-    "aten.bmm.default": jnp.matmul,
-    "aten.addmm.default": _addmm,
-    "aten.baddbmm.default": _addmm,
     "aten.convolution.default": _convolution,
-    "aten.conv1d.default": _conv,
-    "aten.conv2d.default": _conv,
-    "aten.conv1d.padding": _conv,
-    "aten.conv2d.padding": _conv,
     "aten.conv_transpose2d.input": _conv_transpose,
     "aten.max_pool2d.default": _max_pool,
     "aten.max_pool2d_with_indices.default": _max_pool_with_places,
@@ -287,8 +241,6 @@ PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
     "aten._adaptive_avg_pool3d.default": _adaptive(3),
     "aten.avg_pool3d.default": _average_pool(3),
     "aten.max_pool3d_with_indices.default": partial(_max_pool_with_places, spatial=3),
-    "aten.mv.default": jnp.matmul,
-    "aten.dot.default": jnp.matmul,
     "aten._trilinear.default": _trilinear,
     "aten._cdist_forward.default": _distances,
 }

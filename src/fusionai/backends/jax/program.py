@@ -26,10 +26,8 @@ from fusionai.backends.jax.tracing import Program, Value, footprint_bytes, progr
 from fusionai.backends.stage_base import StageBase, check_gradient, key_of
 from fusionai.backends.state import StateEntry, check_entry
 from fusionai.ir.graph import reads
-from fusionai.ir.init import initialise
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph
-from fusionai.ir.stored import pack_stored
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import StageOptions
@@ -209,38 +207,6 @@ class JaxStageProgram(StageBase[_InFlight]):
 
     # ------------------------------------------------------------------------------------------------------- state
 
-    def initialise(self) -> tuple[str, ...]:
-        self._require_idle("initialise")
-        self._sums.clear()
-        self._committed.clear()
-        if self._optimizer is not None:
-            self._optimizer.reset()
-        missing: list[str] = []
-        for key in sorted(self._specs):
-            spec = self._specs[key]
-            if spec.init is None:
-                missing.append(f"model/{key}")
-                self._unset.add(key)
-                continue
-            values = np.asarray(initialise(key, spec.shape, spec.dtype, spec.init, self._options.seed))
-            if spec.stored:
-                self._set(key, jax.device_put(pack_stored(values, spec.stored), self._device))
-                continue
-            # numpy has no bfloat16: the values come as raw bits.
-            typed = values.view(jnp.bfloat16) if spec.dtype == "bfloat16" else values.astype(DTYPES[spec.dtype])
-            self._set(key, jax.device_put(typed, self._device))
-        return tuple(missing)
-
-    def import_state(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
-        self._require_idle("import state")
-        for name, tensor in entries:
-            entry = check_entry(self._entries, name, tensor)
-            value = to_jax(tensor, self._device)
-            if not entry.slot:
-                self._set(entry.key, value)
-            elif self._optimizer is not None:
-                self._optimizer.write(entry.key, entry.slot, value)
-
     @property
     def resident_bytes(self) -> int:
         held = [*self._tensors.values(), *self._committed.values(), *self._sums.values()]
@@ -254,9 +220,17 @@ class JaxStageProgram(StageBase[_InFlight]):
             return to_host(self._optimizer.read(entry.key, entry.slot))
         return to_host(self._committed.get(entry.key, self._tensors[entry.key]))
 
-    def _set(self, key: str, value: jax.Array) -> None:
-        self._tensors[key] = value
-        self._unset.discard(key)
+    def _put(self, entry: StateEntry, value: HostTensor) -> None:
+        if not entry.slot:
+            self._tensors[entry.key] = to_jax(value, self._device)
+        elif self._optimizer is not None:
+            self._optimizer.write(entry.key, entry.slot, to_jax(value, self._device))
+
+    def _reset(self) -> None:
+        self._sums.clear()
+        self._committed.clear()
+        if self._optimizer is not None:
+            self._optimizer.reset()
 
     def _known(self, key: str) -> str:
         self._require_trainable(key)

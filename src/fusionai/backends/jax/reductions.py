@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from fusionai.backends.jax.dtypes import Scalar, floating, is_floating
 
@@ -25,27 +25,27 @@ def _axes(dims: Dims) -> tuple[int, ...] | None:
     return (dims,) if isinstance(dims, int) else tuple(dims) or None
 
 
-def _summable(x: jax.Array, dtype: Any) -> jax.Array:
+def _summable(x: Array, dtype: Any) -> Array:
     """Return x as summed: integers and booleans as int64."""
     if dtype is not None:
         return x.astype(dtype)
     return x if is_floating(x.dtype) else x.astype(jnp.int64)
 
 
-def _sum(x: jax.Array, dims: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+def _sum(x: Array, dims: Dims = None, keepdim: bool = False, dtype: Any = None) -> Array:
     return jnp.sum(_summable(x, dtype), axis=_axes(dims), keepdims=keepdim)
 
 
-def _mean(x: jax.Array, dims: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+def _mean(x: Array, dims: Dims = None, keepdim: bool = False, dtype: Any = None) -> Array:
     return jnp.mean(x if dtype is None else x.astype(dtype), axis=_axes(dims), keepdims=keepdim)
 
 
-def _cumsum(x: jax.Array, dim: int, dtype: Any = None) -> jax.Array:
+def _cumsum(x: Array, dim: int, dtype: Any = None) -> Array:
     x = _summable(x, dtype)
     return jnp.cumsum(x, axis=dim) if x.ndim else x
 
 
-def _variance(x: jax.Array, dims: Dims = None, correction: Scalar | None = 1, keepdim: bool = False) -> jax.Array:
+def _variance(x: Array, dims: Dims = None, correction: Scalar | None = 1, keepdim: bool = False) -> Array:
     axes = _axes(dims)
     spread = jnp.square(x - jnp.mean(x, axis=axes, keepdims=True))
     counted = range(x.ndim) if axes is None else axes
@@ -55,15 +55,15 @@ def _variance(x: jax.Array, dims: Dims = None, correction: Scalar | None = 1, ke
     return jnp.sum(spread, axis=axes, keepdims=keepdim) / max(0, count - (1 if correction is None else correction))
 
 
-def _deviation(x: jax.Array, dims: Dims = None, correction: Scalar | None = 1, keepdim: bool = False) -> jax.Array:
+def _deviation(x: Array, dims: Dims = None, correction: Scalar | None = 1, keepdim: bool = False) -> Array:
     return jnp.sqrt(_variance(x, dims, correction, keepdim))
 
 
-def _logsumexp(x: jax.Array, dims: Dims, keepdim: bool = False) -> jax.Array:
+def _logsumexp(x: Array, dims: Dims, keepdim: bool = False) -> Array:
     return jax.nn.logsumexp(floating(x), axis=_axes(dims), keepdims=keepdim)
 
 
-def _norm(x: jax.Array, order: Scalar = 2, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+def _norm(x: Array, order: Scalar = 2, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Array:
     x = x if dtype is None else x.astype(dtype)
     axes = _axes(dim)
     if order == 2:
@@ -80,81 +80,74 @@ def _norm(x: jax.Array, order: Scalar = 2, dim: Dims = None, keepdim: bool = Fal
     return jnp.power(jnp.sum(jnp.power(size, order), axis=axes, keepdims=keepdim), 1 / order)
 
 
-def _chosen(x: jax.Array, indices: jax.Array, dim: int, keepdim: bool) -> tuple[jax.Array, jax.Array]:
+def _chosen(x: Array, indices: Array, dim: int, keepdim: bool) -> tuple[Array, Array]:
     kept = jnp.expand_dims(indices, dim)
     values = jnp.take_along_axis(x, kept, axis=dim)
     return (values, kept) if keepdim else (jnp.squeeze(values, dim), indices)
 
 
-def _max_along(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    if not x.ndim:
-        return x, jnp.zeros((), jnp.int64)
-    return _chosen(x, jnp.argmax(x, axis=dim), dim, keepdim)
+def _along(place: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
+    """Return (extreme, its place) along a dimension; `place`: argmax or argmin."""
 
+    def run(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
+        return _chosen(x, place(x, axis=dim), dim, keepdim) if x.ndim else (x, jnp.zeros((), jnp.int64))
 
-def _min_along(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    if not x.ndim:
-        return x, jnp.zeros((), jnp.int64)
-    return _chosen(x, jnp.argmin(x, axis=dim), dim, keepdim)
+    return run
 
 
 def _topk(
-    x: jax.Array,
+    x: Array,
     k: int,
     dim: int = -1,
     largest: bool = True,
     sorted: bool = True,  # noqa: A002, ARG001 — torch's name; a sorted result is valid for either value
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     keys = x if largest else -x if is_floating(x.dtype) else ~x
     _, places = lax.top_k(jnp.moveaxis(keys, dim, -1), k)
     indices = jnp.moveaxis(places, -1, dim).astype(jnp.int64)
     return jnp.take_along_axis(x, indices, axis=dim), indices
 
 
-def _sort(x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Array, jax.Array]:
+def _sort(x: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
     if not x.ndim:
         return x, jnp.zeros((), jnp.int64)
     indices = jnp.argsort(x, axis=dim, stable=True, descending=descending).astype(jnp.int64)
     return jnp.take_along_axis(x, indices, axis=dim), indices
 
 
-def _kth(x: jax.Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+def _kth(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
     if not x.ndim:
         return x, jnp.zeros((), jnp.int64)
     order = jnp.argsort(x, axis=dim, stable=True).astype(jnp.int64)
     return _chosen(x, jnp.take(order, k - 1, axis=dim), dim, keepdim)
 
 
-def _median(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+def _median(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
     """Return the median; for an even number of elements, the lower of the two middle ones."""
     return _kth(x, (x.shape[dim] + 1) // 2 if x.ndim else 1, dim, keepdim)
 
 
-def _prod(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+def _prod(x: Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Array:
     return jnp.prod(_summable(x, dtype), axis=_axes(dim), keepdims=keepdim)
 
 
-def _nansum(x: jax.Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> jax.Array:
+def _nansum(x: Array, dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Array:
     return _sum(jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), x), dim, keepdim, dtype)
 
 
-def _both_extremes(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+def _both_extremes(x: Array, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
     return jnp.min(x, axis=dim, keepdims=keepdim), jnp.max(x, axis=dim, keepdims=keepdim)
 
 
-def _with_mean(compute: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    def run(
-        x: jax.Array, dim: Dims = None, correction: Scalar | None = 1, keepdim: bool = False
-    ) -> tuple[jax.Array, jax.Array]:
+def _with_mean(compute: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
+    def run(x: Array, dim: Dims = None, correction: Scalar | None = 1, keepdim: bool = False) -> tuple[Array, Array]:
         return compute(x, dim, correction, keepdim), jnp.mean(x, axis=_axes(dim), keepdims=keepdim)
 
     return run
 
 
-def _extreme_place(
-    compute: Callable[..., jax.Array],
-) -> Callable[..., jax.Array]:
-    def place(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.Array:
+def _extreme_place(compute: Callable[..., Array]) -> Callable[..., Array]:
+    def place(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
         return compute(x, axis=dim, keepdims=keepdim).astype(jnp.int64)
 
     return place
@@ -174,8 +167,8 @@ REDUCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "aten.linalg_vector_norm.default": _norm,
     "aten.max.default": jnp.max,
     "aten.min.default": jnp.min,
-    "aten.max.dim": _max_along,
-    "aten.min.dim": _min_along,
+    "aten.max.dim": _along(jnp.argmax),
+    "aten.min.dim": _along(jnp.argmin),
     "aten.topk.default": _topk,
     "aten.sort.default": _sort,
     "aten.cumprod.default": lambda x, dim, dtype=None: jnp.cumprod(_summable(x, dtype), axis=dim) if x.ndim else x,

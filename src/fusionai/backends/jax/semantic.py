@@ -17,24 +17,26 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
+from fusionai.backends.arguments import visible_keys
 from fusionai.backends.counters import FIRST_MULTIPLIER, SECOND_MULTIPLIER, UNIFORM_BITS
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     scale: float,
     causal: bool = False,
     window: int | None = None,
     softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    key_mask: jax.Array | None = None,
+    sinks: Array | None = None,
+    key_mask: Array | None = None,
     dropout: float = 0.0,
-    key: jax.Array | None = None,
-) -> jax.Array:
+    key: Array | None = None,
+) -> Array:
     """Return [B, Hq, S, Dv] for q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv]; arguments as in the torch
     backend.
 
@@ -62,17 +64,11 @@ def attention(
     return out.reshape(batch, heads, queries, v.shape[-1])
 
 
-def _visible(
-    q: jax.Array, k: jax.Array, *, causal: bool, window: int | None, key_mask: jax.Array | None
-) -> jax.Array | None:
+def _visible(q: Array, k: Array, *, causal: bool, window: int | None, key_mask: Array | None) -> Array | None:
     """Return bool [B or 1, 1, S, T], True where query s may see key t; None if every query sees every key."""
     queries = jnp.arange(q.shape[2])[:, None]
     keys = jnp.arange(k.shape[2])[None, :]
-    visible = None
-    if causal:
-        visible = keys <= queries
-    if window is not None:
-        visible = visible & (keys > queries - window) if visible is not None else jnp.abs(keys - queries) <= window
+    visible = visible_keys(queries, keys, causal=causal, window=window)
     if visible is not None:
         visible = visible[None, None]
     if key_mask is not None:
@@ -81,7 +77,7 @@ def _visible(
     return visible
 
 
-def scaled_mask(shape: tuple[int, ...], p: float, key: jax.Array, *, dtype: Any) -> jax.Array:
+def scaled_mask(shape: tuple[int, ...], p: float, key: Array, *, dtype: Any) -> Array:
     """Return 0 where dropped and 1 / (1 - p) where kept (all 0 for p = 1). `key` [2]: the node's two folds, uint32."""
     if p >= 1.0:
         return jnp.zeros(shape, dtype)
@@ -90,24 +86,24 @@ def scaled_mask(shape: tuple[int, ...], p: float, key: jax.Array, *, dtype: Any)
     return (keep.astype(dtype) * jnp.asarray(1.0 / (1.0 - p), dtype)).reshape(shape)
 
 
-def dropout(x: jax.Array, p: float, key: jax.Array) -> jax.Array:
+def dropout(x: Array, p: float, key: Array) -> Array:
     return x * scaled_mask(x.shape, p, key, dtype=x.dtype)
 
 
-def uniform(x: jax.Array, key: jax.Array) -> jax.Array:
+def uniform(x: Array, key: Array) -> Array:
     """Return random numbers in [0, 1) with the shape and dtype of x; the values of x are not used."""
     bits = UNIFORM_BITS[str(x.dtype)]
     drawn = (_hashed(x.size, key) >> (32 - bits)).astype(x.dtype)
     return (drawn * jnp.asarray(2.0**-bits, x.dtype)).reshape(x.shape)
 
 
-def _hashed(count: int, key: jax.Array) -> jax.Array:
+def _hashed(count: int, key: Array) -> Array:
     index = jnp.arange(count, dtype=jnp.uint64)
     low, high = index.astype(jnp.uint32), (index >> 32).astype(jnp.uint32)
     return _mix(_mix(low ^ key[0]) ^ (_mix(high) ^ key[1]))
 
 
-def _mix(x: jax.Array) -> jax.Array:
+def _mix(x: Array) -> Array:
     x = x ^ (x >> 16)
     x = x * jnp.uint32(FIRST_MULTIPLIER)
     x = x ^ (x >> 15)
@@ -119,13 +115,13 @@ CHUNK: Final = 64
 """Positions whose mutual influence is computed at once."""
 
 
-def linear_scan(decay: jax.Array, x: jax.Array) -> jax.Array:
+def linear_scan(decay: Array, x: Array) -> Array:
     """Return all `h[t] = decay[t] * h[t - 1] + x[t]`; decay, x and the result have the same shape [batch, positions,
     ...]."""
     if decay.shape != x.shape:
         raise ValueError(f"expected decays and inputs of one shape, got {list(decay.shape)} and {list(x.shape)}")
 
-    def step(state: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(state: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
         faded, entering = now
         state = faded * state + entering
         return state, state
@@ -135,9 +131,7 @@ def linear_scan(decay: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.moveaxis(states, 0, 1)
 
 
-def linear_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, decay: jax.Array, beta: jax.Array | None = None
-) -> jax.Array:
+def linear_attention(query: Array, key: Array, value: Array, *, decay: Array, beta: Array | None = None) -> Array:
     """Compute the formula of `backends.torch.semantic.linear_attention`.
 
     query and key [batch, positions, heads, key width], value [batch, positions, heads, value width], decay and beta
@@ -147,7 +141,7 @@ def linear_attention(
     chunk = max(1, min(CHUNK, positions))
     missing = -positions % chunk
 
-    def chunked(x: jax.Array) -> jax.Array:
+    def chunked(x: Array) -> Array:
         x = jnp.moveaxis(x, 1, 2)
         x = jnp.pad(x, [(0, 0), (0, 0), (0, missing), *[(0, 0)] * (x.ndim - 3)])
         return x.reshape(batch, heads, -1, chunk, *x.shape[3:])
@@ -170,7 +164,7 @@ def linear_attention(
     leaving = k * jnp.exp(total[..., -1:] - total)[..., None]
     fading = jnp.exp(total[..., -1])[..., None, None]
     state = jnp.zeros((batch, heads, key.shape[-1], width), value.dtype)
-    made: list[jax.Array] = []
+    made: list[Array] = []
     for at in range(q.shape[2]):
         taken = v[:, :, at] if beta is None else v[:, :, at] - faded[:, :, at] @ state
         made.append(reading[:, :, at] @ state + inside[:, :, at] @ taken)

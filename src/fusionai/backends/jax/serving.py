@@ -5,22 +5,21 @@ Neighbours: `serving.parted` cuts the graph and has caches and attention, `traci
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fusionai.backends.binding import largest
+from fusionai.backends.binding import with_rows
 from fusionai.backends.jax.dtypes import DTYPES, Device, is_floating, to_jax
 from fusionai.backends.jax.operators import Context
-from fusionai.backends.jax.tracing import Value, footprint_bytes, program_of
-from fusionai.backends.serving.base import awaited
+from fusionai.backends.jax.tracing import Value, abstract, footprint_bytes, program_of
+from fusionai.backends.serving.base import largest_pass
 from fusionai.backends.serving.parted import Array, Compute, Part, PartedServing
-from fusionai.ir.schema import Graph
-from fusionai.ir.serving import BATCH, SEQUENCE
-from fusionai.ir.shapes import evaluate
+from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.ir.serving import BATCH
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.serving import ServeOptions, WeightFormat
@@ -43,21 +42,12 @@ class JaxServingProgram(PartedServing):
         self._device = device
         self._whole = program_of(graph, graph.outputs, with_state_writes=False, mixed=False, recompute=False)
         self._check_memory(memory_limit_bytes)
-        self._specs = {spec.key: spec for spec in graph.params.values()}
-        self._waiting = set(self._specs)
         self._tensors: dict[str, jax.Array] = {}
         """Weights by key, in the format they are kept in."""
         self._sizes: dict[int, dict[str, int]] = {}
 
-    def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
-        for key, tensor in entries:
-            spec = awaited(self._specs, self._waiting, key, tensor)
-            self._tensors[key] = self._kept(key, to_jax(tensor, self._device).astype(DTYPES[spec.dtype]))
-            self._waiting.discard(key)
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        return tuple(sorted(self._waiting))
+    def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:
+        self._tensors[spec.key] = self._kept(spec.key, to_jax(tensor, self._device).astype(DTYPES[spec.dtype]))
 
     @property
     def resident_bytes(self) -> int:
@@ -91,14 +81,9 @@ class JaxServingProgram(PartedServing):
     def _sizes_at(self, rows: int) -> dict[str, int]:
         """Return every size that the graph computes for this number of rows."""
         if rows not in self._sizes:
-            symbols = {**dict.fromkeys(self._graph.symbols, 1), SEQUENCE: rows, BATCH: 1}
-            abstract = {
-                name: jax.ShapeDtypeStruct(
-                    tuple(evaluate(dim, symbols) for dim in self._graph.values[name].shape),
-                    DTYPES[self._graph.values[name].dtype],
-                )
-                for name in (*self._whole.inputs, *self._whole.params)
-            }
+            given = abstract(
+                self._graph, (*self._whole.inputs, *self._whole.params), {**with_rows(self._graph, rows), BATCH: 1}
+            )
             found: dict[str, int] = {}
 
             def run(values: dict[str, jax.Array]) -> None:
@@ -106,7 +91,7 @@ class JaxServingProgram(PartedServing):
                 self._whole.advance(_CONTEXT, self._whole.nodes, known)
                 found.update({name: value for name, value in known.items() if isinstance(value, int)})
 
-            jax.eval_shape(run, abstract)
+            jax.eval_shape(run, given)
             self._sizes[rows] = found
         return self._sizes[rows]
 
@@ -126,7 +111,7 @@ class JaxServingProgram(PartedServing):
         """Check the limit: weights as kept, caches, and inputs and outputs of the largest pass."""
         width = jnp.dtype(KEPT_AS[self._options.weights]).itemsize
         weights_bytes = 0
-        for spec in {spec.key: spec for spec in self._graph.params.values()}.values():
+        for spec in self._specs.values():
             dtype = jnp.dtype(DTYPES[spec.dtype])
             narrow = len(spec.shape) > 1 and is_floating(dtype)
             weights_bytes += int(np.prod(spec.shape)) * (min(width, dtype.itemsize) if narrow else dtype.itemsize)
@@ -137,11 +122,7 @@ class JaxServingProgram(PartedServing):
                 f"caches; the limit is {limit_bytes}.",
                 hint="Use fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
             )
-        symbols = largest(self._graph)
-        if SEQUENCE in symbols:
-            symbols[SEQUENCE] = max(self._graph.symbols[SEQUENCE][0], min(symbols[SEQUENCE], self._options.pass_tokens))
-        if BATCH in symbols:
-            symbols[BATCH] = self._graph.symbols[BATCH][0]
+        symbols = largest_pass(self._graph, self._options)
         pass_bytes = footprint_bytes(self._graph, self._whole, symbols, (), training=False)
         if limit_bytes is not None and weights_bytes + cache_bytes + pass_bytes > limit_bytes:
             raise ExecutionError(

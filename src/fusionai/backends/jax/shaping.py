@@ -10,25 +10,26 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
+from fusionai.backends.arguments import pad_widths, slice_bounds
 from fusionai.backends.jax.dtypes import Scalar, is_floating, result_type
 
 Ints = Sequence[int]
 
 
-def _axis(x: jax.Array, dim: int) -> int:
+def _axis(x: Array, dim: int) -> int:
     return dim % max(x.ndim, 1)
 
 
-def _flatten(x: jax.Array, start: int = 0, end: int = -1) -> jax.Array:
+def _flatten(x: Array, start: int = 0, end: int = -1) -> Array:
     if not x.ndim:
         return x.reshape(1)
     first, last = _axis(x, start), _axis(x, end)
     return x.reshape((*x.shape[:first], -1, *x.shape[last + 1 :]))
 
 
-def _unflatten(x: jax.Array, dim: int, sizes: Ints) -> jax.Array:
+def _unflatten(x: Array, dim: int, sizes: Ints) -> Array:
     at = _axis(x, dim)
     return x.reshape((*x.shape[:at], *_inferred(sizes, x.shape[at]), *x.shape[at + 1 :]))
 
@@ -40,53 +41,45 @@ def _inferred(sizes: Ints, total: int) -> list[int]:
     return [total // known if size == -1 else size for size in sizes]
 
 
-def _squeeze(x: jax.Array, dims: int | Ints | None = None) -> jax.Array:
+def _squeeze(x: Array, dims: int | Ints | None = None) -> Array:
     wanted = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     single = tuple(axis for dim in wanted if x.ndim and x.shape[axis := _axis(x, dim)] == 1)
     return jnp.squeeze(x, single)
 
 
-def _unsqueeze(x: jax.Array, dim: int) -> jax.Array:
+def _unsqueeze(x: Array, dim: int) -> Array:
     return jnp.expand_dims(x, dim)
 
 
-def _bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
-    """Return half-open bounds, clamped as in torch."""
-    first = 0 if start is None else start + size if start < 0 else start
-    last = size if end is None else end + size if end < 0 else end
-    first = min(max(first, 0), size)
-    return first, min(max(last, first), size)
-
-
-def _slice(x: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> jax.Array:
-    first, last = _bounds(x.shape[dim], start, end)
+def _slice(x: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Array:
+    first, last = slice_bounds(x.shape[dim], start, end)
     return lax.slice_in_dim(x, first, last, step, _axis(x, dim))
 
 
-def _select(x: jax.Array, dim: int, index: int) -> jax.Array:
+def _select(x: Array, dim: int, index: int) -> Array:
     return lax.index_in_dim(x, _within(x, dim, index), _axis(x, dim), keepdims=False)
 
 
-def _within(x: jax.Array, dim: int, index: int) -> int:
+def _within(x: Array, dim: int, index: int) -> int:
     size = x.shape[dim]
     if not -size <= index < size:
         raise IndexError(f"expected an index from {-size} to {size - 1}, got {index}")
     return index % size
 
 
-def _narrow(x: jax.Array, dim: int, start: int, length: int) -> jax.Array:
+def _narrow(x: Array, dim: int, start: int, length: int) -> Array:
     first = start + x.shape[dim] if start < 0 else start
     return lax.slice_in_dim(x, first, first + length, 1, _axis(x, dim))
 
 
-def _expand(x: jax.Array, sizes: Ints, implicit: bool = False) -> jax.Array:  # noqa: ARG001
+def _expand(x: Array, sizes: Ints, implicit: bool = False) -> Array:  # noqa: ARG001
     lead = len(sizes) - x.ndim
     shape = [x.shape[place - lead] if size == -1 else size for place, size in enumerate(sizes)]
     return jnp.broadcast_to(x, shape)
 
 
-def _split_sizes(x: jax.Array, sizes: Ints, dim: int = 0) -> list[jax.Array]:
-    pieces: list[jax.Array] = []
+def _split_sizes(x: Array, sizes: Ints, dim: int = 0) -> list[Array]:
+    pieces: list[Array] = []
     start = 0
     for size in sizes:
         pieces.append(lax.slice_in_dim(x, start, start + size, 1, _axis(x, dim)))
@@ -94,28 +87,28 @@ def _split_sizes(x: jax.Array, sizes: Ints, dim: int = 0) -> list[jax.Array]:
     return pieces
 
 
-def _split(x: jax.Array, size: int, dim: int = 0) -> list[jax.Array]:
+def _split(x: Array, size: int, dim: int = 0) -> list[Array]:
     total = x.shape[dim]
     return _split_sizes(x, [min(size, total - start) for start in range(0, total, size)] or [0], dim)
 
 
-def _chunk(x: jax.Array, chunks: int, dim: int = 0) -> list[jax.Array]:
+def _chunk(x: Array, chunks: int, dim: int = 0) -> list[Array]:
     return _split(x, max(1, -(-x.shape[dim] // chunks)), dim)
 
 
-def _unbind(x: jax.Array, dim: int = 0) -> list[jax.Array]:
+def _unbind(x: Array, dim: int = 0) -> list[Array]:
     return [lax.index_in_dim(x, index, _axis(x, dim), keepdims=False) for index in range(x.shape[dim])]
 
 
-def _cast(x: jax.Array, dtype: Any = None, *_: Any, **__: Any) -> jax.Array:
+def _cast(x: Array, dtype: Any = None, *_: Any, **__: Any) -> Array:
     return x if dtype is None else x.astype(dtype)
 
 
-def _same(x: jax.Array, *_: Any, **__: Any) -> jax.Array:
+def _same(x: Array, *_: Any, **__: Any) -> Array:
     return x
 
 
-def _roll(x: jax.Array, shifts: int | Ints, dims: int | Ints = ()) -> jax.Array:
+def _roll(x: Array, shifts: int | Ints, dims: int | Ints = ()) -> Array:
     axes = tuple([dims] if isinstance(dims, int) else dims)
     steps = tuple([shifts] if isinstance(shifts, int) else shifts)
     if not axes:
@@ -123,68 +116,51 @@ def _roll(x: jax.Array, shifts: int | Ints, dims: int | Ints = ()) -> jax.Array:
     return jnp.roll(x, steps, axes)
 
 
-def _placed(x: jax.Array, dim: int, where: slice | int) -> tuple[slice | int, ...]:
+def _placed(x: Array, dim: int, where: slice | int) -> tuple[slice | int, ...]:
     return (*(slice(None),) * _axis(x, dim), where)
 
 
-def _select_scatter(x: jax.Array, source: jax.Array, dim: int, index: int) -> jax.Array:
+def _select_scatter(x: Array, source: Array, dim: int, index: int) -> Array:
     return x.at[_placed(x, dim, _within(x, dim, index))].set(source.astype(x.dtype))
 
 
 def _slice_scatter(
-    x: jax.Array, source: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> jax.Array:
-    first, last = _bounds(x.shape[dim], start, end)
+    x: Array, source: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Array:
+    first, last = slice_bounds(x.shape[dim], start, end)
     return x.at[_placed(x, dim, slice(first, last, step))].set(source.astype(x.dtype))
 
 
-def _filled(size: Ints, value: Scalar, dtype: Any) -> jax.Array:
-    return jnp.full(tuple(size), value, dtype)
+def _full(size: Ints, value: Scalar, dtype: Any = None, **_: Any) -> Array:
+    return jnp.full(tuple(size), value, result_type(value) if dtype is None else dtype)
 
 
-def _full(size: Ints, value: Scalar, dtype: Any = None, **_: Any) -> jax.Array:
-    return _filled(size, value, result_type(value) if dtype is None else dtype)
+def _new_full(x: Array, size: Ints, value: Scalar, dtype: Any = None, **_: Any) -> Array:
+    return jnp.full(tuple(size), value, x.dtype if dtype is None else dtype)
 
 
-def _made(value: Scalar) -> Callable[..., jax.Array]:
-    def make(size: Ints, dtype: Any = None, **_: Any) -> jax.Array:
-        return _filled(size, value, jnp.float32 if dtype is None else dtype)
-
-    return make
+def _made(value: float) -> Callable[..., Array]:
+    return lambda size, dtype=None, **_: _full(size, value, dtype)
 
 
-def _made_new(value: Scalar) -> Callable[..., jax.Array]:
-    def make(x: jax.Array, size: Ints, dtype: Any = None, **_: Any) -> jax.Array:
-        return _filled(size, value, x.dtype if dtype is None else dtype)
-
-    return make
+def _made_new(value: float) -> Callable[..., Array]:
+    return lambda x, size, dtype=None, **_: _new_full(x, size, value, dtype)
 
 
-def _new_full(x: jax.Array, size: Ints, value: Scalar, dtype: Any = None, **_: Any) -> jax.Array:
-    return _filled(size, value, x.dtype if dtype is None else dtype)
+def _made_like(value: float) -> Callable[..., Array]:
+    return lambda x, dtype=None, **_: _new_full(x, x.shape, value, dtype)
 
 
-def _made_like(value: Scalar) -> Callable[..., jax.Array]:
-    def make(x: jax.Array, dtype: Any = None, **_: Any) -> jax.Array:
-        return _filled(x.shape, value, x.dtype if dtype is None else dtype)
-
-    return make
-
-
-def _full_like(x: jax.Array, value: Scalar, dtype: Any = None, **_: Any) -> jax.Array:
-    return _filled(x.shape, value, x.dtype if dtype is None else dtype)
-
-
-def _scalar_tensor(value: Scalar, dtype: Any = None, **_: Any) -> jax.Array:
+def _scalar_tensor(value: Scalar, dtype: Any = None, **_: Any) -> Array:
     return jnp.asarray(value, jnp.float32 if dtype is None else dtype)
 
 
-def _arange(start: Scalar, end: Scalar, step: Scalar = 1, dtype: Any = None, **_: Any) -> jax.Array:
+def _arange(start: Scalar, end: Scalar, step: Scalar = 1, dtype: Any = None, **_: Any) -> Array:
     usual = jnp.float32 if any(isinstance(one, float) for one in (start, end, step)) else jnp.int64
     return jnp.arange(start, end, step, dtype=usual if dtype is None else dtype)
 
 
-def _cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
+def _cat(tensors: Sequence[Array], dim: int = 0) -> Array:
     some = [x for x in tensors if x.shape != (0,)] or tensors[:1]
     dtype = some[0].dtype
     for x in some[1:]:
@@ -192,39 +168,30 @@ def _cat(tensors: Sequence[jax.Array], dim: int = 0) -> jax.Array:
     return jnp.concatenate([x.astype(dtype) for x in some], axis=dim)
 
 
-def _repeat(x: jax.Array, repeats: Ints) -> jax.Array:
+def _repeat(x: Array, repeats: Ints) -> Array:
     lead = len(repeats) - x.ndim
     return jnp.tile(x.reshape((*(1,) * lead, *x.shape)), tuple(repeats))
 
 
-def _repeat_interleave(x: jax.Array, repeats: int, dim: int | None = None, **_: Any) -> jax.Array:
+def _repeat_interleave(x: Array, repeats: int, dim: int | None = None, **_: Any) -> Array:
     return jnp.repeat(x.reshape(-1) if dim is None else x, repeats, axis=0 if dim is None else dim)
 
 
-def _pad(x: jax.Array, pad: Ints, value: Scalar = 0.0) -> jax.Array:
-    """Pad x. `pad`: (before, after) for the last dimension, then for the one before, and so on; negative values cut
-    off."""
-    widths = [(0, 0, 0)] * x.ndim
-    for place in range(len(pad) // 2):
-        widths[x.ndim - 1 - place] = (pad[2 * place], pad[2 * place + 1], 0)
-    return lax.pad(x, jnp.asarray(value, x.dtype), widths)
+def _pad(x: Array, pad: Ints, value: Scalar = 0.0) -> Array:
+    """Pad x; negative widths cut off."""
+    return lax.pad(x, jnp.asarray(value, x.dtype), [(*width, 0) for width in pad_widths(pad, x.ndim)])
 
 
 _PADDING_MODES: Final = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 
 
-def _pad_by(x: jax.Array, pad: Ints, mode: str = "constant", value: Scalar | None = None) -> jax.Array:
+def _pad_by(x: Array, pad: Ints, mode: str = "constant", value: Scalar | None = None) -> Array:
     if mode == "constant":
         return _pad(x, pad, 0.0 if value is None else value)
-    widths = [(0, 0)] * x.ndim
-    for place in range(len(pad) // 2):
-        widths[x.ndim - 1 - place] = (pad[2 * place], pad[2 * place + 1])
-    return jnp.pad(x, widths, mode=_PADDING_MODES[mode])
+    return jnp.pad(x, pad_widths(pad, x.ndim), mode=_PADDING_MODES[mode])
 
 
-def _diff(
-    x: jax.Array, n: int = 1, dim: int = -1, prepend: jax.Array | None = None, append: jax.Array | None = None
-) -> jax.Array:
+def _diff(x: Array, n: int = 1, dim: int = -1, prepend: Array | None = None, append: Array | None = None) -> Array:
     parts = [one for one in (prepend, x, append) if one is not None]
     x = _cat(parts, dim) if len(parts) > 1 else x
     for _ in range(n):
@@ -233,7 +200,7 @@ def _diff(
     return x
 
 
-def _unfold(x: jax.Array, dim: int, size: int, step: int) -> jax.Array:
+def _unfold(x: Array, dim: int, size: int, step: int) -> Array:
     """Return windows along `dim`, with their elements in a new last dimension."""
     if not x.ndim:
         return x.reshape(1)
@@ -242,7 +209,7 @@ def _unfold(x: jax.Array, dim: int, size: int, step: int) -> jax.Array:
     return jnp.stack(parts, -1)
 
 
-def _im2col(x: jax.Array, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> jax.Array:
+def _im2col(x: Array, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> Array:
     """Return [..., C * kernel, places] for x [..., C, H, W]."""
     lead, channels = x.shape[:-3], x.shape[-3]
     padded = jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), *[(one, one) for one in padding]])
@@ -263,7 +230,7 @@ def _im2col(x: jax.Array, kernel: Ints, dilation: Ints, padding: Ints, stride: I
     return stacked.reshape(*lead, channels * len(parts), counts[0] * counts[1])
 
 
-def _col2im(x: jax.Array, size: Ints, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> jax.Array:
+def _col2im(x: Array, size: Ints, kernel: Ints, dilation: Ints, padding: Ints, stride: Ints) -> Array:
     """Reverse `_im2col`, summing where windows overlap."""
     channels = x.shape[-2] // (kernel[0] * kernel[1])
     like = jax.ShapeDtypeStruct((*x.shape[:-2], channels, *size), x.dtype)
@@ -271,22 +238,20 @@ def _col2im(x: jax.Array, size: Ints, kernel: Ints, dilation: Ints, padding: Int
     return image
 
 
-def _linspace(start: Scalar, end: Scalar, steps: int, dtype: Any = None, **_: Any) -> jax.Array:
+def _linspace(start: Scalar, end: Scalar, steps: int, dtype: Any = None, **_: Any) -> Array:
     return jnp.linspace(start, end, steps, dtype=jnp.float32 if dtype is None else dtype)
 
 
 SHAPING: Final[dict[str, Callable[..., Any]]] = {
+    **{f"aten.{name}.default": _same for name in ("alias", "clone", "contiguous", "lift_fresh_copy")},
+    **dict.fromkeys(("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"), _squeeze),
     "aten.reshape.default": lambda x, shape: jnp.reshape(x, tuple(shape)),
     "aten.flatten.using_ints": _flatten,
     "aten.unflatten.int": _unflatten,
     "aten.transpose.int": lambda x, one, other: jnp.swapaxes(x, one, other) if x.ndim else x,
     "aten.permute.default": lambda x, dims: jnp.transpose(x, tuple(dims)),
     "aten.t.default": lambda x: x.T,
-    "aten.alias.default": _same,
     "aten.unsqueeze.default": _unsqueeze,
-    "aten.squeeze.default": _squeeze,
-    "aten.squeeze.dim": _squeeze,
-    "aten.squeeze.dims": _squeeze,
     "aten.slice.Tensor": _slice,
     "aten.select.int": _select,
     "aten.narrow.default": _narrow,
@@ -302,22 +267,19 @@ SHAPING: Final[dict[str, Callable[..., Any]]] = {
     "aten._to_copy.default": lambda x, **options: _cast(x, options.get("dtype")),
     "aten.to.dtype": _cast,
     "aten.to.dtype_layout": lambda x, **options: _cast(x, options.get("dtype")),
-    "aten.clone.default": _same,
-    "aten.contiguous.default": _same,
     "aten.type_as.default": lambda x, other: x.astype(other.dtype),
     "aten.flip.default": lambda x, dims: jnp.flip(x, tuple(dims)),
     "aten.roll.default": _roll,
-    "aten.lift_fresh_copy.default": _same,
     "aten.select_scatter.default": _select_scatter,
     "aten.slice_scatter.default": _slice_scatter,
     "aten.full.default": _full,
-    "aten.zeros.default": _made(0),
-    "aten.ones.default": _made(1),
-    "aten.empty.memory_format": _made(0),
+    "aten.zeros.default": _made(0.0),
+    "aten.ones.default": _made(1.0),
+    "aten.empty.memory_format": _made(0.0),
     "aten.new_zeros.default": _made_new(0),
     "aten.new_ones.default": _made_new(1),
     "aten.new_full.default": _new_full,
-    "aten.full_like.default": _full_like,
+    "aten.full_like.default": lambda x, value, dtype=None, **_: _new_full(x, x.shape, value, dtype),
     "aten.zeros_like.default": _made_like(0),
     "aten.ones_like.default": _made_like(1),
     "aten.empty_like.default": _made_like(0),

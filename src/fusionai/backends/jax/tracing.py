@@ -12,41 +12,35 @@ that only the packed bytes are kept.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fusionai.backends.binding import describe
+from fusionai.backends.arguments import argument
+from fusionai.backends.binding import (
+    IN_BFLOAT16,
+    IN_FLOAT32,
+    OPERATOR_FAILURES,
+    describe,
+    first_line,
+    shape_of,
+)
 from fusionai.backends.jax.dtypes import DTYPES, is_floating
 from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN, Context
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, ParamSpec, Ref
+from fusionai.ir.schema import Graph, Node, ParamSpec
 from fusionai.ir.shapes import evaluate
 from fusionai.ir.stored import group_of, stored_bytes
 from fusionai.primitives.errors import ExecutionError, FusionError
 
 Value = jax.Array | int
-_IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "scan", "loss"})
-"""Categories of operators that run in float32 under bf16 precision."""
-_IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
-"""Categories of operators whose operands are converted to bfloat16 under bf16 precision."""
-_FAILURES: Final = (
-    RuntimeError,
-    IndexError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    NotImplementedError,
-)
-"""Errors that JAX raises on operands that do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +97,8 @@ class Program:
                     results = self._computed(context, node, known)
             except FusionError as error:
                 raise ExecutionError(f"{describe(node)}: {error.message}", hint=error.hint) from error
-            except _FAILURES as error:
-                raise ExecutionError(f"{describe(node)} failed: {_first_line(error)}") from error
+            except OPERATOR_FAILURES as error:
+                raise ExecutionError(f"{describe(node)} failed: {first_line(error)}") from error
             known.update(zip(node.outputs, results, strict=True))
 
     def _of_stored(self, context: Context, node: Node, known: Mapping[str, Value]) -> Sequence[Value]:
@@ -120,13 +114,13 @@ class Program:
         return (jax.checkpoint(unit) if context.training else unit)(arrays)
 
     def _computed(self, context: Context, node: Node, known: Mapping[str, Value]) -> Sequence[Value]:
-        args = [_argument(arg, known) for arg in node.args]
-        options = {name: _argument(arg, known) for name, arg in node.kwargs.items()}
+        args = [argument(arg, known.__getitem__, DTYPES.__getitem__) for arg in node.args]
+        options = {name: argument(arg, known.__getitem__, DTYPES.__getitem__) for name, arg in node.kwargs.items()}
         if self.mixed:
             category = OPERATORS[node.op].category
-            if category in _IN_BFLOAT16:
+            if category in IN_BFLOAT16:
                 args, options = _with(args, options, jnp.float32, jnp.bfloat16)
-            elif category in _IN_FLOAT32:
+            elif category in IN_FLOAT32:
                 args, options = _with(args, options, jnp.bfloat16, jnp.float32)
         compute = PLAIN.get(node.op)
         if compute is not None:
@@ -161,22 +155,6 @@ def program_of(
     )
 
 
-def _argument(arg: Arg, known: Mapping[str, Value]) -> Any:
-    match arg:
-        case Ref(name):
-            return known[name]
-        case DTypeArg(name):
-            return DTYPES[name]
-        case DeviceArg() | MemoryFormatArg():
-            return None
-        case FloatArg(name):
-            return float(name)
-        case ListArg(items):
-            return [_argument(item, known) for item in items]
-        case _:
-            return arg
-
-
 def _with(args: list[Any], options: dict[str, Any], one: Any, other: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments with tensors of dtype `one` converted to `other`."""
 
@@ -184,11 +162,6 @@ def _with(args: list[Any], options: dict[str, Any], one: Any, other: Any) -> tup
         return value.astype(other) if isinstance(value, jax.Array) and value.dtype == one else value
 
     return [cast(value) for value in args], {name: cast(value) for name, value in options.items()}
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 def opened(data: jax.Array, spec: ParamSpec) -> jax.Array:
@@ -222,11 +195,7 @@ def footprint_bytes(
     """Return the bytes of one microbatch in flight. Raises `ExecutionError` if an output differs from its
     declaration."""
     sizes = {name: evaluate(name, symbols) for name in program.inputs if graph.values[name].dtype == "symint"}
-    given = {
-        name: jax.ShapeDtypeStruct(_shape(graph, name, symbols), DTYPES[graph.values[name].dtype])
-        for name in program.inputs
-        if name not in sizes
-    }
+    given = abstract(graph, [name for name in program.inputs if name not in sizes], symbols)
     params = {name: _held(graph.params[name]) for name in program.params}
     keys = {node.id: jax.ShapeDtypeStruct((2,), jnp.uint32) for node in program.nodes}
 
@@ -271,15 +240,18 @@ def _compare(graph: Graph, program: Program, outputs: Mapping[str, Value], symbo
         name = program.outputs[meaning]
         if isinstance(value, int):
             continue
-        declared = _shape(graph, name, symbols)
+        declared = shape_of(graph, name, symbols)
         if tuple(value.shape) != declared:
             raise ExecutionError(
                 f"output {meaning!r} has shape {list(value.shape)}, but the graph declares {list(declared)}."
             )
 
 
-def _shape(graph: Graph, name: str, symbols: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(evaluate(dim, symbols) for dim in graph.values[name].shape)
+def abstract(graph: Graph, names: Iterable[str], symbols: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return values without memory, with their declared shapes and dtypes."""
+    return {
+        name: jax.ShapeDtypeStruct(shape_of(graph, name, symbols), DTYPES[graph.values[name].dtype]) for name in names
+    }
 
 
 def _bytes(values: Any) -> int:

@@ -1,6 +1,6 @@
 """Elementwise operators in ONNX; every name is in `ir.operators`.
 
-Neighbours: `building` casts and names, `operators` joins the tables.
+Neighbours: `building` casts and names, `sessions` joins the tables.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def _prelu(b: Builder, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _lerp(b: Builder, x: Tensor, y: Tensor, weight: float) -> Tensor:
-    way = b.op("Sub", [y, x])
-    return b.op("Add", [x, _as_tensor(b, _scaled(b, way, weight))])
+    difference = b.op("Sub", [y, x])
+    return b.op("Add", [x, _as_tensor(b, _scaled(b, difference, weight))])
 
 
 def _common(x: Operand, y: Operand) -> str:
@@ -227,7 +227,18 @@ def _log_sigmoid(b: Builder, x: Tensor) -> Tensor:
     return b.op("Neg", [b.op("Softplus", [b.op("Neg", [x])])])
 
 
-_COMPARISONS: Final[dict[str, Callable[..., Tensor]]] = {
+_UNARY: Final = (
+    *("neg", "abs", "exp", "log", "sqrt", "reciprocal", "erf", "relu", "sigmoid", "sin", "cos", "tan", "tanh"),
+    *("asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh"),
+)
+"""Functions that ONNX has under torch's name, capitalised."""
+_WITH_SCALARS: Final[dict[str, Callable[..., Tensor]]] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _pair("Mul"),
+    "div": _pair("Div"),
+    "remainder": _remainder,
+    "masked_fill": lambda b, x, mask, value: _where(b, mask, value, x),
     "eq": _comparison("Equal"),
     "ne": _comparison("Equal", turned=True),
     "lt": _comparison("Less"),
@@ -235,40 +246,21 @@ _COMPARISONS: Final[dict[str, Callable[..., Tensor]]] = {
     "gt": _comparison("Greater"),
     "ge": _comparison("GreaterOrEqual"),
 }
+"""Functions whose last operand may be a tensor or a number."""
 ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
-    "aten.add.Tensor": _add,
-    "aten.add.Scalar": _add,
-    "aten.sub.Tensor": _sub,
-    "aten.sub.Scalar": _sub,
+    **{f"aten.{name}.default": _unary(name.capitalize()) for name in _UNARY},
+    **{f"aten.{name}.{last}": run for name, run in _WITH_SCALARS.items() for last in ("Tensor", "Scalar")},
+    **dict.fromkeys(("aten.div.Tensor_mode", "aten.div.Scalar_mode"), _div_rounded),
+    **dict.fromkeys(("aten.pow.Tensor_Scalar", "aten.pow.Tensor_Tensor", "aten.pow.Scalar"), _pow),
+    **dict.fromkeys(("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf"), _where),
+    **{f"aten.{name}": _clamp for name in ("clamp.default", "clamp.Tensor", "clamp_min.default", "clamp_min.Tensor")},
+    **dict.fromkeys(("aten.clamp_max.default", "aten.clamp_max.Tensor"), lambda b, x, high: _clamp(b, x, None, high)),
     "aten.rsub.Scalar": lambda b, x, other, alpha=1: _sub(b, other, x, alpha),
-    "aten.neg.default": _unary("Neg"),
-    "aten.mul.Tensor": _pair("Mul"),
-    "aten.mul.Scalar": _pair("Mul"),
-    "aten.div.Tensor": _pair("Div"),
-    "aten.div.Scalar": _pair("Div"),
-    "aten.div.Tensor_mode": _div_rounded,
-    "aten.div.Scalar_mode": _div_rounded,
     "aten.floor_divide.default": lambda b, x, y: _div_rounded(b, x, y, "floor"),
-    "aten.remainder.Scalar": _remainder,
-    "aten.remainder.Tensor": _remainder,
-    "aten.pow.Tensor_Scalar": _pow,
-    "aten.pow.Tensor_Tensor": _pow,
-    "aten.pow.Scalar": _pow,
     "aten.square.default": lambda b, x: b.op("Mul", [x, x]),
-    "aten.abs.default": _unary("Abs"),
-    "aten.log.default": _unary("Log"),
     "aten.log1p.default": _log1p,
     "aten.expm1.default": _expm1,
-    "aten.sin.default": _unary("Sin"),
-    "aten.cos.default": _unary("Cos"),
-    "aten.exp.default": _unary("Exp"),
-    "aten.sqrt.default": _unary("Sqrt"),
     "aten.rsqrt.default": _rsqrt,
-    "aten.reciprocal.default": _unary("Reciprocal"),
-    "aten.tanh.default": _unary("Tanh"),
-    "aten.sigmoid.default": _unary("Sigmoid"),
-    "aten.erf.default": _unary("Erf"),
-    "aten.relu.default": _unary("Relu"),
     "aten.gelu.default": _gelu,
     "aten.silu.default": _silu,
     "aten.softplus.default": _softplus,
@@ -277,31 +269,13 @@ ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
     "aten.hardsigmoid.default": _hard,
     "aten.leaky_relu.default": lambda b, x, slope=0.01: b.op("LeakyRelu", [x], alpha=float(slope)),
     "aten.elu.default": _elu,
-    "aten.clamp.default": _clamp,
-    "aten.clamp.Tensor": _clamp,
-    "aten.clamp_min.default": _clamp,
-    "aten.clamp_max.default": lambda b, x, high: _clamp(b, x, None, high),
     "aten.hardtanh.default": lambda b, x, low=-1, high=1: _clamp(b, x, low, high),
     "aten.relu6.default": _bounded(0, 6),
     "aten.maximum.default": _pair("Max"),
     "aten.minimum.default": _pair("Min"),
-    "aten.where.self": _where,
-    "aten.where.ScalarOther": _where,
-    "aten.where.ScalarSelf": _where,
-    "aten.masked_fill.Scalar": lambda b, x, mask, value: _where(b, mask, value, x),
-    "aten.masked_fill.Tensor": lambda b, x, mask, value: _where(b, mask, value, x),
     "aten.prelu.default": _prelu,
     "aten.lerp.Scalar": _lerp,
     "aten.log_sigmoid.default": _log_sigmoid,
-    "aten.tan.default": _unary("Tan"),
-    "aten.asin.default": _unary("Asin"),
-    "aten.acos.default": _unary("Acos"),
-    "aten.atan.default": _unary("Atan"),
-    "aten.sinh.default": _unary("Sinh"),
-    "aten.cosh.default": _unary("Cosh"),
-    "aten.asinh.default": _unary("Asinh"),
-    "aten.acosh.default": _unary("Acosh"),
-    "aten.atanh.default": _unary("Atanh"),
     "aten.log2.default": _of_base("Log", 1 / math.log(2)),
     "aten.log10.default": _of_base("Log", 1 / math.log(10)),
     "aten.exp2.default": lambda b, x: b.op("Pow", [b.number(2.0, b.out.dtype), b.cast(x, b.out.dtype)]),
@@ -310,15 +284,12 @@ ARITHMETIC: Final[dict[str, Callable[..., Any]]] = {
     "aten.celu.default": lambda b, x, alpha=1.0: b.op("Celu", [x], alpha=float(alpha)),
     "aten.threshold.default": _threshold,
     "aten.glu.default": _glu,
-    "aten.clamp_min.Tensor": _clamp,
-    "aten.clamp_max.Tensor": lambda b, x, high: _clamp(b, x, None, high),
     "aten.addcmul.default": _third("Mul"),
     "aten.addcdiv.default": _third("Div"),
     "aten.lerp.Tensor": _lerp_by,
     "aten.trunc.default": lambda b, x: _truncated(b, x) if x.dtype in _FLOATS else x,
     "aten.frac.default": lambda b, x: b.op("Sub", [x, _truncated(b, x)]),
     "aten.sgn.default": lambda b, x: b.op("Sign", [x]),
-    **{f"aten.{name}.{kind}": run for name, run in _COMPARISONS.items() for kind in ("Tensor", "Scalar")},
     "aten.logical_and.default": _logical("And"),
     "aten.logical_or.default": _logical("Or"),
     "aten.logical_xor.default": _logical("Xor"),

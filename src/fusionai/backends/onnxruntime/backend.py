@@ -1,16 +1,16 @@
 """The ONNX Runtime backend: CPU, and CUDA if the installed package supports it. Chooses device and threads.
 
+A serving stage has one session per part, for any number of rows; if a part's sizes are multiples of the rows (experts),
+it gets one session for each group size. Only float32 weights are supported.
+
 Importing this module imports ONNX Runtime and onnx; nothing here imports torch or JAX. Neighbours: `program` evaluates
-a stage, `serving` serves one.
+a stage, `serving.parted` cuts a serving stage's graph and has caches and attention, `sessions` builds and runs.
 """
 
 from __future__ import annotations
 
-import hashlib
-import platform
-import time
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -19,39 +19,48 @@ import psutil
 from onnx import TensorProto, helper
 
 from fusionai.backends.binding import SIZES
-from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
-from fusionai.backends.measurement import arithmetic
-from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET
+from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.measurement import (
+    arithmetic,
+    calls_per_s,
+    hashed,
+    probe_pattern,
+    processor_name,
+    require_threads,
+)
+from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET, ROWS, Size, SizesError
 from fusionai.backends.onnxruntime.program import OnnxStageProgram
-from fusionai.backends.onnxruntime.serving import FORMATS, OnnxServingProgram
-from fusionai.backends.onnxruntime.sessions import OPERATORS, PROVIDERS
+from fusionai.backends.onnxruntime.sessions import OPERATORS, PROVIDERS, Array, Weights, require_operators, session_of
+from fusionai.backends.serving.parted import Compute, Part, PartedServing
+from fusionai.backends.stage_base import FrameworkBackend
+from fusionai.backends.tolerance import numbers
 from fusionai.ir.operators import OPERATORS as ALLOWED
-from fusionai.ir.schema import Graph
+from fusionai.ir.schema import Graph, ParamSpec
+from fusionai.ir.serving import BATCH, SEQUENCE
 from fusionai.primitives.errors import ExecutionError, UsageError
-from fusionai.wire.messages import StageOptions
+from fusionai.primitives.tensors import HostTensor, tensor_bytes
 from fusionai.wire.serving import ServeOptions
 
-MEASURE_S: Final = 0.2
-"""Time for each measurement, in seconds; chosen."""
 SIZE: Final = 512
 """Rows and columns of the measured matrix product; chosen."""
 
 
-class OnnxBackend:
+class OnnxBackend(FrameworkBackend):
     """Implements `backends.interface.Backend` and `backends.interface.ServingBackend`. `threads` limits the threads of
     a session."""
 
     name = "onnxruntime"
 
     def __init__(self, device: str = "auto", threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise UsageError(f"expected at least one thread, got {threads}.")
-        self.device = _choose(device)
+        require_threads(threads)
+        placed = {"device": _choose(device), "threads": threads}
+        super().__init__(
+            placed["device"],
+            OPERATORS.keys() | SIZES,
+            partial(OnnxStageProgram, **placed),
+            partial(OnnxServingProgram, **placed),
+        )
         self._threads = threads
-
-    @property
-    def works_in(self) -> WorksIn:
-        return "caller" if self.device == "cpu" else "device"
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about half a second; less with `speeds`."""
@@ -61,14 +70,11 @@ class OnnxBackend:
             backend=self.name,
             backend_version=ort.__version__,
             device=self.device,
-            device_name=_processor(),
-            flops_per_s=known.flops_per_s,
-            memory_bandwidth_bytes_per_s=known.memory_bandwidth_bytes_per_s,
+            device_name=processor_name(),
+            **known.figures(),
             memory_bytes=psutil.virtual_memory().total,
             threads=self._threads or psutil.cpu_count(logical=False) or 1,
             fingerprint=self._fingerprint(multiply),
-            scratch_bytes_per_s=known.scratch_bytes_per_s,
-            pace=known.pace,
             unsupported_ops=self.unsupported(ALLOWED),
             tasks=("serve",),
             weight_formats=FORMATS,
@@ -77,38 +83,6 @@ class OnnxBackend:
 
     def warm_up(self) -> None:
         """Do nothing: ONNX Runtime defers no work."""
-
-    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
-        return tuple(sorted({op for op in ops if op not in OPERATORS and op not in SIZES}))
-
-    def load(
-        self,
-        graph: Graph,
-        *,
-        grad_inputs: Sequence[str],
-        options: StageOptions,
-        memory_limit_bytes: int | None = None,
-    ) -> OnnxStageProgram:
-        return OnnxStageProgram(
-            graph,
-            grad_inputs=grad_inputs,
-            options=options,
-            device=self.device,
-            threads=self._threads,
-            memory_limit_bytes=memory_limit_bytes,
-        )
-
-    def serve(
-        self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None
-    ) -> OnnxServingProgram:
-        """See `backends.interface.ServingBackend`."""
-        return OnnxServingProgram(
-            graph,
-            options=options,
-            device=self.device,
-            threads=self._threads,
-            memory_limit_bytes=memory_limit_bytes,
-        )
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
         """Raise `ExecutionError`: this backend does not train."""
@@ -126,37 +100,17 @@ class OnnxBackend:
         return lambda a, b: session.run(None, {"a": a, "b": b})[0]
 
     def _fingerprint(self, multiply: Callable[[Any, Any], Any]) -> str:
-        described = ("onnxruntime", ort.__version__, *arithmetic(), self.device, _processor(), str(self._threads))
-        digest = hashlib.sha256("\n".join(described).encode())
-        values = ((np.arange(67 * 96) * 2_654_435_761 % 2_039 - 1_019) / 1_024).astype(np.float32).reshape(67, 96)
-        digest.update(np.ascontiguousarray(multiply(values, np.ascontiguousarray(values.T))).tobytes())
-        return digest.hexdigest()
+        described = ("onnxruntime", ort.__version__, *arithmetic(), self.device, processor_name(), str(self._threads))
+        values = probe_pattern(67, 96)
+        return hashed(described, [np.ascontiguousarray(multiply(values, np.ascontiguousarray(values.T))).tobytes()])
 
 
 def _measured(multiply: Callable[[Any, Any], Any]) -> Speeds:
     ones = np.ones((SIZE, SIZE), np.float32)
-    flops_per_s = 2.0 * SIZE**3 * _calls_per_s(lambda: multiply(ones, ones))
+    flops_per_s = 2.0 * SIZE**3 * calls_per_s(lambda: multiply(ones, ones))
     source = np.zeros(64 << 20, np.uint8)
     # A copy reads and writes every byte.
-    return Speeds(flops_per_s, 2.0 * source.nbytes * _calls_per_s(source.copy))
-
-
-def _calls_per_s(call: Callable[[], object]) -> float:
-    call()
-    calls, start_s = 0, time.perf_counter()
-    while (elapsed_s := time.perf_counter() - start_s) < MEASURE_S or not calls:
-        call()
-        calls += 1
-    return calls / elapsed_s
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    return Speeds(flops_per_s, 2.0 * source.nbytes * calls_per_s(source.copy))
 
 
 def _choose(device: str) -> str:
@@ -169,3 +123,85 @@ def _choose(device: str) -> str:
     if device == "cuda" and not has_cuda:
         raise UsageError("ONNX Runtime sees no cuda device here.", hint="Use --device cpu, or install onnxruntime-gpu.")
     return device
+
+
+FORMATS: Final = ("fp32",)
+"""Supported weight formats."""
+
+
+class OnnxServingProgram(PartedServing):
+    """Implements `backends.interface.ServingProgram`."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        options: ServeOptions,
+        device: str,
+        threads: int | None,
+        memory_limit_bytes: int | None,
+    ) -> None:
+        super().__init__(graph, options)
+        require_operators(graph.nodes)
+        if options.weights not in FORMATS:
+            raise ExecutionError(
+                f"this backend keeps weights as {', '.join(FORMATS)}, not as {options.weights}.",
+                hint="Use that format, or let machines with backend torch serve the model.",
+            )
+        self._device = device
+        self._threads = threads
+        self._check_memory(memory_limit_bytes)
+        self._weights = Weights()
+        self._sessions: dict[tuple[tuple[int, ...], tuple[str, ...], Size], Compute] = {}
+        """(a part's nodes, what it makes, number of rows) -> session."""
+        self._by_size: set[tuple[tuple[int, ...], tuple[str, ...]]] = set()
+        """Parts for which a session for any number of rows can't be built."""
+
+    def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:
+        self._weights.put(spec.key, np.array(numbers(tensor), dtype=spec.dtype))
+
+    @property
+    def resident_bytes(self) -> int:
+        return self._cache_bytes + self._weights.nbytes
+
+    def _weight(self, key: str) -> Array:
+        return self._weights.array(key)
+
+    def _compiled(self, part: Part, rows: int) -> Compute:
+        at = (tuple(node.id for node in part.nodes), part.makes)
+        if at not in self._by_size:
+            try:
+                return self._session(part, ROWS)
+            except SizesError:
+                self._by_size.add(at)
+        return self._session(part, rows)
+
+    def _session(self, part: Part, rows: Size) -> Compute:
+        at = (tuple(node.id for node in part.nodes), part.makes, rows)
+        if at not in self._sessions:
+            whole = set(at[0])
+            sizes = [node for node in self._graph.nodes if self._is_size(node)]
+            nodes = [node for node in self._graph.nodes if node.id in whole or node in sizes]
+            self._sessions[at] = session_of(
+                self._graph,
+                nodes,
+                symbols={**dict.fromkeys(self._graph.symbols, 1), SEQUENCE: rows, BATCH: 1},
+                given=part.given,
+                params=part.params,
+                makes=part.makes,
+                weights=self._weights,
+                device=self._device,
+                threads=self._threads,
+            )
+        return self._sessions[at]
+
+    def _check_memory(self, limit_bytes: int | None) -> None:
+        """Check the limit: caches, and weights twice, because sessions keep a transposed and packed copy."""
+        weights_bytes = 2 * sum(tensor_bytes(spec.dtype, spec.shape) for spec in self._specs.values())
+        cache_bytes = sum(shape.nbytes(self._options) for shape in self._layers)
+        if limit_bytes is not None and weights_bytes + cache_bytes > limit_bytes:
+            raise ExecutionError(
+                f"the stage takes {weights_bytes} bytes of weights, including packed copies, and "
+                f"{cache_bytes} of caches; the limit is {limit_bytes}.",
+                hint="Use fewer pages or sessions, fewer blocks here, or lend more memory.",
+            )

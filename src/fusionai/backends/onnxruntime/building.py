@@ -2,8 +2,8 @@
 
 All sizes are known except at most one: the number of rows of a pass, if a model is built for any number of them
 (`ROWS`). Every value has the dtype that the graph declares, so operands are cast where torch would promote them. Only
-bfloat16, for which ONNX Runtime has few CPU kernels, is kept as float32 rounded to bfloat16. Neighbours: `operators`
-has a function per operator, `sessions` runs the model.
+bfloat16, for which ONNX Runtime has few CPU kernels, is kept as float32 rounded to bfloat16. Neighbours: `sessions`
+has a function per operator and runs the model.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from fusionai.backends.arguments import argument
 from fusionai.backends.binding import SIZES, describe
-from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, Ref
+from fusionai.ir.schema import Arg, Graph, Node, Ref
 from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ExecutionError, FusionError
 
@@ -284,21 +285,12 @@ class Builder:
         return self._one_of(found)
 
     def _argument(self, arg: Arg) -> Any:
-        match arg:
-            case Ref(name):
-                if name not in self._known and self._graph.values[name].dtype == "symint":
-                    raise ExecutionError(f"size {name!r} is not known here.")
-                return self._known[name]
-            case DTypeArg(name):
-                return DType(name)
-            case DeviceArg() | MemoryFormatArg():
-                return None
-            case FloatArg(name):
-                return float(name)
-            case ListArg(items):
-                return [self._argument(item) for item in items]
-            case _:
-                return arg
+        return argument(arg, self._value, DType)
+
+    def _value(self, name: str) -> Tensor | Size:
+        if name not in self._known and self._graph.values[name].dtype == "symint":
+            raise ExecutionError(f"size {name!r} is not known here.")
+        return self._known[name]
 
     def _rows(self) -> Tensor:
         """Return the number of rows at run time: int64 [1]."""

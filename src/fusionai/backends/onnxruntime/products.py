@@ -1,6 +1,6 @@
 """Matrix products, convolutions, pooling, lookups and attention, in ONNX.
 
-Neighbours: `building`, `operators`.
+Neighbours: `building` casts and names, `sessions` joins the tables.
 """
 
 from __future__ import annotations
@@ -10,10 +10,18 @@ from typing import Any, Final
 
 import numpy as np
 
+from fusionai.backends.arguments import (
+    CONV,
+    CONV_TRANSPOSE,
+    Sizes,
+    adaptive_windows,
+    by_name,
+    conv_pads,
+    many,
+    visible_keys,
+)
 from fusionai.backends.onnxruntime.building import Builder, Operand, Tensor
 from fusionai.primitives.errors import ExecutionError
-
-Sizes = int | Sequence[int]
 
 
 def linear(b: Builder, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -52,11 +60,6 @@ def _addmm(b: Builder, bias: Tensor, x: Tensor, y: Tensor, beta: float = 1, alph
     return b.op("Add", [product, bias])
 
 
-def _many(value: Sizes, count: int) -> list[int]:
-    given = [value] if isinstance(value, int) else list(value)
-    return given * count if len(given) == 1 else given
-
-
 def _convolution(
     b: Builder,
     x: Tensor,
@@ -72,51 +75,30 @@ def _convolution(
     spatial = weight.rank - 2
     batched = x.rank == weight.rank
     x = x if batched else b.unsqueeze(x, 0)
-    spread = _many(dilation, spatial)
-    options: dict[str, Any] = {"strides": _many(stride, spatial), "dilations": spread, "group": groups}
-    if isinstance(padding, str):
-        reach = [step * (weight.size(2 + at) - 1) for at, step in enumerate(spread)]
-        before = [0] * spatial if padding == "valid" else [one // 2 for one in reach]
-        after = [0] * spatial if padding == "valid" else [one - one // 2 for one in reach]
-    else:
-        before = after = _many(padding, spatial)
-    options["pads"] = [*before, *after]
+    spread = many(dilation, spatial)
+    options: dict[str, Any] = {"strides": many(stride, spatial), "dilations": spread, "group": groups}
+    pads = conv_pads([weight.size(2 + at) for at in range(spatial)], spread, padding)
+    options["pads"] = [before for before, _ in pads] + [after for _, after in pads]
     if transposed:
-        options["output_padding"] = _many(output_padding, spatial)
+        options["output_padding"] = many(output_padding, spatial)
     like = Tensor("", x.dtype, b.out.shape if batched else (1, *b.out.shape))
     y = b.op("ConvTranspose" if transposed else "Conv", [x, weight, bias], like=like, **options)
     return y if batched else b.reshape(y, b.out.shape)
 
 
-def _conv(b: Builder, x: Tensor, weight: Tensor, bias: Any = None, *args: Any) -> Tensor:
-    """Convolve; `args`: stride, padding, dilation, groups."""
-    named = dict(zip(("stride", "padding", "dilation", "groups"), args, strict=False))
-    return _convolution(b, x, weight, bias, **named)
+_conv = by_name(_convolution, CONV, behind=4)
+_conv_transpose = by_name(_convolution, CONV_TRANSPOSE, behind=4, transposed=True)
 
 
-def _conv_transpose(b: Builder, x: Tensor, weight: Tensor, bias: Any = None, *args: Any) -> Tensor:
-    named = dict(zip(("stride", "padding", "output_padding", "groups", "dilation"), args, strict=False))
-    return _convolution(b, x, weight, bias, transposed=True, **named)
-
-
-def _pooled(
-    kind: str,
-) -> Callable[..., Any]:
-    def run(
-        b: Builder,
-        x: Tensor,
-        kernel: Sizes,
-        stride: Sizes = (),
-        padding: Sizes = 0,
-        *args: Any,
-    ) -> Any:
+def _pooled(kind: str) -> Callable[..., Any]:
+    def run(b: Builder, x: Tensor, kernel: Sizes, stride: Sizes = (), padding: Sizes = 0, *args: Any) -> Any:
         spatial = 1 if "1d" in kind else 2
-        window = _many(kernel, spatial)
-        steps = _many(stride, spatial) if not isinstance(stride, Sequence) or stride else window
-        sides = _many(padding, spatial)
+        window = many(kernel, spatial)
+        steps = many(stride, spatial) if not isinstance(stride, Sequence) or stride else window
+        sides = many(padding, spatial)
         options: dict[str, Any] = {"kernel_shape": window, "strides": steps, "pads": [*sides, *sides]}
         if kind.startswith("max"):
-            options["dilations"] = _many(args[0], spatial) if args else [1] * spatial
+            options["dilations"] = many(args[0], spatial) if args else [1] * spatial
             options["ceil_mode"] = int(args[1]) if len(args) > 1 else 0
         else:
             options["ceil_mode"] = int(args[0]) if args else 0
@@ -139,10 +121,9 @@ def _adaptive(b: Builder, x: Tensor, _size: Sizes) -> Tensor:
         if whole == parts:
             continue
         one = (*x.shape[:at], 1, *x.shape[at + 1 :])
-        windows = [(index * whole // parts, -(-(index + 1) * whole // parts)) for index in range(parts)]
         means = [
             b.op("ReduceMean", [b.slice(x, at, *window), b.ints([at])], like=Tensor("", x.dtype, one), keepdims=1)
-            for window in windows
+            for window in adaptive_windows(whole, parts)
         ]
         x = b.op("Concat", means, like=Tensor("", x.dtype, (*one[:at], parts, *one[at + 1 :])), axis=at)
     return x
@@ -243,7 +224,7 @@ def _attention(
     if softcap is not None:
         cap = b.number(softcap, q.dtype)
         weights = b.op("Mul", [b.op("Tanh", [b.op("Div", [weights, cap], like=shape)], like=shape), cap], like=shape)
-    mask = _visible(queries, keys, causal, window)
+    mask = visible_keys(np.arange(queries)[:, None], np.arange(keys), causal=causal, window=window)
     least = b.number(float(np.finfo(np.float32).min), q.dtype)
     if mask is not None:
         weights = b.op("Where", [b.constant(mask), weights, least], like=shape)
@@ -266,27 +247,11 @@ def _repeated(b: Builder, x: Tensor, groups: int) -> Tensor:
     return b.reshape(wide, (batch, heads * groups, length, width))
 
 
-def _visible(queries: int, keys: int, causal: bool, window: int | None) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
-    at, other = np.arange(queries)[:, None], np.arange(keys)[None, :]
-    if causal:
-        seen = other <= at
-        return seen if window is None else seen & (other > at - window)
-    return None if window is None else np.abs(at - other) <= window
-
-
 PRODUCTS: Final[dict[str, Callable[..., Any]]] = {
+    **{f"aten.{name}.default": _matmul for name in ("matmul", "mm", "bmm", "mv", "dot")},
+    **{f"aten.{name}.default": _addmm for name in ("addmm", "baddbmm")},
+    **{f"aten.{name}": _conv for name in ("conv1d.default", "conv2d.default", "conv1d.padding", "conv2d.padding")},
     "aten.linear.default": linear,
-    "aten.matmul.default": _matmul,
-    "aten.mm.default": _matmul,
-    "aten.bmm.default": _matmul,
-    "aten.mv.default": _matmul,
-    "aten.dot.default": _matmul,
-    "aten.addmm.default": _addmm,
-    "aten.baddbmm.default": _addmm,
-    "aten.conv1d.default": _conv,
-    "aten.conv2d.default": _conv,
-    "aten.conv1d.padding": _conv,
-    "aten.conv2d.padding": _conv,
     "aten.convolution.default": _convolution,
     "aten.conv_transpose2d.input": _conv_transpose,
     "aten.max_pool2d.default": _pooled("max2d"),

@@ -16,10 +16,9 @@ from fusionai.backends.interface import NOTHING_BEGUN, Call
 from fusionai.backends.onnxruntime.semantic import drawing, keys
 from fusionai.backends.onnxruntime.sessions import Array, Weights, require_operators, session_of
 from fusionai.backends.stage_base import StageBase
-from fusionai.backends.state import StateEntry, check_entry
+from fusionai.backends.state import StateEntry
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.graph import needed_nodes, reads
-from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, Node
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -85,7 +84,8 @@ class OnnxStageProgram(StageBase[None]):
             )
         given: dict[str, Array] = {name: np.array(numbers(inputs[name])) for name in needed}
         found = self._sessions[at]({**given, **keys(drawn, DropoutKey(self._options.seed, call.step, call.microbatch))})
-        return {name: _host(self._graph, self._graph.outputs[name], found) for name in names}
+        values = {name: self._graph.outputs[name] for name in names}
+        return {name: _host(self._graph.values[value].dtype, found[value]) for name, value in values.items()}
 
     def backward(
         self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
@@ -116,33 +116,16 @@ class OnnxStageProgram(StageBase[None]):
     def discard(self) -> None:
         """Do nothing: no state is kept between calls."""
 
-    def initialise(self) -> tuple[str, ...]:
-        missing: list[str] = []
-        for key in sorted(self._specs):
-            spec = self._specs[key]
-            if spec.init is None:
-                missing.append(f"model/{key}")
-                self._unset.add(key)
-                continue
-            self._set(key, np.asarray(initialise(key, spec.shape, spec.dtype, spec.init, self._options.seed)))
-        return tuple(missing)
-
-    def import_state(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
-        for name, tensor in entries:
-            self._set(check_entry(self._entries, name, tensor).key, np.array(numbers(tensor)))
-
     @property
     def resident_bytes(self) -> int:
         return self._weights.nbytes
 
     def _copy(self, entry: StateEntry) -> HostTensor:
-        values = self._weights.array(entry.key)
-        return host_tensor(entry.dtype, values.shape, values.tobytes())
+        return _host(entry.dtype, self._weights.array(entry.key))
 
-    def _set(self, key: str, values: Array) -> None:
-        self._weights.put(key, values)
+    def _put(self, entry: StateEntry, value: HostTensor) -> None:
+        self._weights.put(entry.key, np.array(numbers(value)))
         self._sessions.clear()  # they hold the old values
-        self._unset.discard(key)
 
 
 class _Needed(NamedTuple):
@@ -163,9 +146,7 @@ def _needed_for(graph: Graph, names: frozenset[str]) -> _Needed:
     return _Needed(outputs, nodes, read, [name for name in graph.inputs if name in read], drawing(nodes))
 
 
-def _host(graph: Graph, name: str, values: Mapping[str, Array]) -> HostTensor:
-    dtype, found = graph.values[name].dtype, values[name]
+def _host(dtype: str, values: Array) -> HostTensor:
     if dtype == "bfloat16":  # came as float32 whose lower half is zero
-        halves = (np.ascontiguousarray(found).view(np.uint32) >> 16).astype(np.uint16)
-        return host_tensor(dtype, found.shape, halves.tobytes())
-    return host_tensor("int64" if dtype == "symint" else dtype, found.shape, found.tobytes())
+        values = (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16)
+    return host_tensor("int64" if dtype == "symint" else dtype, values.shape, values.tobytes())

@@ -1,6 +1,6 @@
 """Operators that sum, select, sort and normalise along dimensions, in ONNX.
 
-Neighbours: `building`, `operators`.
+Neighbours: `building` casts and names, `sessions` joins the tables.
 """
 
 from __future__ import annotations

@@ -150,11 +150,11 @@ class _Body:
             for node in self._nodes
         ]
 
-        def told(name: str) -> Any:
+        def declared(name: str) -> Any:
             return helper.make_tensor_value_info(self._prefix + name, ONNX_TYPES[dtype], None)
 
         body = helper.make_graph(
-            nodes, "position", [told(name) for name in ("before", *scanned)], [told(after), told(result)]
+            nodes, "position", [declared(name) for name in ("before", *scanned)], [declared(after), declared(result)]
         )
         start = b.expand(b.number(0.0, dtype), state_shape)
         _, made = b.op(

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from fusionai.backends.binding import describe
+from fusionai.backends.binding import describe, first_line
 from fusionai.backends.onnxruntime.arithmetic import ARITHMETIC
 from fusionai.backends.onnxruntime.building import Builder, Size, Tensor
 from fusionai.backends.onnxruntime.products import PRODUCTS
@@ -74,7 +74,7 @@ def session_of(
     threads: int | None,
 ) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
     """Return `nodes` as a function of the values `given` and the keys of nodes that draw random numbers
-    (`drawing.keys`).
+    (`semantic.keys`).
 
     Raises `ExecutionError` if an operator is not supported or ONNX Runtime rejects the model.
     """
@@ -94,7 +94,7 @@ def session_of(
     try:
         session = ort.InferenceSession(model.SerializeToString(), options, providers=PROVIDERS[device])
     except Exception as error:  # ONNX Runtime raises its own exceptions, which have no common base
-        raise ExecutionError(f"ONNX Runtime rejects the model: {_first_line(error)}") from error
+        raise ExecutionError(f"ONNX Runtime rejects the model: {first_line(error)}") from error
     used = {one.name for one in session.get_inputs()}
     names = [f"out:{name}" for name in makes]
 
@@ -103,15 +103,10 @@ def session_of(
         try:
             found = [np.asarray(one) for one in session.run(names, fed)]
         except Exception as error:  # as above
-            raise ExecutionError(f"ONNX Runtime failed: {_first_line(error)}") from error
+            raise ExecutionError(f"ONNX Runtime failed: {first_line(error)}") from error
         return dict(zip(makes, found, strict=True))
 
     return run
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 OPERATORS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(

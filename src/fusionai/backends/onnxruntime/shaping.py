@@ -1,6 +1,6 @@
 """Operators that rearrange, copy, join and make tensors, in ONNX.
 
-Neighbours: `building` knows sizes, `operators` joins the tables.
+Neighbours: `building` knows sizes, `sessions` joins the tables.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from fusionai.backends.arguments import pad_widths, slice_bounds
 from fusionai.backends.onnxruntime.building import ROWS, Builder, DType, Operand, Rows, Size, Tensor
 from fusionai.primitives.errors import ExecutionError
 
@@ -39,10 +40,9 @@ def _slice(
     if isinstance(first, Rows):
         raise ExecutionError("this backend can't begin a slice at a place that depends on the number of rows.")
     if isinstance(size, int):
-        first = max(0, min(size, first + size if first < 0 else first))
         if isinstance(end, Rows):
             raise ExecutionError("this backend can't end a slice of a fixed dimension at the number of rows.")
-        end = None if end is None else max(first, min(size, end + size if end < 0 else end))
+        first, end = slice_bounds(size, first, end)
     return b.slice(x, dim, first, end, step)
 
 
@@ -118,15 +118,13 @@ def _select_scatter(b: Builder, x: Tensor, source: Tensor, dim: int, index: int)
 def _slice_scatter(
     b: Builder, x: Tensor, source: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Tensor:
-    size = x.size(dim)
-    first = 0 if start is None else start + size if start < 0 else min(start, size)
-    last = size if end is None else end + size if end < 0 else min(end, size)
+    first, last = slice_bounds(x.size(dim), start, end)
     if step != 1:
         at = dim % x.rank
         places = b.ints(range(first, last, step))
         spread = b.expand(b.reshape(places, (*(1,) * at, -1, *(1,) * (x.rank - at - 1))), source.shape)
         return b.op("ScatterElements", [x, spread, b.cast(source, x.dtype)], axis=at)
-    return _replaced(b, x, source, dim, first, max(first, last))
+    return _replaced(b, x, source, dim, first, last)
 
 
 def _filled(b: Builder, value: Operand) -> Tensor:
@@ -177,11 +175,8 @@ _MODES: Final = {"constant": "constant", "reflect": "reflect", "replicate": "edg
 
 
 def _pad(b: Builder, x: Tensor, pad: Sequence[int], mode: str = "constant", value: Operand | None = None) -> Tensor:
-    """Pad x. `pad`: (before, after) for the last dimension, then for the one before, and so on."""
-    before, after = [0] * x.rank, [0] * x.rank
-    for place in range(len(pad) // 2):
-        before[x.rank - 1 - place], after[x.rank - 1 - place] = pad[2 * place], pad[2 * place + 1]
-    given: list[Tensor | None] = [x, b.ints([*before, *after])]
+    widths = pad_widths(pad, x.rank)
+    given: list[Tensor | None] = [x, b.ints([before for before, _ in widths] + [after for _, after in widths])]
     if mode == "constant":
         given.append(b.number(0 if value is None or isinstance(value, Tensor) else value, x.dtype))
     return b.op("Pad", given, mode=_MODES[mode])
@@ -199,16 +194,9 @@ def _diff(b: Builder, x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None,
     return x
 
 
-def _full(b: Builder, _size: Sequence[Size], value: Operand, *_: Any, **__: Any) -> Tensor:
-    return _filled(b, value)
-
-
-def _full_like(b: Builder, _x: Tensor, value: Operand, *_: Any, **__: Any) -> Tensor:
-    return _filled(b, value)
-
-
-def _new_full(b: Builder, _x: Tensor, _size: Sequence[Size], value: Operand, *_: Any, **__: Any) -> Tensor:
-    return _filled(b, value)
+def _filled_with(place: int) -> Callable[..., Tensor]:
+    """Return an operator that fills its result with its argument at `place`."""
+    return lambda b, *args, **_: _filled(b, args[place])
 
 
 def _counted(b: Builder, end: Operand | Rows, _dtype: DType | None = None, **__: Any) -> Tensor:
@@ -216,17 +204,19 @@ def _counted(b: Builder, end: Operand | Rows, _dtype: DType | None = None, **__:
 
 
 SHAPING: Final[dict[str, Callable[..., Any]]] = {
+    **{f"aten.{name}.default": _same for name in ("alias", "clone", "contiguous", "detach", "lift_fresh_copy")},
+    **{f"aten.{name}": _known for name in ("flatten.using_ints", "unflatten.int")},
+    **{f"aten.squeeze.{overload}": _known for overload in ("default", "dim", "dims")},
+    **{f"aten.{name}": _split for name in ("split.Tensor", "split_with_sizes.default", "chunk.default")},
+    **{f"aten.{name}": _cast for name in ("_to_copy.default", "to.dtype", "to.dtype_layout", "type_as.default")},
+    **{f"aten.{name}.default": _made(0) for name in ("zeros", "new_zeros", "zeros_like", "empty_like")},
+    **{f"aten.{name}.default": _made(1) for name in ("ones", "new_ones", "ones_like")},
+    "aten.empty.memory_format": _made(0),
     "aten.reshape.default": lambda b, x, shape: b.reshape(x, shape),
-    "aten.flatten.using_ints": _known,
-    "aten.unflatten.int": _known,
     "aten.transpose.int": _transpose,
     "aten.permute.default": lambda b, x, dims: b.permute(x, dims),
     "aten.t.default": lambda b, x: b.permute(x, (1, 0)) if x.rank == 2 else x,
-    "aten.alias.default": _same,
     "aten.unsqueeze.default": lambda b, x, dim: b.unsqueeze(x, dim),
-    "aten.squeeze.default": _known,
-    "aten.squeeze.dim": _known,
-    "aten.squeeze.dims": _known,
     "aten.slice.Tensor": _slice,
     "aten.select.int": _select,
     "aten.narrow.default": _narrow,
@@ -235,33 +225,14 @@ SHAPING: Final[dict[str, Callable[..., Any]]] = {
     "aten.broadcast_tensors.default": lambda b, tensors: [
         b.expand(x, out.shape) for x, out in zip(tensors, b.outs, strict=True)
     ],
-    "aten.detach.default": _same,
-    "aten.split.Tensor": _split,
-    "aten.split_with_sizes.default": _split,
-    "aten.chunk.default": _split,
     "aten.unbind.int": _unbind,
-    "aten._to_copy.default": _cast,
-    "aten.to.dtype": _cast,
-    "aten.to.dtype_layout": _cast,
-    "aten.clone.default": _same,
-    "aten.contiguous.default": _same,
-    "aten.type_as.default": _cast,
     "aten.flip.default": _flip,
     "aten.roll.default": _roll,
-    "aten.lift_fresh_copy.default": _same,
     "aten.select_scatter.default": _select_scatter,
     "aten.slice_scatter.default": _slice_scatter,
-    "aten.full.default": _full,
-    "aten.zeros.default": _made(0),
-    "aten.ones.default": _made(1),
-    "aten.empty.memory_format": _made(0),
-    "aten.new_zeros.default": _made(0),
-    "aten.new_ones.default": _made(1),
-    "aten.new_full.default": _new_full,
-    "aten.full_like.default": _full_like,
-    "aten.zeros_like.default": _made(0),
-    "aten.ones_like.default": _made(1),
-    "aten.empty_like.default": _made(0),
+    "aten.full.default": _filled_with(1),
+    "aten.new_full.default": _filled_with(2),
+    "aten.full_like.default": _filled_with(1),
     "aten.scalar_tensor.default": lambda b, value, *_, **__: b.cast(value, b.out.dtype),
     "aten.arange.default": _counted,
     "aten.arange.start": _arange,

@@ -8,13 +8,13 @@ the other backends' programs compute.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.backends.binding import bind_symbols, describe, nearest
+from fusionai.backends.binding import bind_symbols, describe, largest, nearest
 from fusionai.backends.serving.page_table import SessionTable, Span, layer_shapes, ring_tokens
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.schema import Graph, ParamSpec
@@ -47,9 +47,28 @@ class ServingBase(ABC):
         self._table = SessionTable(options, paged=self._paged, windows=self._windows)
         self._inputs: dict[frozenset[str], frozenset[str]] = {}
 
+        self._specs = {spec.key: spec for spec in graph.params.values()}
+        self._waiting = set(self._specs)
+        """Keys of weights that were not imported yet."""
+
     @property
+    def missing(self) -> tuple[str, ...]:
+        return tuple(sorted(self._waiting))
+
+    def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
+        """See `ServingProgram.import_weights`."""
+        for key, tensor in entries:
+            if key not in self._specs:
+                raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, self._specs)}.")
+            if key not in self._waiting:
+                raise ExecutionError(f"weight {key!r} came twice.")
+            _check_weight(self._specs[key], tensor)
+            self._import_weight(self._specs[key], tensor)
+            self._waiting.discard(key)
+
     @abstractmethod
-    def missing(self) -> tuple[str, ...]: ...
+    def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:
+        """Convert a weight that fits `spec` to the form in which it is kept."""
 
     @abstractmethod
     def allocate(self) -> None: ...
@@ -163,20 +182,17 @@ class ServingBase(ABC):
         return sum(segment.length for segment in segments)
 
 
-def awaited(specs: Mapping[str, ParamSpec], waiting: Container[str], key: str, tensor: HostTensor) -> ParamSpec:
-    """Return the specification of weight `key`.
-
-    Raises `ExecutionError` if the stage has no such weight, if the weight came before, or if `tensor` does not fit it.
-    """
-    if key not in specs:
-        raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, specs)}.")
-    if key not in waiting:
-        raise ExecutionError(f"weight {key!r} came twice.")
-    check_weight(specs[key], tensor)
-    return specs[key]
+def largest_pass(graph: Graph, options: ServeOptions) -> dict[str, int]:
+    """Return the size of every symbol in the largest pass."""
+    symbols = largest(graph)
+    if SEQUENCE in symbols:
+        symbols[SEQUENCE] = max(graph.symbols[SEQUENCE][0], min(symbols[SEQUENCE], options.pass_tokens))
+    if BATCH in symbols:
+        symbols[BATCH] = graph.symbols[BATCH][0]
+    return symbols
 
 
-def check_weight(spec: ParamSpec, tensor: HostTensor) -> None:
+def _check_weight(spec: ParamSpec, tensor: HostTensor) -> None:
     """Raise `ExecutionError` unless `tensor` may be the weight that `spec` describes."""
     if tensor.shape != spec.shape:
         raise ExecutionError(f"expected weight {spec.key!r} of shape {list(spec.shape)}, got {list(tensor.shape)}.")

@@ -13,20 +13,20 @@ chooses this class where a job asks for it, `capture.checking.check` checks that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.interface import Backend, Call
-from fusionai.backends.serving.base import ServingBase, awaited
+from fusionai.backends.serving.base import ServingBase
 from fusionai.backends.serving.page_table import Span
 from fusionai.backends.tolerance import numbers
-from fusionai.ir.schema import Graph
+from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import POSITIONS, SEQUENCE, row_dimension
-from fusionai.ir.shapes import evaluate
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
 from fusionai.wire.messages import StageOptions
@@ -66,24 +66,12 @@ class WholeServing(ServingBase):
                 hint="Use fewer pages or sessions, or lend more memory.",
             )
         self._program = backend.load(graph, grad_inputs=(), options=StageOptions(), memory_limit_bytes=left)
-        self._specs = {spec.key: spec for spec in graph.params.values()}
-        self._waiting = set(self._specs)
         self._pages: dict[str, Bytes] | None = None
 
-    def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
-        self._program.import_state(self._converted(entries))
-
-    def _converted(self, entries: Iterable[tuple[str, HostTensor]]) -> Iterator[tuple[str, HostTensor]]:
-        for key, tensor in entries:
-            spec = awaited(self._specs, self._waiting, key, tensor)
-            self._waiting.discard(key)
-            if tensor.dtype != spec.dtype:
-                tensor = host_tensor(spec.dtype, spec.shape, np.array(numbers(tensor), dtype=spec.dtype).tobytes())
-            yield f"model/{key}", tensor
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        return tuple(sorted(self._waiting))
+    def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:
+        if tensor.dtype != spec.dtype:
+            tensor = host_tensor(spec.dtype, spec.shape, np.array(numbers(tensor), dtype=spec.dtype).tobytes())
+        self._program.import_state([(f"model/{spec.key}", tensor)])
 
     @property
     def resident_bytes(self) -> int:
@@ -154,8 +142,7 @@ class WholeServing(ServingBase):
         return host_tensor(spec.dtype, shape, np.ascontiguousarray(found).reshape(-1).data)
 
     def _row_of(self, value: str) -> tuple[int, ...]:
-        sizes = dict.fromkeys(self._graph.symbols, 1)
-        return tuple(evaluate(dim, sizes) for dim in self._graph.values[value].shape[2:])
+        return shape_of(self._graph, value, with_rows(self._graph, 1))[2:]
 
     def _row_bytes(self, name: str) -> int:
         return prod(self._rows[name]) * ITEMSIZE_BYTES[self._graph.values[name].dtype]

@@ -214,12 +214,16 @@ class LayerShape:
     value_width: int
     window: int | None
 
+    def blocks(self, options: ServeOptions) -> tuple[int, int]:
+        """Return the number of pages or rings, and the positions of each."""
+        if self.window is None:
+            return options.pages, options.page_tokens
+        return options.sessions, ring_tokens(self.window, options)
+
     def nbytes(self, options: ServeOptions) -> int:
         """Return the bytes of the whole cache."""
         per_position = self.heads * (self.key_width + self.value_width) * ITEMSIZE_BYTES[CACHE_NAMES[options.cache]]
-        if self.window is None:
-            return options.pages * options.page_tokens * per_position
-        return options.sessions * ring_tokens(self.window, options) * per_position
+        return prod(self.blocks(options)) * per_position
 
 
 def layer_shapes(graph: Graph, options: ServeOptions) -> tuple[LayerShape, ...]:

@@ -22,13 +22,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.backends.binding import check_indices
+from fusionai.backends.arguments import Scores, visible_keys
+from fusionai.backends.binding import check_indices, shape_of, with_rows
 from fusionai.backends.serving.base import ServingBase, array_of
-from fusionai.backends.serving.page_table import LayerShape, Span, first_key, one_by_one, ring_tokens
+from fusionai.backends.serving.page_table import LayerShape, Span, first_key, one_by_one
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.ir.serving import SEQUENCE, row_dimension
-from fusionai.ir.shapes import evaluate, symbols_of
+from fusionai.ir.shapes import symbols_of
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.serving import CacheFormat, ServeOptions
@@ -37,17 +38,7 @@ ALIGNMENT_BYTES: Final = 64
 """Bytes of a cache line, to which operands of matrix products are aligned."""
 
 
-def cached_attention(
-    spans: Sequence[Span],
-    cache: HostCache,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: Array | None,
-) -> Array:
+def cached_attention(spans: Sequence[Span], cache: HostCache, q: Array, k: Array, v: Array, scores: Scores) -> Array:
     """Write the pass's k and v to the cache and return the attention's output [T, Hq, Dv].
 
     q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], all float32.
@@ -59,22 +50,21 @@ def cached_attention(
         begin, end = span.first, span.first + span.length
         offset = first_key(span.start, cache.window)
         if not one_by_one(span):
-            mask = _mask(span, offset, cache.window)
-            out[begin:end] = _attend(q[begin:end], keys, values, mask, scale, softcap, sinks)
+            at, of = np.arange(span.start, span.end)[:, None], np.arange(offset, span.end)
+            mask = visible_keys(at, of, causal=True, window=cache.window)
+            out[begin:end] = _attend(q[begin:end], keys, values, mask, scores)
             continue
         for row in range(span.length):
             seen = slice(first_key(span.start + row, cache.window) - offset, span.start + row + 1 - offset)
-            out[begin + row] = _attend(
-                q[begin + row : begin + row + 1], keys[seen], values[seen], None, scale, softcap, sinks
-            )[0]
+            one = q[begin + row : begin + row + 1]
+            out[begin + row] = _attend(one, keys[seen], values[seen], None, scores)[0]
     return out
 
 
-def _attend(
-    q: Array, keys: Array, values: Array, mask: Array | None, scale: float, softcap: float | None, sinks: Array | None
-) -> Array:
+def _attend(q: Array, keys: Array, values: Array, mask: Array | None, scores: Scores) -> Array:
     """Return [S, Hq, Dv] for q [S, Hq, D], keys [T, Hkv, D], values [T, Hkv, Dv] and mask [S, T], True where a key is
     visible."""
+    scale, softcap, sinks = scores
     queries, heads, width = q.shape
     shared = keys.shape[1]
     grouped = _aligned(q.reshape(queries, shared, heads // shared, width).transpose(1, 2, 0, 3))
@@ -98,13 +88,6 @@ def _attend(
     return mixed.reshape(shared, heads // shared, queries, -1).transpose(2, 0, 1, 3).reshape(queries, heads, -1)
 
 
-def _mask(span: Span, first: int, window: int | None) -> Array:
-    queries = np.arange(span.start, span.end)[:, None]
-    keys = np.arange(first, span.end)[None, :]
-    seen = keys <= queries
-    return seen if window is None else seen & (keys > queries - window)
-
-
 def _aligned(values: Array) -> Array:
     """Return a contiguous copy of `values` that begins on a cache-line boundary."""
     nbytes = prod(values.shape) * values.itemsize
@@ -126,11 +109,12 @@ class HostCache:
         self.window = shape.window
         self._format: CacheFormat = options.cache
         self._page_tokens = options.page_tokens
-        self._capacity = 0 if shape.window is None else ring_tokens(shape.window, options)
-        count = options.pages * options.page_tokens if shape.window is None else options.sessions * self._capacity
+        blocks, self._capacity = shape.blocks(options)
         widths = (shape.key_width, shape.value_width)
         # Zeroed, because a hostile caller may have a page read before it was written: it must not show old memory.
-        self._halves = [np.zeros((count, shape.heads, width), _CODED[options.cache]) for width in widths]
+        self._halves = [
+            np.zeros((blocks * self._capacity, shape.heads, width), _CODED[options.cache]) for width in widths
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -282,12 +266,8 @@ class PartedServing(ServingBase):
         if isinstance(sinks, Ref):
             param = self._graph.params.get(sinks.name)
             sinks = values[sinks.name] if param is None else self._weight(param.key)
-        out = cached_attention(
-            *(spans, self._caches[node.id], q, k, v),
-            scale=options["scale"],
-            softcap=options.get("softcap"),
-            sinks=sinks,
-        )
+        scores = Scores(options["scale"], options.get("softcap"), sinks)
+        out = cached_attention(spans, self._caches[node.id], q, k, v, scores)
         return out.transpose(1, 0, 2)[None]
 
     def _result(
@@ -353,11 +333,9 @@ class PartedServing(ServingBase):
         return padded
 
     def _joined(self, name: str, pieces: Sequence[Array]) -> Array:
-        spec = self._graph.values[name]
         along = row_dimension(self._graph, name)
         if not pieces:
-            sizes = {**dict.fromkeys(self._graph.symbols, 1), SEQUENCE: 0}
-            return np.zeros(tuple(evaluate(dim, sizes) for dim in spec.shape), spec.dtype)
+            return np.zeros(shape_of(self._graph, name, with_rows(self._graph, 0)), self._graph.values[name].dtype)
         return pieces[0] if along is None or len(pieces) == 1 else np.concatenate(pieces, axis=along)
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import importlib
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,22 +23,21 @@ import torch._decomp
 import torch._refs
 import torch._refs.nn.functional
 
-from fusionai.backends.interface import DeviceReport, Speeds, WorksIn
-from fusionai.backends.measurement import with_pace
+from fusionai.backends.interface import DeviceReport, Speeds
+from fusionai.backends.measurement import require_threads, with_pace
+from fusionai.backends.stage_base import FrameworkBackend
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
 from fusionai.backends.torch.optimizers import StageOptimizer, clip_scale
 from fusionai.backends.torch.probe import calls_per_s, describe_device, measure_speeds
 from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.backends.torch.serving import TorchServingProgram
-from fusionai.ir.schema import Graph
 from fusionai.primitives.environment import fix_cublas_workspace
-from fusionai.primitives.errors import ExecutionError, UsageError
+from fusionai.primitives.errors import UsageError
 from fusionai.primitives.process import loading
-from fusionai.wire.messages import OptimizerSpec, StageOptions
-from fusionai.wire.serving import ServeOptions
+from fusionai.wire.messages import OptimizerSpec
 
 
-class TorchBackend:
+class TorchBackend(FrameworkBackend):
     """Implements `backends.interface.Backend` and `backends.interface.ServingBackend`.
 
     `threads` limits torch's threads in this process; None leaves them."""
@@ -48,19 +48,19 @@ class TorchBackend:
         """`scratch`: directory for data that does not fit into memory; None: the system's directory for large temporary
         files."""
         self._scratch = scratch
+        require_threads(threads)
         if threads is not None:
-            if threads < 1:
-                raise UsageError(f"expected at least one thread, got {threads}.")
             torch.set_num_threads(threads)
         self._device = _choose(device)
         without_compiler()
-        self.device: str = self._device.type
+        super().__init__(
+            self._device.type,
+            PLAIN.keys() | CONTEXTUAL,
+            partial(TorchStageProgram, device=self._device, scratch=scratch),
+            partial(TorchServingProgram, device=self._device),
+        )
         if self._device.type == "cuda":
             _make_cuda_deterministic()
-
-    @property
-    def works_in(self) -> WorksIn:
-        return "caller" if self.device == "cpu" else "device"
 
     def probe(self, speeds: Speeds | None = None) -> DeviceReport:
         """Take about a second; a few milliseconds with `speeds`."""
@@ -80,38 +80,6 @@ class TorchBackend:
         weight = torch.zeros(1, device=self._device, requires_grad=True)
         (weight * weight).sum().backward()
         StageOptimizer(OptimizerSpec(), {"weight": weight}).step(0.0)
-
-    def unsupported(self, ops: Iterable[str]) -> tuple[str, ...]:
-        return tuple(sorted({op for op in ops if op not in PLAIN and op not in CONTEXTUAL}))
-
-    def load(
-        self,
-        graph: Graph,
-        *,
-        grad_inputs: Sequence[str],
-        options: StageOptions,
-        memory_limit_bytes: int | None = None,
-    ) -> TorchStageProgram:
-        missing = self.unsupported(node.op for node in graph.nodes)
-        if missing:
-            raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
-        return TorchStageProgram(
-            graph,
-            grad_inputs=grad_inputs,
-            options=options,
-            device=self._device,
-            memory_limit_bytes=memory_limit_bytes,
-            scratch=self._scratch,
-        )
-
-    def serve(
-        self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None
-    ) -> TorchServingProgram:
-        """See `backends.interface.ServingBackend`."""
-        missing = self.unsupported(node.op for node in graph.nodes)
-        if missing:
-            raise ExecutionError(f"this backend has no operator {', '.join(missing)}.")
-        return TorchServingProgram(graph, options=options, device=self._device, memory_limit_bytes=memory_limit_bytes)
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
         """Return (total norm, scale) exactly as `clip_grad_norm_` computes them on this device."""

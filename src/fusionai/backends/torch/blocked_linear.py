@@ -8,23 +8,19 @@ matrices out, `packed_linear` rounds them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from ctypes import CFUNCTYPE, c_int64
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any, Final
 
 import torch
 from torch.nn.functional import pad
 
+from fusionai.backends.torch.compile_once import kernel_module
 from fusionai.backends.torch.row_blocks import WIDTH, Blocks
 from fusionai.backends.torch.row_code import Factor
-from fusionai.scheduling.kernels.compiled import available
-
-log = logging.getLogger(__name__)
 
 _SHARED_WORK: Final = 2**20
 """Multiplications from which a product is worth waking several threads; chosen."""
@@ -44,15 +40,9 @@ class Kernels:
 
 @cache
 def kernels() -> Kernels | None:
-    """Return the compiled products; None if numba is missing or fails, and then the framework's products are used."""
-    if not available():
-        return None
-    try:
-        made: Any = import_module("fusionai.backends.torch.row_products")
-        return Kernels(made.products, made.factor_of, made.scratch_bytes(), made.FEW_ROWS)
-    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and torch's products serve instead
-        log.warning("compiled products are unavailable, using torch's slower ones: %s: %s", type(error).__name__, error)
-        return None
+    """Return the compiled products; None if the framework's products are used."""
+    made = kernel_module("fusionai.backends.torch.row_products", "products")
+    return made and Kernels(made.products, made.factor_of, made.scratch_bytes(), made.FEW_ROWS)
 
 
 def scratch_bytes() -> int:

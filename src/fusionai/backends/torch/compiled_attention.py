@@ -8,24 +8,20 @@ scratch memory.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import cache
-from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from fusionai.backends.arguments import Scores
 from fusionai.backends.serving.page_table import LayerShape, Span
 from fusionai.backends.torch.blocked_linear import in_threads
-from fusionai.backends.torch.compile_once import compiled_once
+from fusionai.backends.torch.compile_once import kernel_module
 from fusionai.backends.torch.paged_cache import LayerCache
 from fusionai.backends.torch.row_code import Form
 from fusionai.primitives.errors import ExecutionError
-from fusionai.scheduling.kernels.compiled import available
-
-log = logging.getLogger(__name__)
 
 _FORMS: Final = {torch.float32: Form.FP32, torch.bfloat16: Form.BF16, torch.float16: Form.FP16}
 _LINE_FLOATS: Final = 16
@@ -34,15 +30,8 @@ _LINE_FLOATS: Final = 16
 
 @cache
 def attention_kernels() -> Any | None:
-    """Return the compiled kernel's module; None if numba is missing or fails, and then operators compute attention."""
-    if not available():
-        return None
-    try:
-        with compiled_once("attention"):
-            return import_module("fusionai.backends.torch.attention_kernels")
-    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and operators serve instead
-        log.warning("compiled attention is unavailable, using slower operators: %s: %s", type(error).__name__, error)
-        return None
+    """Return the compiled kernel's module; None if operators compute attention."""
+    return kernel_module("fusionai.backends.torch.attention_kernels", "attention")
 
 
 def attention_scratch_bytes(layers: Sequence[LayerShape], rows: int) -> int:
@@ -65,14 +54,13 @@ def _sweep() -> int:
     return 1024 if torch.get_num_threads() == 1 else 512
 
 
-def compiled_attention(
-    span: Span, cache: LayerCache, q: torch.Tensor, *, scale: float, softcap: float | None, sinks: torch.Tensor | None
-) -> torch.Tensor:
+def compiled_attention(span: Span, cache: LayerCache, q: torch.Tensor, scores: Scores) -> torch.Tensor:
     """Return the attention of the span's rows, [rows, Hq, Dv]; q is float32 [1, Hq, rows, D], keys and values are in
     the cache."""
     made = attention_kernels()
     assert made is not None
     shape = cache.shape
+    scale, softcap, sinks = scores
     _, heads, rows, key_width = q.shape
     if (heads, rows, key_width) != (shape.query_heads, span.length, shape.key_width) or heads % shape.heads:
         raise ExecutionError(f"queries {tuple(q.shape)} don't fit {span.length} rows of a cache of {shape}.")

@@ -18,9 +18,10 @@ from typing import Any, Final
 import torch
 
 from fusionai.backends import binding
+from fusionai.backends.binding import IN_BFLOAT16, IN_FLOAT32, OPERATOR_FAILURES, first_line
 from fusionai.backends.torch.deferral import deferrable_linear
 from fusionai.backends.torch.host import DTYPES
-from fusionai.backends.torch.operators import CONTEXTUAL, LOOKUPS, PLAIN, Context, guarded
+from fusionai.backends.torch.operators import CONTEXTUAL, LOOKUPS, PLAIN, Context, with_index_checks
 from fusionai.backends.torch.stored import AS_THEY_ARE, Reading
 from fusionai.ir.graph import needed_nodes, reads, references
 from fusionai.ir.operators import OPERATORS
@@ -30,10 +31,6 @@ from fusionai.primitives.errors import ExecutionError, FusionError
 Registers = list[Any]
 Instruction = Callable[[Registers], None]
 
-_IN_FLOAT32: Final = frozenset({"reduce", "norm", "softmax", "scan", "loss"})
-"""Categories of operators that run in float32 under bf16 precision."""
-IN_BFLOAT16: Final = frozenset({"matmul", "conv", "attention"})
-"""Categories of operators whose operands autocast converts to bfloat16."""
 _TAKE_DEVICE: Final = frozenset(
     name for name in OPERATORS if name.split(".")[1] in ("arange", "full", "zeros", "ones", "empty", "scalar_tensor")
 )
@@ -113,16 +110,6 @@ class Interpreter:
 
 
 _CONTEXT: Final = 0
-OPERATOR_FAILURES: Final = (
-    RuntimeError,
-    IndexError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    MemoryError,
-)
-"""Errors that torch raises on operands that do not fit."""
 
 
 def compile_graph(
@@ -216,8 +203,8 @@ class _Builder:
         if own is not None:
             compute, leading = own, []
         elif node.op in LOOKUPS:
-            compute = guarded(node.op, compute)
-        if self.mixed and OPERATORS[node.op].category in _IN_FLOAT32:
+            compute = with_index_checks(node.op, compute)
+        if self.mixed and OPERATORS[node.op].category in IN_FLOAT32:
             compute = _in_float32(compute)
         compute = self.stored.of(node, compute, half=self.mixed and OPERATORS[node.op].category in IN_BFLOAT16)
         lists: list[tuple[int, Callable[[Registers], list[Any]]]] = []
@@ -353,9 +340,3 @@ def _in_float32(compute: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: compute(
         *[widen(value) for value in args], **{name: widen(value) for name, value in kwargs.items()}
     )
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text: torch appends its own stack after it."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

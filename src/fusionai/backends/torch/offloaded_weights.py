@@ -18,9 +18,10 @@ from typing import Final
 
 import torch
 
+from fusionai.backends.binding import IN_BFLOAT16
 from fusionai.backends.state import StateEntry
 from fusionai.backends.torch.host import DTYPES
-from fusionai.backends.torch.interpreter import IN_BFLOAT16, Interpreter
+from fusionai.backends.torch.interpreter import Interpreter
 from fusionai.backends.torch.optimizers import WEIGHT
 from fusionai.backends.torch.recomputation import Segment
 from fusionai.backends.torch.slots import DiskSlots, HostSlots, Shelf

@@ -50,50 +50,19 @@ def _attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    scale: float,
-    causal: bool = False,
-    window: int | None = None,
-    softcap: float | None = None,
     dropout: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    key_mask: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
-    return attention(
-        q,
-        k,
-        v,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        key_mask=key_mask,
-        dropout=dropout if context.training else 0.0,
-        key=context.key,
-        node=node,
-    )
+    return attention(q, k, v, dropout=dropout if context.training else 0.0, key=context.key, node=node, **options)
 
 
 def _dropout(context: Context, node: int, x: torch.Tensor, *, p: float) -> torch.Tensor:
     return dropout(x, p, context.key, node) if context.training and p > 0.0 else x
 
 
-def _uniform(context: Context, node: int, x: torch.Tensor) -> torch.Tensor:
-    return uniform(x, context.key, node)
-
-
-def _in_training(
-    context: Context,
-    node: int,  # noqa: ARG001 — every operator of this table is called with it
-    trained: torch.Tensor,
-    otherwise: torch.Tensor,
-) -> torch.Tensor:
-    return trained if context.training else otherwise
-
-
 def _batch_norm_functional(
     context: Context,
-    node: int,  # noqa: ARG001 — every operator of this table is called with it
+    _node: int,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -117,7 +86,7 @@ def _batch_norm_functional(
 
 def _batch_norm(
     context: Context,
-    node: int,  # noqa: ARG001 — every operator of this table is called with it
+    _node: int,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -185,8 +154,8 @@ CONTEXTUAL: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         "fusion.attention": _attention,
         "fusion.dropout": _dropout,
-        "fusion.in_training": _in_training,
-        "fusion.uniform": _uniform,
+        "fusion.in_training": lambda context, _node, trained, otherwise: trained if context.training else otherwise,
+        "fusion.uniform": lambda context, node, x: uniform(x, context.key, node),
         "aten._native_batch_norm_legit_functional.default": _batch_norm_functional,
         "aten.batch_norm.default": _batch_norm,
     }
@@ -298,7 +267,7 @@ LOOKUPS: Final[Mapping[str, Callable[..., list[Lookup]]]] = MappingProxyType(
 process."""
 
 
-def guarded(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+def with_index_checks(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return `compute` with a check that every index is in range; the result raises `ExecutionError` otherwise."""
     lookups = LOOKUPS[name]
 

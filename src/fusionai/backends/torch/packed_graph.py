@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from fusionai.backends.torch.host import DTYPES
-from fusionai.backends.torch.operators import LOOKUPS, PLAIN, guarded
+from fusionai.backends.torch.operators import LOOKUPS, PLAIN, with_index_checks
 from fusionai.backends.torch.packed_linear import PackedLinear, aligned
 from fusionai.ir.graph import reads
 from fusionai.ir.operators import OPERATORS
@@ -226,7 +226,7 @@ def _product(node: Node) -> Callable[..., torch.Tensor]:
 
 
 def _lookup(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    compute = guarded(_EMBEDDING, PLAIN[_EMBEDDING])
+    compute = with_index_checks(_EMBEDDING, PLAIN[_EMBEDDING])
 
     def run(table: Held, indices: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return compute(table.plain, indices, *args, **kwargs).to(dtype)
@@ -238,7 +238,7 @@ def _unwrapped(node: Node) -> Callable[..., Any]:
     """Return the node's operator for a parameter that products read too: it uses the plain copy."""
     compute = PLAIN[node.op]
     if node.op in LOOKUPS:
-        compute = guarded(node.op, compute)
+        compute = with_index_checks(node.op, compute)
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):

@@ -168,10 +168,8 @@ def quantise_groups(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, tor
 def _on_cpu(weight: torch.Tensor, form: WeightFormat, key: str) -> tuple[str, Product, int]:
     """Return (kernel's name, product, bytes)."""
     match form:
-        case "fp32":
-            return _onednn(weight, torch.float32)
-        case "bf16":
-            return _onednn(weight, torch.bfloat16)
+        case "fp32" | "bf16":
+            return _onednn(weight, _FLOATS[form][0])
         case "fp16":
             _check_float16(weight, key)
             if not _fbgemm_works():
@@ -261,20 +259,13 @@ def _plain(weight: torch.Tensor, dtype: torch.dtype) -> tuple[str, Product, int]
 
 def _on_accelerator(weight: torch.Tensor, form: WeightFormat, key: str) -> tuple[Product, int]:
     """Return (product, bytes) on another device: it multiplies in the wanted dtype and keeps four bits as eight."""
-    match form:
-        case "fp32":
-            _, product, nbytes = _plain(weight, torch.float32)
-        case "bf16":
-            _, product, nbytes = _plain(weight, torch.bfloat16)
-        case "fp16":
+    if form in _FLOATS:
+        if form == "fp16":
             _check_float16(weight, key)
-            _, product, nbytes = _plain(weight, torch.float16)
-        case "int8" | "int4":
-            levels, scales = quantise_rows(weight)
-            nbytes = levels.nbytes + scales.nbytes
-
-            return lambda x: linear(x, levels.to(x.dtype)) * scales.to(x.dtype), nbytes
-    return product, nbytes
+        _, product, nbytes = _plain(weight, _FLOATS[form][0])
+        return product, nbytes
+    levels, scales = quantise_rows(weight)
+    return lambda x: linear(x, levels.to(x.dtype)) * scales.to(x.dtype), levels.nbytes + scales.nbytes
 
 
 def _check_float16(weight: torch.Tensor, key: str) -> None:

@@ -20,6 +20,7 @@ from typing import Final
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import TILE_POSITIONS
 from fusionai.backends.serving.page_table import Span, first_key, one_by_one
 from fusionai.backends.torch.compiled_attention import attention_kernels, compiled_attention
@@ -28,15 +29,7 @@ from fusionai.primitives.errors import ExecutionError
 
 
 def cached_attention(
-    layout: PassLayout,
-    cache: LayerCache,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    layout: PassLayout, cache: LayerCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
     """Write the pass's k and v to the cache and return the attention's output [1, Hq, T, Dv].
 
@@ -52,7 +45,7 @@ def cached_attention(
     for number, span in enumerate(layout.spans):
         if compiled and not one_by_one(span):
             queries = q[:, :, span.first : span.first + span.length]
-            parts.append(compiled_attention(span, cache, queries, scale=scale, softcap=softcap, sinks=sinks))
+            parts.append(compiled_attention(span, cache, queries, scores))
             continue
         keys, values = cache.read(layout, number)
         if one_by_one(span):
@@ -60,11 +53,11 @@ def cached_attention(
             for row in range(span.length):
                 first, end = first_key(span.start + row, cache.window) - offset, span.start + row + 1 - offset
                 seen = cut(keys, first, end), cut(values, first, end)
-                part = _single(singles[span.first + row], *seen, scale=scale, softcap=softcap, sinks=sinks)
+                part = _single(singles[span.first + row], *seen, scores)
                 parts.append(part)
             continue
         queries = q[:, :, span.first : span.first + span.length]
-        part = tiled_attention(span, cache.window, queries, keys, values, scale=scale, softcap=softcap, sinks=sinks)
+        part = tiled_attention(span, cache.window, queries, keys, values, scores)
         parts.append(part[0].transpose(0, 1))
     joined = (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1)[None]
     return joined if joined.dtype == wanted else joined.to(wanted)
@@ -80,36 +73,21 @@ def _singles(q: torch.Tensor, shared: int) -> tuple[torch.Tensor, ...]:
     return rows.unbind(0)
 
 
-def _single(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def _single(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:
     """Return [1, Hq, Dv] of one position that sees all of `keys`."""
     _, shared, groups, width = q.shape
-    if softcap is None and sinks is None:
+    if scores.softcap is None and scores.sinks is None:
         # One key head at a time, for all queries that share it.
-        out = scaled_dot_product_attention(q, keys, values, scale=scale)
+        out = scaled_dot_product_attention(q, keys, values, scale=scores.scale)
     else:
         whole = q.reshape(1, shared * groups, 1, width)
-        out = _explicit(whole, keys, values, scale=scale, softcap=softcap, sinks=sinks)
+        out = _explicit(whole, keys, values, scores)
     return out.reshape(1, shared * groups, -1)
 
 
-def _explicit(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def _explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
     """Compute the explicit formula of transformers' eager attention."""
+    scale, softcap, sinks = scores
     _, heads, queries, width = q.shape
     shared = k.shape[1]
     groups = heads // shared
@@ -140,15 +118,7 @@ def tiles(span: Span) -> Iterator[tuple[int, int]]:
 
 
 def tiled_attention(
-    span: Span,
-    window: int | None,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    span: Span, window: int | None, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
     """Return [1, Hq, rows, Dv] for q [1, Hq, rows, D] of the span and keys, values [1, Hkv, positions, D or Dv] from
     the first visible position on, all float32."""
@@ -158,7 +128,7 @@ def tiled_attention(
         first = first_key(start, window)
         seen = cut(keys, first - offset, end - offset), cut(values, first - offset, end - offset)
         tile = q[0, :, start - span.start : end - span.start]
-        parts.append(_tile(tile, start, first, window, *seen, scale=scale, softcap=softcap, sinks=sinks))
+        parts.append(_tile(tile, start, first, window, *seen, scores))
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))[None]
 
 
@@ -169,13 +139,11 @@ def _tile(
     window: int | None,
     keys: torch.Tensor,
     values: torch.Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    scores: Scores,
 ) -> torch.Tensor:
     """Return [Hq, rows, Dv] for q [Hq, rows, D] at positions from `start` on, and keys and values from position `first`
     on."""
+    scale, softcap, sinks = scores
     heads, rows, width = q.shape
     shared, positions = keys.shape[1], keys.shape[2]
     groups = heads // shared

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from fusionai.backends.serving.page_table import CACHE_NAMES, LayerShape, Span, first_key, ring_tokens
+from fusionai.backends.serving.page_table import CACHE_NAMES, LayerShape, Span, first_key
 from fusionai.backends.torch.host import DTYPES
 from fusionai.wire.serving import ServeOptions
 
@@ -63,9 +63,8 @@ class LayerCache:
         self.page_tokens = options.page_tokens
         self.dtype = DTYPES[CACHE_NAMES[options.cache]]
         self.window = shape.window
-        self.capacity = 0 if shape.window is None else ring_tokens(shape.window, options)
-        blocks = options.pages if shape.window is None else options.sessions
-        per_block = options.page_tokens if shape.window is None else self.capacity
+        blocks, per_block = shape.blocks(options)
+        self.capacity = 0 if shape.window is None else per_block
         widths = (shape.key_width, shape.value_width)
         # Zeroed, because a hostile caller may have a page read before it was written: it must not show old memory.
         self._blocks = [

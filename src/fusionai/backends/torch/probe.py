@@ -7,8 +7,6 @@ Neighbours: `backend.TorchBackend.probe` calls this; `scheduling` plans with the
 
 from __future__ import annotations
 
-import hashlib
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,8 +16,16 @@ from typing import Final, Protocol, get_args
 import psutil
 import torch
 
+from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import DeviceReport, Speeds
-from fusionai.backends.measurement import arithmetic, scratch_bytes_per_s
+from fusionai.backends.measurement import (
+    MEASURE_S,
+    arithmetic,
+    hashed,
+    probe_pattern,
+    processor_name,
+    scratch_bytes_per_s,
+)
 from fusionai.backends.serving.page_table import LayerShape, Span
 from fusionai.backends.torch.blocked_linear import blocked_product, kernels
 from fusionai.backends.torch.host import to_host
@@ -30,8 +36,6 @@ from fusionai.backends.torch.paged_cache import LayerCache, lay_out
 from fusionai.primitives.pace import ServingPace
 from fusionai.wire.serving import ServeOptions, WeightFormat
 
-MEASURE_S: Final = 0.2
-"""Computing time for each measurement, in seconds; chosen."""
 LONGEST_MEASURE_S: Final = 2.0
 """Longest wall-clock time of a measurement, in seconds, for a machine too busy to give this process `MEASURE_S`;
 chosen."""
@@ -48,15 +52,10 @@ def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:
         backend_version=str(torch.__version__),  # a str subclass that msgspec refuses
         device=device.type,
         device_name=device_name(device),
-        flops_per_s=speeds.flops_per_s,
-        memory_bandwidth_bytes_per_s=speeds.memory_bandwidth_bytes_per_s,
+        **speeds.figures(),
         memory_bytes=memory_bytes(device),
         threads=torch.get_num_threads(),
         fingerprint=fingerprint(device),
-        scratch_bytes_per_s=speeds.scratch_bytes_per_s,
-        pace=speeds.pace,
-        serving=speeds.serving,
-        attention_flops_per_s=speeds.attention_flops_per_s,
         savings=("recompute", "offload", *(("offload_weights",) if device.type in EMPTIED else ())),
     )
 
@@ -85,14 +84,7 @@ def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
 
 def device_name(device: torch.device) -> str:
     """Return the device's product name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -123,10 +115,7 @@ def fingerprint(device: torch.device) -> str:
         device_name(device),
         str(torch.get_num_threads()),
     )
-    digest = hashlib.sha256("\n".join(described).encode())
-    for tensor in _probe_computation(device):
-        digest.update(to_host(tensor).data)
-    return digest.hexdigest()
+    return hashed(described, (to_host(tensor).data for tensor in _probe_computation(device)))
 
 
 def _probe_computation(device: torch.device) -> list[torch.Tensor]:
@@ -134,12 +123,7 @@ def _probe_computation(device: torch.device) -> list[torch.Tensor]:
     integers."""
 
     def pattern(*shape: int) -> torch.Tensor:
-        count = 1
-        for size in shape:
-            count *= size
-        # Exact in float32 on every device: multiples of 2**-10 below 1.
-        values = (torch.arange(count, dtype=torch.int64) * 2_654_435_761 % 2_039 - 1_019).to(torch.float32) / 1_024
-        return values.reshape(shape).to(device).requires_grad_()
+        return torch.tensor(probe_pattern(*shape), device=device, requires_grad=True)
 
     x, first, second = pattern(3, 67, 96), pattern(160, 96), pattern(96, 160)
     hidden = torch.nn.functional.silu(torch.nn.functional.linear(x, first))
@@ -236,7 +220,7 @@ def measured_attention(device: torch.device, calls_per_s: _CallsPerS) -> float:
     k, v = q[:, :shared].clone(), q[:, -shared:].clone()
 
     def attend() -> torch.Tensor:
-        return cached_attention(layout, cache, q, k, v, scale=HEAD_WIDTH**-0.5, softcap=None, sinks=None)
+        return cached_attention(layout, cache, q, k, v, Scores(HEAD_WIDTH**-0.5))
 
     seen = PROMPT_ROWS * (start + (PROMPT_ROWS + 1) / 2)
     with torch.inference_mode():

@@ -2,52 +2,44 @@
 
 Autograd sums gradients into the parameters' `.grad`, microbatch by microbatch, exactly as `loss.backward()` in a single
 process would. Buffers that a training microbatch rewrites are rebound, and the values of the last applied step are kept
-until the next, so that a discarded step leaves no trace. Neighbours: `interpreter` runs the graph, `sizes` checks it
-beforehand, `optimizers` updates.
+until the next, so that a discarded step leaves no trace. Neighbours: `compiled_stage` compiles the graph and
+measures it, `optimizers` updates.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 
-from fusionai.backends.binding import bind_symbols, largest
+from fusionai.backends.binding import bind_symbols
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import NOTHING_BEGUN, Call
-from fusionai.backends.stage_base import ContextKey, StageBase, check_gradient, key_of, movable_weights
+from fusionai.backends.stage_base import ContextKey, StageBase, check_gradient, key_of
 from fusionai.backends.state import StateEntry, check_entry
+from fusionai.backends.torch.compiled_stage import CompiledStage
 from fusionai.backends.torch.deferral import Left, add_to, deferrable, finish
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
-from fusionai.backends.torch.interpreter import Interpreter, compile_graph
-from fusionai.backends.torch.offloaded_weights import OffloadedWeights, cast_once
+from fusionai.backends.torch.interpreter import Interpreter
+from fusionai.backends.torch.offloaded_weights import OffloadedWeights
 from fusionai.backends.torch.operators import Context
-from fusionai.backends.torch.optimizers import PIECE, StageOptimizer, parameter_norms, scale_gradients, slot_shapes
-from fusionai.backends.torch.recomputation import Segment, free, run_in_segments, segments
-from fusionai.backends.torch.sizes import META, input_shapes, measure
+from fusionai.backends.torch.optimizers import StageOptimizer, parameter_norms, scale_gradients, slot_shapes
+from fusionai.backends.torch.recomputation import Segment, free, run_in_segments
 from fusionai.backends.torch.slots import DiskSlots, Slots
-from fusionai.backends.torch.stored import EMBEDDING, Reading, StoredWeight
+from fusionai.backends.torch.stored import StoredWeight
 from fusionai.ir.graph import reads
-from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, ParamSpec
-from fusionai.ir.stored import pack_stored
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import OptimizerSpec, StageOptions
 
 MAX_CHECKED_SHAPES: Final = 64
 """Combinations of input shapes remembered as checked; chosen."""
-PIECES_AT_ONCE: Final = 6
-"""Tensors of `PIECE` elements alive at once during an update in pieces: two moments, torch's temporaries, and those of
-coding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +94,17 @@ class TorchStageProgram(StageBase[_InFlight]):
         self._device = device
         self._memory_limit_bytes = memory_limit_bytes
         self._scratch = scratch
-        self._interpreters: dict[tuple[frozenset[str], bool, str], Interpreter] = {}
         self._segments: dict[tuple[frozenset[str], bool], tuple[tuple[Segment, ...], Callable[[Segment], None]]] = {}
         """(wanted outputs, training) -> segments, and the function that loads a segment's weights."""
         self._checked: set[object] = set()
-        self._stored = Reading(
-            frozenset(value for value, spec in graph.params.items() if spec.stored), again=options.recompute
-        )
         self._passed_on = {value: self._trained_values[value] for value in grad_inputs if value in self._trained_values}
         """Parameters whose gradient of each microbatch goes to another stage: value name -> key."""
         self._deferrable = deferrable(graph, self._passed_on) if self._defers else frozenset[int]()
-        self._movable = movable_weights(graph) if options.offload_weights else {}
+        self._compiled = CompiledStage(graph, options, self._grad_inputs, self._deferrable)
         self._check_memory()
         self._away: OffloadedWeights | None = None
         if options.offload_weights:
-            keys = sorted({key for keys in self._movable.values() for key in keys})
+            keys = sorted(self._compiled.movable)
             self._away = OffloadedWeights({key: self._entries[f"model/{key}"] for key in keys}, scratch, device)
         self._tensors = {key: self._empty(key, spec) for key, spec in self._specs.items()}
         self._trainable = {key: self._tensors[key] for key, spec in self._specs.items() if spec.trainable}
@@ -160,7 +148,7 @@ class TorchStageProgram(StageBase[_InFlight]):
         """See `StageProgram.forward`. The bytes of `inputs` must not change until `backward`."""
         training = call.mode == "train"
         names = self._begin(call, wanted)
-        interpreter = self._interpreter(names, training, self._device)
+        interpreter = self._compiled.interpreter(names, training, self._device)
         half_floats = self._options.precision == "bf16"
         symbols = bind_symbols(self._graph, inputs, interpreter.inputs, half_floats=half_floats)
         left: Left | None = [] if training and self._defers else None
@@ -271,14 +259,10 @@ class TorchStageProgram(StageBase[_InFlight]):
         self, names: frozenset[str], interpreter: Interpreter, training: bool
     ) -> tuple[tuple[Segment, ...], Callable[[Segment], None]]:
         if (names, training) not in self._segments:
-            away = self._away
-            if away is None:
-                self._segments[names, training] = segments(interpreter), free
-            else:
-                parts = segments(interpreter, self._movable)
-                apart = self._options.precision == "bf16" and cast_once(self._graph, interpreter, parts)
-                # Must not hold the program: see `_precision`.
-                self._segments[names, training] = parts, partial(away.enter, cast_once=apart)
+            parts, dropped = self._compiled.segments(interpreter)
+            # Must not hold the program: see `_precision`.
+            enter = free if self._away is None else partial(self._away.enter, cast_once=dropped)
+            self._segments[names, training] = parts, enter
         return self._segments[names, training]
 
     # -------------------------------------------------------------------------------------------------- the update
@@ -332,39 +316,6 @@ class TorchStageProgram(StageBase[_InFlight]):
 
     # ------------------------------------------------------------------------------------------------------- state
 
-    def initialise(self) -> tuple[str, ...]:
-        self._require_idle("initialise")
-        self._clear_gradients()
-        self._committed.clear()
-        if self._optimizer is not None:
-            self._optimizer.reset()
-        missing: list[str] = []
-        for key in sorted(self._specs):
-            spec = self._specs[key]
-            if spec.init is None:
-                missing.append(f"model/{key}")
-                self._unset.add(key)
-                continue
-            array = initialise(key, spec.shape, spec.dtype, spec.init, self._options.seed)
-            if spec.stored:
-                self._set(key, torch.from_numpy(pack_stored(array, spec.stored)))
-                continue
-            # A tensor of rank 0 comes as a numpy scalar.
-            value = torch.from_numpy(np.asarray(array))
-            dtype = DTYPES[spec.dtype]
-            # numpy has no bfloat16: the values come as raw bits.
-            self._set(key, value.view(dtype) if spec.dtype == "bfloat16" else value.to(dtype))
-        return tuple(missing)
-
-    def import_state(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
-        self._require_idle("import state")
-        for name, tensor in entries:
-            entry = check_entry(self._entries, name, tensor)
-            if not entry.slot:
-                self._set(entry.key, to_torch(tensor, self._device))
-            elif self._optimizer is not None:
-                self._optimizer.write(entry.key, entry.slot, to_torch(tensor, self._device, own=True))
-
     def _copy(self, entry: StateEntry) -> HostTensor:
         if entry.slot:
             assert self._optimizer is not None  # otherwise there would be no such entry
@@ -382,69 +333,13 @@ class TorchStageProgram(StageBase[_InFlight]):
 
     # ------------------------------------------------------------------------------------------------------ checks
 
-    @property
-    def _microbatches_held(self) -> int:
-        return max(1, self._options.in_flight) + self._options.weight_lag
-
     def _check_memory(self) -> None:
-        """Check the limit at the symbols' largest values: parameters, gradients, optimizer slots, contexts and
-        forward's peak."""
-        training = self._options.optimizer is not None
+        """Check the limit at the symbols' largest values."""
         held_bytes, limit_bytes = self._state_bytes(), self._memory_limit_bytes
         self._require_room(held_bytes, limit_bytes)
-        symbols = largest(self._graph)
-        names = frozenset(self._graph.outputs)
-        footprint = measure(
-            self._graph,
-            self._interpreter(names, training, META),
-            input_shapes(self._graph, symbols),
-            symbols,
-            Context(training, DropoutKey(self._options.seed, 0, 0)),
-            grad_inputs=self._grad_inputs,
-            limit_bytes=None if limit_bytes is None else limit_bytes - held_bytes,
-            recompute=training and self._options.recompute,
-        )
-        needed_bytes = held_bytes + footprint.peak_bytes + footprint.again_bytes + self._opened_bytes()
-        needed_bytes += self._cast_bytes(names)
-        needed_bytes += footprint.saved_bytes * self._microbatches_held
-        needed_bytes = max(needed_bytes, held_bytes + self._update_bytes())
-        self._require_room_in_flight(needed_bytes, self._microbatches_held, limit_bytes)
-
-    def _opened_bytes(self) -> int:
-        """Return the float32 bytes of packed weights that are unpacked at once: those of one weight, or of a block when
-        recomputing."""
-        opened = [
-            (node.block, 4 * prod(self._graph.params[name].shape))
-            for node in self._graph.nodes
-            for name in reads(node)
-            if name in self._stored.values and node.op != EMBEDDING
-        ]
-        if not self._stored.again:
-            return max((nbytes for _, nbytes in opened), default=0)
-        blocks = Counter[int]()
-        for block, nbytes in opened:
-            blocks[block] += nbytes
-        return max(blocks.values(), default=0)
-
-    def _cast_bytes(self, names: frozenset[str]) -> int:
-        """Return the bytes of bfloat16 copies that autocast keeps of offloaded weights."""
-        options = self._options
-        if not options.offload_weights or options.optimizer is None or options.precision != "bf16":
-            return 0
-        interpreter = self._interpreter(names, True, META)
-        parts = segments(interpreter, self._movable)
-        trained = {key for key, spec in self._specs.items() if spec.trainable}
-        kept = [self._weight_bytes(part.weights & trained) // 2 for part in parts]
-        return max(kept, default=0) if cast_once(self._graph, interpreter, parts) else self._weight_bytes(trained) // 2
-
-    def _update_bytes(self) -> int:
-        """Return the extra bytes of an update in pieces. Activations are released by then."""
-        optimizer = self._options.optimizer
-        options = self._options
-        if optimizer is None or (optimizer.state_bits == 32 and not (options.offload or options.offload_weights)):
-            return 0
-        largest_elements = max((prod(spec.shape) for spec in self._specs.values() if spec.trainable), default=0)
-        return (PIECES_AT_ONCE + options.offload_weights) * 4 * min(PIECE, largest_elements)
+        microbatches = max(1, self._options.in_flight) + self._options.weight_lag
+        needed_bytes = self._compiled.needed_bytes(held_bytes, microbatches, limit_bytes)
+        self._require_room_in_flight(needed_bytes, microbatches, limit_bytes)
 
     def _check_sizes(
         self, names: frozenset[str], context: Context, inputs: Mapping[str, HostTensor], symbols: Mapping[str, int]
@@ -456,19 +351,11 @@ class TorchStageProgram(StageBase[_InFlight]):
             return
         limit_bytes = None if self._memory_limit_bytes is None else self._memory_limit_bytes - self.resident_bytes
         if limit_bytes is not None and self._away is not None:
-            parts, _ = self._parts(names, self._interpreter(names, context.training, self._device), context.training)
+            interpreter = self._compiled.interpreter(names, context.training, self._device)
+            parts, _ = self._parts(names, interpreter, context.training)
             most_bytes = max((self._weight_bytes(part.weights) for part in parts), default=0)
             limit_bytes -= most_bytes - self._away.present_bytes
-        measure(
-            self._graph,
-            self._interpreter(names, context.training, META),
-            shapes,
-            symbols,
-            context,
-            grad_inputs=self._grad_inputs,
-            limit_bytes=limit_bytes,
-            recompute=context.training and self._options.recompute,
-        )
+        self._compiled.measured(names, context, shapes, symbols, limit_bytes)
         if len(self._checked) >= MAX_CHECKED_SHAPES:
             self._checked.clear()
         self._checked.add(seen)
@@ -486,22 +373,6 @@ class TorchStageProgram(StageBase[_InFlight]):
 
     # ----------------------------------------------------------------------------------------------------- details
 
-    def _interpreter(self, names: frozenset[str], training: bool, device: torch.device) -> Interpreter:
-        key = (names, training, device.type)
-        interpreter = self._interpreters.get(key)
-        if interpreter is None:
-            interpreter = compile_graph(
-                self._graph,
-                names,
-                with_state_writes=training,
-                device=device,
-                mixed=self._options.precision == "bf16" and device != META,
-                deferred=self._deferrable if training else (),
-                stored=self._stored,
-            )
-            self._interpreters[key] = interpreter
-        return interpreter
-
     def _given(self, spec: ParamSpec) -> torch.Tensor | StoredWeight:
         tensor = self._tensors[spec.key]
         return StoredWeight(tensor, spec) if spec.stored else tensor
@@ -510,17 +381,27 @@ class TorchStageProgram(StageBase[_InFlight]):
         self._require_trainable(key)
         return self._trainable[key]
 
-    def _set(self, key: str, value: torch.Tensor) -> None:
-        if self._away is not None and key in self._away.keys:
-            self._away.write(key, value)
+    def _put(self, entry: StateEntry, value: HostTensor) -> None:
+        key = entry.key
+        given = to_torch(value, self._device, own=bool(entry.slot))
+        if entry.slot:
+            assert self._optimizer is not None  # otherwise there would be no such entry
+            self._optimizer.write(key, entry.slot, given)
+        elif self._away is not None and key in self._away.keys:
+            self._away.write(key, given)
         elif self._specs[key].trainable:
             with torch.no_grad():
-                self._tensors[key].copy_(value)
+                self._tensors[key].copy_(given)
         else:
             # Rebound, never overwritten: a context may still hold the old tensor.
-            self._tensors[key] = value.to(self._device, copy=True)
+            self._tensors[key] = given.to(self._device, copy=True)
             self._committed.pop(key, None)
-        self._unset.discard(key)
+
+    def _reset(self) -> None:
+        self._clear_gradients()
+        self._committed.clear()
+        if self._optimizer is not None:
+            self._optimizer.reset()
 
     def _clear_gradients(self) -> None:
         for parameter in self._trainable.values():

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 from math import prod
 from typing import Any, Final
 
@@ -19,12 +17,13 @@ import numpy.typing as npt
 import torch
 
 from fusionai.backends.torch.blocked_linear import kernels
-from fusionai.backends.torch.compile_once import compiled_once
+from fusionai.backends.torch.compile_once import kernel_module
 from fusionai.backends.torch.packed_graph import Held, Use
 from fusionai.backends.torch.paged_cache import LayerCache
 from fusionai.backends.torch.row_blocks import Blocks
 from fusionai.backends.torch.row_code import Field, Form
-from fusionai.backends.torch.row_plan import Plan, Unplanned, plan_rows
+from fusionai.backends.torch.row_memory import Unplanned
+from fusionai.backends.torch.row_plan import Plan, plan_rows
 from fusionai.ir.schema import Graph
 from fusionai.wire.serving import ServeOptions
 
@@ -176,15 +175,10 @@ class RowProgram:
         )
 
 
-@cache
 def _kernel() -> Callable[..., None] | None:
-    """Return the compiled kernel; None if numba is missing or fails, and then operators are used."""
-    try:
-        with compiled_once("rows"):
-            return import_module("fusionai.backends.torch.row_kernels").run
-    except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and operators serve instead
-        log.warning("compiled decoding is unavailable, using slower operators: %s: %s", type(error).__name__, error)
-        return None
+    """Return the compiled kernel; None if operators compute decoding."""
+    module = kernel_module("fusionai.backends.torch.row_kernels", "decoding")
+    return None if module is None else module.run
 
 
 def _half_rows(plan: Plan) -> int:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
+from fusionai.backends.arguments import visible_keys
 from fusionai.backends.counters import FIRST_MULTIPLIER, SECOND_MULTIPLIER, UNIFORM_BITS, DropoutKey, folds
 from fusionai.backends.torch.host import DTYPE_NAMES
 
@@ -33,21 +34,19 @@ def attention(
     v: torch.Tensor,
     *,
     scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    key_mask: torch.Tensor | None,
-    dropout: float,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
     key: DropoutKey,
     node: int,
 ) -> torch.Tensor:
     """Return [B, Hq, S, Dv] for q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv].
 
-    `window`: a causal query sees itself and the `window - 1` positions before it; a query that is not causal sees up to
-    `window` positions on either side (transformers' two conventions). `key_mask` [B, T]: non-zero where a key may be
-    seen. `sinks` [Hq]: one extra logit per head, which takes weight but adds no value. `dropout`: probability of
-    dropping a weight, 0.0 outside training.
+    `scale`, `softcap`, `sinks`, `causal`, `window`: see `arguments.Scores`. `key_mask` [B, T]: non-zero where a key
+    may be seen. `dropout`: probability of dropping a weight, 0.0 outside training.
     """
     if softcap is not None or sinks is not None or dropout > 0.0:
         mask = _visible(q, k, causal=causal, window=window, key_mask=key_mask)
@@ -134,11 +133,7 @@ def _visible(
     """Return bool [B or 1, 1, S, T], True where query s may see key t; None if every query sees every key."""
     queries = torch.arange(q.shape[2], device=q.device)[:, None]
     keys = torch.arange(k.shape[2], device=q.device)[None, :]
-    visible = None
-    if causal:
-        visible = keys <= queries
-    if window is not None:
-        visible = visible & (keys > queries - window) if visible is not None else (keys - queries).abs() <= window
+    visible = visible_keys(queries, keys, causal=causal, window=window)
     if visible is not None:
         visible = visible[None, None]
     if key_mask is not None:

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusionai.backends.binding import largest
+from fusionai.backends.arguments import Scores
+from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.counters import DropoutKey
-from fusionai.backends.serving.base import ServingBase, array_of
+from fusionai.backends.serving.base import ServingBase, array_of, largest_pass
 from fusionai.backends.serving.page_table import LayerShape, Span, one_by_one
 from fusionai.backends.torch.blocked_linear import kernels as row_kernels
 from fusionai.backends.torch.blocked_linear import scratch_bytes
@@ -38,9 +39,8 @@ from fusionai.backends.torch.paged_cache import LayerCache, PassLayout, lay_out
 from fusionai.backends.torch.row_program import RowPlace, RowProgram, needed_bytes, planned
 from fusionai.backends.torch.serving_weights import ServingWeights
 from fusionai.backends.torch.sizes import META, input_shapes, measure
-from fusionai.ir.schema import Graph, Node
-from fusionai.ir.serving import BATCH, SEQUENCE, row_dimension, split_behind_attention
-from fusionai.ir.shapes import evaluate
+from fusionai.ir.schema import Graph, Node, ParamSpec
+from fusionai.ir.serving import row_dimension, split_behind_attention
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
 from fusionai.wire.serving import ServeOptions, WeightFormat
@@ -81,12 +81,10 @@ class TorchServingProgram(ServingBase):
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
         with torch.inference_mode():
-            for key, tensor in entries:
-                self._weights.add(key, tensor)
+            super().import_weights(entries)
 
-    @property
-    def missing(self) -> tuple[str, ...]:
-        return self._weights.missing
+    def _import_weight(self, spec: ParamSpec, tensor: HostTensor) -> None:
+        self._weights.add(spec.key, tensor)
 
     def allocate(self) -> None:
         if self._caches is None:
@@ -230,17 +228,14 @@ class TorchServingProgram(ServingBase):
             # The operator's other arguments are fixed: causal, no padding mask, and the window is the cache's.
             assert self._layout is not None
             assert self._caches is not None
-            return cached_attention(
-                self._layout, self._caches[number], q, k, v, scale=scale, softcap=softcap, sinks=sinks
-            )
+            return cached_attention(self._layout, self._caches[number], q, k, v, Scores(scale, softcap, sinks))
 
         return run
 
     def _rows_of(self, name: str, value: torch.Tensor | int, rows: Sequence[int] | None) -> torch.Tensor | int:
         if rows is None or isinstance(value, int):
             return value
-        shape = self._graph.values[self._graph.outputs[name]].shape
-        along = next((position for position, dim in enumerate(shape) if dim == SEQUENCE), None)
+        along = row_dimension(self._graph, self._graph.outputs[name])
         if along is None or list(rows) == list(range(value.shape[along])):
             return value
         return value.index_select(along, torch.tensor(list(rows), dtype=torch.int64, device=value.device))
@@ -297,9 +292,9 @@ class RowsBehind:
         return value if along is None else value.index_select(along, index)
 
     def _nothing(self, meaning: str, device: torch.device) -> torch.Tensor:
-        spec = self.graph.values[self.graph.outputs[meaning]]
-        sizes = [evaluate(dim, {**dict.fromkeys(self.graph.symbols, 1), SEQUENCE: 0}) for dim in spec.shape]
-        return torch.empty(sizes, dtype=DTYPES[spec.dtype], device=device)
+        value = self.graph.outputs[meaning]
+        sizes = shape_of(self.graph, value, with_rows(self.graph, 0))
+        return torch.empty(sizes, dtype=DTYPES[self.graph.values[value].dtype], device=device)
 
 
 def check_sizes(
@@ -323,11 +318,7 @@ def check_sizes(
             f"{rows_bytes} for decoding, {held_bytes} during the import of weights; the limit is {memory_limit_bytes}.",
             hint="Use fewer pages or sessions, a smaller weight format or fewer blocks here, or lend more memory.",
         )
-    symbols = largest(graph)
-    if SEQUENCE in symbols:
-        symbols[SEQUENCE] = max(graph.symbols[SEQUENCE][0], min(symbols[SEQUENCE], options.pass_tokens))
-    if BATCH in symbols:
-        symbols[BATCH] = graph.symbols[BATCH][0]
+    symbols = largest_pass(graph, options)
     measure(
         graph,
         compile_graph(graph, frozenset(graph.outputs), with_state_writes=False, device=META),

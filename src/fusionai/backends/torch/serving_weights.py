@@ -11,14 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from fusionai.backends.binding import nearest
-from fusionai.backends.serving.base import check_weight
 from fusionai.backends.torch.host import DTYPES, to_torch
 from fusionai.backends.torch.packed_graph import Held, Use, lookup_tables, only_packed, products
 from fusionai.backends.torch.packed_linear import PackedLinear, block_pages, pack
 from fusionai.backends.torch.packed_siblings import Joined
 from fusionai.ir.schema import Graph, ParamSpec
-from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor
 from fusionai.wire.serving import WeightFormat
 
@@ -50,29 +47,17 @@ class ServingWeights:
         self._named: dict[str, list[str]] = {}
         for value, spec in self._given.items():
             self._named.setdefault(spec.key, []).append(value)
-        self._waiting: set[str] = set(self._named)
         self._plain: dict[str, torch.Tensor] = {}
         self._packed: dict[str, dict[int, PackedLinear]] = {}
         self._values: dict[str, torch.Tensor | Held] | None = None
 
-    @property
-    def missing(self) -> tuple[str, ...]:
-        return tuple(sorted(self._waiting))
-
     def add(self, key: str, tensor: HostTensor) -> None:
-        """Import one entry. Raises `ExecutionError` on an unknown or repeated key, a wrong shape or dtype."""
-        if key not in self._named:
-            raise ExecutionError(f"the stage has no weight {key!r}{nearest(key, self._named)}.")
-        if key not in self._waiting:
-            raise ExecutionError(f"weight {key!r} came twice.")
+        """Import one entry, whose shape and dtype were checked."""
         for name in self._named[key]:
-            spec = self._given[name]
-            check_weight(spec, tensor)
             if name in self._stack_of:
                 self._take_part(name, tensor)
             else:
-                self._take(name, spec, tensor)
-        self._waiting.discard(key)
+                self._take(name, self._given[name], tensor)
         self._values = None
 
     def values(self, names: Iterable[str]) -> dict[str, torch.Tensor | Held]:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from fusionai.backends.binding import OPERATOR_FAILURES, first_line, shape_of
 from fusionai.backends.torch.host import DTYPES
-from fusionai.backends.torch.interpreter import OPERATOR_FAILURES, Interpreter, Step, describe, first_line
+from fusionai.backends.torch.interpreter import Interpreter, Step, describe
 from fusionai.backends.torch.operators import Context
 from fusionai.backends.torch.recomputation import Segment, segments
 from fusionai.ir.schema import Graph
-from fusionai.ir.shapes import evaluate, symbols_of
+from fusionai.ir.shapes import symbols_of
 from fusionai.primitives.errors import ExecutionError, FusionError
 
 META = torch.device("meta")
@@ -36,7 +37,7 @@ class Footprint:
 
 def input_shapes(graph: Graph, symbols: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the graph's inputs at these symbol values."""
-    return {name: tuple(evaluate(dim, symbols) for dim in graph.values[name].shape) for name in graph.inputs}
+    return {name: shape_of(graph, name, symbols) for name in graph.inputs}
 
 
 def measure(
@@ -196,7 +197,7 @@ class _Meter:
         if spec is None:
             raise ExecutionError(f"{describe(step.node)}: its result {name!r} is not declared in the graph.")
         if all(symbols_of(dim) <= self.symbols.keys() for dim in spec.shape):
-            declared = tuple(evaluate(dim, self.symbols) for dim in spec.shape)
+            declared = shape_of(self.graph, name, self.symbols)
             if declared != tuple(value.shape):
                 raise ExecutionError(
                     f"{describe(step.node)}: {name!r} is declared as {list(declared)} "

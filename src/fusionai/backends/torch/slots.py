@@ -104,34 +104,25 @@ class MemorySlots:
         return sum(value.untyped_storage().nbytes() for value in self._held.values())
 
 
-class HostSlots:
+class HostSlots(MemorySlots):
     """Slots in host memory whose values are used on `device`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._held: dict[tuple[str, str], torch.Tensor] = {}
+        super().__init__()
         self._device = device
 
-    def holds(self, key: str, slot: str) -> bool:
-        return (key, slot) in self._held
-
     def read(self, key: str, slot: str) -> torch.Tensor | None:
-        held = self._held.get((key, slot))
+        held = super().read(key, slot)
         return None if held is None else held.to(self._device, copy=True)
 
     def write(self, key: str, slot: str, value: torch.Tensor) -> None:
-        self._held[key, slot] = value.detach().to("cpu", copy=True).contiguous()
+        super().write(key, slot, value.detach().to("cpu", copy=True).contiguous())
 
     def piece(self, key: str, slot: str, start: int, stop: int) -> torch.Tensor:
-        return self._held[key, slot].view(-1)[start:stop].to(self._device, copy=True)
-
-    def keep(self, key: str, slot: str, start: int, value: torch.Tensor) -> None:
-        self._held[key, slot].view(-1)[start : start + value.numel()].copy_(value)
+        return super().piece(key, slot, start, stop).to(self._device, copy=True)
 
     def fill(self, key: str, slot: str, into: torch.Tensor) -> None:
         into.copy_(self._held[key, slot].view(-1).view(torch.uint8))
-
-    def clear(self) -> None:
-        self._held.clear()
 
     @property
     def resident_bytes(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from fusionai.backends.torch.operators import guarded
+from fusionai.backends.torch.operators import with_index_checks
 from fusionai.ir.graph import reads
 from fusionai.ir.schema import Node, ParamSpec, Stored
 from fusionai.ir.stored import group_of
@@ -76,7 +76,7 @@ class Reading:
         if not any(name in self.values for name in reads(node)):
             return compute
         if node.op == EMBEDDING:
-            return guarded(node.op, _looked_up)
+            return with_index_checks(node.op, _looked_up)
         dtype = torch.bfloat16 if half else torch.float32
         return lambda *args, **options: _opened(compute, args, options, dtype, again=self.again)
 

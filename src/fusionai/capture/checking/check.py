@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import numpy as np
 
@@ -22,15 +22,12 @@ from fusionai.backends.interface import Call
 from fusionai.backends.registry import lacking
 from fusionai.backends.state import Trained, trained
 from fusionai.backends.tolerance import numbers
-from fusionai.backends.torch.backend import TorchBackend
-from fusionai.capture.capture import Captured, Range, capture, draft
-from fusionai.capture.checking.self_check import SelfCheck, self_check
+from fusionai.capture.capture import Captured, CaptureOptions, capture, draft
+from fusionai.capture.checking.self_check import SelfCheck, self_check, started
 from fusionai.capture.checking.shrinking import TooLarge, reduced
-from fusionai.capture.models.build import Adapters
 from fusionai.capture.models.source import ConfigSource, ModelSource, describe
-from fusionai.capture.tasks import Task
 from fusionai.ir.blocks import block_hashes
-from fusionai.ir.graph import reads
+from fusionai.ir.graph import nodes_by_block, reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import LOGITS
@@ -95,31 +92,14 @@ class CheckReport:
 
 
 def check(
-    source: ModelSource,
-    *,
-    task: Task = "causal_lm",
-    batch: Range = (1, 64),
-    sequence: Range = (1, 2048),
-    seed: int = 0,
-    example_inputs: Mapping[str, Any] | None = None,
-    adapter: Adapters | None = None,
-    compare: Callable[[str], None] | None = None,
+    source: ModelSource, *, compare: Callable[[str], None] | None = None, **options: Unpack[CaptureOptions]
 ) -> CheckReport:
     """Capture as far as possible and report.
 
     `compare`: also compare the graph with the module by numbers, passing lines of progress to this function. Raises
     `ModelError` if the model can't be built or traced at all, or if graph and module differ.
     """
-    made = draft(
-        source,
-        task=task,
-        batch=batch,
-        sequence=sequence,
-        seed=seed,
-        train=True,
-        example_inputs=example_inputs,
-        adapter=adapter,
-    )
+    made = draft(source, **options)
     captured, graph = made.captured, made.captured.graph
     problems = [Problem(found.op, found.path, found.reason, found.line) for found in made.unsupported]
     if not problems:
@@ -133,7 +113,7 @@ def check(
             compared = self_check(captured, progress=compare)
         except TooLarge as error:
             not_compared = str(error)
-    operators = Counter(node.op for node in graph.nodes)
+    operators, owed = Counter(node.op for node in graph.nodes), set(captured.owed)
     return CheckReport(
         model=describe(source),
         ok=not problems,
@@ -145,9 +125,7 @@ def check(
         blocks=_blocks(graph),
         attention_layers=captured.attention_layers,
         attention_nodes=captured.attention_nodes,
-        owed_bytes=sum(
-            tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values() if spec.key in set(captured.owed)
-        ),
+        owed_bytes=sum(tensor_bytes(spec.dtype, spec.shape) for spec in graph.params.values() if spec.key in owed),
         problems=tuple(problems),
         notes=captured.notes,
         trained=trained(graph, OptimizerSpec()),
@@ -160,8 +138,7 @@ def check(
 def _blocks(graph: Graph) -> tuple[BlockReport, ...]:
     kinds: dict[str, int] = {}
     reports: list[BlockReport] = []
-    for block, digest in enumerate(block_hashes(graph)):
-        nodes = [node for node in graph.nodes if node.block == block]
+    for block, (digest, nodes) in enumerate(zip(block_hashes(graph), nodes_by_block(graph), strict=True)):
         read = {name for node in nodes for name in reads(node)}
         specs = [graph.params[name] for name in sorted(read & graph.params.keys())]
         owned = [spec for spec in specs if spec.kind == "parameter"]
@@ -191,7 +168,10 @@ def require_causal(captured: Captured) -> None:
     """Raise `ModelError` unless a position's logits depend only on the tokens up to it."""
     name, source = captured.graph.name, captured.source.built.huggingface
     if captured.config is None or source is None:
-        raise ModelError(f"{name} has no configuration, so a small copy to test whether it is causal can't be made.")
+        raise ModelError(
+            f"{name} has no configuration, so a small copy to test whether it is causal can't be made.",
+            hint="Serve a Hugging Face model, or one whose attention goes through transformers' attention interface.",
+        )
     try:
         small = capture(
             ConfigSource(reduced(captured.config, LAYERS), source.architecture),
@@ -217,9 +197,7 @@ def require_causal(captured: Captured) -> None:
 
 def _logits(captured: Captured, tokens: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the logits, [positions, vocabulary]."""
-    program = TorchBackend("cpu").load(captured.graph, grad_inputs=(), options=StageOptions())
-    program.initialise()
-    program.import_state((f"model/{key}", tensor) for key, tensor in captured.state(captured.owed))
+    program = started(captured, captured.graph, StageOptions().seed)
     given = {"input_ids": tokens, "position_ids": np.arange(TOKENS), "labels": np.zeros_like(tokens)}
     inputs = {
         name: host_tensor("int64", (1, TOKENS), given[name].astype(np.int64).tobytes())

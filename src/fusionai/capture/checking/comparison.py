@@ -11,8 +11,9 @@ numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -22,9 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.torch.semantic import scaled_mask, uniform
+from fusionai.capture.tasks import TaskModule
 from fusionai.capture.tracing.draws import IN_PLACE, draws, leaky_by_chance
+from fusionai.capture.tracing.patching import patched
 from fusionai.ir.graph import needed_nodes
 from fusionai.ir.schema import Arg, Graph, Node
+from fusionai.ir.serving import BY_MODE, RANDOM
 from fusionai.primitives.tensors import HostTensor
 
 _ROUNDING: Final = 1e-6
@@ -99,6 +103,18 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield rows[start : start + step]
 
 
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Worst relative differences, as in `self_check.SelfCheck`. `worst`: the parameter whose gradient differs most, if
+    known. `notes`: in which ways the comparison differed from a job's run."""
+
+    forward: float
+    gradient: float | None
+    evaluation: float | None
+    worst: str
+    notes: tuple[str, ...]
+
+
 class _Plain:
     """Stands for the autograd function that recomputes: only runs the function."""
 
@@ -107,25 +123,18 @@ class _Plain:
         return run(*args)
 
 
-@contextmanager
-def without_checkpoints() -> Iterator[None]:
+def without_checkpoints() -> AbstractContextManager[None]:
     """While open, checkpointed functions keep their activations instead of recomputing them."""
-    module: Any = checkpoint
-    reentrant, frames = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
 
     def plainly(*_: Any, **__: Any) -> Iterator[None]:
         yield
 
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _Plain, plainly
-    try:
-        yield
-    finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = reentrant, frames
+    return patched(
+        (checkpoint, "CheckpointFunction", _Plain), (checkpoint, "_checkpoint_without_reentrant_generator", plainly)
+    )
 
 
 _ARGUMENT: Final = {"fusion.dropout": "p", "fusion.attention": "dropout"}
-_UNIFORM: Final = "fusion.uniform"
-_IN_TRAINING: Final = "fusion.in_training"
 _LEAKY_BY_CHANCE: Final = (torch.ops.aten.rrelu_with_noise.default, torch.ops.aten.rrelu_with_noise_.default)
 _MIDDLE: Final = 0.5
 """Replaces every uniform number if nothing is drawn."""
@@ -170,10 +179,10 @@ class SameDraws(TorchDispatchMode):
         """Return the mask of plain dropout; None if this is another kind of draw. Dropout divides the mask by the
         probability of keeping an element, so a mask filled with that probability drops nothing."""
         if self._key is None:
-            dropped = any(_like(_probability(node), 1.0 - kept) for node in self._nodes if node.op != _UNIFORM)
+            dropped = any(_like(_probability(node), 1.0 - kept) for node in self._nodes if node.op != RANDOM)
             return torch.full_like(noise, kept) if dropped else None
         node = self._nodes[self._drawn] if self._drawn < len(self._nodes) else None
-        if node is not None and node.op == _UNIFORM:
+        if node is not None and node.op == RANDOM:
             return None
         self._drawn += 1
         if node is None or not _like(_probability(node), 1.0 - kept):
@@ -184,17 +193,44 @@ class SameDraws(TorchDispatchMode):
 
     def _uniform(self, like: torch.Tensor) -> torch.Tensor:
         place, self._drawn = self._drawn, self._drawn + 1
-        if self._key is not None and place < len(self._nodes) and self._nodes[place].op == _UNIFORM:
+        if self._key is not None and place < len(self._nodes) and self._nodes[place].op == RANDOM:
             return uniform(like, self._key, self._nodes[place].id)
         self._fits = self._key is None
         return torch.full_like(like, _MIDDLE)
+
+
+def expected_outputs(
+    task: TaskModule,
+    graph: Graph,
+    inputs: Mapping[str, torch.Tensor],
+    key: DropoutKey,
+    notes: list[str],
+    *,
+    training: bool,
+    saving: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> tuple[dict[str, torch.Tensor], Graph]:
+    """Run the module with the graph's draws. Returns its outputs and the graph to compare: if the module draws in
+    another order, both sides are without draws, and a note says so. `saving`: opened around each forward."""
+    buffers = {name: buffer.clone() for name, buffer in task.module.named_buffers()}
+    replay = SameDraws(graph, key, training=training)
+    with replay, saving():
+        expected = task(dict(inputs))
+    if replay.all_replayed:
+        return expected, graph
+    mode = "training" if training else "evaluation"
+    notes.append(f"In {mode} the module draws random numbers in another order than the graph: compared without draws.")
+    with torch.no_grad():
+        for name, buffer in task.module.named_buffers():
+            buffer.copy_(buffers[name])
+    with SameDraws(graph, None, training=training), saving():
+        return task(dict(inputs)), without_draws(graph)
 
 
 def without_draws(graph: Graph) -> Graph:
     """Return the same graph with every dropout probability 0 and every uniform number 0.5."""
 
     def kept(node: Node) -> Node:
-        if node.op == _UNIFORM:
+        if node.op == RANDOM:
             return msgspec.structs.replace(node, op="aten.full_like.default", args=(*node.args, _MIDDLE))
         if _probability(node) == 0.0:
             return node
@@ -208,7 +244,7 @@ def in_mode(graph: Graph, *, training: bool) -> Graph:
     """Return `graph` with each selection by mode replaced by the operand of that mode."""
 
     def chosen(node: Node) -> Node:
-        if node.op != _IN_TRAINING:
+        if node.op != BY_MODE:
             return node
         return msgspec.structs.replace(node, op="aten.alias.default", args=(node.args[0 if training else 1],))
 
@@ -217,11 +253,11 @@ def in_mode(graph: Graph, *, training: bool) -> Graph:
 
 def drawn_in_evaluation(graph: Graph) -> tuple[Node, ...]:
     """Return the nodes that draw random numbers in evaluation."""
-    return tuple(node for node in _needed(in_mode(graph, training=False)) if node.op == _UNIFORM)
+    return tuple(node for node in _needed(in_mode(graph, training=False)) if node.op == RANDOM)
 
 
 def _draws(node: Node, training: bool) -> bool:
-    return node.op == _UNIFORM or (training and _probability(node) > 0.0)
+    return node.op == RANDOM or (training and _probability(node) > 0.0)
 
 
 def _needed(graph: Graph) -> tuple[Node, ...]:

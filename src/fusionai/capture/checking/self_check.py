@@ -4,15 +4,15 @@ A model that fits in memory is compared whole. For a larger one a smaller model 
 configuration. Without a configuration the whole model is compared with its parameters in a file, up to a size above
 which it keeps fewer of its repeated layers. The module draws the same random numbers as the graph.
 
-Neighbours: `backends.torch` runs the graph, `capture.checking.shrinking` and `capture.checking.shrinking` make smaller
-modules, `capture.checking.streamed_check` compares if memory is short, `capture.checking.comparison` gives the module
-the graph's draws."""
+Neighbours: `backends.torch` runs the graph, `capture.checking.shrinking` makes smaller modules,
+`capture.checking.streamed_check` compares if memory is short, `capture.checking.comparison` gives the module the
+graph's draws."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import psutil
@@ -24,16 +24,16 @@ from fusionai.backends.interface import Call, StageProgram
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured
 from fusionai.capture.checking.comparison import (
-    SameDraws,
+    Differences,
+    expected_outputs,
     from_host,
     gradient_difference,
     magnitude,
     relative_difference,
     without_checkpoints,
-    without_draws,
 )
 from fusionai.capture.checking.shrinking import TooLarge, smaller, with_fewer_layers
-from fusionai.capture.checking.streamed_check import drawn_apart, streamed_differences
+from fusionai.capture.checking.streamed_check import streamed_differences
 from fusionai.capture.models.build import construct_real
 from fusionai.capture.models.state import to_host
 from fusionai.capture.tasks import InputSpec, TaskModule
@@ -119,12 +119,19 @@ def self_check(
     ranges = checked.graph.symbols
     sizes = {name: min(max(size, ranges[name][0]), ranges[name][1]) for name, size in _SIZES.items() if name in ranges}
     inputs = draw_inputs(checked.inputs, seed, sizes)
-    compare = _streamed if streamed else _in_memory
-    result, worst = compare(checked, inputs, seed, progress)
-    result = replace(result, reduced=checked is not captured)
+    found = streamed_differences(checked, inputs, seed, progress) if streamed else _in_memory(checked, inputs, seed)
+    result = SelfCheck(
+        found.forward,
+        found.gradient,
+        found.evaluation,
+        checked.n_parameters,
+        reduced=checked is not captured,
+        streamed=streamed,
+        notes=found.notes,
+    )
     if not result.ok:
         evaluation = "" if result.evaluation_diff is None else f", evaluation by {result.evaluation_diff:.1e}"
-        parameter = f", the largest that of {worst}" if worst else ""
+        parameter = f", the largest that of {found.worst}" if found.worst else ""
         raise ModelError(
             f"the captured graph of {captured.graph.name} differs from the module: outputs by "
             f"{result.forward_diff:.1e}, gradients by {result.gradient_diff or 0.0:.1e}{parameter}{evaluation} "
@@ -149,10 +156,7 @@ def _chosen(captured: Captured, memory_bytes: int | None, most_parameters: int) 
     return checked, not _held_whole(checked, memory_bytes)
 
 
-def _in_memory(
-    checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, _progress: Callable[[str], None]
-) -> tuple[SelfCheck, str]:
-    """Return the result of a comparison in memory, and no name of a parameter."""
+def _in_memory(checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int) -> Differences:
     module = reference_module(checked, seed)
     task = TaskModule(module, checked.task, checked.input_names)
     notes: list[str] = []
@@ -163,25 +167,7 @@ def _in_memory(
         evaluation_diff, _ = _difference(checked, task.eval(), inputs, call, seed, notes)
     call = Call("train" if checked.train else "eval", step=0, microbatch=0)
     forward_diff, gradient_diff = _difference(checked, task.train(checked.train), inputs, call, seed, notes)
-    found = SelfCheck(forward_diff, gradient_diff, evaluation_diff, checked.n_parameters, reduced=False)
-    return replace(found, notes=tuple(notes)), ""
-
-
-def _streamed(
-    checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, progress: Callable[[str], None]
-) -> tuple[SelfCheck, str]:
-    """Return the result, and the parameter whose gradient differs most."""
-    found = streamed_differences(checked, inputs, seed, progress)
-    result = SelfCheck(
-        found.forward,
-        found.gradient,
-        found.evaluation,
-        checked.n_parameters,
-        reduced=False,
-        streamed=True,
-        notes=found.notes,
-    )
-    return result, found.worst
+    return Differences(forward_diff, gradient_diff, evaluation_diff, "", tuple(notes))
 
 
 def _difference(
@@ -194,25 +180,13 @@ def _difference(
 ) -> tuple[float, float | None]:
     """Return the worst differences of the outputs and, in training with a loss, of the gradients. Appends to
     `notes`."""
-    module, graph = task.module, checked.graph
+    graph = checked.graph
     trains = call.mode == "train"
     training = trains and "loss" in graph.outputs
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    replay = SameDraws(graph, DropoutKey(seed, call.step, call.microbatch), training=trains)
+    key = DropoutKey(seed, call.step, call.microbatch)
     with torch.set_grad_enabled(training), without_checkpoints():
-        with replay:
-            expected = task(dict(inputs))
-        if not replay.all_replayed:
-            # Compared without draws, both sides must agree.
-            notes.append(drawn_apart(training=trains))
-            graph, replay = without_draws(graph), SameDraws(graph, None, training=trains)
-            for name, buffer in module.named_buffers():
-                buffer.copy_(buffers[name])
-            with replay:
-                expected = task(dict(inputs))
-    program = TorchBackend("cpu").load(graph, grad_inputs=(), options=StageOptions(seed=seed))
-    program.initialise()
-    program.import_state((f"model/{key}", tensor) for key, tensor in checked.state(checked.owed))
+        expected, graph = expected_outputs(task, graph, inputs, key, notes, training=trains)
+    program = started(checked, graph, seed)
     got = program.forward(call, {name: to_host(tensor) for name, tensor in inputs.items()})
     forward_diff = max(relative_difference(got[name], value) for name, value in expected.items() if name in got)
     if not training:
@@ -220,7 +194,7 @@ def _difference(
     if expected["loss"].requires_grad:
         expected["loss"].backward()
     program.backward(call, {"loss": to_host(torch.ones_like(expected["loss"]))})
-    return forward_diff, _gradient_difference(checked.source.built.parameters(module), program, checked.graph)
+    return forward_diff, _gradient_difference(checked.source.built.parameters(task.module), program, checked.graph)
 
 
 def _held_whole(captured: Captured, memory_bytes: int | None) -> bool:
@@ -251,12 +225,18 @@ def _gradient_difference(parameters: Mapping[str, nn.Parameter], program: StageP
     return worst
 
 
+def started(captured: Captured, graph: Graph, seed: int) -> StageProgram:
+    """Return a program of `graph`, a form of the captured one, with the state that a job starts from at `seed`."""
+    program = TorchBackend("cpu").load(graph, grad_inputs=(), options=StageOptions(seed=seed))
+    program.initialise()
+    program.import_state((f"model/{key}", tensor) for key, tensor in captured.state(captured.owed))
+    return program
+
+
 def reference_module(captured: Captured, seed: int) -> nn.Module:
     """Return the owner's module in real memory with plain attention and the state that the graph starts from at
     `seed`."""
-    program = TorchBackend("cpu").load(captured.graph, grad_inputs=(), options=StageOptions(seed=seed))
-    program.initialise()
-    program.import_state((f"model/{key}", tensor) for key, tensor in captured.state(captured.owed))
+    program = started(captured, captured.graph, seed)
     built = captured.source.built
     module = construct_real(built)
     tensors = {**built.parameters(module), **built.buffers(module)}

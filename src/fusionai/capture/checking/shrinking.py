@@ -24,7 +24,7 @@ from torch import nn
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.adapter import Lora, StartedLora
 from fusionai.capture.models.build import Adapters, Built, Construct, build
-from fusionai.capture.models.source import ConfigSource, FactorySource
+from fusionai.capture.models.source import ConfigSource, FactorySource, ModelSource
 from fusionai.capture.tasks import ExampleInput
 from fusionai.ir.blocks import block_hashes
 from fusionai.ir.operators import OPERATORS
@@ -67,17 +67,22 @@ def smaller(captured: Captured, most_parameters: int) -> Captured:
     why = "it has no configuration that could be made smaller"
     if huggingface is not None and captured.config is not None:
         why = "no smaller configuration has the same operators"
+        examples = {
+            spec.name: _within(spec.example)
+            for spec in captured.inputs
+            if spec.example is not None and spec.name in captured.input_names
+        }
         too_large, too_few = set[int](), set[int]()
         for layers, divisor in itertools.product(LAYERS, DIVISORS):
             if divisor in too_large or layers in too_few:
                 continue
-            fields = reduced(captured.config, layers, divisor)
+            source = ConfigSource(reduced(captured.config, layers, divisor), huggingface.architecture)
             try:
-                built = build(ConfigSource(fields, huggingface.architecture), captured.source.built.seed)
+                built = build(source, captured.source.built.seed)
                 if sum(parameter.numel() for parameter in built.module.parameters()) > most_parameters:
                     too_large.add(divisor)
                     continue
-                made = _captured(captured, fields)
+                made = _again(captured, source, examples, _anew(captured.source.built.adapter))
             except FusionError as error:
                 why = error.message
                 continue
@@ -114,23 +119,21 @@ def reduced(config: Mapping[str, Any], layers: int, divisor: int = 1) -> dict[st
     return fields
 
 
-def _captured(captured: Captured, fields: Mapping[str, Any]) -> Captured:
+def _again(
+    captured: Captured, source: ModelSource, examples: Mapping[str, torch.Tensor], adapter: Adapters | None = None
+) -> Captured:
+    """Capture another model as `captured` was, with these example inputs."""
     built, ranges = captured.source.built, captured.graph.symbols
-    assert built.huggingface is not None
-    given: dict[str, ExampleInput] = {}
-    for spec in captured.inputs:
-        if spec.example is not None and spec.name in captured.input_names:
-            dims = tuple(dim if isinstance(dim, str) else None for dim in spec.dims)
-            given[spec.name] = ExampleInput(_within(spec.example), dims)
+    dims = {spec.name: tuple(dim if isinstance(dim, str) else None for dim in spec.dims) for spec in captured.inputs}
     return capture(
-        ConfigSource(fields, built.huggingface.architecture),
+        source,
         task=captured.task,
         batch=ranges.get("b", (1, 1)),
         sequence=ranges.get("s", (1, 1)),
         seed=built.seed,
         train=captured.train,
-        example_inputs=given or None,
-        adapter=_anew(built.adapter),
+        example_inputs={name: ExampleInput(example, dims[name]) for name, example in examples.items()} or None,
+        adapter=adapter,
     )
 
 
@@ -174,12 +177,13 @@ def with_fewer_layers(captured: Captured, most_parameters: int) -> Captured:
         why = "it has an adapter"
     else:
         wanted = set(block_hashes(captured.graph))
+        examples = {spec.name: spec.example for spec in captured.inputs if spec.example is not None}
         for count in _OF_A_KIND:
             kept = dict(_kept(built.module, count))
             if not kept:
                 break
             try:
-                made = _with_fewer_layers(captured, kept)
+                made = _again(captured, FactorySource(_shortened(built, kept)), examples)
             except ModelError as error:
                 why = f"with fewer layers it can't be captured ({error.message.rstrip('.')})"
                 continue
@@ -219,24 +223,6 @@ def _kind(module: nn.Module) -> object:
     tensors = (*module.named_parameters(), *module.named_buffers())
     shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
     return type(module), repr(module), shapes
-
-
-def _with_fewer_layers(captured: Captured, kept: Mapping[str, tuple[int, ...]]) -> Captured:
-    built, ranges = captured.source.built, captured.graph.symbols
-    given = {
-        spec.name: ExampleInput(spec.example, tuple(dim if isinstance(dim, str) else None for dim in spec.dims))
-        for spec in captured.inputs
-        if spec.example is not None
-    }
-    return capture(
-        FactorySource(_shortened(built, kept)),
-        task=captured.task,
-        batch=ranges.get("b", (1, 1)),
-        sequence=ranges.get("s", (1, 1)),
-        seed=built.seed,
-        train=captured.train,
-        example_inputs=given or None,
-    )
 
 
 def _shortened(built: Built, kept: Mapping[str, tuple[int, ...]]) -> Construct:

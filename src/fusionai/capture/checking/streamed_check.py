@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -26,13 +25,13 @@ from fusionai.backends.torch.interpreter import compile_graph
 from fusionai.backends.torch.operators import Context
 from fusionai.capture.capture import Captured
 from fusionai.capture.checking.comparison import (
-    SameDraws,
+    Differences,
+    expected_outputs,
     from_host,
     gradient_difference,
     magnitude,
     relative_difference,
     without_checkpoints,
-    without_draws,
 )
 from fusionai.capture.checking.offloaded import ParameterFile, SavedTensors, offloaded
 from fusionai.capture.checking.shrinking import TooLarge
@@ -52,18 +51,6 @@ _CPU: Final = torch.device("cpu")
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Differences:
-    """Worst relative differences, as in `self_check.SelfCheck`. `worst`: the parameter whose gradient differs most.
-    `notes`: in which ways the comparison differed from a job's run."""
-
-    forward: float
-    gradient: float | None
-    evaluation: float | None
-    worst: str
-    notes: tuple[str, ...]
-
-
 def streamed_differences(
     checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, progress: Progress
 ) -> Differences:
@@ -81,12 +68,6 @@ def streamed_differences(
             return Differences(comparison.outputs(training=False), None, None, "", tuple(comparison.notes))
         forward = comparison.outputs(training=True)
     return Differences(forward, comparison.gradient, evaluation, comparison.worst, tuple(comparison.notes))
-
-
-def drawn_apart(*, training: bool) -> str:
-    """Return a note about draws whose order differs between module and graph."""
-    mode = "training" if training else "evaluation"
-    return f"In {mode} the module draws random numbers in another order than the graph: compared without draws."
 
 
 class _Comparison:
@@ -126,22 +107,12 @@ class _Comparison:
 
     def _module(self, graph: Graph, wanted: _Wanted | None, *, training: bool) -> tuple[dict[str, torch.Tensor], Graph]:
         """Return the module's outputs, and the graph without draws if the draws differ in order."""
-        module, weights = self._weights.module, self._weights
-        mode = "training" if training else "evaluation"
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        replay = SameDraws(graph, self._key, training=training)
+        weights = self._weights
         with _as_too_large(graph.name), _saved(wanted is not None) as saving, without_checkpoints():
-            weights.begin(f"{mode} of the module")
-            with replay, saving():
-                expected = self._task(dict(self._inputs))
-            if not replay.all_replayed:
-                self.notes.append(drawn_apart(training=training))
-                graph, replay = without_draws(graph), SameDraws(graph, None, training=training)
-                with torch.no_grad():
-                    for name, buffer in module.named_buffers():
-                        buffer.copy_(buffers[name])
-                with replay, saving():
-                    expected = self._task(dict(self._inputs))
+            weights.begin(f"{'training' if training else 'evaluation'} of the module")
+            expected, graph = expected_outputs(
+                self._task, graph, self._inputs, self._key, self.notes, training=training, saving=saving
+            )
             if wanted is not None and expected["loss"].requires_grad:
                 weights.begin("gradients of the module")
                 with weights.watched(weights.of_module, wanted):
@@ -375,10 +346,9 @@ def _as_too_large(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # the owner's module may raise anything
         where = code_lines.of_error(error)
-        lines = str(error).strip().splitlines() or [""]
         raise TooLarge(
             f"{name} is too large to check in memory, and with its parameters in a file it fails"
-            f"{where}: {type(error).__name__}: {lines[0]}.",
+            f"{where}: {type(error).__name__}: {code_lines.reason(error)}.",
             hint="Check a smaller model built the same way first.",
         ) from error
 

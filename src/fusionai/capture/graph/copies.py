@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from fusionai.capture.graph.repetition import Repetition
-from fusionai.ir.graph import reads
+from fusionai.ir.graph import reads, renamed
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Arg, ListArg, Node, Ref, ValueSpec
 
@@ -147,26 +147,6 @@ class Copies:
             specs = tuple(self._values[value] for value in node.outputs)
             nodes.append((node.op, plain.args, plain.kwargs, specs, node.path.removeprefix(layer.path)))
         return nodes, tuple(names.get(value) for value in layer.outputs)
-
-
-def renamed(node: Node, names: Mapping[str, str]) -> Node:
-    """Return the same call on other values."""
-    return msgspec.structs.replace(
-        node,
-        args=tuple(_renamed(arg, names) for arg in node.args),
-        kwargs={name: _renamed(arg, names) for name, arg in node.kwargs.items()},
-        outputs=tuple(names.get(value, value) for value in node.outputs),
-    )
-
-
-def _renamed(arg: Arg, names: Mapping[str, str]) -> Arg:
-    match arg:
-        case Ref(name):
-            return Ref(names[name]) if name in names else arg
-        case ListArg(items):
-            return ListArg(tuple(_renamed(item, names) for item in items))
-        case _:
-            return arg
 
 
 def _names(arg: Arg) -> tuple[str, ...]:

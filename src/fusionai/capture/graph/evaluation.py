@@ -18,17 +18,15 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from fusionai.capture.graph.copies import renamed
 from fusionai.capture.graph.lowering import Lowered
-from fusionai.ir.graph import SYMINT, reads
+from fusionai.ir.graph import SYMINT, reads, renamed
 from fusionai.ir.schema import Arg, ListArg, Node, Ref, ValueSpec
+from fusionai.ir.serving import BY_MODE, RANDOM
 
-_CHOICE: Final = "fusion.in_training"
 _IDENTITIES: Final = frozenset(
     {"fusion.dropout", "aten.clone.default", "aten.alias.default", "aten.detach.default", "aten.contiguous.default"}
 )
 """Operators whose result in evaluation is their first operand."""
-_UNIFORM: Final = "fusion.uniform"
 _TRAINED_NORM: Final = "aten._native_batch_norm_legit_functional.default"
 _NORM: Final = "aten.batch_norm.default"
 _SUFFIX: Final = "_in_evaluation"
@@ -85,7 +83,7 @@ class _Trace:
         match node.op:
             case op if op in _IDENTITIES:
                 self._same(node.outputs[0], self._operand(operands[0]))
-            case op if op == _CHOICE:
+            case op if op == BY_MODE:
                 self._same(node.outputs[0], self._operand(operands[1]))
             case op if op == _TRAINED_NORM:
                 x, weight, bias, mean, variance, _, momentum, eps = operands
@@ -98,7 +96,7 @@ class _Trace:
             case _:
                 kwargs = {**node.kwargs, **({"dropout": 0.0} if "dropout" in node.kwargs else {})}
                 key: _Key = (node.op, self._spelt(operands), self._spelt(tuple(sorted(kwargs.items()))))
-                if node.op == _UNIFORM:
+                if node.op == RANDOM:
                     # Each draw is a value of its own; draws of one module are distinguished by their order.
                     key = (*key, node.path)
                     self._draws[key] = self._draws.get(key, -1) + 1
@@ -264,7 +262,7 @@ class _Union:
             maker = self.trained.makers.get(value) or self.evaluated.makers.get(wanted)
             path = "" if maker is None else maker.path
             self.choices[value, taken] = Node(
-                id=0, op=_CHOICE, args=(Ref(value), Ref(taken)), outputs=(name,), path=path
+                id=0, op=BY_MODE, args=(Ref(value), Ref(taken)), outputs=(name,), path=path
             )
         return self.choices[value, taken].outputs[0]
 

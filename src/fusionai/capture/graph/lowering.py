@@ -4,41 +4,31 @@ Views become reshapes, because strides at capture mean nothing where the graph r
 stage's device", results of multi-output operations belong to their node, assertions are dropped, and tied parameters
 become one. Operations that the IR can't express are collected as `Unsupported`, never guessed.
 
-Neighbours: `capture.tracing.export` traces, `ir.operators` lists the operators, `capture.graph.shapes` converts sizes.
+Neighbours: `capture.tracing.export` traces, `ir.operators` lists the operators, `capture.graph.values` converts
+arguments and sizes.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+import msgspec
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from fusionai.capture.graph.copies import Copies, renamed
+from fusionai.capture.graph.copies import Copies
 from fusionai.capture.graph.repetition import Repetition
-from fusionai.capture.graph.shapes import spell
+from fusionai.capture.graph.values import Inexpressible, plain_argument, value_spec
 from fusionai.capture.tasks import InputSpec
 from fusionai.capture.tracing import code_lines
 from fusionai.capture.tracing.complex_parts import REFUSED
-from fusionai.ir.graph import reads
+from fusionai.ir.graph import needed_nodes, reads, renamed
 from fusionai.ir.operators import OPERATORS
-from fusionai.ir.schema import (
-    Arg,
-    DeviceArg,
-    DTypeArg,
-    FloatArg,
-    ListArg,
-    MemoryFormatArg,
-    Node,
-    Ref,
-    ValueSpec,
-)
-from fusionai.primitives.tensors import ITEMSIZE_BYTES
+from fusionai.ir.schema import Arg, Graph, ListArg, Node, Ref, ValueSpec
 
 PREFIX: Final = "module."
 """Prefix of the owner's module inside `TaskModule`."""
@@ -63,12 +53,6 @@ _SIZED_BY_VALUES: Final = frozenset(
     | {"aten.unique_consecutive.default", "aten.bincount.default", "aten.repeat_interleave.Tensor"}
 )
 """Operators that a larger vocabulary would not make possible: the size of the result depends on data."""
-_RESHAPES: Final = frozenset({"aten.view.default", "aten._unsafe_view.default"})
-_MEMORY_FORMATS: Final[Mapping[torch.memory_format, Literal["contiguous", "channels_last", "preserve"]]] = {
-    torch.contiguous_format: "contiguous",
-    torch.channels_last: "channels_last",
-    torch.preserve_format: "preserve",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +100,6 @@ class _Consequence(Exception):
     """This operation uses a refused one; only the cause is reported."""
 
 
-class _Refusal(Exception):
-    """This operation can't be expressed; the message says why."""
-
-
 class _Lowering:
     def __init__(
         self,
@@ -156,7 +136,7 @@ class _Lowering:
                 self.visit(node, user_inputs)
             except _Consequence:
                 continue
-            except _Refusal as refusal:
+            except Inexpressible as refusal:
                 self.refuse(node, _op_name(node), str(refusal))
         self.drop_dead()
         self.rename()
@@ -164,7 +144,7 @@ class _Lowering:
     def visit(self, node: fx.Node, user_inputs: Iterator[InputSpec]) -> None:
         refused = node.meta.get(REFUSED)
         if refused is not None:
-            raise _Refusal(refused) if refused else _Consequence
+            raise Inexpressible(refused) if refused else _Consequence
         match node.op:
             case "placeholder" if node.name in self.given:
                 self.state(node, *self.given[node.name])
@@ -175,7 +155,7 @@ class _Lowering:
             case "output":
                 self.outputs(node)
             case _:
-                raise _Refusal("the trace kept a sub-graph (control flow)")
+                raise Inexpressible("the trace kept a sub-graph (control flow)")
 
     def state(self, node: fx.Node, target: str, table: dict[str, str]) -> None:
         key = target.removeprefix(PREFIX)
@@ -217,27 +197,35 @@ class _Lowering:
         if isinstance(node.meta.get("val"), torch.SymBool | bool):
             # Comparisons of sizes feed assertions. If one feeds anything else, the model branches on a size.
             if any(user.op == "output" or not _op_name(user).startswith(_ASSERTIONS) for user in node.users):
-                raise _Refusal("it compares sizes and computes with the result")
+                raise Inexpressible("it compares sizes and computes with the result")
             return
         if name in _SAME or (name == "aten.clone.default" and self.is_constant(node.args[0])):
             self.names[node] = self.argument(node.args[0])
             return
-        rewrite = _REWRITES.get(name)
-        if rewrite is not None:
-            rewrite(self, node)
-        elif name in _RESHAPES:
-            self.emit(node, "aten.reshape.default", node.args, node.kwargs)
+        if name in _REWRITES:
+            _REWRITES[name](self, node)
+        elif form := _FORMS.get(name):
+            named = dict(zip(form.names, node.args[form.operands :], strict=False))
+            self.emit(node, form.op, node.args[: form.operands], named)
         else:
-            self.emit(node, name, node.args, node.kwargs)
+            self.emit(node, _OTHER_NAMES.get(name, name), node.args, node.kwargs)
 
-    def emit(self, node: fx.Node, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def emit_first(self, node: fx.Node, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], others: str) -> None:
+        """Emit an operator whose only result is the first of the node's. Refuses a model that uses the others."""
+        if any(user.args[1] != 0 and user.users for user in node.users if user.target is operator.getitem):
+            raise Inexpressible(f"the model uses {others}")
+        self.emit(node, op, args, kwargs, node.meta["val"][0])
+        self.names[node] = (node.name,)
+
+    def emit(self, node: fx.Node, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Any = None) -> None:
+        """Add a node to the graph. `value`: its traced result, by default that of `node`."""
         if op not in OPERATORS:
             # Emitted all the same, so that a report can list the model's other problems.
             by_values = "the size of its result depends on values of its operands"
             self.refuse(node, op, by_values if op in _SIZED_BY_VALUES else "it is not in the operator vocabulary")
         spelt_args = tuple(self.argument(arg) for arg in args)
         spelt_kwargs = {name: self.argument(value) for name, value in kwargs.items() if name not in _DROPPED_KWARGS}
-        value = node.meta["val"]
+        value = node.meta["val"] if value is None else value
         if isinstance(value, tuple | list):
             outputs = tuple(f"{node.name}.{index}" for index in range(len(value)))
             specs = tuple(self.spec(item) for item in value)
@@ -246,15 +234,9 @@ class _Lowering:
             outputs, specs = (node.name,), (self.spec(value),)
             self.names[node] = Ref(node.name)
         self.result.values.update(zip(outputs, specs, strict=True))
+        number = len(self.result.nodes)
         self.result.nodes.append(
-            Node(
-                id=len(self.result.nodes),
-                op=op,
-                args=spelt_args,
-                kwargs=spelt_kwargs,
-                outputs=outputs,
-                path=_path(node),
-            )
+            Node(id=number, op=op, args=spelt_args, kwargs=spelt_kwargs, outputs=outputs, path=_path(node))
         )
 
     def argument(self, value: Any) -> Arg:
@@ -264,43 +246,13 @@ class _Lowering:
                 if value not in self.names or isinstance(spelt, tuple):
                     raise _Consequence
                 return spelt
-            case bool() | int() | str() | None:
-                return value
-            case float():
-                if math.isnan(value):
-                    return FloatArg("nan")
-                if math.isinf(value):
-                    return FloatArg("inf" if value > 0 else "-inf")
-                return value
-            case torch.dtype():
-                return DTypeArg(_dtype_name(value))
-            case torch.device():
-                return DeviceArg()
-            case torch.memory_format():
-                return MemoryFormatArg(_MEMORY_FORMATS[value])
             case list() | tuple():
                 return ListArg(tuple(self.argument(item) for item in value))
             case _:
-                raise _Refusal(f"it has an argument of type {type(value).__name__}")
+                return plain_argument(value)
 
     def spec(self, value: Any) -> ValueSpec:
-        match value:
-            case torch.Tensor():
-                if value.layout is not torch.strided:
-                    raise _Refusal(f"it makes a tensor of layout {value.layout}")
-                return ValueSpec(tuple(self.dim(size) for size in value.shape), _dtype_name(value.dtype))
-            case torch.SymInt() | int():
-                return ValueSpec((), "symint")
-            case _:
-                raise _Refusal(f"it makes a {type(value).__name__}, not a tensor")
-
-    def dim(self, size: int | torch.SymInt) -> int | str:
-        if isinstance(size, int):
-            return size
-        try:
-            return spell(size.node.expr, self.symbols)
-        except ValueError as error:
-            raise _Refusal(f"the size of its result depends on the data ({error})") from None
+        return value_spec(value, self.symbols)
 
     def is_constant(self, value: Any) -> bool:
         if not isinstance(value, fx.Node):
@@ -331,24 +283,13 @@ class _Lowering:
 
     def drop_dead(self) -> None:
         """Keep the nodes that outputs and state writes need, and number them in order."""
-        needed = {*self.result.outputs.values(), *self.result.state_writes}
-        kept: list[Node] = []
-        for node in reversed(self.result.nodes):
-            if needed.isdisjoint(node.outputs):
-                continue
-            kept.append(node)
-            needed.update(reads(node))
-        kept.reverse()
-        used = needed | {value for node in kept for value in node.outputs} | set(self.result.inputs)
+        wanted = {*self.result.outputs.values(), *self.result.state_writes}
+        kept = needed_nodes(Graph(nodes=tuple(self.result.nodes)), wanted)
+        used = wanted | {value for node in kept for value in (*reads(node), *node.outputs)} | set(self.result.inputs)
         # A buffer that is written but never read must stay in the table.
         written = set(self.result.state_writes.values())
         used |= {value for value, key in self.result.buffers.items() if key in written}
-        self.result.nodes = [
-            Node(
-                id=index, op=node.op, args=node.args, kwargs=node.kwargs, outputs=node.outputs, path=node.path,
-            )
-            for index, node in enumerate(kept)
-        ]  # fmt: skip
+        self.result.nodes = [msgspec.structs.replace(node, id=index) for index, node in enumerate(kept)]
         self.result.values = {name: spec for name, spec in self.result.values.items() if name in used}
         for table in (self.result.parameters, self.result.buffers, self.result.constants):
             for value in [value for value in table if value not in used]:
@@ -375,35 +316,38 @@ class _Lowering:
         result.state_writes = {names.get(name, name): key for name, key in result.state_writes.items()}
 
 
-def _attention(lowering: _Lowering, node: fx.Node) -> None:
-    query, key, value, sinks, key_mask, scale, causal, window, softcap, dropout = node.args
-    kwargs = {
-        "scale": scale, "causal": causal, "window": window, "softcap": softcap, "dropout": dropout, "sinks": sinks,
-        "key_mask": key_mask,
-    }  # fmt: skip
-    lowering.emit(node, "fusion.attention", (query, key, value), kwargs)
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How an operator is written in the IR: as `op`, with the first `operands` arguments by position and those after
+    them under `names`. Further arguments are dropped."""
+
+    op: str
+    operands: int
+    names: tuple[str, ...] = ()
 
 
-def _linear_attention(lowering: _Lowering, node: fx.Node) -> None:
-    query, key, value, decay, beta = node.args
-    lowering.emit(node, "fusion.linear_attention", (query, key, value), {"decay": decay, "beta": beta})
+_FORMS: Final[Mapping[str, _Form]] = {
+    "fusion.attention.default": _Form(
+        "fusion.attention", 3, ("sinks", "key_mask", "scale", "causal", "window", "softcap", "dropout")
+    ),
+    "fusion.expert_linear.default": _Form("fusion.expert_linear", 3, ("transposed",)),
+    "fusion.in_training.default": _Form("fusion.in_training", 2),
+    "fusion.linear_attention.default": _Form("fusion.linear_attention", 3, ("decay", "beta")),
+    "fusion.linear_scan.default": _Form("fusion.linear_scan", 2),
+    "fusion.uniform.default": _Form("fusion.uniform", 1),
+    # Without `sparse`: a dense gradient has the same numbers, with zeros in the other rows.
+    "aten.embedding.default": _Form("aten.embedding.default", 4),
+}
 
 
 def _embedding_bag(lowering: _Lowering, node: fx.Node) -> None:
-    """Emit the operator for the bags alone; refuse a model that uses its other results."""
-    value = node.meta["val"]
-    if any(user.args[1] != 0 and user.users for user in node.users if user.target is operator.getitem):
-        raise _Refusal("the model uses results of it other than the bags")
     given = dict(zip(_BAG_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
     kwargs = {
         "mode": given.get("mode", 0), "weights": given.get("per_sample_weights"),
         "by_frequency": given.get("scale_grad_by_freq", False), "last_offset": given.get("include_last_offset", False),
         "padding": given.get("padding_idx", -1),
     }  # fmt: skip
-    node.meta["val"] = value[0]
-    lowering.emit(node, "fusion.embedding_bag", node.args[:3], kwargs)
-    node.meta["val"] = value
-    lowering.names[node] = (node.name,)
+    lowering.emit_first(node, "fusion.embedding_bag", node.args[:3], kwargs, "results of it other than the bags")
 
 
 _BAG_ARGUMENTS: Final = (
@@ -412,43 +356,18 @@ _BAG_ARGUMENTS: Final = (
 )  # fmt: skip
 
 
-def _expert_linear(lowering: _Lowering, node: fx.Node) -> None:
-    x, weight, experts, transposed = node.args
-    lowering.emit(node, "fusion.expert_linear", (x, weight, experts), {"transposed": transposed})
-
-
 def _dropout(lowering: _Lowering, node: fx.Node) -> None:
     x, p, training = (*node.args, *node.kwargs.values())[:3]
     if not isinstance(p, float | int) or not isinstance(training, bool | None):
-        raise _Refusal("its probability depends on the data")
+        raise Inexpressible("its probability depends on the data")
+    with_mask = isinstance(node.meta["val"], tuple | list)
     if training is False or p == 0:
         identity = lowering.argument(x)
-        pair = isinstance(node.meta["val"], tuple | list)
-        lowering.names[node] = (identity.name,) if pair and isinstance(identity, Ref) else identity
-        return
-    masks = [user for user in node.users if user.target is operator.getitem and user.args[1] == 1 and user.users]
-    if masks:
-        raise _Refusal("the model uses the dropout mask itself")
-    value = node.meta["val"]
-    if isinstance(value, tuple | list):
-        node.meta["val"] = value[0]
-    lowering.emit(node, "fusion.dropout", (x,), {"p": float(p)})
-    if isinstance(value, tuple | list):
-        node.meta["val"] = value
-        lowering.names[node] = (node.name,)
-
-
-def _new_empty(lowering: _Lowering, node: fx.Node) -> None:
-    # Zeros instead of uninitialised memory: it is overwritten anyway, and a graph must not reveal what a process held
-    # before.
-    lowering.emit(node, "aten.new_zeros.default", node.args, node.kwargs)
-
-
-def _fill(lowering: _Lowering, node: fx.Node) -> None:
-    if _op_name(node).endswith("Scalar"):
-        lowering.emit(node, "aten.full_like.default", node.args, node.kwargs)
+        lowering.names[node] = (identity.name,) if with_mask and isinstance(identity, Ref) else identity
+    elif with_mask:
+        lowering.emit_first(node, "fusion.dropout", (x,), {"p": float(p)}, "the dropout mask itself")
     else:
-        _copy(lowering, node)
+        lowering.emit(node, "fusion.dropout", (x,), {"p": float(p)})
 
 
 def _copy(lowering: _Lowering, node: fx.Node) -> None:
@@ -457,111 +376,70 @@ def _copy(lowering: _Lowering, node: fx.Node) -> None:
     args: tuple[Any, ...] = node.args
     target, source = args[:2]
     if source.meta["val"].dtype != node.meta["val"].dtype:
-        raise _Refusal("it writes a tensor of another dtype; cast it first")
+        raise Inexpressible("it writes a tensor of another dtype; cast it first")
     if lowering.spec(source.meta["val"]) == lowering.spec(node.meta["val"]):
         # The overwritten target has no part in the result. An alias makes a new value, because a buffer may be written
         # with it.
         lowering.emit(node, "aten.alias.default", (source,), {})
-        return
-    lowering.emit(node, "aten.expand_as.default", (source, target), {})
+    else:
+        lowering.emit(node, "aten.expand_as.default", (source, target), {})
 
 
 def _normalise(lowering: _Lowering, node: fx.Node) -> None:
-    """Emit batch normalisation by running statistics. The further results, whose contents depend on the device, are
-    dropped."""
-    if any(user.args[1] != 0 and user.users for user in node.users if user.target is operator.getitem):
-        raise _Refusal("the model uses its saved statistics")
-    value = node.meta["val"]
-    node.meta["val"] = value[0]
+    """Emit batch normalisation by running statistics. The contents of its further results depend on the device."""
     x, weight, bias, mean, variance, momentum, eps = node.args
-    lowering.emit(node, "aten.batch_norm.default", (x, weight, bias, mean, variance, False, momentum, eps, False), {})
-    node.meta["val"] = value
-    lowering.names[node] = (node.name,)
+    args = (x, weight, bias, mean, variance, False, momentum, eps, False)
+    lowering.emit_first(node, "aten.batch_norm.default", args, {}, "its saved statistics")
 
 
-def _embedding(lowering: _Lowering, node: fx.Node) -> None:
-    """Emit an embedding whose gradient is dense even if the module asks for a sparse one: the same numbers, with zeros
-    in the other rows."""
-    lowering.emit(node, "aten.embedding.default", node.args[:4], {})
-
-
-def _semantic(op: str) -> Callable[[_Lowering, fx.Node], None]:
-    return lambda lowering, node: lowering.emit(node, op, node.args, {})
-
-
-def _other_name(op: str) -> Callable[[_Lowering, fx.Node], None]:
-    return lambda lowering, node: lowering.emit(node, op, node.args, node.kwargs)
-
-
-_ALIASES: Final[Mapping[str, str]] = {
-    "aten.multiply.Tensor": "aten.mul.Tensor",
-    "aten.multiply.Scalar": "aten.mul.Scalar",
-    "aten.divide.Tensor": "aten.div.Tensor",
-    "aten.divide.Scalar": "aten.div.Scalar",
-    "aten.divide.Tensor_mode": "aten.div.Tensor_mode",
-    "aten.divide.Scalar_mode": "aten.div.Scalar_mode",
-    "aten.true_divide.Tensor": "aten.div.Tensor",
-    "aten.true_divide.Scalar": "aten.div.Scalar",
-    "aten.subtract.Tensor": "aten.sub.Tensor",
-    "aten.subtract.Scalar": "aten.sub.Scalar",
-    "aten.negative.default": "aten.neg.default",
-    "aten.absolute.default": "aten.abs.default",
-    "aten.clip.default": "aten.clamp.default",
-    "aten.clip.Tensor": "aten.clamp.Tensor",
-    "aten.special_expm1.default": "aten.expm1.default",
-    "aten.special_log1p.default": "aten.log1p.default",
-    "aten.special_erf.default": "aten.erf.default",
-    "aten.special_expit.default": "aten.sigmoid.default",
-    "aten.special_erfc.default": "aten.erfc.default",
-    "aten.special_erfinv.default": "aten.erfinv.default",
-    "aten.special_exp2.default": "aten.exp2.default",
-    "aten.special_gammaln.default": "aten.lgamma.default",
+_OTHER_NAMES: Final[Mapping[str, str]] = {
+    "aten.max.other": "aten.maximum.default",
+    "aten.min.other": "aten.minimum.default",
+    "aten.fill.Scalar": "aten.full_like.default",
+    # Zeros instead of uninitialised memory, which a graph must not reveal; it is overwritten anyway.
+    "aten.new_empty.default": "aten.new_zeros.default",
     "aten.special_xlogy.default": "aten.xlogy.Tensor",
-    "aten.fix.default": "aten.trunc.default",
-    "aten.unsafe_split.Tensor": "aten.split.Tensor",
-    "aten.unsafe_split_with_sizes.default": "aten.split_with_sizes.default",
-    "aten._unsafe_index.Tensor": "aten.index.Tensor",
-    "aten._unsafe_index_put.default": "aten.index_put.default",
-    "aten.vdot.default": "aten.dot.default",
-    "aten.concat.default": "aten.cat.default",
-    "aten.concatenate.default": "aten.cat.default",
     "aten.swapaxes.default": "aten.transpose.int",
     "aten.swapdims.default": "aten.transpose.int",
+    "aten.view.default": "aten.reshape.default",
+    "aten._unsafe_view.default": "aten.reshape.default",
     **{
-        f"aten.{long}.{form}": f"aten.{short}.{form}"
-        for long, short in {
-            "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
-        }.items()
-        for form in ("Tensor", "Scalar")
+        f"aten.{long}.{overload}": f"aten.{short}.{overload}"
+        for short, overloads, names in (
+            ("mul", "Tensor Scalar", "multiply"), ("sub", "Tensor Scalar", "subtract"),
+            ("div", "Tensor Scalar", "true_divide"), ("div", "Tensor Scalar Tensor_mode Scalar_mode", "divide"),
+            ("gt", "Tensor Scalar", "greater"), ("ge", "Tensor Scalar", "greater_equal"),
+            ("lt", "Tensor Scalar", "less"), ("le", "Tensor Scalar", "less_equal"),
+            ("ne", "Tensor Scalar", "not_equal"), ("clamp", "default Tensor", "clip"),
+            ("neg", "default", "negative"), ("abs", "default", "absolute"), ("trunc", "default", "fix"),
+            ("expm1", "default", "special_expm1"), ("log1p", "default", "special_log1p"),
+            ("erf", "default", "special_erf"), ("erfc", "default", "special_erfc"),
+            ("erfinv", "default", "special_erfinv"), ("sigmoid", "default", "special_expit"),
+            ("exp2", "default", "special_exp2"), ("lgamma", "default", "special_gammaln"),
+            ("split", "Tensor", "unsafe_split"), ("split_with_sizes", "default", "unsafe_split_with_sizes"),
+            ("index", "Tensor", "_unsafe_index"), ("index_put", "default", "_unsafe_index_put"),
+            ("dot", "default", "vdot"), ("cat", "default", "concat concatenate"),
+        )
+        for overload in overloads.split()
+        for long in names.split()
     },
 }  # fmt: skip
-"""Other names of the same operators."""
+"""Operators with the arguments of another one that stands for them."""
 
 _REWRITES: Final[Mapping[str, Callable[[_Lowering, fx.Node], None]]] = {
-    **{alias: _other_name(op) for alias, op in _ALIASES.items()},
-    "fusion.attention.default": _attention,
-    "fusion.expert_linear.default": _expert_linear,
     "aten._embedding_bag.default": _embedding_bag,
-    "aten.embedding.default": _embedding,
-    "fusion.in_training.default": _semantic("fusion.in_training"),
-    "fusion.linear_attention.default": _linear_attention,
-    "fusion.linear_scan.default": _semantic("fusion.linear_scan"),
-    "fusion.uniform.default": _semantic("fusion.uniform"),
     "aten.dropout.default": _dropout,
-    "aten.min.other": _other_name("aten.minimum.default"),
-    "aten.max.other": _other_name("aten.maximum.default"),
     "aten.native_dropout.default": _dropout,
-    "aten.new_empty.default": _new_empty,
     "aten.copy.default": _copy,
+    "aten.fill.Tensor": _copy,
     "aten._native_batch_norm_legit_no_training.default": _normalise,
-    "aten.fill.Scalar": _fill,
-    "aten.fill.Tensor": _fill,
 }
 
 
 def spelt(op: str) -> bool:
     """Return whether an operator can be expressed, whatever its arguments."""
-    return op in OPERATORS or op in _REWRITES or op in _RESHAPES or op in _SAME or op.startswith(_ASSERTIONS)
+    known = any(op in table for table in (OPERATORS, _FORMS, _OTHER_NAMES, _REWRITES, _SAME))
+    return known or op.startswith(_ASSERTIONS)
 
 
 def _op_name(node: fx.Node) -> str:
@@ -576,12 +454,3 @@ def _path(node: fx.Node) -> str:
     path = list(stack.values())[-1][0]
     path = path if isinstance(path, str) and not path.startswith("_empty") else ""
     return path.removeprefix("module").removeprefix(".") if path.startswith("module") else ""
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if dtype.is_complex:
-        raise _Refusal("it is complex: store its parts in a last dimension of 2 and apply torch.view_as_complex")
-    if name not in ITEMSIZE_BYTES:
-        raise _Refusal(f"it uses the dtype {name}")
-    return name

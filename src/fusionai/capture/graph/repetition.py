@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, Final
@@ -22,6 +22,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from fusionai.capture.tracing.patching import patched
 
 FEWEST: Final = 3
 """Fewer equal layers are traced normally."""
@@ -153,7 +155,7 @@ def repeated_layers(module: nn.Module, *, whole: bool = False) -> Iterator[Repet
         found.results.extend((result, result._version) for result in results)
         return _filled(known.outputs, inputs, iter(results))
 
-    with _patched({type(layer) for layer in _members(module, kinds)}, call):
+    with _forwards_through({type(layer) for layer in _members(module, kinds)}, call):
         _open = found
         try:
             yield found
@@ -201,29 +203,18 @@ def _trace(
     return _filled(skeleton, inputs, iter(marked))
 
 
-@contextmanager
-def _patched(classes: set[type[nn.Module]], call: Callable[..., Any]) -> Iterator[None]:
+def _forwards_through(classes: set[type[nn.Module]], call: Callable[..., Any]) -> AbstractContextManager[None]:
     """While open, the forward of each class goes through `call`. Instances are not patched, because the traced object
     may be a stand-in for the layer."""
-    originals: list[tuple[Any, bool, Callable[..., Any]]] = []
-    # Subclasses before their base classes, so that each keeps its own forward.
-    for cls in sorted(classes, key=lambda cls: -len(cls.__mro__)):
-        original = cls.forward
-        originals.append((cls, "forward" in cls.__dict__, original))
 
+    def through(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def forward(self: nn.Module, *args: Any, _forward: Callable[..., Any] = original, **kwargs: Any) -> Any:
-            return call(_forward, self, *args, **kwargs)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return call(original, self, *args, **kwargs)
 
-        setattr(cls, "forward", forward)  # noqa: B010
-    try:
-        yield
-    finally:
-        for cls, own, original in originals:
-            if own:
-                setattr(cls, "forward", original)  # noqa: B010
-            else:
-                delattr(cls, "forward")
+        return forward
+
+    return patched(*((cls, "forward", through(cls.forward)) for cls in classes))
 
 
 def _members(module: nn.Module, kinds: Mapping[int, Any]) -> Iterator[nn.Module]:

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusionai.backends.tolerance import numbers
+from fusionai.capture.tracing import code_lines
 from fusionai.primitives.errors import ModelError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.adapter_files import PREFIX, AdapterConfig, AdapterFiles, read_adapter
@@ -89,7 +90,7 @@ def adapted(module: nn.Module, adapter: Adapter) -> nn.Module:
             model: Any = get_peft_model(module, settings, ADAPTER)
         except (ValueError, TypeError) as error:
             raise ModelError(
-                f"peft can't put this adapter into {type(module).__name__}: {str(error).splitlines()[0]}",
+                f"peft can't put this adapter into {type(module).__name__}: {code_lines.reason(error)}.",
                 hint="Name other layers in `targets` of [adapter].",
             ) from error
     inner = model.get_base_model()
@@ -142,7 +143,9 @@ def _config(module: nn.Module, adapter: Adapter, layers: Collection[str] | None 
             chosen = tuple(sorted(files.layers)) if layers is None else tuple(sorted(layers))
             if layers is None:
                 require_fit(module, files)
-            return replace(found, dropout=adapter.dropout, targets=chosen, fan_in_fan_out=_turned(module, chosen))
+            return replace(
+                found, dropout=adapter.dropout, targets=chosen, fan_in_fan_out=_stores_transposed(module, chosen)
+            )
         case Lora():
             chosen = tuple(sorted(_chosen(module, adapter.targets) if layers is None else layers))
             return AdapterConfig(
@@ -151,7 +154,7 @@ def _config(module: nn.Module, adapter: Adapter, layers: Collection[str] | None 
                 dropout=adapter.dropout,
                 targets=chosen,
                 rank_stabilised=adapter.rank_stabilised,
-                fan_in_fan_out=_turned(module, chosen),
+                fan_in_fan_out=_stores_transposed(module, chosen),
             )
 
 
@@ -163,7 +166,10 @@ def _chosen(module: nn.Module, targets: tuple[str, ...] | Literal["all-linear"])
         head = _head(module)
         found = {name for name, child in layers.items() if child is not head}
         if not found:
-            raise ModelError(f"{type(module).__name__} has no linear layer that could take an adapter.")
+            raise ModelError(
+                f"{type(module).__name__} has no linear layer that could take an adapter.",
+                hint="Train the whole model: leave out [adapter].",
+            )
         return found
     chosen: set[str] = set()
     for target in targets:
@@ -211,7 +217,7 @@ def _head(module: nn.Module) -> nn.Module | None:
     return find() if find is not None else None
 
 
-def _turned(module: nn.Module, layers: Collection[str]) -> bool:
+def _stores_transposed(module: nn.Module, layers: Collection[str]) -> bool:
     """Return whether these layers store their weights as [in, out]. Raises `ModelError` if some do and others don't."""
     children = dict(module.named_modules())
     kinds = {not isinstance(getattr(children[name], "base_layer", children[name]), nn.Linear) for name in layers}
@@ -284,7 +290,10 @@ def _piece(adapter: AdapterFiles, layer: str, *, is_up: bool) -> Any:
         return None
     values = np.asarray(numbers(SafetensorsFile(adapter.weights).read(found.b if is_up else found.a)), np.float32)
     if not np.isfinite(values).all():
-        raise ModelError(f"the adapter {adapter.directory} has weights at {layer!r} that are not finite.")
+        raise ModelError(
+            f"the adapter {adapter.directory} has weights at {layer!r} that are not finite.",
+            hint="Serve an earlier checkpoint of the adapter.",
+        )
     return values * np.float32(adapter.config.scale(layer, found.rank)) if is_up else values
 
 

@@ -27,6 +27,8 @@ from fusionai.capture.models.adapter import Lora, Slots, StartedLora, adapted, i
 from fusionai.capture.models.huggingface import HuggingFaceModel, resolve
 from fusionai.capture.models.initialisation import InitialisationWatch, Program, shared_draws, watching
 from fusionai.capture.models.source import CodeSource, FactorySource, ModelSource, describe
+from fusionai.capture.tracing import code_lines
+from fusionai.capture.tracing.patching import patched
 from fusionai.primitives.errors import ModelError
 
 Adapters = Lora | StartedLora | Slots
@@ -105,7 +107,10 @@ def build(source: ModelSource, seed: int, adapter: Adapters | None = None) -> Bu
         module, inputs = _construct(construct, name, seed)
         programs = {name: None for name, _ in module.named_parameters()}
         registered, real = {}, True
-        notes = (*notes, f"Built in real memory, because the constructor fails without it ({_first_line(error)}).")
+        notes = (
+            *notes,
+            f"Built in real memory, because the constructor fails without it ({code_lines.reason(error)}).",
+        )
     key = plain_name if isinstance(adapter, Lora | StartedLora) else (lambda name: name)
     return Built(
         name,
@@ -203,7 +208,7 @@ def load_function(target: str) -> Construct:
             hint=f"Run from the directory that holds it (now {Path(here)}), or install it.",
         ) from None
     except Exception as error:
-        raise ModelError(f"importing {module_name!r} failed: {_first_line(error)}.") from error
+        raise ModelError(f"importing {module_name!r} failed: {code_lines.reason(error)}.") from error
     finally:
         sys.path.remove(here)
     function = getattr(module, function_name, None)
@@ -270,11 +275,8 @@ def _parameters_on_meta(watch: InitialisationWatch, wanted: frozenset[int] = fro
             memo[id(self)] = placed(cast(nn.Parameter, original_copy(self, {})))
         return memo[id(self)]
 
-    nn.Module.register_parameter, nn.Parameter.__deepcopy__ = register, copied
-    try:
+    with patched((nn.Module, "register_parameter", register), (nn.Parameter, "__deepcopy__", copied)):
         yield registration
-    finally:
-        nn.Module.register_parameter, nn.Parameter.__deepcopy__ = original, original_copy
 
 
 def _build_on_meta(
@@ -306,7 +308,7 @@ def _construct(
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"{name} could not be built: {type(error).__name__}: {_first_line(error)}.") from error
+        raise ModelError(f"{name} could not be built: {type(error).__name__}: {code_lines.reason(error)}.") from error
     return _checked(result, name)
 
 
@@ -328,8 +330,3 @@ def _checked(result: Any, name: str) -> tuple[nn.Module, Mapping[str, Any] | Non
                 f"{name} returned {type(result).__name__}, expected an nn.Module or (nn.Module, example inputs).",
                 hint="Return the module itself, or a pair with a dictionary of example tensors by argument name.",
             )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".")

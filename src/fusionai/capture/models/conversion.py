@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from fusionai.capture.tracing import code_lines
 from fusionai.primitives.errors import ModelError
 from fusionai.storage.assembly import Assembly, Extent, Shape, whole
 
@@ -270,10 +271,9 @@ def _converted(
             f"{len(some)} of `{pattern}` {sorted({tuple(one.shape) for one in some})[:3]}"
             for pattern, some in tensors.items()
         )
-        lines = str(error).strip().splitlines()
         raise ModelError(
             f"the weights can't be converted to {target!r}: transformers' {spelt(transform)} failed on {shapes}: "
-            f"{lines[0] if lines else type(error).__name__}",
+            f"{code_lines.reason(error)}.",
             hint="Part of the weights is missing or belongs to another model. Fetch or save the files again.",
         ) from error
     return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}

@@ -152,7 +152,10 @@ def _from_fields(fields: Mapping[str, Any]) -> tuple[PreTrainedConfig, tuple[str
     try:
         return config_class(**{key: value for key, value in fields.items() if key != "model_type"}), tuple(notes)
     except Exception as error:
-        raise ModelError(f"the configuration of {model_type} is not valid: {_last_line(error)}.") from error
+        raise ModelError(
+            f"the configuration of {model_type} is not valid: {_last_line(error)}.",
+            hint="Correct this field of the configuration.",
+        ) from error
 
 
 def _has_effect(config_class: type[PreTrainedConfig], fields: Mapping[str, Any], key: str) -> bool:
@@ -188,7 +191,10 @@ def _from_directory(path: Path, architecture: Architecture) -> HuggingFaceModel:
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ModelError(f"the configuration in {path} can't be used: {_last_line(error)}.") from error
+        raise ModelError(
+            f"the configuration in {path} can't be used: {_last_line(error)}.",
+            hint="Correct its config.json, or fetch or save the model again.",
+        ) from error
     weights = _weights(path)
     if weights and (scheme := getattr(config, "quantization_config", None)):
         method = scheme.get("quant_method") if isinstance(scheme, Mapping) else getattr(scheme, "quant_method", None)
@@ -254,4 +260,7 @@ def _download(repository: str, revision: str | None) -> Path:
             hint="Connect to the network, or give a local directory or a configuration file instead.",
         ) from error
     except (HFValidationError, HfHubHTTPError, OSError) as error:
-        raise ModelError(f"the model {repository!r} could not be fetched from the hub: {error}") from error
+        raise ModelError(
+            f"the model {repository!r} could not be fetched from the hub: {error}",
+            hint="Check the name and the network, or give a local directory.",
+        ) from error

@@ -53,9 +53,8 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, name: str, default: float) -> float | None:
-    value = args[index] if len(args) > index else kwargs.get(name, default)
-    return _number(value)
+_MOMENTS = {"normal": (("mean", 0.0), ("std", 1.0)), "uniform": (("from", 0.0), ("to", 1.0))}
+"""Arguments of the operations that draw in place, with their defaults."""
 
 
 class InitialisationWatch(TorchDispatchMode):
@@ -141,20 +140,18 @@ class InitialisationWatch(TorchDispatchMode):
         self, name: str, before: Program | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Program | None:
         """Return the program of a tensor after the operation `name` on it, in place or not."""
-        first: float | None
-        second: float | None
         match name:
             case "zero":
                 return (InitOp("fill", (0.0,)),)
             case "fill":
-                value = _number(args[1]) if len(args) > 1 else None
-                return None if value is None else (InitOp("fill", (value,)),)
-            case "normal":
-                first, second = _argument(args, kwargs, 1, "mean", 0.0), _argument(args, kwargs, 2, "std", 1.0)
-                return None if first is None or second is None else self.drawn((InitOp("normal", (first, second)),))
-            case "uniform":
-                first, second = _argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0)
-                return None if first is None or second is None else self.drawn((InitOp("uniform", (first, second)),))
+                return _filled(args, 1)
+            case "normal" | "uniform":
+                numbers = [
+                    _number(args[place] if len(args) > place else kwargs.get(argument, default))
+                    for place, (argument, default) in enumerate(_MOMENTS[name], start=1)
+                ]
+                given = [number for number in numbers if number is not None]
+                return self.drawn((InitOp(name, tuple(given)),)) if len(given) == len(numbers) else None
             case "copy":
                 match args:
                     case (torch.Tensor() as written, torch.Tensor() as source, *_) if source.shape == written.shape:
@@ -162,8 +159,7 @@ class InitialisationWatch(TorchDispatchMode):
                     case _:
                         return None
             case _:
-                step = _transform(name, args, kwargs)
-                return None if before is None or step is None else (*before, *step)
+                return _continued(before, _transform(name, args, kwargs))
 
     def _created(
         self, name: str, before: Program | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -175,9 +171,7 @@ class InitialisationWatch(TorchDispatchMode):
             case "ones" | "ones_like" | "new_ones":
                 return (InitOp("fill", (1.0,)),)
             case "full" | "full_like" | "new_full":
-                index = 2 if name == "new_full" else 1
-                value = _number(args[index]) if len(args) > index else None
-                return None if value is None else (InitOp("fill", (value,)),)
+                return _filled(args, 2 if name == "new_full" else 1)
             case "randn" | "randn_like":
                 return self.drawn((InitOp("normal", (0.0, 1.0)),))
             case "rand" | "rand_like":
@@ -185,8 +179,7 @@ class InitialisationWatch(TorchDispatchMode):
             case "clone" | "_to_copy" | "detach" | "alias" | "lift_fresh":
                 return self._copied(before, args[0])
             case _:
-                step = _transform(name, args, kwargs)
-                return None if before is None or step is None else (*before, *step)
+                return _continued(before, _transform(name, args, kwargs))
 
     def _row(self, record: _Record, part: torch.Tensor, program: Program | None) -> Program | None:
         """Return the program of the whole tensor after `part` of it was written. Only a filled row can be expressed."""
@@ -200,6 +193,15 @@ class InitialisationWatch(TorchDispatchMode):
 
     def _lookup(self, tensor: torch.Tensor) -> _Record | None:
         return self._records.get(_address(tensor))
+
+
+def _filled(args: tuple[Any, ...], place: int) -> Program | None:
+    value = _number(args[place]) if len(args) > place else None
+    return None if value is None else (InitOp("fill", (value,)),)
+
+
+def _continued(before: Program | None, steps: Program | None) -> Program | None:
+    return None if before is None or steps is None else (*before, *steps)
 
 
 def _transform(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program | None:

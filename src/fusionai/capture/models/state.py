@@ -253,7 +253,9 @@ def _joined(assembly: Assembly, files: Mapping[str, Path], key: str, like: torch
                     made[start : start + extent.count] = source[extent.first : extent.first + extent.count]
                     start += extent.count
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"the weight {key} can't be read from its files: {error}") from error
+        raise ModelError(
+            f"the weight {key} can't be read from its files: {error}", hint="Fetch or save the files again."
+        ) from error
     return made.reshape(assembly.shape)
 
 
@@ -264,4 +266,6 @@ def _read(path: Path, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
         with safe_open(path, framework="pt") as handle:
             return handle.get_tensor(name).to(like.dtype)
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"the weight {key} in {path} can't be read: {error}") from error
+        raise ModelError(
+            f"the weight {key} in {path} can't be read: {error}", hint="Fetch or save the file again."
+        ) from error

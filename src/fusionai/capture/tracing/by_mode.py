@@ -18,7 +18,7 @@ import linecache
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fusionai.capture.tracing import code_lines
+from fusionai.capture.tracing.patching import patched
 
 
 @torch.library.custom_op("fusion::in_training", mutates_args=())
@@ -54,21 +55,14 @@ _WATCHED: Final = frozenset(
 """Names of the operators that draw random numbers, except plain dropout, which handles its mode itself."""
 
 
-@contextmanager
-def both_modes(module: nn.Module) -> Iterator[None]:
+def both_modes(module: nn.Module) -> AbstractContextManager[None]:
     """While open, trace leaf modules that draw random numbers, and spectral norms, in training and in evaluation."""
-    patched = [child for child in module.modules() if child.training and _is_leaf(child)]
-    normed, by_hook = _SpectralNorm.forward, SpectralNorm.compute_weight
-    try:
-        for child in patched:
-            child.forward = partial(_both, child, child.forward)
-        _SpectralNorm.forward = _spectral(normed)
-        SpectralNorm.compute_weight = _spectral_by_hook(by_hook)
-        yield
-    finally:
-        for child in patched:
-            del child.forward
-        _SpectralNorm.forward, SpectralNorm.compute_weight = normed, by_hook
+    leaves = [child for child in module.modules() if child.training and _is_leaf(child)]
+    return patched(
+        *((child, "forward", partial(_both, child, child.forward)) for child in leaves),
+        (_SpectralNorm, "forward", _spectral(_SpectralNorm.forward)),
+        (SpectralNorm, "compute_weight", _spectral_by_hook(SpectralNorm.compute_weight)),
+    )
 
 
 def _spectral(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -175,11 +169,8 @@ def mode_reads() -> Iterator[ModeReads]:
     def write(module: nn.Module, mode: bool) -> None:
         module.__dict__["training"] = mode
 
-    setattr(nn.Module, "training", property(read, write))  # noqa: B010 - otherwise an attribute of each module
-    try:
+    with patched((nn.Module, "training", property(read, write))):  # otherwise an attribute of each module
         yield reads
-    finally:
-        delattr(nn.Module, "training")
 
 
 def _is_dropout(frame: FrameType) -> bool:

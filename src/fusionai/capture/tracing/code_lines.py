@@ -1,5 +1,5 @@
 """Find the line of the model's own code behind an operation or error: the innermost line outside torch and this
-package.
+package. Also the line of an error's text that an error message of ours repeats.
 
 Neighbours: `capture.tracing.export`, `capture.tracing.custom_gradients` and `capture.graph.lowering` name such lines in
 their errors."""
@@ -28,6 +28,12 @@ def of_error(error: BaseException) -> str:
     """Return the model's line that led to `error`, as ` at net.py:7 in forward (`...`)`; empty if there is none."""
     stack = traceback.extract_tb(error.__traceback__)
     return _innermost([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(stack)])
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of an error's text without a full stop; its class if it has no text."""
+    lines = str(error).strip().splitlines()
+    return (lines[0].strip() if lines else type(error).__name__).rstrip(".")
 
 
 def of_frame(frame: FrameType | None) -> str:

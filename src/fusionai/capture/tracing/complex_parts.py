@@ -213,14 +213,19 @@ class Parts:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """Make a node and return it; for an operator with several results, return their list."""
-        with self.graph.inserting_before(self.at):
-            node = self.graph.call_function(target, args, kwargs)
-        node.meta = dict(self.meta)
         values = fx.map_arg((args, kwargs), lambda arg: arg.meta["val"])
         with self.mode:
-            node.meta["val"] = target(*values[0], **values[1])
-        if isinstance(node.meta["val"], list | tuple):
-            return [self.call(operator.getitem, node, index) for index in range(len(node.meta["val"]))]
+            made = target(*values[0], **values[1])
+        node = self.insert(target, args, kwargs, made)
+        if isinstance(made, list | tuple):
+            return [self.insert(operator.getitem, (node, index), {}, value) for index, value in enumerate(made)]
+        return node
+
+    def insert(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> fx.Node:
+        """Make a node with the traced result `value`."""
+        with self.graph.inserting_before(self.at):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta = {**self.meta, "val": value}
         return node
 
     def full(self, pair: Pair) -> tuple[fx.Node, fx.Node]:
@@ -238,26 +243,12 @@ class Parts:
             return [part for item in items for part in (self.full(item) if isinstance(item, Pair) else (item,))]
 
         lists = [flat(arg) if isinstance(arg, list) else arg for arg in args]
-        with self.graph.inserting_before(self.at):
-            made = self.graph.call_function(node.target, tuple(lists))  # pyright: ignore[reportArgumentType]
-        made.meta = dict(self.meta)
         values: list[torch.Tensor] = []
         complex_at = [is_complex(value) for value in node.meta["val"]]
         for value, apart in zip(node.meta["val"], complex_at, strict=True):
             with self.mode:
                 plain = torch.empty(value.shape, dtype=REAL_DTYPES[value.dtype]) if apart else value
             values.extend([plain, plain] if apart else [plain])
-        made.meta["val"] = values
-        results: list[Any] = []
-        place = 0
-        for apart in complex_at:
-            parts = [self.result(made, place + step, values) for step in range(2 if apart else 1)]
-            results.append(Pair(parts[0], parts[1]) if apart else parts[0])
-            place += len(parts)
-        return results
-
-    def result(self, made: fx.Node, place: int, values: Sequence[Any]) -> fx.Node:
-        with self.graph.inserting_before(self.at):
-            node = self.graph.call_function(operator.getitem, (made, place))
-        node.meta = {**self.meta, "val": values[place]}
-        return node
+        made = self.insert(node.target, tuple(lists), {}, values)
+        parts = iter([self.insert(operator.getitem, (made, at), {}, value) for at, value in enumerate(values)])
+        return [Pair(next(parts), next(parts)) if apart else next(parts) for apart in complex_at]

@@ -7,7 +7,7 @@ fill no whole vector) use fused multiply-add, so the last bit may differ there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -72,10 +72,10 @@ def _pair(parts: Parts, real: Part, imaginary: Part) -> Pair:
     return Pair(made(real), made(imaginary))
 
 
-def _product(parts: Parts, left: Operand, right: Operand) -> Pair:
+def _product(parts: Parts, left: Operand, right: Operand, times: Callable[[Parts, Part, Part], Part] = _times) -> Pair:
     (a, b), (c, d) = _parts(left), _parts(right)
-    real = _sum(parts, _times(parts, a, c), _times(parts, b, d), _aten.sub.Tensor)
-    return _pair(parts, real, _sum(parts, _times(parts, a, d), _times(parts, b, c)))
+    real = _sum(parts, times(parts, a, c), times(parts, b, d), _aten.sub.Tensor)
+    return _pair(parts, real, _sum(parts, times(parts, a, d), times(parts, b, c)))
 
 
 def _mul(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair:
@@ -185,8 +185,8 @@ def _view_as_real(parts: Parts, node: fx.Node, args: tuple[Any, ...], _kwargs: d
 
 def _polar(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair:
     length, angle = args
-    turned = [parts.call(op, angle) for op in (_aten.cos.default, _aten.sin.default)]
-    return Pair(*(parts.call(_aten.mul.Tensor, length, part) for part in turned))
+    direction = [parts.call(op, angle) for op in (_aten.cos.default, _aten.sin.default)]
+    return Pair(*(parts.call(_aten.mul.Tensor, length, part) for part in direction))
 
 
 def _exp(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair:
@@ -194,8 +194,8 @@ def _exp(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str,
     length = None if real is None else parts.call(_aten.exp.default, real)
     if imaginary is None:
         return Pair(length, None)
-    turned = [parts.call(op, imaginary) for op in (_aten.cos.default, _aten.sin.default)]
-    return Pair(*(part if length is None else parts.call(_aten.mul.Tensor, length, part) for part in turned))
+    direction = [parts.call(op, imaginary) for op in (_aten.cos.default, _aten.sin.default)]
+    return Pair(*(part if length is None else parts.call(_aten.mul.Tensor, length, part) for part in direction))
 
 
 def _conjugate(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair | fx.Node:
@@ -222,16 +222,10 @@ def _same(_parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[st
 def _matrix(op: Any) -> Rule:
     """Return the rule of a matrix product: four products of real parts, or two if one operand is real."""
 
-    def rule(parts: Parts, _node: fx.Node, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Pair:
-        (a, b), (c, d) = _parts(args[0]), _parts(args[1])
+    def times(parts: Parts, left: Part, right: Part) -> Part:
+        return None if left is None or right is None else parts.call(op, left, right)
 
-        def times(left: Part, right: Part) -> Part:
-            return None if left is None or right is None else parts.call(op, left, right)
-
-        real = _sum(parts, times(a, c), times(b, d), _aten.sub.Tensor)
-        return _pair(parts, real, _sum(parts, times(a, d), times(b, c)))
-
-    return rule
+    return lambda parts, _node, args, _kwargs: _product(parts, args[0], args[1], times)
 
 
 def _cast(parts: Parts, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pair | fx.Node:
@@ -326,55 +320,37 @@ _EACH: Final = (
     " where.self tril.default triu.default neg.default negative.default sum.default sum.dim_IntList mean.default"
     " mean.dim cumsum.default"
 )
-RULES: Final[Mapping[str, Rule]] = {
-    **{f"aten.{name}": _each for name in _EACH.split()},
-    "aten.mul.Tensor": _mul,
-    "aten.multiply.Tensor": _mul,
-    "aten.mul.Scalar": _mul,
-    "aten.square.default": _square,
-    "aten.pow.Tensor_Scalar": _square,
-    "aten.div.Tensor": _div,
-    "aten.div.Scalar": _div,
-    "aten.reciprocal.default": _reciprocal,
-    "aten.add.Tensor": _add(_aten.add.Tensor),
-    "aten.add.Scalar": _add(_aten.add.Tensor),
-    "aten.sub.Tensor": _add(_aten.sub.Tensor),
-    "aten.sub.Scalar": _add(_aten.sub.Tensor),
-    "aten.rsub.Scalar": _add(_aten.sub.Tensor, swapped=True),
-    "aten.complex.default": _complex,
-    "aten.view_as_complex.default": _view_as_complex,
-    "aten.view_as_real.default": _view_as_real,
-    "aten.polar.default": _polar,
-    "aten.exp.default": _exp,
-    "aten.abs.default": _abs,
-    "aten._conj.default": _conjugate,
-    "aten.conj.default": _conjugate,
-    "aten._conj_physical.default": _conjugate,
-    "aten.conj_physical.default": _conjugate,
-    "aten.resolve_conj.default": _same,
-    "aten.resolve_neg.default": _same,
-    "aten.real.default": _one(0),
-    "aten.imag.default": _one(1),
-    "aten.mm.default": _matrix(_aten.mm.default),
-    "aten.bmm.default": _matrix(_aten.bmm.default),
-    "aten.matmul.default": _matrix(_aten.matmul.default),
-    "aten._to_copy.default": _cast,
-    "aten.to.dtype": _cast,
-    "aten.zeros.default": _created,
-    "aten.ones.default": _created,
-    "aten.full.default": _created,
-    "aten.zeros_like.default": _created,
-    "aten.ones_like.default": _created,
-    "aten.full_like.default": _created,
-    "aten.new_zeros.default": _created,
-    "aten.new_full.default": _created,
-    "aten.scalar_tensor.default": _created,
-    "aten.empty.memory_format": _created,
-    "aten.empty_like.default": _created,
-    "aten.new_empty.default": _created,
-    "aten.new_ones.default": _created,
-    "aten.masked_fill.Scalar": _filled,
-    "aten.constant_pad_nd.default": _padded,
-    "aten.pad.default": _padded,
-}
+_RULES: Final[tuple[tuple[str, Rule], ...]] = (
+    (_EACH, _each),
+    ("mul.Tensor multiply.Tensor mul.Scalar", _mul),
+    ("square.default pow.Tensor_Scalar", _square),
+    ("div.Tensor div.Scalar", _div),
+    ("reciprocal.default", _reciprocal),
+    ("add.Tensor add.Scalar", _add(_aten.add.Tensor)),
+    ("sub.Tensor sub.Scalar", _add(_aten.sub.Tensor)),
+    ("rsub.Scalar", _add(_aten.sub.Tensor, swapped=True)),
+    ("mm.default", _matrix(_aten.mm.default)),
+    ("bmm.default", _matrix(_aten.bmm.default)),
+    ("matmul.default", _matrix(_aten.matmul.default)),
+    ("complex.default", _complex),
+    ("view_as_complex.default", _view_as_complex),
+    ("view_as_real.default", _view_as_real),
+    ("polar.default", _polar),
+    ("exp.default", _exp),
+    ("abs.default", _abs),
+    ("real.default", _one(0)),
+    ("imag.default", _one(1)),
+    ("_conj.default conj.default _conj_physical.default conj_physical.default", _conjugate),
+    ("resolve_conj.default resolve_neg.default", _same),
+    ("_to_copy.default to.dtype", _cast),
+    (
+        "zeros.default ones.default full.default zeros_like.default ones_like.default full_like.default"
+        " new_zeros.default new_ones.default new_full.default scalar_tensor.default empty.memory_format"
+        " empty_like.default new_empty.default",
+        _created,
+    ),
+    ("masked_fill.Scalar", _filled),
+    ("constant_pad_nd.default pad.default", _padded),
+)
+RULES: Final[Mapping[str, Rule]] = {f"aten.{name}": rule for names, rule in _RULES for name in names.split()}
 """Operator -> its rule."""

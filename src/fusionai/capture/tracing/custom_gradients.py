@@ -24,6 +24,7 @@ from torch.autograd import function as autograd_function
 from torch.utils import checkpoint as torch_checkpoint
 
 from fusionai.capture.tracing import code_lines
+from fusionai.capture.tracing.patching import patched
 from fusionai.primitives.errors import ModelError
 
 SEEDS: Final = (0, 1)
@@ -78,8 +79,8 @@ class GradientWatch:
                 )
 
     def note(self, function: type[Function], args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str) -> None:
-        spelt = tuple(_described(arg) for arg in args)
-        named = {name: _described(arg) for name, arg in kwargs.items()}
+        spelt = _mapped(args, _described)
+        named = {name: _mapped(arg, _described) for name, arg in kwargs.items()}
         call = FunctionCall(function, spelt, named, where)
         self.calls.setdefault((function, repr(spelt), repr(named)), call)
 
@@ -92,8 +93,6 @@ def watched_gradients() -> Iterator[GradientWatch]:
     # Every `Function.apply` calls this first, however it was bound.
     defined: Callable[[Any], bool] = autograd_function._is_setup_context_defined
     data: Any = torch.Tensor.data
-    checkpointed: Any = torch_checkpoint.CheckpointFunction
-    run_again = checkpointed.forward
 
     def noted(setup_context: Any) -> bool:
         frame: FrameType | None = sys._getframe(1)
@@ -114,21 +113,14 @@ def watched_gradients() -> Iterator[GradientWatch]:
     def forward(_ctx: Any, run: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         return run(*args)
 
-    names = ("register_hook", "register_post_accumulate_grad_hook")
-    hooks = {name: getattr(torch.Tensor, name) for name in names}
-    autograd_function._is_setup_context_defined = noted
-    for name in names:
-        setattr(torch.Tensor, name, hooked)
-    checkpointed.forward = staticmethod(forward)
-    setattr(torch.Tensor, "data", property(lambda tensor: tensor.detach(), data.__set__))  # noqa: B010
-    try:
+    with patched(
+        (autograd_function, "_is_setup_context_defined", noted),
+        (torch.Tensor, "register_hook", hooked),
+        (torch.Tensor, "register_post_accumulate_grad_hook", hooked),
+        (torch.Tensor, "data", property(lambda tensor: tensor.detach(), data.__set__)),
+        (torch_checkpoint.CheckpointFunction, "forward", staticmethod(forward)),
+    ):
         yield watch
-    finally:
-        autograd_function._is_setup_context_defined = defined
-        for name, original in hooks.items():
-            setattr(torch.Tensor, name, original)
-        checkpointed.forward = staticmethod(run_again)
-        del torch.Tensor.data
 
 
 def refuse_hooks(module: nn.Module) -> None:
@@ -153,6 +145,26 @@ def _understood(function: type[Function]) -> bool:
     return function.__module__ in ("torch.utils.checkpoint", "torch._library.autograd")
 
 
+def _mapped(arg: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `arg` with every item of its nested tuples and lists changed."""
+    match arg:
+        case tuple():
+            return tuple(_mapped(item, change) for item in arg)
+        case list():
+            return [_mapped(item, change) for item in arg]
+        case _:
+            return change(arg)
+
+
+def _items(arg: Any) -> Iterator[Any]:
+    """Yield the items of nested tuples and lists."""
+    if isinstance(arg, tuple | list):
+        for item in arg:
+            yield from _items(item)
+    else:
+        yield arg
+
+
 def _described(arg: Any) -> Any:
     match arg:
         case torch.Tensor():
@@ -160,10 +172,6 @@ def _described(arg: Any) -> Any:
             return _Shape(sizes, tuple(_shrunk(size) for size in sizes), arg.dtype)
         case torch.SymInt():
             return _hint(arg)
-        case tuple():
-            return tuple(_described(item) for item in arg)
-        case list():
-            return [_described(item) for item in arg]
         case _:
             return arg
 
@@ -178,14 +186,16 @@ def _shrunk(size: int) -> int:
 
 def _difference(call: FunctionCall) -> str | None:
     """Return why the gradient may differ from the one that automatic differentiation derives; None if they agree."""
-    for arg in (*call.args, *call.kwargs.values()):
-        if (other := _opaque(arg)) is not None:
-            return f"it takes a {type(other).__name__}, so its gradient can't be compared with the derived one"
+    items = list(_items((*call.args, *call.kwargs.values())))
+    for item in items:
+        if not isinstance(item, (_Shape, *_PLAIN)):
+            return f"it takes a {type(item).__name__}, so its gradient can't be compared with the derived one"
+    elements = sum(torch.Size(item.sizes).numel() for item in items if isinstance(item, _Shape))
     reason: str | None = "its gradient could not be compared with the derived one"
     for small in (True, False):
-        if not small and _elements(call) > _MOST_ELEMENTS:
+        if not small and elements > _MOST_ELEMENTS:
             break
-        told = 0
+        compared = 0
         for scale in SCALES:
             for seed in SEEDS:
                 try:
@@ -195,33 +205,10 @@ def _difference(call: FunctionCall) -> str | None:
                     continue
                 if apart:
                     return "its gradient differs from the one that automatic differentiation derives from its forward"
-                told += moved
-        if told:
+                compared += moved
+        if compared:
             return None
     return reason
-
-
-def _opaque(arg: Any) -> Any:
-    match arg:
-        case _Shape():
-            return None
-        case tuple() | list():
-            return next((other for item in arg if (other := _opaque(item)) is not None), None)
-        case _:
-            return None if isinstance(arg, _PLAIN) else arg
-
-
-def _elements(call: FunctionCall) -> int:
-    def count(arg: Any) -> int:
-        match arg:
-            case _Shape():
-                return torch.Size(arg.sizes).numel()
-            case tuple() | list():
-                return sum(count(item) for item in arg)
-            case _:
-                return 0
-
-    return sum(count(arg) for arg in (*call.args, *call.kwargs.values()))
 
 
 def _apart(call: FunctionCall, seed: int, scale: float, small: bool) -> tuple[bool, bool]:
@@ -253,28 +240,22 @@ def _gradients(
     generator = torch.Generator().manual_seed(seed)
     leaves: list[torch.Tensor] = []
 
-    def drawn(arg: Any) -> Any:
-        match arg:
-            case _Shape():
-                sizes = arg.small if small else arg.sizes
-                if not arg.dtype.is_floating_point:
-                    return torch.randint(0, 2, sizes, generator=generator).to(arg.dtype)
-                leaf = torch.randn(sizes, generator=generator, dtype=torch.float32) * scale
-                # Zeros are common in padded sequences, and a function may define its gradient separately there.
-                leaf = leaf.masked_fill(torch.rand(sizes, generator=generator) < 0.1, 0.0)
-                leaf = leaf.to(arg.dtype).requires_grad_()
-                leaves.append(leaf)
-                # Not a leaf, because a function may write into its arguments.
-                return leaf * 1
-            case tuple():
-                return tuple(drawn(item) for item in arg)
-            case list():
-                return [drawn(item) for item in arg]
-            case _:
-                return arg
+    def drawn(item: Any) -> Any:
+        if not isinstance(item, _Shape):
+            return item
+        sizes = item.small if small else item.sizes
+        if not item.dtype.is_floating_point:
+            return torch.randint(0, 2, sizes, generator=generator).to(item.dtype)
+        leaf = torch.randn(sizes, generator=generator, dtype=torch.float32) * scale
+        # Zeros are common in padded sequences, and a function may define its gradient separately there.
+        leaf = leaf.masked_fill(torch.rand(sizes, generator=generator) < 0.1, 0.0)
+        leaf = leaf.to(item.dtype).requires_grad_()
+        leaves.append(leaf)
+        # Not a leaf, because a function may write into its arguments.
+        return leaf * 1
 
-    args = tuple(drawn(arg) for arg in call.args)
-    kwargs = {name: drawn(arg) for name, arg in call.kwargs.items()}
+    args = _mapped(call.args, drawn)
+    kwargs = {name: _mapped(arg, drawn) for name, arg in call.kwargs.items()}
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(seed)
         result = run(args, kwargs)

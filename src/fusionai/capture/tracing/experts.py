@@ -13,8 +13,7 @@ Neighbours: `capture.capture` chooses between the two forms, `capture.graph.lowe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Final, cast
 
@@ -119,8 +118,6 @@ def _chosen(
     return in_training(trained, weight), in_training(drawn, calm)
 
 
-@contextmanager
-def derived_routers(module: nn.Module) -> Iterator[None]:
+def derived_routers(module: nn.Module) -> AbstractContextManager[None]:
     """While open, routers of `module` have gradients that automatic differentiation derives."""
-    with replaced_functions(module, {"sparsemixer": _sparse_mixer}):
-        yield
+    return replaced_functions(module, {"sparsemixer": _sparse_mixer})

@@ -35,6 +35,7 @@ from fusionai.capture.tracing.by_mode import both_modes
 from fusionai.capture.tracing.complex_parts import real_parts
 from fusionai.capture.tracing.complex_rules import RULES
 from fusionai.capture.tracing.custom_gradients import refuse_hooks, watched_gradients
+from fusionai.capture.tracing.decompositions import composed, rearranging, resizing, sampling_grids, triangular
 from fusionai.capture.tracing.draws import draws, uniform
 from fusionai.capture.tracing.fourier import Fourier
 from fusionai.capture.tracing.functions import (
@@ -46,8 +47,7 @@ from fusionai.capture.tracing.functions import (
     refused_by_name,
     unchecked_arguments,
 )
-from fusionai.capture.tracing.rearranging import composed, rearranging, triangular
-from fusionai.capture.tracing.resizing import resizing, sampling_grids
+from fusionai.capture.tracing.patching import patched
 from fusionai.primitives.errors import ModelError
 
 _EXAMPLE_SIZES = {"b": 3, "s": 13}
@@ -74,7 +74,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
         warnings.simplefilter("ignore")
         try:
             with (
-                _own_words(),
+                _quiet_export(),
                 watched_gradients() as gradients,
                 averaged_statistics(),  # before `both_modes`, which wraps the current forward
                 both_modes(task.module),
@@ -91,7 +91,7 @@ def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str
         except ModelError:
             raise
         except Exception as error:
-            raise _explain(error, inputs) from error
+            raise _model_error(error, inputs) from error
     if task.module.training:
         gradients.require_derived()
     return program
@@ -157,7 +157,7 @@ def _output_shape(task: TaskModule, inputs: tuple[InputSpec, ...], sizes: Mappin
     except ModelError:
         raise
     except Exception as error:
-        raise _explain(error, inputs) from error
+        raise _model_error(error, inputs) from error
     finally:
         task.train(was_training)
 
@@ -194,16 +194,12 @@ class _Silenced(io.TextIOBase):
 
 
 @contextmanager
-def _own_words() -> Iterator[None]:
+def _quiet_export() -> Iterator[None]:
     """Suppress what a failing export prints (its unfinished graph and a traceback); our error names the model's line
     instead."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        with contextlib.redirect_stderr(_Silenced(sys.stderr)):
-            yield
-    finally:
-        logger.disabled = before
+    with patched((logger, "disabled", True)), contextlib.redirect_stderr(_Silenced(sys.stderr)):
+        yield
 
 
 @contextmanager
@@ -275,7 +271,7 @@ def _example_size(name: str, bounds: tuple[int, int]) -> int:
 _SIZES: Final = {"b": "batch", "s": "sequence"}
 
 
-def _explain(error: Exception, inputs: tuple[InputSpec, ...]) -> ModelError:
+def _model_error(error: Exception, inputs: tuple[InputSpec, ...]) -> ModelError:
     """Return the error as the place, the reason and a remedy in the model's own terms."""
     text = str(error)
     where = code_lines.of_error(error)
@@ -305,9 +301,6 @@ def _explain(error: Exception, inputs: tuple[InputSpec, ...]) -> ModelError:
             "It came without example inputs and was given token ids [batch, sequence]. A function that returns "
             "(module, example_inputs) can name other inputs: example_inputs is a dictionary of one tensor per input."
         )
-    return ModelError(f"the model could not be traced{where}: {type(error).__name__}: {_first_line(text)}.", hint=hint)
-
-
-def _first_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines[0] if lines else "no message").rstrip(".")
+    return ModelError(
+        f"the model could not be traced{where}: {type(error).__name__}: {code_lines.reason(error)}.", hint=hint
+    )

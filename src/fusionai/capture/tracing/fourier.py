@@ -112,7 +112,7 @@ def _transform(parts: Parts, size: Any, dim: int, norm: str | None, *, inverse: 
     return along.back(made), along.back(turned)
 
 
-def _real_from_half(parts: Parts, size: Any, dim: int, norm: str | None, *, inverse: bool = True) -> torch.Tensor:
+def _real_from_half(parts: Parts, size: Any, dim: int, norm: str | None, *, inverse: bool) -> torch.Tensor:
     """Return the real signal with these frequencies up to the middle one; the other frequencies are their
     conjugates."""
     along = _Dimension(parts[0], dim)
@@ -134,40 +134,36 @@ def _joined(parts: Parts) -> torch.Tensor:
     return torch.complex(real, torch.zeros_like(real) if imaginary is None else imaginary)
 
 
-def _one(*, inverse: bool, half: bool = False) -> Callable[..., torch.Tensor]:
-    def function(x: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> torch.Tensor:
-        return _joined(_transform(_split(x), n, dim, norm, inverse=inverse, half=half))
+def _function(
+    *, inverse: bool, half: bool = False, real: bool = False, dims: tuple[int, ...] | None = None
+) -> Callable[..., torch.Tensor]:
+    """Return a transform over several dimensions, by default `dims` or all. `half`: of real numbers, to frequencies up
+    to the middle one. `real`: from such frequencies to real numbers."""
 
-    return function
-
-
-def _many(*, inverse: bool, half: bool = False, last_two: bool = False) -> Callable[..., torch.Tensor]:
     def function(
         x: torch.Tensor,
         s: Sequence[int] | None = None,
-        dim: Sequence[int] | int | None = (-2, -1) if last_two else None,
+        dim: Sequence[int] | int | None = dims,
         norm: str | None = None,
     ) -> torch.Tensor:
-        parts, (*dims, last) = _split(x), _dims(x, s, dim)
-        parts = _transform(parts, last[1], last[0], norm, inverse=inverse, half=half)
-        for at, size in reversed(dims):
-            parts = _transform(parts, size, at, norm, inverse=inverse)
+        parts, (*others, (last, size)) = _split(x), _dims(x, s, dim)
+        if real:
+            for at, own in others:
+                parts = _transform(parts, own, at, norm, inverse=True)
+            return _real_from_half(parts, size, last, norm, inverse=inverse)
+        parts = _transform(parts, size, last, norm, inverse=inverse, half=half)
+        for at, own in reversed(others):
+            parts = _transform(parts, own, at, norm, inverse=inverse)
         return _joined(parts)
 
     return function
 
 
-def _many_real(*, last_two: bool = False) -> Callable[..., torch.Tensor]:
-    def function(
-        x: torch.Tensor,
-        s: Sequence[int] | None = None,
-        dim: Sequence[int] | int | None = (-2, -1) if last_two else None,
-        norm: str | None = None,
-    ) -> torch.Tensor:
-        parts, (*dims, last) = _split(x), _dims(x, s, dim)
-        for at, size in dims:
-            parts = _transform(parts, size, at, norm, inverse=True)
-        return _real_from_half(parts, last[1], last[0], norm)
+def _one(*, inverse: bool, half: bool = False, real: bool = False) -> Callable[..., torch.Tensor]:
+    along = _function(inverse=inverse, half=half, real=real)
+
+    def function(x: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> torch.Tensor:
+        return along(x, None if n is None else (n,), (dim,), norm)
 
     return function
 
@@ -182,27 +178,19 @@ def _dims(x: torch.Tensor, sizes: Sequence[int] | None, dim: Sequence[int] | int
     return list(zip(dim, given, strict=True))
 
 
-def _irfft(x: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> torch.Tensor:
-    return _real_from_half(_split(x), n, dim, norm)
-
-
-def _hfft(x: torch.Tensor, n: int | None = None, dim: int = -1, norm: str | None = None) -> torch.Tensor:
-    return _real_from_half(_split(x), n, dim, norm, inverse=False)
-
-
 _FUNCTIONS: Final[Mapping[Any, Callable[..., torch.Tensor]]] = {
     torch.fft.fft: _one(inverse=False),
     torch.fft.ifft: _one(inverse=True),
     torch.fft.rfft: _one(inverse=False, half=True),
     torch.fft.ihfft: _one(inverse=True, half=True),
-    torch.fft.irfft: _irfft,
-    torch.fft.hfft: _hfft,
-    torch.fft.fft2: _many(inverse=False, last_two=True),
-    torch.fft.ifft2: _many(inverse=True, last_two=True),
-    torch.fft.fftn: _many(inverse=False),
-    torch.fft.ifftn: _many(inverse=True),
-    torch.fft.rfft2: _many(inverse=False, half=True, last_two=True),
-    torch.fft.rfftn: _many(inverse=False, half=True),
-    torch.fft.irfft2: _many_real(last_two=True),
-    torch.fft.irfftn: _many_real(),
+    torch.fft.irfft: _one(inverse=True, real=True),
+    torch.fft.hfft: _one(inverse=False, real=True),
+    torch.fft.fft2: _function(inverse=False, dims=(-2, -1)),
+    torch.fft.ifft2: _function(inverse=True, dims=(-2, -1)),
+    torch.fft.rfft2: _function(inverse=False, half=True, dims=(-2, -1)),
+    torch.fft.irfft2: _function(inverse=True, real=True, dims=(-2, -1)),
+    torch.fft.fftn: _function(inverse=False),
+    torch.fft.ifftn: _function(inverse=True),
+    torch.fft.rfftn: _function(inverse=False, half=True),
+    torch.fft.irfftn: _function(inverse=True, real=True),
 }

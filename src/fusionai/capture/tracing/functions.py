@@ -6,14 +6,16 @@ by row and column instead of a strided view. `F.gaussian_nll_loss` does not chec
 on data. `take_along_dim` does not compare sizes, and `einsum` orders its products by the example's sizes: both would
 fix a size that varies. Indices of a triangle are constants.
 
-Other functions with values that a graph can't hold: - A mask from `generate_square_subsequent_mask` is recognised as
-causal by how it was made, because PyTorch would compare its values. Any other mask is applied as it is, which gives the
-same numbers. - `momentum=None` in batch normalisation: PyTorch computes the weight of a batch as a Python number. Here
-the operator computes the batch's own statistics (momentum 1), and operators of the graph average them with the running
-ones. - `torch.distributions` does not validate its arguments; bad values give NaN or infinity instead. - Losses per row
-are traced by the operator beneath PyTorch's composite one, which loses the shape when traced twice. - Recurrent layers
-are traced step by step, with the dropout between layers, which PyTorch's decomposition omits. - Functions that no graph
-can hold are refused by the name that the model's author uses, with what to write instead.
+Other functions with values that a graph can't hold:
+
+- A mask from `generate_square_subsequent_mask` is recognised as causal by how it was made, because PyTorch would
+  compare its values. Any other mask is applied as it is, which gives the same numbers.
+- `momentum=None` in batch normalisation: PyTorch computes the weight of a batch as a Python number. Here the operator
+  computes the batch's own statistics (momentum 1), and operators of the graph average them with the running ones.
+- `torch.distributions` does not validate its arguments; bad values give NaN or infinity instead.
+- Losses per row are traced by the operator beneath PyTorch's composite one, which loses the shape when traced twice.
+- Recurrent layers are traced step by step, with the dropout between layers, which PyTorch's decomposition omits.
+- Functions that no graph can hold are refused by the name that the model's author uses, with what to write instead.
 
 Neighbours: `capture.tracing.export` traces under `Functions`; `capture.tracing.by_mode` and `capture.tracing.draws`
 handle the draws.
@@ -24,8 +26,8 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -44,6 +46,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusionai.capture.tracing import code_lines
+from fusionai.capture.tracing.patching import patched
 from fusionai.primitives.errors import ModelError
 
 
@@ -197,22 +200,9 @@ _REFUSED: Final = (
 )
 
 
-@contextmanager
-def refused_by_name() -> Iterator[None]:
+def refused_by_name() -> AbstractContextManager[None]:
     """While open, a call of one of these functions raises `ModelError` with the line of the model."""
-    originals = [(entry, getattr(entry.place, entry.attribute)) for entry in _REFUSED]
-    # The module `torch._VF` finds its functions by __getattr__: attributes that were not there are deleted again.
-    held = {entry.name for entry in _REFUSED if entry.attribute in vars(entry.place)}
-    try:
-        for entry in _REFUSED:
-            setattr(entry.place, entry.attribute, _refusal(entry))
-        yield
-    finally:
-        for entry, original in originals:
-            if entry.name in held:
-                setattr(entry.place, entry.attribute, original)
-            else:
-                delattr(entry.place, entry.attribute)
+    return patched(*((entry.place, entry.attribute, _refusal(entry)) for entry in _REFUSED))
 
 
 def _refusal(entry: _Refused) -> Callable[..., Any]:
@@ -225,10 +215,9 @@ def _refusal(entry: _Refused) -> Callable[..., Any]:
     return refuse
 
 
-@contextmanager
-def recognised_causal_masks() -> Iterator[None]:
+def recognised_causal_masks() -> AbstractContextManager[None]:
     """While open, PyTorch does not compare the values of masks."""
-    generate, detect = transformer._generate_square_subsequent_mask, transformer._detect_is_causal_mask
+    generate = transformer._generate_square_subsequent_mask
     made = WeakTensorKeyDictionary()
 
     def generated(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -241,16 +230,12 @@ def recognised_causal_masks() -> Iterator[None]:
             return is_causal is True
         return mask in made and (size is None or statically_known_true(mask.shape[-1] == size))
 
-    transformer._generate_square_subsequent_mask = generated
-    transformer._detect_is_causal_mask = detected
-    try:
-        yield
-    finally:
-        transformer._generate_square_subsequent_mask, transformer._detect_is_causal_mask = generate, detect
+    return patched(
+        (transformer, "_generate_square_subsequent_mask", generated), (transformer, "_detect_is_causal_mask", detected)
+    )
 
 
-@contextmanager
-def averaged_statistics() -> Iterator[None]:
+def averaged_statistics() -> AbstractContextManager[None]:
     """While open, modules with `momentum=None` that keep statistics trace as arithmetic on tensors."""
     forward = _BatchNorm.forward
 
@@ -271,28 +256,18 @@ def averaged_statistics() -> Iterator[None]:
                 running.copy_((share * own.double() + (1.0 - share) * running.double()).to(running.dtype))
         return result
 
-    _BatchNorm.forward = averaged
-    try:
-        yield
-    finally:
-        _BatchNorm.forward = forward
+    return patched((_BatchNorm, "forward", averaged))
 
 
-@contextmanager
-def unchecked_arguments() -> Iterator[None]:
+def unchecked_arguments() -> AbstractContextManager[None]:
     """While open, new distributions validate nothing, even with `validate_args=True`."""
-    begin, checks = Distribution.__init__, Distribution._validate_args
+    begin = Distribution.__init__
 
     def unchecked(self: Distribution, *args: Any, **kwargs: Any) -> None:
         # The third positional argument is `validate_args`.
         begin(self, *args[:2], **{**kwargs, "validate_args": False})
 
-    Distribution._validate_args = False
-    Distribution.__init__ = unchecked
-    try:
-        yield
-    finally:
-        Distribution.__init__, Distribution._validate_args = begin, checks
+    return patched((Distribution, "_validate_args", False), (Distribution, "__init__", unchecked))
 
 
 _NO_REDUCTION = 0

@@ -10,8 +10,8 @@ the IR's, backends implement them."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, cast
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusionai.backends.torch import semantic as scans
+from fusionai.capture.tracing.patching import patched
 from fusionai.primitives.errors import ModelError
 
 
@@ -198,31 +199,18 @@ def semantic_recurrences(module: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def replaced_functions(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def replaced_functions(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> AbstractContextManager[None]:
     """While open, replace the functions with these names in the transformers files of `module`'s layers."""
-    files = {name for child in module.modules() if (name := type(child).__module__).startswith("transformers.")}
-    places = [(sys.modules[file], name) for file in sorted(files) for name in functions]
-    with _replaced([(place, name, functions[name]) for place, name in places if hasattr(place, name)]):
-        yield
+    files = sorted({type(child).__module__ for child in _of_transformers(module)})
+    places = [(sys.modules[file], name) for file in files for name in functions]
+    return patched(*((place, name, functions[name]) for place, name in places if hasattr(place, name)))
 
 
-@contextmanager
-def replaced_forwards(module: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+def replaced_forwards(module: nn.Module, forwards: Mapping[str, Callable[..., Any]]) -> AbstractContextManager[None]:
     """While open, replace the forward of transformers' classes with these names among `module`'s layers."""
-    classes = {type(child) for child in module.modules() if type(child).__module__.startswith("transformers.")}
-    known = [cls for cls in classes if cls.__name__ in forwards]
-    with _replaced([(cls, "forward", forwards[cls.__name__]) for cls in known]):
-        yield
+    known = {type(child) for child in _of_transformers(module) if type(child).__name__ in forwards}
+    return patched(*((cls, "forward", forwards[cls.__name__]) for cls in known))
 
 
-@contextmanager
-def _replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    originals = [(place, name, getattr(place, name)) for place, name, _ in attributes]
-    try:
-        for place, name, replacement in attributes:
-            setattr(place, name, replacement)
-        yield
-    finally:
-        for place, name, original in originals:
-            setattr(place, name, original)
+def _of_transformers(module: nn.Module) -> Iterator[nn.Module]:
+    return (child for child in module.modules() if type(child).__module__.startswith("transformers."))

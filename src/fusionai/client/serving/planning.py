@@ -1,7 +1,7 @@
 """Builds the planning problem for serving a graph, and words which stages of the plan are checked.
 
-`ir.cost` computes the costs, `scheduling.serving.planning` plans, `client.serving.serve` and `cli.asked` call
-this."""
+`ir.cost` computes the costs, `scheduling.serving.planning` plans, `client.serving.serve` and `cli.planning.request`
+call this."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ the model, hashes the weights, plans, has the broker adopt the plan, loads and p
 generations until the block ends. At the end, everything that was started is stopped.
 
 `client.serving.model` opens the model, `serving.engine` serves, `client.serving.watch` looks for better plans,
-`cli.serve` adds the gateway.
+`cli.serving.serve` adds the gateway.
 """
 
 from __future__ import annotations

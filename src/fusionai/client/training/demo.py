@@ -4,7 +4,7 @@
 demo's model and its unequal machines, and downloads nothing.
 
 `client.pool.local_pool` starts the processes, `client.training.kills` kills some, `client.training.train` trains,
-`client.training.reference_run` runs the reference; `cli.demo` prints the result."""
+`client.training.reference_run` runs the reference; `cli.training.demo` prints the result."""
 
 from __future__ import annotations
 

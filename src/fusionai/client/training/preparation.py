@@ -22,7 +22,6 @@ from fusionai.backends.state import state_bytes_ratio, trained
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.checking.self_check import self_check
 from fusionai.capture.checking.shrinking import TooLarge
-from fusionai.capture.examples import examples_of
 from fusionai.capture.models.adapter import Lora, StartedLora, adapter_config
 from fusionai.capture.models.source import (
     CodeSource,
@@ -32,6 +31,7 @@ from fusionai.capture.models.source import (
     ModelSource,
     architecture_of,
 )
+from fusionai.capture.tasks import examples_of
 from fusionai.client.pool.faults import stages_in_words
 from fusionai.client.pool.session import Member, near_links
 from fusionai.corpus.chat_source import ChatSource

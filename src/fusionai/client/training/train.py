@@ -4,7 +4,7 @@
 started, everything is cancelled; afterwards, the step is finished and a checkpoint is written.
 
 `client.training.job_directory` checks whether a directory may be continued, `client.training.preparation` reads data
-and model, `training.driver` drives the job; `cli.train` prints the events."""
+and model, `training.driver` drives the job; `cli.training.train` prints the events."""
 
 from __future__ import annotations
 

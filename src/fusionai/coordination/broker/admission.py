@@ -1,7 +1,6 @@
-"""Who comes into the pool: invitations, certificates for strangers, further keys of members.
+"""Decides admission to the pool: invitations, certificates for newcomers, further keys of members.
 
-Decides who may invite and whom an invitation admits. Never sees a token, only its SHA-256. Neighbours: `invitation`
-counts uses, `broker.service` signs certificates.
+Only the SHA-256 of an invitation's token is known here. `invitation` counts uses, `broker.service` signs certificates.
 """
 
 from __future__ import annotations
@@ -23,19 +22,18 @@ from fusionai.coordination.broker.transaction import Turn
 from fusionai.primitives.ids import short
 
 MAX_VOUCHED: Final = 4
-"""Further keys one member may have certified: it answers for them."""
+"""Limit on further keys that one member may have certified, because it vouches for them."""
 
 
 def enrol(turn: Turn, request: Enrol) -> None:
     invitation = _invitation(turn, request.digest)
     if invitation is None or invitation.expires_at_s <= turn.wall_s:
         raise Refusal("bad_invitation", "This invitation is unknown or expired.")
-    # A machine that has been away for long may be forgotten: it comes in anew, and that is another use.
+    # A machine that was away for long may be forgotten: it enrols again, which is another use.
     if request.peer not in invitation.peers or request.peer not in turn.pool.members:
         if invitation.phase != "open":
             raise Refusal("bad_invitation", "This invitation is used up.")
-        if turn.pool.expected() >= turn.rules.max_members:
-            raise Refusal("busy", f"The pool is full ({turn.rules.max_members} members).")
+        _check_room(turn)
         turn.record(
             events.PeerEnrolled(
                 at_s=turn.wall_s, peer=request.peer, purpose=request.purpose, invitation=invitation.digest
@@ -49,14 +47,13 @@ def vouch(turn: Turn, request: Vouch) -> None:
         raise Refusal("unknown_peer", f"{short(request.sender)} has not joined this pool.")
     sender = turn.pool.members.get(request.sender)
     if sender is not None and sender.sponsor is not None:
-        # Or one member could fill the pool, key by key.
+        # Otherwise one member could fill the pool, key by key.
         raise Refusal("not_authorised", f"{sender.entity} was itself certified for another member.")
     if request.peer not in turn.pool.members:
         vouched = sum(member.sponsor == request.sender for member in turn.pool.members.values())
         if vouched >= MAX_VOUCHED:
             raise Refusal("not_authorised", f"{short(request.sender)} has had {MAX_VOUCHED} further keys certified.")
-        if turn.pool.expected() >= turn.rules.max_members:
-            raise Refusal("busy", f"The pool is full ({turn.rules.max_members} members).")
+        _check_room(turn)
         turn.record(
             events.KeyVouched(at_s=turn.wall_s, peer=request.peer, purpose=request.purpose, sponsor=request.sender)
         )
@@ -80,8 +77,13 @@ def invite(turn: Turn, request: Invite) -> None:
     turn.commands.append(HandOut())
 
 
+def _check_room(turn: Turn) -> None:
+    if turn.pool.expected() >= turn.rules.max_members:
+        raise Refusal("busy", f"The pool is full ({turn.rules.max_members} members); try again when one has left.")
+
+
 def _invitation(turn: Turn, digest: str) -> Invitation | None:
-    """Compares with every invitation in constant time, so that an answer's delay tells nothing."""
+    """Return the invitation, compared with all in constant time, so that the answer's delay reveals nothing."""
     found = None
     for known, invitation in turn.pool.invitations.items():
         if hmac.compare_digest(known.encode(), digest.encode()):

@@ -1,7 +1,7 @@
-"""Jobs at the desk: reserving members and minting a plan version, reports of drivers, stops.
+"""Decides about jobs: reserving members, minting plan versions, reports of drivers, stops.
 
-Decides who may ask for, report and stop a job, and which members a plan may have. Neighbours: `job` and `plan_version`
-are the tables, `presence` loses members and drivers.
+Checks which sender may request, report and stop a job, and which members a plan may use. `job` and `plan_version` are
+the tables; `presence` decides when members and drivers are lost.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def stop_job(turn: Turn, request: StopJob) -> None:
 
 
 def _same_plan(turn: Turn, request: RequestJob, job: Job | None) -> int:
-    """The owner has this very plan already and wants fresh tickets."""
+    """Return the version of the current plan, for an owner that has this plan already and needs new tickets."""
     if job is None or not job.live:
         raise Refusal("unknown_job", f"job {request.job} is not running; ask for it with a plan of version 0.")
     current = turn.pool.plans[job.plan_version]
@@ -133,7 +133,8 @@ def _mint(turn: Turn, request: RequestJob, job: Job | None) -> int:
 
 
 def _check_free(turn: Turn, placement: Placement, job: JobId) -> None:
-    """An incumbent, one with a part in this very job, may stay although it drains or would rest."""
+    """Raise `Refusal` unless the member may be reserved. A member of the same job may stay although it drains or
+    rests."""
     peer = PeerId(placement.peer)
     member = turn.pool.members.get(peer)
     if member is None or member.phase in ("joining", "left", "lost"):
@@ -165,7 +166,7 @@ def _job(turn: Turn, name: JobId) -> Job:
 
 
 def _attend(turn: Turn, name: JobId, connection: int) -> None:
-    """The job's driver speaks on this connection; a StopNotice will go there."""
+    """Record that the job's driver uses this connection. `StopNotice` is sent there."""
     if not turn.pool.jobs[name].attended:
         turn.record(events.JobAttended(at_s=turn.wall_s, job=name))
     turn.desk = replace(

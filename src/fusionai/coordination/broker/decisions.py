@@ -1,13 +1,15 @@
-"""The broker's decisions: what each request does to the pool, who may ask it, and what is answered.
+"""Decides what each request does to the pool, which sender may make it, and what is answered.
 
-`handle(desk, request, now_s, wall_s)` is pure. It gives facts and commands: the shell journals the facts first and only
-then adopts the new desk and performs the commands; if the journal refuses, nothing has happened.
+`handle(desk, request, now_s, wall_s)` is pure. It returns facts and commands. The shell journals the facts first; only
+then does it adopt the new desk and perform the commands. If the journal refuses, nothing has happened.
 
-Never sees a tensor, a socket or a clock. Neighbours: `requests` has the vocabulary; `admission`, `presence` and
-`assignment` decide; `broker.service` is the shell.
+`requests` defines the vocabulary, `admission`, `presence` and `assignment` decide, `broker.service` is the shell.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
 
 from fusionai.coordination.broker import admission, assignment, presence
 from fusionai.coordination.broker.requests import (
@@ -33,36 +35,28 @@ from fusionai.coordination.broker.transaction import Turn
 from fusionai.coordination.machine import ForbiddenTransition
 from fusionai.wire.messages import Refused
 
+_DECIDES: Final[dict[type[Request], Callable[[Turn, Any], None]]] = {
+    Enrol: admission.enrol,
+    Vouch: admission.vouch,
+    Invite: admission.invite,
+    Register: presence.register,
+    Beat: presence.beat,
+    AskLeave: presence.leave,
+    Disconnected: presence.disconnect,
+    Tick: presence.tick,
+    Stalled: presence.restart_leases,
+    RequestJob: assignment.request_job,
+    ReportJob: assignment.report_job,
+    StopJob: assignment.stop_job,
+}
+
 
 def handle(desk: Desk, request: Request, *, now_s: float, wall_s: float) -> Decision:
-    """One decision. `now_s` is monotonic, `wall_s` since 1970. Whatever does not fit is answered by `Refused`."""
+    """Return the decision on one request. `now_s` is monotonic, `wall_s` is seconds since 1970. A request that does not
+    fit is answered by `Refused` and changes nothing."""
     turn = Turn(desk, now_s, wall_s)
     try:
-        match request:
-            case Enrol():
-                admission.enrol(turn, request)
-            case Vouch():
-                admission.vouch(turn, request)
-            case Register():
-                presence.register(turn, request)
-            case Beat():
-                presence.beat(turn, request)
-            case AskLeave():
-                presence.leave(turn, request)
-            case RequestJob():
-                assignment.request_job(turn, request)
-            case ReportJob():
-                assignment.report_job(turn, request)
-            case StopJob():
-                assignment.stop_job(turn, request)
-            case Invite():
-                admission.invite(turn, request)
-            case Disconnected():
-                presence.disconnect(turn, request)
-            case Tick():
-                presence.tick(turn)
-            case Stalled():
-                presence.restart_leases(turn)
+        _DECIDES[type(request)](turn, request)
     except Refusal as refusal:
         return Decision(desk, (), (Answer(refusal.message),))
     except ForbiddenTransition as forbidden:

@@ -1,10 +1,10 @@
-"""What happened in a pool, as facts: the broker journals them before it acknowledges anything. Decides their fields.
+"""The facts of a pool, which the broker journals before it acknowledges anything.
 
-A fact is past tense and complete: folding the facts over an empty pool (`pool.advance`) gives the pool, at once or
-after a restart. What may be forgotten (leases, connections, progress within a phase) is no fact and is not here.
+A fact is complete: folding the facts over an empty pool (`pool.advance`) gives the pool, at once or after a restart.
+What a restart may forget (leases, connections, progress within a phase) is no fact.
 
-Neighbours: `decisions` makes facts, `broker.journal` keeps them, `membership`, `job`, `plan_version` and `invitation`
-are the machines they move.
+`decisions` makes facts, `broker.journal` keeps them, and they move the machines of `membership`, `job`, `plan_version`
+and `invitation`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ PlanBytes = Annotated[bytes, Meta(max_length=16_777_216)]
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """One member's part in a plan: the stages it runs and those it guards. A reserved spare has `stages` empty."""
+    """One member's part in a plan: the stages it runs, and the stages whose standby it is. A spare that is only a
+    standby has no `stages`."""
 
     peer: Peer
     stages: tuple[Index, ...]
@@ -89,7 +90,7 @@ class JobRequested(_Fact, frozen=True, tag="job_requested"):
 
 
 class PlanMinted(_Fact, frozen=True, tag="plan_minted"):
-    """From now on `version` is the job's plan, and the members it names are reserved; earlier ones are released."""
+    """`version` is the job's plan now. Its members are reserved, those of the earlier plan are released."""
 
     job: Job
     version: Count
@@ -107,7 +108,7 @@ class JobStopAsked(_Fact, frozen=True, tag="job_stop_asked"):
 
 
 class JobUnattended(_Fact, frozen=True, tag="job_unattended"):
-    """The job's driver is out of touch. Its members stay reserved."""
+    """The job's driver is not connected. Its members stay reserved."""
 
     job: Job
     reason: Text
@@ -118,7 +119,7 @@ class JobAttended(_Fact, frozen=True, tag="job_attended"):
 
 
 class JobNoted(_Fact, frozen=True, tag="job_noted"):
-    """A line for the job's story."""
+    """A line for the job's history."""
 
     job: Job
     text: Text

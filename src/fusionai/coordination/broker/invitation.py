@@ -1,7 +1,6 @@
-"""One invitation into a pool: how often it may still be used. Decides nothing about expiry dates or tokens.
+"""One invitation into a pool, and how often it may still be used.
 
-Only the SHA-256 of the token is known here. Neighbours: `admission` checks the expiry date, `transport.enrolment` is
-what people pass on.
+Only the SHA-256 of the token is known here. `admission` checks the expiry date.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Invitation(State):
     expires_at_s: float
     """Seconds since 1970."""
     peers: tuple[str, ...] = ()
-    """Who came in by it; the same key may ask again without a further use."""
+    """Members that joined with it. The same key may ask again without a further use."""
 
 
 def issued(fact: InvitationIssued) -> Invitation:

@@ -1,12 +1,13 @@
-"""One job as the pool sees it: asked for, running, over. Decides when it holds members and when it lets them go.
+"""One job as the pool sees it: requested, running, ended; and when it holds members.
 
-The broker never sees a step commit: what happens within the job is its driver's and its stages' business. `unattended`
-is no phase: a running job whose driver is out of touch runs on. Neighbours: `plan_version` holds its plans,
-`assignment` turns messages into these facts.
+The broker never sees a step commit, because that is between the job's driver and stages. `unattended` is no phase: a
+running job whose driver is not connected runs on. `plan_version` holds its plans, `assignment` turns messages into
+these facts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ TOLD_LINES: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a job's story for people; `at_s` since 1970."""
+    """One line of a job's history. `at_s` is in seconds since 1970."""
 
     at_s: float
     text: str
@@ -47,7 +48,7 @@ class Job(State):
     plan_version: int = 0
     """0 before the first plan is minted."""
     step: int = -1
-    """Last step the driver reported at the end; progress on the way is kept in memory only."""
+    """Last step, reported by the driver at the end. Progress before that is kept in memory only."""
     told: tuple[Line, ...] = ()
 
     @property
@@ -56,7 +57,7 @@ class Job(State):
 
 
 def requested(fact: JobRequested) -> Job:
-    """A job nobody knew."""
+    """Return a job that was unknown before."""
     return Job(
         entity=f"job {fact.job}",
         phase="requested",
@@ -86,36 +87,24 @@ def _plan(job: Job, fact: PlanMinted) -> tuple[Job, tuple[Any, ...]]:
     return _tell(replace(job, plan_version=fact.version), fact.at_s, text), ()
 
 
-def _start(job: Job, fact: JobStarted) -> tuple[Job, tuple[Any, ...]]:
-    return _tell(replace(job, phase="running"), fact.at_s, "running"), ()
+def _moved(text: Callable[[Any], str], **changes: Any) -> Callable[[Job, Any], tuple[Job, tuple[Any, ...]]]:
+    """Return an action that makes these changes and adds the fact's text to the history. The end of a job also sets its
+    last step."""
+
+    def act(job: Job, fact: Any) -> tuple[Job, tuple[Any, ...]]:
+        step = fact.step if isinstance(fact, JobDone | JobFailed) else job.step
+        return _tell(replace(job, step=step, **changes), fact.at_s, text(fact)), ()
+
+    return act
 
 
-def _stop(job: Job, fact: JobStopAsked) -> tuple[Job, tuple[Any, ...]]:
-    return _tell(replace(job, phase="stopping"), fact.at_s, f"{short(PeerId(fact.by))} asked it to stop"), ()
-
-
-def _unattend(job: Job, fact: JobUnattended) -> tuple[Job, tuple[Any, ...]]:
-    return _tell(replace(job, attended=False), fact.at_s, f"unattended: {fact.reason}"), ()
-
-
-def _attend(job: Job, fact: JobAttended) -> tuple[Job, tuple[Any, ...]]:
-    return _tell(replace(job, attended=True), fact.at_s, "attended again"), ()
-
-
-def _note(job: Job, fact: JobNoted) -> tuple[Job, tuple[Any, ...]]:
-    return _tell(job, fact.at_s, fact.text), ()
-
-
-def _done(job: Job, fact: JobDone) -> tuple[Job, tuple[Any, ...]]:
-    return _tell(replace(job, phase="done", step=fact.step), fact.at_s, _end("done", fact.detail)), ()
-
-
-def _fail(job: Job, fact: JobFailed) -> tuple[Job, tuple[Any, ...]]:
-    return _tell(replace(job, phase="failed", step=fact.step), fact.at_s, _end("failed", fact.detail)), ()
-
-
-def _end(how: str, detail: str) -> str:
-    return f"{how}: {detail}" if detail else how
+_start: Final = _moved(lambda _fact: "running", phase="running")
+_stop: Final = _moved(lambda fact: f"{short(PeerId(fact.by))} asked it to stop", phase="stopping")
+_unattend: Final = _moved(lambda fact: f"unattended: {fact.reason}", attended=False)
+_attend: Final = _moved(lambda _fact: "attended again", attended=True)
+_note: Final = _moved(lambda fact: fact.text)
+_done: Final = _moved(lambda fact: f"done: {fact.detail}" if fact.detail else "done", phase="done")
+_fail: Final = _moved(lambda fact: f"failed: {fact.detail}" if fact.detail else "failed", phase="failed")
 
 
 def _tell(job: Job, at_s: float, text: str) -> Job:

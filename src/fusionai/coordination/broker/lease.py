@@ -42,7 +42,7 @@ def grant(entity: str, now_s: float, duration_s: float) -> Lease:
 
 
 def _renew(lease: Lease, event: Heard) -> tuple[Lease, tuple[Any, ...]]:
-    """A sign of life that was delayed never shortens a lease."""
+    """Renew the lease. A delayed sign of life never shortens it."""
     return replace(lease, phase="renewed", heard_s=max(lease.heard_s, event.now_s)), ()
 
 

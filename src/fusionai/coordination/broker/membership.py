@@ -1,10 +1,10 @@
-"""One process that lends a machine: from certificate to departure. Decides when it may be given stages.
+"""One process that lends a machine, from certificate to departure.
 
-A member is (peer, boot number): a process started anew is a new member in the old one's place. `idle` members are the
-backup pool, except for those that *rest*: a machine lost often in a short time is offered to nobody for a while
-(`rests_until_s`). Resting is no phase: it follows from the journalled losses and the time, and ends by itself.
+A member is (peer, boot number): a process started anew is a new member in the old one's place. `idle` members form the
+backup pool, except those that *rest*: a machine lost several times in a short time gets no work for a while
+(`rests_until_s`). Resting is no phase, because it follows from the journalled losses and the time.
 
-Never decides *when* somebody is lost (`presence`) or *who* gets a stage (`assignment`).
+`presence` decides when a member is lost, `assignment` decides which members get stages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REMEMBERED_LOSSES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A plan gives this member stages of a job, or stages to guard. Follows from `PlanMinted`."""
+    """A plan gives this member stages of a job, as executor or as standby. Follows from `PlanMinted`."""
 
     job: JobId
     stages: tuple[int, ...]
@@ -43,7 +43,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member(State):
-    """`profile` and `addresses` are what the process registered with; `job` is set while it has a part in one."""
+    """`profile` and `addresses`: as registered by the process. `job` is set while it has a part in one."""
 
     peer: PeerId
     boot: int = 0
@@ -51,13 +51,13 @@ class Member(State):
     addresses: tuple[str, ...] = ()
     job: JobId | None = None
     stages: tuple[int, ...] = ()
-    """Stages it runs; none for a spare that only guards."""
+    """Stages it runs; empty for a spare that is only a standby."""
     guards: tuple[int, ...] = ()
-    """Stages whose snapshots it keeps, to take them over."""
+    """Stages whose snapshots it keeps as their standby."""
     leaving: bool = False
-    """Its owner asked it to leave after the work at hand; outlasts a loss within the same process."""
+    """Its owner asked it to leave after its present work. Kept over a loss of the same process."""
     losses: tuple[float, ...] = ()
-    """When this machine was lost, its earlier processes included; seconds since 1970, oldest first."""
+    """Times at which this machine was lost, also with earlier processes; seconds since 1970, oldest first."""
     sponsor: PeerId | None = None
     """The member that had this key certified, if no invitation did."""
     earlier_boots: tuple[int, ...] = ()
@@ -65,13 +65,13 @@ class Member(State):
 
 
 def enrolled(fact: PeerEnrolled) -> Member:
-    """A key with a certificate whose process has not shown up yet."""
+    """Return the member for a certified key whose process has not registered yet."""
     peer = PeerId(fact.peer)
     return Member(entity=f"member {short(peer)}", phase="joining", peer=peer, story=("PeerEnrolled -> joining",))
 
 
 def vouched(fact: KeyVouched) -> Member:
-    """A further key of a member's own machine."""
+    """Return the member for a further key of a member's own machine."""
     peer = PeerId(fact.peer)
     return Member(
         entity=f"member {short(peer)}",
@@ -83,7 +83,7 @@ def vouched(fact: KeyVouched) -> Member:
 
 
 def successor(member: Member, fact: MemberRegistered) -> Member:
-    """The member that a new process of the same machine is; the old process's place and story end here."""
+    """Return the member for a new process of the same machine. It keeps neither place nor story of the old one."""
     fresh = Member(
         entity=member.entity,
         phase="joining",
@@ -96,10 +96,8 @@ def successor(member: Member, fact: MemberRegistered) -> Member:
 
 
 def rests_until_s(member: Member, *, losses: int, window_s: float, rest_s: float) -> float:
-    """Until when (seconds since 1970) a machine lost `losses` times within `window_s` rests; 0.0 for any other.
-
-    A machine that flaps costs a job one recovery per loss: it is worth less than no spare at all.
-    """
+    """Return until when a machine lost `losses` times within `window_s` rests, in seconds since 1970; else 0.0. Each
+    loss costs a job one recovery, so such a machine is worse than no spare."""
     if not 0 < losses <= len(member.losses):
         return 0.0
     newest = max(member.losses)
@@ -107,7 +105,7 @@ def rests_until_s(member: Member, *, losses: int, window_s: float, rest_s: float
 
 
 def _register(member: Member, fact: MemberRegistered) -> tuple[Member, tuple[Any, ...]]:
-    """Back within the same process: its place is kept, if a job still holds it."""
+    """Register again from the same process. The member keeps its place if a job still reserves it."""
     known = replace(member, boot=fact.boot, profile=fact.profile, addresses=fact.addresses)
     match member.phase:
         case "active" | "draining" | "idle":
@@ -119,7 +117,7 @@ def _register(member: Member, fact: MemberRegistered) -> tuple[Member, tuple[Any
 
 
 def _reserve(member: Member, event: Reserved) -> tuple[Member, tuple[Any, ...]]:
-    """An incumbent that drains may stay in its job's next plan, and still drains."""
+    """Reserve the member. One that drains may stay in its job's next plan, and still drains."""
     phase = "draining" if member.phase == "draining" else "active"
     return replace(member, phase=phase, job=event.job, stages=event.stages, guards=event.guards), ()
 
@@ -141,12 +139,12 @@ def _leave(member: Member, fact: MemberLeft) -> tuple[Member, tuple[Any, ...]]:
 
 
 def _lose(member: Member, fact: MemberLost) -> tuple[Member, tuple[Any, ...]]:
-    """Keeps `job`: the job's next plan or its end releases the place."""
+    """Mark as lost. `job` stays set until the job's next plan or end releases the member."""
     return replace(member, phase="lost", losses=(*member.losses, fact.at_s)[-REMEMBERED_LOSSES:]), ()
 
 
 def _apart(member: Member) -> Member:
-    """With no part in any job."""
+    """Return the member without a part in any job."""
     return replace(member, job=None, stages=(), guards=())
 
 

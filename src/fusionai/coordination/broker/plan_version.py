@@ -1,8 +1,8 @@
-"""Versions of plans. Decides that they only grow and never change once minted.
+"""Versions of plans, which only grow and never change once minted.
 
-One counter serves the whole pool, so that no two plans ever share a version, not even those of two jobs. A version is
-minted by a journalled `PlanMinted`; before that row is on disk nobody has heard of it. Neighbours: `pool` keeps them,
-peers compare them as the first part of a fence.
+One counter serves the whole pool, so no two plans share a version, not even plans of two jobs. A version is minted by a
+journalled `PlanMinted` and becomes known only when that row is on disk. `pool` keeps the versions; peers compare them
+as the first part of a fence.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""The pool: members, jobs, plans and invitations as the journalled facts made them. Decides what a fact changes.
+"""The pool: members, jobs, plans and invitations, as the journalled facts made them.
 
-`advance(pool, fact)` is a pure fold: live operation and a restart from the journal run through the same function. A
-fact that no machine allows raises `ForbiddenTransition` and changes nothing. Who may cause a fact is not decided here.
+`advance(pool, fact)` is a pure fold, used in live operation and to restart from the journal. A fact that no machine
+allows raises `ForbiddenTransition` and changes nothing. `decisions` decides which facts may happen.
 
-What has ended is forgotten within bounds (superseded plans at once, ended jobs after a while), so that a pool stays as
-small as what goes on in it, and `freeze` gives all of it as bytes to start from instead of from the first fact.
-
-Neighbours: `decisions` makes facts, `broker.journal` keeps them and frozen pools.
+What has ended is forgotten within bounds (superseded plans at once, ended jobs after a while), so that the pool's size
+follows from what is going on. `freeze` encodes all of it, so that a restart need not begin with the first fact.
 """
 
 from __future__ import annotations
@@ -28,15 +26,16 @@ from fusionai.primitives.ids import JobId, PeerId
 
 ENDED_JOBS_KEPT: Final = 500
 DEPARTED_KEPT: Final = 1_000
-"""Members that left or were lost and have no part in a job: the latest ones are remembered and may come back as they
-were. An older one needs a new invitation. Bounds the pool: a machine that is installed anew is a new member."""
+"""Limit on departed members that are remembered and may come back as they were; an older one needs a new invitation.
+Bounds the pool, because a machine that is installed anew is a new member."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class UnknownEntity(FusionError):
-    """A fact about somebody the pool never heard of: the journal is not this pool's, or a defect."""
+    """A fact names an entity that is unknown in this pool: the journal belongs to another pool, or there is a
+    defect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +45,12 @@ class Pool:
     members: Mapping[PeerId, Member] = field(default_factory=dict[PeerId, Member])
     jobs: Mapping[JobId, Job] = field(default_factory=dict[JobId, Job])
     plans: Mapping[int, PlanVersion] = field(default_factory=dict[int, PlanVersion])
-    """The current plan of every live job, by version. Others are forgotten; their versions never come back."""
+    """The current plan of each live job, by version. Versions of forgotten plans are not used again."""
     invitations: Mapping[str, Invitation] = field(default_factory=dict[str, Invitation])
     newest_version: int = FIRST_VERSION - 1
 
     def expected(self) -> int:
-        """How many members are there or may be counted on to come: what a limit on members is compared with."""
+        """Return the number of members that are present or expected to come, which the limit on members applies to."""
         return sum(not is_departed(member) for member in self.members.values())
 
     def members_of(self, name: JobId) -> tuple[Member, ...]:
@@ -62,12 +61,12 @@ class Pool:
 
 
 def is_departed(member: Member) -> bool:
-    """Left or lost, and no job waits for it."""
+    """Return whether the member left or was lost and no job waits for it."""
     return member.phase in ("left", "lost") and member.job is None
 
 
 def replay(facts: Iterable[Fact], pool: Pool | None = None) -> Pool:
-    """What these facts make of `pool`, by default of nothing."""
+    """Return `pool` (by default an empty one) after these facts."""
     made = Pool() if pool is None else pool
     for fact in facts:
         made = advance(made, fact)
@@ -75,7 +74,7 @@ def replay(facts: Iterable[Fact], pool: Pool | None = None) -> Pool:
 
 
 def freeze(pool: Pool) -> bytes:
-    """All of it as msgpack: `thaw(freeze(pool)) == pool`."""
+    """Encode the pool as msgpack: `thaw(freeze(pool)) == pool`."""
     return msgspec.msgpack.encode(pool)
 
 
@@ -85,7 +84,7 @@ def thaw(data: bytes) -> Pool:
 
 
 def advance(pool: Pool, fact: Fact) -> Pool:
-    """Raises `ForbiddenTransition` or `UnknownEntity`; then `pool` is as it was."""
+    """Return the pool after a fact. Raises `ForbiddenTransition` or `UnknownEntity`."""
     match fact:
         case events.InvitationIssued():
             if fact.invitation in pool.invitations:
@@ -128,7 +127,7 @@ def advance(pool: Pool, fact: Fact) -> Pool:
 
 
 def _enrol(pool: Pool, fact: events.PeerEnrolled) -> Pool:
-    """A key certified a second time (another invitation) keeps its member."""
+    """Add the member for a certified key. A key certified again by another invitation keeps its member."""
     invitation = pool.invitations.get(fact.invitation)
     if invitation is None:
         raise UnknownEntity(f"invitation {fact.invitation[:8]} is unknown in this pool.")
@@ -162,7 +161,7 @@ def _request(pool: Pool, fact: events.JobRequested) -> Pool:
 
 
 def _mint(pool: Pool, fact: events.PlanMinted) -> Pool:
-    """All of it or nothing: members of the earlier plan that the new one leaves out are released."""
+    """Put a plan into force. Members of the earlier plan that the new one leaves out are released."""
     minted = plan_version.mint(fact, pool.newest_version)
     planned, _ = JOB.advance(_job(pool, fact.job), fact)
     members = dict(pool.members)
@@ -203,7 +202,7 @@ def _end(pool: Pool, fact: events.JobDone | events.JobFailed) -> Pool:
 
 
 def _move_member(pool: Pool, member: Member, fact: Fact) -> Pool:
-    """Whoever departs moves to the end: among the departed the order is that of departure."""
+    """Move a member. One that departs is put last, so that departed members are in the order of departure."""
     moved, _ = MEMBERSHIP.advance(member, fact)
     if not is_departed(moved):
         return replace(pool, members=_with(pool.members, moved.peer, moved))
@@ -236,5 +235,5 @@ def _with(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
 
 
 def _in_date(invitations: Mapping[str, Invitation], at_s: float) -> dict[str, Invitation]:
-    """Expired ones open no door any more and are forgotten."""
+    """Return the invitations that have not expired."""
     return {digest: one for digest, one in invitations.items() if one.expires_at_s > at_s}

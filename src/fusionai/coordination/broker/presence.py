@@ -1,9 +1,9 @@
-"""Who is there: registering, heartbeats, leaving, and what silence leads to.
+"""Decides which members are present: registering, heartbeats, leaving, and what silence leads to.
 
-Decides when somebody is lost: never by a broken connection, only by a lease that ran out or a new process in its place.
-And when it must clear: a lost member whose place was kept goes on with the state it has; one whose job went on without
-it is told so (`stale_fence`), and so is one that still holds something of a job long after its part in it ended.
-Neighbours: `membership` and `lease` are the tables, `assignment` gives members work.
+A broken connection alone never makes a member lost; only an expired lease or a new process in its place does. A lost
+member whose place was kept goes on with the state it has. A member whose job went on without it is refused with
+`stale_fence` and clears its state, and so is one that still holds state of a job long after its part in it ended.
+`membership` and `lease` are the tables, `assignment` gives members work.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from fusionai.coordination.broker.requests import (
     Notify,
     Refusal,
     Register,
+    Stalled,
+    Tick,
 )
 from fusionai.coordination.broker.state import PRESENT, Leftover, recovered, wait_for_driver
 from fusionai.coordination.broker.transaction import Turn, with_entry, without_entry
@@ -89,7 +91,8 @@ def beat(turn: Turn, request: Beat) -> None:
 
 
 def _return_to_place(turn: Turn, member: Member) -> None:
-    """Silent for longer than its lease, but its job waited: what it holds is still wanted, so it must not clear it."""
+    """Take back a member that was silent for longer than its lease while its job waited: its state is still wanted, so
+    it must not clear it."""
     turn.record(
         events.MemberRegistered(
             at_s=turn.wall_s,
@@ -104,9 +107,12 @@ def _return_to_place(turn: Turn, member: Member) -> None:
 
 
 def _check_leftovers(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
-    """Whoever was dropped while nobody could reach it keeps old state: it is in the way until it has been told."""
+    """Refuse a member that has held state of another job for too long. It was dropped while the driver could not reach
+    it, and gets no other work until it has cleared that state."""
     foreign = next((JobId(job) for job in jobs if job != member.job), None)
     known = turn.desk.leftovers.get(member.peer)
+    if foreign is None and known is None:
+        return
     leftovers = without_entry(turn.desk.leftovers, member.peer)
     if foreign is not None:
         if known is None or known.job != foreign:
@@ -122,13 +128,13 @@ def _check_leftovers(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
 
 
 def _check_dismissed(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
-    """A job whose driver ended it while this broker was away has let its members go, and nobody reports its end.
+    """End a job whose driver ended it while this broker was away, so that no report of its end comes.
 
-    It is over once its driver is out of touch and no member present has held anything of it for `clear_s`. A driver
-    that crashed lets nobody go: its members hold their stages for its return.
-    """
+    The job is over once its driver is out of touch and no member present has held anything of it for `clear_s`. Members
+    of a driver that crashed keep their stages for its return."""
     if member.job is None or member.job in jobs:
-        turn.keep(dismissed=without_entry(turn.desk.dismissed, member.peer))
+        if member.peer in turn.desk.dismissed:
+            turn.keep(dismissed=without_entry(turn.desk.dismissed, member.peer))
         return
     since_s = turn.desk.dismissed.get(member.peer, turn.now_s)
     turn.keep(dismissed=with_entry(turn.desk.dismissed, member.peer, since_s))
@@ -146,7 +152,7 @@ def _clear_s(turn: Turn, job: JobId) -> float:
 
 
 def leave(turn: Turn, request: AskLeave) -> None:
-    """From the peer's process itself, or from another program of its machine's owner; then the process is told."""
+    """Drain or remove a member. If another program of the machine's owner asks, the peer's process gets a notice."""
     member = turn.member(request.peer)
     link = turn.desk.links.get(request.peer)
     match member.phase:
@@ -167,7 +173,7 @@ def leave(turn: Turn, request: AskLeave) -> None:
 
 
 def disconnect(turn: Turn, request: Disconnected) -> None:
-    """Nobody is lost by a broken connection: the lease runs on, and the job waits for its driver."""
+    """Forget a broken connection. Leases run on, and a job waits for its driver."""
     turn.desk = replace(
         turn.desk,
         links={peer: link for peer, link in turn.desk.links.items() if link != request.connection},
@@ -182,7 +188,7 @@ def disconnect(turn: Turn, request: Disconnected) -> None:
             )
 
 
-def tick(turn: Turn) -> None:
+def tick(turn: Turn, _request: Tick) -> None:
     for peer, lease in turn.desk.leases.items():
         aged, _ = LEASE.advance(lease, Elapsed(turn.now_s))
         if aged.phase == "expired":
@@ -193,7 +199,7 @@ def tick(turn: Turn) -> None:
             continue
         job = turn.pool.jobs[name]
         if job.phase == "stopping":
-            # Nobody is there to end it in order; waiting on would keep its members from all other work.
+            # No driver is there to end it in order; waiting on would keep its members from all other work.
             turn.fail(job, "stopped while nobody attended to it")
         elif job.attended:
             turn.record(events.JobUnattended(at_s=turn.wall_s, job=name, reason="its driver is out of touch"))
@@ -207,13 +213,13 @@ def tick(turn: Turn) -> None:
 
 
 def _is_driven(turn: Turn, name: JobId) -> bool:
-    """Whether a member holds something of the job: it drops that soon after its driver's connection has ended, so the
-    driver is there and only its way to this broker is not."""
+    """Return whether a member holds state of the job. Members drop it soon after their driver's connection has ended,
+    so the driver is present and only its connection to this broker is not."""
     there = (one.peer for one in turn.pool.members_of(name) if one.phase in PRESENT)
     return any(peer not in turn.desk.dismissed for peer in there)
 
 
-def restart_leases(turn: Turn) -> None:
+def restart_leases(turn: Turn, _request: Stalled) -> None:
     fresh = recovered(turn.rules, turn.pool, turn.now_s)
     waits = {name: wait for name, wait in fresh.waits.items() if name in turn.desk.waits}
     turn.desk = replace(turn.desk, leases=fresh.leases, waits=waits)

@@ -1,7 +1,7 @@
-"""What the broker's desk is asked, and what it commands. Decides names only.
+"""The vocabulary of the broker's decisions: requests, commands and refusals.
 
-A request names its sender as the transport authenticated it, and the connection it came by (a number the shell gives).
-Neighbours: `decisions` decides, `broker.service` makes requests of messages and performs commands.
+A request names its sender as authenticated by the transport, and its connection by the number that the shell gave it.
+`decisions` decides, `broker.service` makes requests of messages and performs commands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REASON_LENGTH: Final = 2000
 
 
 class Refusal(Exception):
-    """Raised where a request turns out not to fit; it becomes the `Refused` that the sender gets."""
+    """Raised for a request that does not fit. The sender gets `message`."""
 
     def __init__(self, code: RefusalCode, reason: str) -> None:
         super().__init__(reason)
@@ -26,7 +26,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Enrol:
-    """A stranger shows an invitation. `digest`: SHA-256 of the token, hex. `peer` follows from the key it names."""
+    """A stranger shows an invitation. `digest`: SHA-256 of the token, hex. `peer` is computed from the key it names."""
 
     digest: str
     peer: PeerId
@@ -53,7 +53,7 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """`jobs`: those the process holds anything of."""
+    """A heartbeat. `jobs`: jobs of which the process holds state."""
 
     peer: PeerId
     connection: int
@@ -100,7 +100,7 @@ class StopJob:
 
 @dataclass(frozen=True, slots=True)
 class Invite:
-    """`digest` of a token the shell has just drawn."""
+    """`digest`: SHA-256 of a token that the shell has just drawn."""
 
     sender: PeerId
     digest: str
@@ -115,12 +115,12 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Some deadline may have passed."""
+    """A deadline may have passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """The broker itself was not running for a while: nobody's silence counts."""
+    """The broker itself was suspended for a while, so no member's silence counts."""
 
 
 Request = (
@@ -141,14 +141,14 @@ Request = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Send this to whoever asked."""
+    """Send this message to the sender of the request."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Send this on a connection that did not ask."""
+    """Send this message on another connection."""
 
     connection: int
     message: Message
@@ -163,7 +163,7 @@ class Certify:
 
 @dataclass(frozen=True, slots=True)
 class IssueTickets:
-    """Answer with the job's plan at its version and fresh tickets for everybody in it."""
+    """Answer with the job's plan at its version and new tickets for all its members."""
 
     job: JobId
     version: int

@@ -1,8 +1,8 @@
-"""The broker's desk: the journalled pool and beside it what a restart may forget. Decides nothing by itself.
+"""The broker's state: the journalled pool, and beside it what a restart may forget.
 
-Forgotten by a restart: leases, connections, progress within a phase. After one, everybody present has one lease of
-grace, and so has every job for its driver to be heard (`recovered`). Neighbours: `decisions` changes a desk, `views`
-shows it, `pool` is the part that is journalled.
+Leases, connections and progress within a phase are forgotten by a restart. After it, each member that was present and
+each live job gets one lease of grace (`recovered`). `decisions` changes the state, `views` shows it, `pool` is the
+journalled part.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ PRESENT: Final = ("idle", "active", "draining")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeskRules:
-    """Durations and caps. Defaults are the measured ones of the timers: a lease of four heartbeats."""
+    """Durations and limits. By default a lease lasts four heartbeats."""
 
     pool: str
     broker: PeerId
-    """The identity of the broker's owner: may stop any job and invite."""
+    """Identity of the broker's owner, which may stop any job and invite."""
     inviters: frozenset[PeerId] = frozenset()
-    """Members that may invite besides."""
+    """Other members that may invite."""
     lease_s: float = 12.0
     heartbeat_s: float = 3.0
     unattended_s: float = 120.0
-    """How long a job may stay without its driver before it is given up."""
+    """Seconds without its driver after which a job is given up."""
     losses_before_rest: int = 5
-    """A machine lost so often within `loss_window_s` is given no new work for `rest_s`; 0: it never rests."""
+    """Losses within `loss_window_s` after which a machine gets no new work for `rest_s`; 0: no limit."""
     loss_window_s: float = 600.0
     rest_s: float = 300.0
     clear_s: float = 30.0
-    """How long a member may still hold what it had of a job that went on without it, before it is told to clear."""
+    """Seconds for which a member may hold state of a job that went on without it. Then it must clear that state."""
     clear_ended_s: float = 2.0
-    """The same for a job that has ended: its driver does not come back for anything."""
+    """The same for a job that has ended, whose state no driver will need again."""
     max_members: int = 2_000
-    """Limit on members that are present or expected to come; departed ones do not count. A heartbeat costs the broker
-    some 0.3 ms of processor time, most of it in TLS and the event loop (`benchmarks/heartbeats.py`)."""
+    """Limit on members that are present or expected to come; departed ones do not count. At this number heartbeats take
+    about a tenth of a core of the broker (`benchmarks/heartbeats.py`)."""
     max_live_jobs: int = 1_000
     max_invitations: int = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A member still holds something of `job`, which has no part for it any more; first heard at `since_s`."""
+    """A member still holds state of `job`, in which it has no part any more. First reported at `since_s`."""
 
     job: JobId
     since_s: float
@@ -63,22 +63,22 @@ class Desk:
     rules: DeskRules
     pool: Pool
     leases: Mapping[PeerId, Lease] = field(default_factory=dict[PeerId, Lease])
-    """Of every member that is present."""
+    """Lease of each member that is present."""
     waits: Mapping[JobId, Lease] = field(default_factory=dict[JobId, Lease])
-    """Of every live job without a driver's connection: first `lease_s` of grace, then `unattended_s`."""
+    """For each live job without a driver's connection: first `lease_s` of grace, then `unattended_s`."""
     links: Mapping[PeerId, int] = field(default_factory=dict[PeerId, int])
     drivers: Mapping[JobId, int] = field(default_factory=dict[JobId, int])
     progress: Mapping[JobId, int] = field(default_factory=dict[JobId, int])
     leftovers: Mapping[PeerId, Leftover] = field(default_factory=dict[PeerId, Leftover])
-    """By what the last heartbeat said."""
+    """Leftover state of members, by their last heartbeats."""
     dismissed: Mapping[PeerId, float] = field(default_factory=dict[PeerId, float])
-    """Members with a part in a job that, by their heartbeats, hold nothing of it; since when (`Tick`'s clock)."""
+    """Members with a part in a job that, by their heartbeats, hold no state of it -> since when (monotonic)."""
     next_deadline_s: float | None = None
-    """When to call `Tick`, on the monotonic clock; None while nothing is waited for. No lease ends sooner. Heartbeats
-    leave it as it is although they renew a lease: searching all leases at each would cost 0.8 ms with 1,000 members."""
+    """Time of the next `Tick`, on the monotonic clock; None if no lease runs. No lease ends sooner. Heartbeats leave it
+    unchanged although they renew a lease, because searching 1,000 leases at each would take 0.8 ms."""
 
     def with_deadline(self) -> Desk:
-        """This desk with `next_deadline_s` as its leases have it now; looks at all of them."""
+        """Return this state with `next_deadline_s` computed from all leases."""
         ends_s = (lease.expires_at_s for leases in (self.leases, self.waits) for lease in leases.values())
         return replace(self, next_deadline_s=min(ends_s, default=None))
 
@@ -89,7 +89,8 @@ class Desk:
         return member.phase in PRESENT and member.peer in self.links
 
     def rest_left_s(self, member: Member, wall_s: float) -> float:
-        """How long this machine still rests after too many losses. A wall clock set back prolongs no rest."""
+        """Return the seconds for which this machine still rests after too many losses. A wall clock set back prolongs
+        no rest."""
         rules = self.rules
         until_s = rests_until_s(
             member, losses=rules.losses_before_rest, window_s=rules.loss_window_s, rest_s=rules.rest_s
@@ -102,12 +103,12 @@ class Desk:
 class Decision:
     desk: Desk
     facts: tuple[Fact, ...]
-    """To be journalled, all or none, before anything else."""
+    """Facts to journal, all or none, before anything else is done."""
     commands: tuple[Command, ...]
 
 
 def recovered(rules: DeskRules, pool: Pool, now_s: float) -> Desk:
-    """The desk after a start: one lease of grace for every member present, and for every job to be heard of again."""
+    """Return the state after a start, with one lease of grace for each member present and for each live job."""
     return Desk(
         rules=rules,
         pool=pool,
@@ -121,6 +122,6 @@ def recovered(rules: DeskRules, pool: Pool, now_s: float) -> Desk:
 
 
 def wait_for_driver(job: Job, now_s: float, rules: DeskRules) -> Lease:
-    """How long a job is waited for: a short grace first, a long time once it counts as unattended."""
+    """Return the wait for a job's driver: short at first, long once the job counts as unattended."""
     duration_s = rules.lease_s if job.attended else rules.unattended_s
     return grant(f"wait for the driver of {job.entity}", now_s, duration_s)

@@ -1,13 +1,13 @@
-"""One decision under way: the desk so far, its facts and commands. Thrown away when the decision refuses.
+"""One decision in progress: the broker state so far, its facts and commands, and steps that several decisions share.
 
-Decides nothing; holds what several decisions do alike. Neighbours: `admission`, `presence` and `assignment` decide.
+The transaction is dropped if the decision refuses. `admission`, `presence` and `assignment` decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from fusionai.coordination.broker import events
 from fusionai.coordination.broker.events import Fact
@@ -23,12 +23,17 @@ from fusionai.coordination.broker.state import PRESENT, Desk, DeskRules
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.wire.messages import LeaveNotice
 
+LARGE: Final = 64
+"""Entries from which a table is overlaid instead of copied (chosen)."""
+OVERLAID: Final = 32
+"""Entries of an overlay after which the table is copied: about the square root of 1,000 members."""
+
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class Turn:
-    """Mutable while one request is decided, never longer."""
+    """The transaction of one request. Mutable until the request is decided."""
 
     def __init__(self, desk: Desk, now_s: float, wall_s: float) -> None:
         self.desk = desk
@@ -50,7 +55,7 @@ class Turn:
         self.facts.append(fact)
 
     def keep(self, **tables: Any) -> None:
-        """Put these tables into the desk. Copies nothing where they are the desk's own: most heartbeats change one."""
+        """Put these tables into the desk. Nothing is copied if they are the desk's own."""
         changed = {name: table for name, table in tables.items() if getattr(self.desk, name) is not table}
         if changed:
             self.desk = replace(self.desk, **changed)
@@ -75,7 +80,7 @@ class Turn:
         )
 
     def see_off(self) -> None:
-        """Members that drained and were released have left now: their processes may end."""
+        """Notify members that drained and are now released that their processes may end."""
         for peer in [peer for peer in self.desk.leases if self.pool.members[peer].phase not in PRESENT]:
             link = self.desk.links.get(peer)
             if link is not None:
@@ -83,7 +88,7 @@ class Turn:
             self.forget(peer)
 
     def dismiss(self, name: JobId) -> None:
-        """Nothing is kept in memory about a job that has ended."""
+        """Forget what is kept in memory about a job that has ended."""
         self.desk = replace(
             self.desk,
             drivers=without_entry(self.desk.drivers, name),
@@ -98,8 +103,36 @@ class Turn:
         self.dismiss(job.job)
 
 
+class _Overlaid(Mapping[K, V]):
+    """A large table with other values for a few of its keys, so that one heartbeat does not copy the leases of all
+    members."""
+
+    def __init__(self, base: Mapping[K, V], recent: Mapping[K, V]) -> None:
+        self.base = base
+        self.recent = recent
+
+    def __getitem__(self, key: K) -> V:
+        return self.recent[key] if key in self.recent else self.base[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self.base)
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+
 def with_entry(mapping: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
-    return mapping if mapping.get(key) == value else {**mapping, key: value}
+    """Return the mapping with this entry. Keys keep their order."""
+    known = mapping.get(key)
+    if known == value and known is not None:
+        return mapping
+    if known is None or len(mapping) < LARGE:
+        return {**mapping, key: value}
+    if not isinstance(mapping, _Overlaid):
+        return _Overlaid(mapping, {key: value})
+    if len(mapping.recent) < OVERLAID:
+        return _Overlaid(mapping.base, {**mapping.recent, key: value})
+    return {**mapping.base, **mapping.recent, key: value}
 
 
 def without_entry(mapping: Mapping[K, V], key: K) -> Mapping[K, V]:

@@ -1,6 +1,6 @@
-"""The desk's answers to questions: who is in the pool, which jobs there are. Decides what members see of each other.
+"""Views of the broker's state: the members of the pool and its jobs, as members see them.
 
-Neighbours: `desk` holds what is shown; `wire.messages` has the shapes.
+`state` holds what is shown, `wire.messages` defines the messages.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fusionai.wire.messages import JobList, JobView, MemberView, PoolView
 THERE: Final = ("idle", "active", "draining")
 SHOWN: Final = (*THERE, "lost")
 SILENT: Final = "silent"
-"""Shown for an idle member without a connection: its lease still runs, but it can be given nothing now."""
+"""Shown for an idle member without a connection: its lease still runs, but it can get no work now."""
 RESTING: Final = "resting"
-"""Shown for an idle member that was lost too often lately: it is given nothing until its rest is over."""
+"""Shown for an idle member that was lost too often lately: it gets no work until its rest is over."""
 
 
 def pool_view(desk: Desk, now_s: float, wall_s: float) -> PoolView:
-    """All members whose process is there or was lost, in order of arrival."""
+    """Return all members whose process is present or was lost, in order of arrival."""
     members = [member for member in desk.pool.members.values() if member.phase in SHOWN]
     return PoolView(members=tuple(member_view(desk, member, now_s, wall_s) for member in members))
 
@@ -35,7 +35,7 @@ def members_view(desk: Desk, peers: tuple[PeerId, ...], now_s: float, wall_s: fl
 
 
 def member_view(desk: Desk, member: Member, now_s: float, wall_s: float) -> MemberView:
-    """`last_heard_s` is the age of the last sign of life; 0.0 for a member that holds no lease any more."""
+    """Return the view of a member. `last_heard_s` is the age of its last sign of life; 0.0 without a lease."""
     lease, leftover = desk.leases.get(member.peer), desk.leftovers.get(member.peer)
     state, rests_s = member.phase, 0.0
     if member.phase == "idle" and not desk.reachable(member):
@@ -58,7 +58,7 @@ def member_view(desk: Desk, member: Member, now_s: float, wall_s: float) -> Memb
 
 
 def job_list(desk: Desk, name: JobId | None = None) -> JobList:
-    """Every job without its story, or the one called `name` with it (empty when there is none)."""
+    """Return all jobs without their histories, or the one called `name` with it (empty if there is none)."""
     if name is not None:
         job = desk.pool.jobs.get(name)
         return JobList(jobs=() if job is None else (_job_view(desk, job, told=True),))

@@ -4,7 +4,7 @@ Public tables mix dense and sparse speeds, and accumulation in half and in singl
 plans use only dense speeds that accumulate in fp32. Most figures are data sheet peaks: a caller multiplies them by the
 fraction reached in practice, and prefers a measured profile if there is one.
 
-This module reads no file: the entries are in `data/catalogue.toml`, which `cli.pool_file` reads. `analysis_*`
+This module reads no file: the entries are in `data/catalogue.toml`, which `cli.planning.pool_file` reads. `analysis_*`
 compare fleets of catalogue devices; the description of a hypothetical pool names devices of the catalogue.
 """
 

@@ -11,11 +11,12 @@ until no machine is used more often than it exists. Machines without a path shor
 from the box. The box with the least bound is divided next. Equal machines form one kind, with as many uses as machines.
 
 `planner` reports the gap to this bound, `solving` asks which machines a shorter step may still use, `search` prunes
-with the cost of what lies before a stage, and `kernels.relaxation` has the loops.
+with the cost of what lies before a stage, and `kernels.training_pipeline` has the loops.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
@@ -24,10 +25,10 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.scheduling.kernels.compiled import available, compiled
-from fusionai.scheduling.kernels.relaxation import Floats, Ground, Integers, arcs, before, priced, through
+from fusionai.scheduling.kernels.compiled import Floats, Integers, available, compiled
+from fusionai.scheduling.kernels.training_pipeline import Before, CostTables, KindTables, arcs, before, priced, through
 from fusionai.scheduling.problem.constraints import Limits
-from fusionai.scheduling.training.pipeline import Pipeline
+from fusionai.scheduling.training.pipeline import Pipeline, cost_tables
 
 PAIRED: Final = 72
 """Largest number of kinds for which every pair's hop is exact; above it, hops cost the least their access links
@@ -56,6 +57,14 @@ SLACK: Final = 1 - 1e-9
 """Factor on the bound: sums in another order may differ in the last bits, which must not raise the bound."""
 INTERVALS: Final = 12
 """Largest number of period intervals in the tables for a search."""
+_BY_KIND: Final = (
+    *("up", "down", "hop_up", "hop_down", "latency_s", "plain", "paired", "machines"),
+    *("last_there_s", "last_back_s", "last_latency_s"),
+)
+_COSTS_BY_KIND: Final = (
+    *("able", "speed", "away_bytes_per_s", "file_bytes_per_s", "memory_bytes", "busy_s", "commit_s"),
+)
+"""Fields of `KindTables` and of its costs that have one entry for each kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +88,6 @@ class Box:
         return self.bound_s < other.bound_s
 
 
-@dataclass(frozen=True, slots=True)
-class Before:
-    """Tables for a search: least transit before a stage, by interval of periods. See `chain_kernels.Tables`."""
-
-    periods: Floats
-    before_s: Floats
-    prices_s: Floats
-    all_s: Floats
-
-
 class Relaxation:
     """Lower bound for the pipelines within `limits`. `narrow` improves it; `bound_s` and `matter` return the
     results."""
@@ -103,7 +102,7 @@ class Relaxation:
             self._kind_of[members] = number
         self._first = np.array([members[0] for members in self._kinds], dtype=np.int64)
         self._required = np.array([bool(limits.required >> int(peer) & 1) for peer in self._first], dtype=np.bool_)
-        self._ground = _ground(pipeline, self._kinds, self._first)
+        self._tables = _tables(pipeline, self._kinds, self._first)
         self._known_s = inf
         self._boxes: list[Box] = []
         self._done: list[Box] = []
@@ -189,7 +188,7 @@ class Relaxation:
             edges = [edges[round(place * (len(edges) - 1) / INTERVALS)] for place in range(INTERVALS + 1)]
         kinds = np.array(sorted({int(self._kind_of[peer]) for peer in peers}), dtype=np.int64)
         place_of = {int(kind): place for place, kind in enumerate(kinds)}
-        ground = self._among(kinds)
+        tables = self._among(kinds)
         rows = np.array([place_of[int(self._kind_of[peer])] for peer in peers], dtype=np.int64)
         length = self._pipeline.chain.length
         count = max(len(edges) - 1, 0)
@@ -206,14 +205,14 @@ class Relaxation:
                 continue
             prices_s = self._prices_among(min(near), kinds)
             prices_s[-1] = 0.0
-            cost = compiled(arcs)(ground, self._pipeline.microbatches, high_s, inf)
+            cost = compiled(arcs)(tables, high_s, inf)
             target_s = self._known_s - self._rounds * low_s
             required = self._required[kinds]
-            compiled(priced)(ground, cost, high_s, 1, length + 1, required, prices_s, target_s, ROUNDS // 2)
-            before_s = compiled(before)(ground, cost, high_s, prices_s[:-1])
+            compiled(priced)(tables, cost, high_s, 1, length + 1, required, prices_s, target_s, ROUNDS // 2)
+            before_s = compiled(before)(tables, cost, high_s, prices_s[:-1])
             found.before_s[place] = before_s[rows]
             found.prices_s[place] = prices_s[rows]
-            found.all_s[place] = float((prices_s[:-1] * ground.room).sum())
+            found.all_s[place] = float((prices_s[:-1] * tables.machines).sum())
             self._spend(len(kinds), ROUNDS // 2)
         return found
 
@@ -261,10 +260,10 @@ class Relaxation:
         floor_s = self._rounds * box.low_s + box.low_update_s
         if floor_s >= self._known_s:
             return replace(box, bound_s=inf)
-        ground = self._among(box.kinds)
+        tables = self._among(box.kinds)
         prices_s = self._prices_among(box, box.kinds)
         target_s = self._known_s - floor_s
-        cost = compiled(arcs)(ground, self._pipeline.microbatches, box.high_s, box.high_update_s)
+        cost = compiled(arcs)(tables, box.high_s, box.high_update_s)
         rounds = ROUNDS if len(box.kinds) <= PAIRED else FEW_ROUNDS if len(box.kinds) < MANY else LEAST_ROUNDS
         if target_s == inf:
             rounds = 0  # no target to raise prices towards
@@ -272,14 +271,14 @@ class Relaxation:
         if len(box.kinds) >= MANY and rounds > 0:
             self._price_likely(box, cost, prices_s, target_s)
         transit_s, count, path, starts = compiled(priced)(
-            ground, cost, box.high_s, self._limits.fewest, self._limits.most, required, prices_s, target_s, rounds
+            tables, cost, box.high_s, self._limits.fewest, self._limits.most, required, prices_s, target_s, rounds
         )
         self._spend(len(box.kinds), rounds)
         if transit_s >= target_s:
             return replace(box, bound_s=inf)
-        back_s = float((prices_s[:-1] * ground.room).sum())
+        back_s = float((prices_s[:-1] * tables.machines).sum())
         back_s += prices_s[-1] * (self._limits.most if prices_s[-1] > 0 else self._limits.fewest)
-        whole_s = compiled(through)(ground, cost, box.high_s, prices_s[:-1] + prices_s[-1]) - back_s
+        whole_s = compiled(through)(tables, cost, box.high_s, prices_s[:-1] + prices_s[-1]) - back_s
         stays = whole_s < target_s * (1 + 1e-9)
         everyone = np.zeros(len(self._kinds) + 1)
         everyone[box.kinds] = prices_s[:-1]
@@ -299,10 +298,10 @@ class Relaxation:
         likely = self._required[box.kinds] | (prices_s[:-1] != 0)
         likely[:LIKELY] = True
         few = np.flatnonzero(likely)
-        ground, limits = self._among(box.kinds[few]), self._limits
+        tables, limits = self._among(box.kinds[few]), self._limits
         few_s = np.append(prices_s[few], prices_s[-1])
         required = self._required[box.kinds[few]]
-        compiled(priced)(ground, cost[few], box.high_s, limits.fewest, limits.most, required, few_s, target_s, ROUNDS)
+        compiled(priced)(tables, cost[few], box.high_s, limits.fewest, limits.most, required, few_s, target_s, ROUNDS)
         prices_s[few], prices_s[-1] = few_s[:-1], few_s[-1]
         self._spend(len(few), ROUNDS)
 
@@ -315,24 +314,23 @@ class Relaxation:
         stages = kinds * length * length / 2
         self.effort += stages * (2 + ways) + (rounds + 2) * (stages + length * paired)
 
-    def _among(self, kinds: Integers) -> Ground:
-        ground = self._ground
-        return _chosen(self._pipeline, ground, self._first, kinds)
+    def _among(self, kinds: Integers) -> KindTables:
+        return _chosen(self._pipeline, self._tables, self._first, kinds)
 
     def _longest_s(self) -> float:
         """Return a period in seconds that no stage exceeds."""
-        ground = self._ground
-        slowest = float(ground.speed.min())
-        seconds = float(ground.flops.max()) / slowest + float(ground.read_bytes.max() / ground.away_bytes_per_s.min())
-        width = min(float(ground.up.min()), float(ground.down.min()))
-        crossing = float((ground.forward_bytes + ground.gradient_bytes).max()) / width
-        whole_s = seconds + crossing + float(ground.latency_s.max()) + float(ground.last_latency_s.max())
-        return (whole_s + float(ground.tail_s)) * self._pipeline.chain.length * 2
+        tables, costs = self._tables, self._tables.costs
+        slowest = float(costs.speed.min())
+        seconds = float(costs.flops.max()) / slowest + float(costs.read_bytes.max() / costs.away_bytes_per_s.min())
+        width = min(float(tables.up.min()), float(tables.down.min()))
+        crossing = float((tables.forward_bytes + tables.gradient_bytes).max()) / width
+        whole_s = seconds + crossing + float(tables.latency_s.max()) + float(tables.last_latency_s.max())
+        return (whole_s + float(tables.tail_s)) * self._pipeline.chain.length * 2
 
     def _longest_update_s(self) -> float:
-        ground = self._ground
-        return float(ground.slot_bytes.max() / ground.file_bytes_per_s.min()) + float(
-            ground.trained_bytes.max() / ground.away_bytes_per_s.min()
+        costs = self._tables.costs
+        return float(costs.slot_bytes.max() / costs.file_bytes_per_s.min()) + float(
+            costs.trained_bytes.max() / costs.away_bytes_per_s.min()
         )
 
 
@@ -345,51 +343,38 @@ def _kinds(pipeline: Pipeline, limits: Limits) -> list[list[int]]:
     return list(found.values())
 
 
-def _ground(pipeline: Pipeline, kinds: list[list[int]], first: Integers) -> Ground:
-    """Return the arrays of all kinds, without the pairwise arrays."""
-    tables, chain, owner = pipeline.tables, pipeline.chain, pipeline.owner
+def _tables(pipeline: Pipeline, kinds: list[list[int]], first: Integers) -> KindTables:
+    """Return the arrays of all kinds, without the pairwise arrays. `first`: the first peer of each kind."""
+    chain, owner, peers = pipeline.chain, pipeline.owner, [int(peer) for peer in first]
     forward, gradient = np.array(chain.forward_bytes), np.array(chain.gradient_bytes)
     length = chain.length
     there_s, back_s, latency_s = (np.zeros(len(kinds)) for _ in range(3))
     if pipeline.loss is None:
         forward[length] = gradient[length] = 0.0
     else:
-        for number, peer in enumerate(first):
-            there, back = pipeline.hop(int(peer), owner), pipeline.hop(owner, int(peer))
+        for number, peer in enumerate(peers):
+            there, back = pipeline.hop(peer, owner), pipeline.hop(owner, peer)
             there_s[number] = forward[length] / there.bandwidth_bytes_per_s
             back_s[number] = gradient[length] / back.bandwidth_bytes_per_s
             latency_s[number] = there.latency_s + back.latency_s
-    pinned, only, only_blocks = pipeline.pins.table(length)
-    kind_of = {peer: number for number, members in enumerate(kinds) for peer in members}
-    profiles = [pipeline.peers[int(peer)] for peer in first]
-    paired = [pipeline.has_own_links(int(peer)) for peer in first]
+    profiles = [pipeline.peers[peer] for peer in peers]
+    paired = [pipeline.has_own_links(peer) for peer in peers]
     plain = [
-        pipeline.access_only(int(peer)) or (int(peer) == pipeline.front and not own)
-        for peer, own in zip(first, paired, strict=True)
+        pipeline.access_only(peer) or (peer == pipeline.front and not own)
+        for peer, own in zip(peers, paired, strict=True)
     ]
-    return Ground(
-        flops=tables.flops,
-        read_bytes=tables.read_bytes,
-        slot_bytes=tables.slot_bytes,
-        trained_bytes=tables.trained_bytes,
-        stage_bytes=tables.resident_bytes,
-        flight_bytes=tables.flight_bytes,
-        needless=tables.needless,
-        able=np.array([pipeline.able[int(peer)] for peer in first], dtype=np.bool_),
-        speed=np.array([pipeline.pace[int(peer)] for peer in first]),
-        away_bytes_per_s=np.array([pipeline.away_bytes_per_s[int(peer)] for peer in first]),
-        file_bytes_per_s=np.array([pipeline.file_bytes_per_s[int(peer)] for peer in first]),
-        memory_bytes=np.array([pipeline.memory_bytes[int(peer)] for peer in first]),
-        busy_s=np.array([pipeline.busy_s(int(peer)) for peer in first]),
-        commit_s=np.array([pipeline.commit_s[int(peer)] for peer in first]),
-        up=np.array([pipeline.up[int(peer)] for peer in first]),
-        down=np.array([pipeline.down[int(peer)] for peer in first]),
+    costs = cost_tables(pipeline, peers)
+    kind_of = {peer: number for number, members in enumerate(kinds) for peer in members}
+    return KindTables(
+        costs=_with_pins(costs, kind_of, -1),
+        up=np.array([pipeline.up[peer] for peer in peers]),
+        down=np.array([pipeline.down[peer] for peer in peers]),
         hop_up=np.array([one.uplink.bandwidth_bytes_per_s for one in profiles]),
         hop_down=np.array([one.downlink.bandwidth_bytes_per_s for one in profiles]),
         latency_s=np.array([one.uplink.latency_s + one.downlink.latency_s for one in profiles]),
         plain=np.array(plain, dtype=np.bool_),
         paired=np.array(paired, dtype=np.bool_),
-        room=np.array([len(members) for members in kinds], dtype=np.int64),
+        machines=np.array([len(members) for members in kinds], dtype=np.int64),
         bandwidth=np.zeros((0, 0)),
         hop_latency_s=np.zeros((0, 0)),
         last_there_s=there_s,
@@ -397,57 +382,33 @@ def _ground(pipeline: Pipeline, kinds: list[list[int]], first: Integers) -> Grou
         last_latency_s=latency_s,
         forward_bytes=forward,
         gradient_bytes=gradient,
-        pinned=np.array([kind_of.get(peer, -1) for peer in pinned], dtype=np.int64),
-        only=kind_of.get(only, -1),
-        only_blocks=only_blocks,
-        tails=pipeline.tail.stages,
         tail_s=pipeline.tail.transit_s,
     )
 
 
-def _chosen(pipeline: Pipeline, ground: Ground, first: Integers, kinds: Integers) -> Ground:
+def _with_pins(costs: CostTables, place_of: Mapping[int, int], absent: int) -> CostTables:
+    """Return `costs` with renumbered machines in its pins; `absent` stands for a machine without a new number."""
+    pinned = [-1 if one < 0 else place_of.get(int(one), absent) for one in costs.pinned]
+    return costs._replace(pinned=np.array(pinned, dtype=np.int64), only=place_of.get(costs.only, -1))
+
+
+def _chosen(pipeline: Pipeline, tables: KindTables, first: Integers, kinds: Integers) -> KindTables:
     """Return the arrays of some kinds, with pairwise arrays if there are at most `PAIRED` kinds."""
-    hop_up, hop_down, latency_s = ground.hop_up[kinds], ground.hop_down[kinds], ground.latency_s[kinds]
-    bandwidth = hop_latency_s = np.zeros((0, 0))
-    paired = ground.paired[kinds]
-    if len(kinds) <= PAIRED:
-        peers = [int(first[kind]) for kind in kinds]
-        bandwidth = np.minimum(hop_up[:, None], hop_down[None, :])
-        hop_latency_s = latency_s[:, None] + latency_s[None, :]
-        for one in np.flatnonzero(paired):
-            for other in range(len(kinds)):
-                if one != other:
-                    there, back = pipeline.hop(peers[one], peers[other]), pipeline.hop(peers[other], peers[one])
-                    bandwidth[one, other] = there.bandwidth_bytes_per_s
-                    bandwidth[other, one] = back.bandwidth_bytes_per_s
-                    hop_latency_s[one, other] = hop_latency_s[other, one] = there.latency_s + back.latency_s
-    else:
-        hop_up[paired] = hop_down[paired] = inf
-        latency_s[paired] = 0.0
-    place_of = {int(kind): place for place, kind in enumerate(kinds)}
-    return ground._replace(
-        able=ground.able[kinds],
-        speed=ground.speed[kinds],
-        away_bytes_per_s=ground.away_bytes_per_s[kinds],
-        file_bytes_per_s=ground.file_bytes_per_s[kinds],
-        memory_bytes=ground.memory_bytes[kinds],
-        busy_s=ground.busy_s[kinds],
-        commit_s=ground.commit_s[kinds],
-        up=ground.up[kinds],
-        down=ground.down[kinds],
-        hop_up=hop_up,
-        hop_down=hop_down,
-        latency_s=latency_s,
-        plain=ground.plain[kinds],
-        paired=paired,
-        room=ground.room[kinds],
-        bandwidth=bandwidth,
-        hop_latency_s=hop_latency_s,
-        last_there_s=ground.last_there_s[kinds],
-        last_back_s=ground.last_back_s[kinds],
-        last_latency_s=ground.last_latency_s[kinds],
-        pinned=np.array([-1 if kind < 0 else place_of.get(int(kind), -2) for kind in ground.pinned], dtype=np.int64)
-        if ground.pinned.shape[0]
-        else ground.pinned,
-        only=place_of.get(ground.only, -1),
-    )
+    chosen = tables._replace(**{name: getattr(tables, name)[kinds] for name in _BY_KIND})
+    costs = tables.costs._replace(**{name: getattr(tables.costs, name)[kinds] for name in _COSTS_BY_KIND})
+    chosen = chosen._replace(costs=_with_pins(costs, {int(kind): place for place, kind in enumerate(kinds)}, -2))
+    if len(kinds) > PAIRED:
+        chosen.hop_up[chosen.paired] = chosen.hop_down[chosen.paired] = inf
+        chosen.latency_s[chosen.paired] = 0.0
+        return chosen
+    peers = [int(first[kind]) for kind in kinds]
+    bandwidth = np.minimum(chosen.hop_up[:, None], chosen.hop_down[None, :])
+    latency_s = chosen.latency_s[:, None] + chosen.latency_s[None, :]
+    for one in np.flatnonzero(chosen.paired):
+        for other in range(len(kinds)):
+            if one != other:
+                there, back = pipeline.hop(peers[one], peers[other]), pipeline.hop(peers[other], peers[one])
+                bandwidth[one, other] = there.bandwidth_bytes_per_s
+                bandwidth[other, one] = back.bandwidth_bytes_per_s
+                latency_s[one, other] = latency_s[other, one] = there.latency_s + back.latency_s
+    return chosen._replace(bandwidth=bandwidth, hop_latency_s=latency_s)

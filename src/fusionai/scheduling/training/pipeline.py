@@ -29,6 +29,9 @@ from itertools import pairwise
 from math import ceil, floor
 from typing import Final, NamedTuple
 
+import numpy as np
+
+from fusionai.scheduling.kernels.training_pipeline import CostTables
 from fusionai.scheduling.problem.chain import Chain, stage_tables
 from fusionai.scheduling.problem.constraints import Pins
 from fusionai.scheduling.problem.embedding_and_head import ends_of, front_of, tail_chain
@@ -407,6 +410,33 @@ class Pipeline:
                 kept = held if index == self.front else min(held, LOSS_IN_FLIGHT)
                 self.memory_bytes[index] -= self.loss_bytes(min(kept, self.microbatches))
         return Suffix(end, self.owner, 1, compute_s, compute_s, 0.0, 0.0, held, compute_s, None)
+
+
+def cost_tables(pipeline: Pipeline, peers: Sequence[int]) -> CostTables:
+    """Return the costs of stages on `peers` as arrays. Pins name peers by their number in `pipeline`."""
+    stages = pipeline.tables
+    pinned, only, only_blocks = pipeline.pins.table(pipeline.chain.length)
+    return CostTables(
+        flops=stages.flops,
+        read_bytes=stages.read_bytes,
+        slot_bytes=stages.slot_bytes,
+        trained_bytes=stages.trained_bytes,
+        stage_bytes=stages.resident_bytes,
+        flight_bytes=stages.flight_bytes,
+        needless=stages.needless,
+        able=np.array([pipeline.able[peer] for peer in peers], dtype=np.bool_),
+        pinned=np.array(pinned, dtype=np.int64),
+        only=only,
+        only_blocks=only_blocks,
+        speed=np.array([pipeline.pace[peer] for peer in peers]),
+        away_bytes_per_s=np.array([pipeline.away_bytes_per_s[peer] for peer in peers]),
+        file_bytes_per_s=np.array([pipeline.file_bytes_per_s[peer] for peer in peers]),
+        memory_bytes=np.array([pipeline.memory_bytes[peer] for peer in peers]),
+        busy_s=np.array([pipeline.busy_s(peer) for peer in peers]),
+        commit_s=np.array([pipeline.commit_s[peer] for peer in peers]),
+        microbatches=pipeline.microbatches,
+        tail_stages=pipeline.tail.stages,
+    )
 
 
 def _unbeaten(suffixes: list[Suffix]) -> list[Suffix]:

@@ -13,8 +13,8 @@ filled from the last to the first with as many blocks as period and memory allow
 with noise that shrinks to zero (simulated annealing). The effort is a number of rounds, random numbers come from a
 seed, and the result carries no bound.
 
-`kernels.chain` has the loops, `pipeline` the costs, `improvement` finds the first pipeline, and `solving` decides what
-happens when the budget is spent.
+`kernels.training_pipeline` has the loops, `pipeline` the costs, `improvement` finds the first pipeline, and `solving`
+decides what happens when the budget is spent.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from typing import Final
 
 import numpy as np
 
-from fusionai.scheduling.kernels import chain as chain_kernels
-from fusionai.scheduling.kernels.chain import Integers, Labels, Tables, anneal, fill, grow, step_s
-from fusionai.scheduling.kernels.compiled import available, compiled
+from fusionai.scheduling.kernels.compiled import Integers, available, compiled
+from fusionai.scheduling.kernels.training_pipeline import Before, Labels, PeerTables, anneal, fill, grow, step_s
 from fusionai.scheduling.problem.constraints import Limits
-from fusionai.scheduling.training.bound import Before
-from fusionai.scheduling.training.pipeline import Pipeline, Suffix
+from fusionai.scheduling.training.pipeline import Pipeline, Suffix, cost_tables
 
 GLANCE_BUDGET: Final = 6_000
 """Extensions tried in plain Python before the compiled search is loaded, which takes time."""
@@ -81,32 +79,14 @@ def search(
     return _searched(pipeline, tables, limits, known, below_s, budget, fast=True)
 
 
-def chain_tables(pipeline: Pipeline, required: int = 0, before: Before | None = None) -> Tables:
+def chain_tables(pipeline: Pipeline, required: int = 0, before: Before | None = None) -> PeerTables:
     """Return the costs of `pipeline` as arrays; `required`: mask of peers that can't be exchanged with others."""
-    chain, peers, stages = pipeline.chain, pipeline.owner, pipeline.tables
-    length = chain.length
+    chain, peers, tail = pipeline.chain, pipeline.owner, pipeline.tail
     machines = len(pipeline.speed)
     hops = [[pipeline.hop(i, j) for j in range(machines)] for i in range(machines)]
-    memory_bytes = np.array(pipeline.memory_bytes[:peers])
-    pinned, only, only_blocks = pipeline.pins.table(length)
-    before = _simply_before(pipeline) if before is None else before
-    return Tables(
-        flops=stages.flops,
-        read_bytes=stages.read_bytes,
-        slot_bytes=stages.slot_bytes,
-        trained_bytes=stages.trained_bytes,
-        stage_bytes=stages.resident_bytes,
-        flight_bytes=stages.flight_bytes,
-        needless=stages.needless,
-        able=np.array(pipeline.able, dtype=np.bool_),
-        pinned=np.array(pinned, dtype=np.int64),
-        only=only,
-        only_blocks=only_blocks,
-        speed=np.array(pipeline.pace),
-        away_bytes_per_s=np.array(pipeline.away_bytes_per_s),
-        file_bytes_per_s=np.array(pipeline.file_bytes_per_s),
-        busy_s=np.array([pipeline.busy_s(peer) for peer in range(peers)]),
-        commit_s=np.array(pipeline.commit_s[:peers]),
+    costs = cost_tables(pipeline, range(peers))
+    return PeerTables(
+        costs=costs,
         bandwidth=np.array([[hop.bandwidth_bytes_per_s for hop in row] for row in hops]),
         latency_s=np.array([[hop.latency_s for hop in row] for row in hops]),
         shared=np.array([[hop.shared for hop in row] for row in hops]),
@@ -114,14 +94,11 @@ def chain_tables(pipeline: Pipeline, required: int = 0, before: Before | None = 
         down=np.array(pipeline.down),
         forward_bytes=np.array(chain.forward_bytes),
         gradient_bytes=np.array(chain.gradient_bytes),
-        least_bytes=stages.resident_bytes[:, 0, :].min(axis=0),
-        memory_bytes=memory_bytes,
-        roomiest=np.argsort(-memory_bytes, kind="stable").astype(np.int64),
+        least_bytes=costs.stage_bytes[:, 0, :].min(axis=0),
+        roomiest=np.argsort(-costs.memory_bytes, kind="stable").astype(np.int64),
         twins=np.array(twins(pipeline, required) if peers <= MOST_PEERS else [0] * peers, dtype=np.int64),
-        periods=before.periods,
-        before_s=before.before_s,
-        prices_s=before.prices_s,
-        all_s=before.all_s,
+        before=_simply_before(pipeline) if before is None else before,
+        tail=(tail.start, tail.head, tail.period_s, tail.transit_s, tail.up_s, tail.down_s, tail.update_s),
     )
 
 
@@ -150,21 +127,20 @@ def twins(pipeline: Pipeline, required: int) -> list[int]:
 
 
 def _searched(
-    pipeline: Pipeline, tables: Tables, limits: Limits, known: Suffix | None, below_s: float, budget: int, *, fast: bool
+    pipeline: Pipeline,
+    tables: PeerTables,
+    limits: Limits,
+    known: Suffix | None,
+    below_s: float,
+    budget: int,
+    *,
+    fast: bool,
 ) -> Found:
-    labels = _labels(pipeline, budget)
+    labels = _labels(tables, budget + pipeline.chain.length + 2)
     known_s = below_s if known is None else min(below_s, pipeline.step_s(known))
     run = compiled(grow) if fast else grow
     rest, peer, _, explored, complete = run(
-        tables,
-        labels,
-        pipeline.microbatches,
-        pipeline.tail.stages,
-        limits.fewest,
-        limits.most,
-        limits.required,
-        known_s,
-        budget,
+        tables, labels, limits.fewest, limits.most, limits.required, known_s, budget
     )
     if peer >= 0:
         order, cuts = [int(peer)], [0, int(labels.start[rest])]
@@ -176,35 +152,32 @@ def _searched(
     return Found(known, complete=bool(complete), explored=int(explored))
 
 
-def _labels(pipeline: Pipeline, budget: int) -> Labels:
-    # A peer's extensions are counted at once, so the last ones may exceed the budget.
-    size = budget + pipeline.chain.length + 2
-    tail = pipeline.tail
-
-    def integers() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        return np.zeros(size, dtype=np.int64)
-
-    def floats() -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        return np.zeros(size, dtype=np.float64)
-
-    labels = Labels(
-        mask=integers(),
-        head=integers(),
-        start=integers(),
-        period_s=floats(),
-        transit_s=floats(),
-        up_s=floats(),
-        down_s=floats(),
-        update_s=floats(),
-        rest=integers(),
-        after=integers(),
+def _labels(tables: PeerTables, size: int) -> Labels:
+    """Return `size` labels, the first of them the tail: a peer's extensions are counted at once, so the last ones may
+    exceed the budget."""
+    integers = [np.zeros(size, dtype=np.int64) for _ in range(5)]
+    floats = [np.zeros(size, dtype=np.float64) for _ in range(5)]
+    mask, head, start, rest, after = integers
+    period_s, transit_s, up_s, down_s, update_s = floats
+    start[0], head[0] = tables.tail[:2]
+    for array, value in zip(floats, tables.tail[2:], strict=True):
+        array[0] = value
+    return Labels(
+        mask=mask,
+        head=head,
+        start=start,
+        period_s=period_s,
+        transit_s=transit_s,
+        up_s=up_s,
+        down_s=down_s,
+        update_s=update_s,
+        rest=rest,
+        after=after,
         beaten=np.zeros(size, dtype=np.bool_),
         first=np.zeros(2 * size + 1, dtype=np.int64),
+        heads=len(tables.twins),
+        cuts=len(tables.forward_bytes),
     )
-    labels.head[0], labels.start[0] = tail.head, tail.start
-    labels.period_s[0], labels.transit_s[0], labels.up_s[0], labels.down_s[0] = tail[3:7]
-    labels.update_s[0] = tail.update_s
-    return labels
 
 
 ROUNDS: Final = 40_000
@@ -240,10 +213,8 @@ def annealed(
     if not available():
         rounds = min(rounds, SLOW_ROUNDS)
     tables = chain_tables(pipeline, limits.required)
-    tail = pipeline.tail
-    end = (tail.start, tail.head, tail.period_s, tail.transit_s, tail.up_s, tail.down_s, tail.update_s)
     required = np.array([bool(limits.required >> peer & 1) for peer in range(pipeline.owner)], dtype=np.bool_)
-    guesses = list(_guesses(pipeline, tables, end, limits)) if afresh else []
+    guesses = list(_guesses(pipeline, tables, limits)) if afresh else []
     looked_at = len(guesses)
     guesses += [_written(pipeline, one) for one in (*others, *([] if known is None else [known]))]
     guesses = sorted(_distinct(guesses), key=lambda one: one.step_s)[:STARTS]
@@ -251,8 +222,8 @@ def annealed(
     for turn, guess in enumerate(guesses):
         order, cuts = guess.order.copy(), guess.cuts.copy()
         count, found_s = compiled(anneal)(
-            tables, end, pipeline.microbatches, tail.stages, limits.fewest, limits.most, required, order, cuts,
-            guess.count, rounds // len(guesses), HEATS[turn % len(HEATS)], seed * STARTS + turn,
+            tables, limits.fewest, limits.most, required, order, cuts, guess.count, rounds // len(guesses),
+            HEATS[turn % len(HEATS)], seed * STARTS + turn,
         )  # fmt: skip
         looked_at += rounds // len(guesses)
         if found_s < best_s:
@@ -261,22 +232,23 @@ def annealed(
     return best, looked_at
 
 
-def _guesses(pipeline: Pipeline, tables: Tables, end: chain_kernels.Suffix, limits: Limits) -> Iterator[_Guess]:
-    """Pipelines that fit and use every required peer."""
-    peers = pipeline.owner
-    stages = pipeline.tail.stages
+def _guesses(pipeline: Pipeline, tables: PeerTables, limits: Limits) -> Iterator[_Guess]:
+    """Yield pipelines that fit and use every required peer."""
     for ranked in _rankings(pipeline, limits):
         for period_s in _periods(pipeline, limits):
-            order, cuts = np.zeros(peers, dtype=np.int64), np.zeros(peers + 1, dtype=np.int64)
-            count = compiled(fill)(
-                tables, end, pipeline.microbatches, stages, ranked, period_s, limits.most, order, cuts
-            )  # fmt: skip
+            order, cuts = _empty(pipeline)
+            count = int(compiled(fill)(tables, ranked, period_s, limits.most, order, cuts))
             used = sum(1 << int(peer) for peer in order[:count])
             if count < max(limits.fewest, 1) or limits.required & ~used:
                 continue
-            seconds = compiled(step_s)(tables, end, pipeline.microbatches, stages, order, cuts, count, np.inf)
+            seconds = compiled(step_s)(tables, order, cuts, count, np.inf)
             if seconds < np.inf:
-                yield _Guess(float(seconds), order, cuts, int(count))
+                yield _Guess(float(seconds), order, cuts, count)
+
+
+def _empty(pipeline: Pipeline) -> tuple[Integers, Integers]:
+    """Return room for an order of peers and its cuts."""
+    return np.zeros(pipeline.owner, dtype=np.int64), np.zeros(pipeline.owner + 1, dtype=np.int64)
 
 
 def _rankings(pipeline: Pipeline, limits: Limits) -> Iterator[Integers]:
@@ -309,7 +281,7 @@ def _periods(pipeline: Pipeline, limits: Limits) -> list[float]:
 
 def _written(pipeline: Pipeline, known: Suffix) -> _Guess:
     pool = list(pipeline.pool_stages(known))
-    order, cuts = np.zeros(pipeline.owner, dtype=np.int64), np.zeros(pipeline.owner + 1, dtype=np.int64)
+    order, cuts = _empty(pipeline)
     order[: len(pool)] = [stage.head for stage in pool]
     cuts[: len(pool) + 1] = [*(stage.start for stage in pool), pipeline.chain.length]
     return _Guess(pipeline.step_s(known), order, cuts, len(pool))

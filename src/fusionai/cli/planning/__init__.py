@@ -1,0 +1,1 @@
+"""Commands about pools on paper: `fusion plan`, `fusion simulate`, `fusion analyze`. They start nothing."""

@@ -1,0 +1,200 @@
+"""`fusion analyze`: compares many small machines on home links with a few large ones in one box.
+
+Prints tables and writes the HTML, CSV and JSON files. `scheduling.analysis.cases` computes the figures,
+`dashboard.analysis_page` lays out the page, `cli.planning.pool_file` reads the devices.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import click
+
+from fusionai.cli import console
+from fusionai.cli.options import json_option, write_json
+from fusionai.cli.planning.pool_file import catalogue_option, read_catalogue, shipped_catalogue
+from fusionai.primitives.errors import UsageError
+from fusionai.scheduling.analysis.cases import Cell, Comparison, compare
+from fusionai.scheduling.analysis.catalogue import Catalogue
+from fusionai.scheduling.analysis.closed_form import PipelineTerms
+from fusionai.scheduling.analysis.fleets import Assumptions, Fleet, Misfit, Outcome
+from fusionai.storage.atomic import write_atomic
+
+FLEET: Final = "50 x RTX 3080"
+REFERENCES: Final = ("4 x H100 SXM", "4 x H100 PCIe")
+MOST_MACHINES: Final = 10_000
+
+_FLEET: Final = re.compile(r"^\s*(?P<count>\d{1,9})\s*x\s+(?P<device>\S.*?)\s*$", re.IGNORECASE)
+
+
+@click.command()
+@click.option(
+    "--fleet",
+    default=FLEET,
+    show_default=True,
+    metavar="'N x GPU'",
+    help="Compare this fleet, each machine on its own link.",
+)
+@click.option(
+    "--against",
+    multiple=True,
+    default=REFERENCES,
+    show_default=True,
+    metavar="'N x GPU'",
+    help="Compare it with these machines in one box. May be repeated.",
+)
+@catalogue_option
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("fusion-analysis"),
+    show_default=True,
+    help="Write analysis.html, analysis.csv and analysis.json here.",
+)
+@json_option
+def analyze(
+    fleet: str, against: tuple[str, ...], catalogue_file: Path | None, out: Path, json_file: Path | None
+) -> None:
+    """Compare many machines on home links with a few machines in one box: by default 50 RTX 3080 with 4 H100.
+
+    Covers training and serving of BERT-Large, a GPT-3 type of 24 layers, Llama-3-8B and 70B at 10 Mbit/s to 10 Gbit/s,
+    in closed form: where the fleet is as fast, what each optimisation changes, and every assumption. All figures are
+    projections; nothing is measured.
+    """
+    from fusionai.dashboard.analysis_page import render_analysis
+
+    comparisons = _comparisons(read_catalogue(catalogue_file), fleet, against)
+    show(comparisons)
+    _make(out)
+    figures = figures_of(comparisons)
+    write_json(out / "analysis.json", "analyze", figures)
+    write_atomic(out / "analysis.csv", csv_of(comparisons).encode())
+    write_atomic(out / "analysis.html", render_analysis(comparisons).encode())
+    write_json(json_file, "analyze", figures)
+    console.line(f"Written: {out / 'analysis.html'}, analysis.csv and analysis.json beside it.")
+
+
+def shipped_comparisons() -> list[Comparison]:
+    """Return the comparisons of the command without flags; `docs/analysis.md` is generated from them."""
+    return _comparisons(shipped_catalogue(), FLEET, REFERENCES)
+
+
+def show(comparisons: list[Comparison]) -> None:
+    """Print the peak figures, the effect of each optimisation on a few networks, and a summary of all cells."""
+    from fusionai.dashboard import analysis_tables as tables
+    from fusionai.dashboard.analysis_page import overall
+
+    first = comparisons[0]
+    for table in (
+        tables.peaks(first),
+        *tables.levers(first, "train", layouts=False),
+        *tables.levers(first, "decode", layouts=False),
+        tables.against(comparisons),
+    ):
+        console.table(table.headers, list(tables.lines(table)), title=table.title, right=table.right)
+        for note in table.notes:
+            console.line(note)
+        console.line()
+    console.line(overall(first))
+    console.line("All of these are projections; analysis.html has every assumption.")
+
+
+def figures_of(comparisons: list[Comparison]) -> dict[str, object]:
+    """Return what `--json` writes: every cell with the terms it was computed from, so that others can check it."""
+    known = comparisons[0].assumptions
+    return {
+        "fleet": comparisons[0].fleet.name,
+        "assumptions": {name: getattr(known, name) for name in Assumptions.__dataclass_fields__},
+        "projected": True,
+        "comparisons": [
+            {
+                "reference": one.reference.name,
+                "peaks": [
+                    {"what": p.what, "unit": p.unit, "fleet": p.ours, "reference": p.theirs, "ratio": p.ratio}
+                    for p in one.peaks
+                ],
+                "cells": [row(one, cell) | {"terms": _terms(cell)} for cell in one.cells],
+            }
+            for one in comparisons
+        ],
+    }
+
+
+def csv_of(comparisons: list[Comparison]) -> str:
+    """Return CSV text with one line per cell and reference."""
+    lines = [{"reference": one.reference.name} | row(one, cell) for one in comparisons for cell in one.cells]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: "" if value is None else value for key, value in line.items()} for line in lines)
+    return text.getvalue()
+
+
+def row(comparison: Comparison, cell: Cell) -> dict[str, object]:
+    """Return a cell as plain figures, None where the model does not fit."""
+    ours = cell.ours if isinstance(cell.ours, Outcome) else None
+    theirs = cell.theirs if isinstance(cell.theirs, Outcome) else None
+    return {
+        "task": cell.task,
+        "model": cell.model,
+        "levers": cell.levers,
+        "bandwidth_bytes_per_s": cell.bandwidth_mbit * 125_000,
+        "latency_s": cell.latency_ms / 1e3,
+        "verdict": cell.verdict,
+        "ratio": cell.ratio,
+        "tokens_per_s": ours and ours.tokens_per_s,
+        "reference_tokens_per_s": theirs and theirs.tokens_per_s,
+        "stages": ours and ours.stages,
+        "replicas": ours and ours.replicas,
+        "limit": ours and ours.limit,
+        "in_flight_bytes": ours and ours.in_flight_bytes,
+        "crowded": ours and ours.crowded,
+        "missing_bytes": cell.ours.missing_bytes if isinstance(cell.ours, Misfit) else None,
+        "joules_per_million_tokens": ours and comparison.joules_per_million_tokens("ours", ours),
+        "reference_joules_per_million_tokens": theirs and comparison.joules_per_million_tokens("theirs", theirs),
+        "usd_per_million_tokens": ours and comparison.usd_per_million_tokens("ours", ours),
+        "reference_usd_per_million_tokens": theirs and comparison.usd_per_million_tokens("theirs", theirs),
+    }
+
+
+def _comparisons(catalogue: Catalogue, fleet: str, against: Sequence[str]) -> list[Comparison]:
+    ours = _fleet(catalogue, fleet, "--fleet")
+    return [compare(ours, _fleet(catalogue, text, "--against"), Assumptions()) for text in against]
+
+
+def _terms(cell: Cell) -> dict[str, object] | None:
+    terms = cell.ours.terms if isinstance(cell.ours, Outcome) else None
+    if terms is None:
+        return None
+    plain = dict(_fields(terms))
+    if isinstance(terms, PipelineTerms):
+        return plain | {"step_s": terms.step_s, "period_s": terms.period_s, "in_flight": terms.in_flight}
+    return plain | {"round_s": terms.round_s}
+
+
+def _fields(terms: object) -> Iterator[tuple[str, object]]:
+    for name in type(terms).__dataclass_fields__:  # pyright: ignore[reportAttributeAccessIssue]
+        yield name, getattr(terms, name)
+
+
+def _fleet(catalogue: Catalogue, text: str, flag: str) -> Fleet:
+    match = _FLEET.match(text)
+    if match is None or not 1 <= int(match["count"]) <= MOST_MACHINES:
+        raise UsageError(
+            f"{flag}: expected a count of up to {MOST_MACHINES} and a GPU, such as '50 x RTX 3080'; got {text!r}."
+        )
+    return Fleet(device=catalogue.find(match["device"]), count=int(match["count"]))
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"can't write to {out}: {error.strerror}.", hint="Name another directory with --out."
+        ) from error

@@ -1,0 +1,307 @@
+"""`fusion plan`: shows how a model would be split over a pool, its speed, and whether one machine alone is faster.
+
+Turns flags into the planner's problem; `scheduling.planner` makes the plan. `capture` supplies the graph, `ir.cost` its
+costs, `cli.planning.pool_file` or the live pool the machines. `cli.planning.view` and `cli.planning.figures` present
+the result; `cli.planning.request` suggests changes if there is no plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+import click
+import msgspec
+
+from fusionai.cli.options import HowMany, home_option, json_option, lora_option, stages_option, write_json
+from fusionai.cli.planning.figures import PlanReport
+from fusionai.cli.planning.pool_file import (
+    ConstraintsTable,
+    PoolOnPaper,
+    catalogue_option,
+    read_catalogue,
+    read_pool,
+    resolve,
+)
+from fusionai.cli.planning.request import Asked, Change, captured, problem_of, what_would_fit
+from fusionai.cli.serving.options import ServingOptions, serving_options
+from fusionai.ir.schema import Graph
+from fusionai.primitives.errors import PlanError, UsageError
+from fusionai.primitives.privacy import PrivacyLevel
+from fusionai.primitives.units import format_speed
+from fusionai.scheduling.problem.calibration import paced
+from fusionai.scheduling.problem.types import Lever, Plan, Problem
+from fusionai.scheduling.standby.continuation import numerics
+from fusionai.scheduling.training import replicated
+from fusionai.wire.codecs import Compression
+
+FASTER: Final = 1.01
+"""Least speed-up without the user's constraints that gives a warning (chosen)."""
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--pool",
+    "pool_file",
+    type=click.Path(path_type=Path),
+    metavar="POOL.toml",
+    help="Plan for the machines of this file.  [default: the pool that this machine has joined]",
+)
+@click.option(
+    "--task", type=click.Choice(["train", "serve"]), default="train", show_default=True, help="Plan for this task."
+)
+@click.option("--batch", type=click.IntRange(min=1), default=8, show_default=True, help="Rows per training step.")
+@click.option(
+    "--microbatches", type=click.IntRange(min=1), default=8, show_default=True, help="Microbatches per training step."
+)
+@click.option("--sequence", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per row.")
+@click.option(
+    "--compression",
+    type=click.Choice(get_args(Compression)),
+    default="none",
+    show_default=True,
+    help="Compress activations and gradients between the stages of a training job.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="Format of a training job's matrix products. In bf16 more results depend on the cut; the plan says which.",
+)
+@lora_option
+@click.option(
+    "--recompute",
+    type=click.Choice(get_args(Lever)),
+    default="auto",
+    show_default=True,
+    help="Recompute activations in the backward pass of training stages instead of keeping them.",
+)
+@click.option(
+    "--offload",
+    type=click.Choice(get_args(Lever)),
+    default="auto",
+    show_default=True,
+    help="Keep optimizer state in files on the stages' machines.",
+)
+@click.option(
+    "--offload-weights",
+    type=click.Choice(get_args(Lever)),
+    default="auto",
+    show_default=True,
+    help="Keep weights in files on the stages' machines until a block needs them.",
+)
+@click.option(
+    "--replicas",
+    type=HowMany(),
+    default="1",
+    show_default=True,
+    metavar="N|auto",
+    help="Split each training step over N pipelines that sum their gradients; auto: the fastest number.",
+)
+@stages_option
+@click.option("--spares", type=click.IntRange(min=0), help="Keep this many peers free as spares.")
+@click.option("--require", multiple=True, metavar="PEER", help="Use this peer. May be repeated.")
+@click.option("--exclude", multiple=True, metavar="PEER", help="Don't use this peer. May be repeated.")
+@serving_options
+@click.option(
+    "--least-speed",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="TOKENS/S",
+    help="With --task serve: least speed of a session in the estimate for several pipelines.  [default: half of what a "
+    "single session gets]",
+)
+@click.option(
+    "--takeover",
+    type=click.Choice(["any", "exact", "tolerant"]),
+    default="any",
+    show_default=True,
+    help="Allow warm standbys with other numerics, which would continue with slightly different results; `exact`: "
+    "never.",
+)
+@click.option(
+    "--picture",
+    "picture_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.svg",
+    help="Also draw the plan into this file, and the estimated layout with replicas into FILE-replicas.svg.",
+)
+@catalogue_option
+@home_option
+@json_option
+def plan(
+    model: str,
+    pool_file: Path | None,
+    task: Literal["train", "serve"],
+    stages: int | None,
+    spares: int | None,
+    require: tuple[str, ...],
+    exclude: tuple[str, ...],
+    served: ServingOptions,
+    least_speed: float | None,
+    takeover: Literal["any", "exact", "tolerant"],
+    picture_file: Path | None,
+    catalogue_file: Path | None,
+    home: Path,
+    json_file: Path | None,
+    **of_training: Any,
+) -> None:
+    """Show how MODEL would be split over this machine's pool, or over the machines of POOL.toml, and how fast it would
+    run. Nothing is started.
+
+    MODEL: a configuration file (.json), a directory in Hugging Face layout, a hub id, or module:function.
+    """
+    _check_flags(task, of_training)
+    if picture_file is not None and picture_file.suffix != ".svg":
+        raise UsageError(f"--picture: expected a name that ends in .svg, got {picture_file.name}.")
+    if catalogue_file is not None and pool_file is None:
+        raise UsageError("--catalogue needs --pool POOL.toml: the machines of a live pool are measured.")
+    catalogue = read_catalogue(catalogue_file)
+    if pool_file is not None:
+        pool = read_pool(pool_file, catalogue)
+    else:
+        from fusionai.cli.pool.session import pool_profiles
+
+        pool = pool_profiles(home, trusted=served.privacy == "trusted")
+    asked = Asked(
+        task=task,
+        constraints=_constraints(pool, stages, spares, require, exclude),
+        takeover=numerics(takeover),
+        served=served,
+        privacy=_level(served, pool),
+        **of_training,
+    )
+    graph = captured(model, asked, home)
+    problem = paced(problem_of(graph, pool, asked))
+    found = _planned(problem, graph, pool, asked)
+    problem = replicated.with_replicas(problem, found.replicas)
+    found = msgspec.structs.replace(
+        found,
+        warnings=(*found.warnings, *_constraint_warnings(found, problem)),
+        excluded=(*found.excluded, *pool.absent),
+    )
+    report = PlanReport.of(found, problem, graph, pool, asked, least_speed)
+    report.show()
+    if picture_file is not None:
+        report.draw(picture_file)
+    write_json(json_file, "plan", report.figures())
+
+
+_ONLY_IN_TRAINING: Final = {
+    "compression": "none",
+    "recompute": "auto",
+    "offload": "auto",
+    "offload_weights": "auto",
+    "precision": "fp32",
+    "lora": None,
+    "replicas": 1,
+}
+"""Flags that have no meaning with --task serve, with their defaults."""
+
+
+def _check_flags(task: Literal["train", "serve"], flags: Mapping[str, object]) -> None:
+    """Raise `UsageError` for flags of a training job that contradict each other or the task."""
+    batch, microbatches = flags["batch"], flags["microbatches"]
+    assert isinstance(batch, int)
+    assert isinstance(microbatches, int)
+    if batch % microbatches:
+        raise UsageError(
+            f"--batch {batch} is not divisible into {microbatches} equal microbatches (--microbatches).",
+            hint="Choose a batch that is a multiple of the number of microbatches.",
+        )
+    for name, default in _ONLY_IN_TRAINING.items():
+        if task == "serve" and flags[name] != default:
+            flag = f"--{name.replace('_', '-')}"
+            instead = "Use --weights for a served model." if name == "precision" else f"Leave {flag} out."
+            raise UsageError(f"{flag} is for --task train.", hint=instead)
+    if flags["offload_weights"] == "always" and flags["recompute"] == "never":
+        raise UsageError(
+            "--offload-weights always needs recomputed activations, but --recompute is never.",
+            hint="Use --recompute auto or always.",
+        )
+
+
+def _level(served: ServingOptions, pool: PoolOnPaper) -> PrivacyLevel:
+    """Return the privacy level asked for. Without one, embedding and head stay with the owner, unless the pool's file
+    does not describe the owner's machine or places feed or loss in the pool."""
+    apart = pool.owner is None or "pool" in (pool.constraints.loss, pool.constraints.feed)
+    return served.privacy if served.asked is not None or not apart else "encrypted"
+
+
+def _planned(problem: Problem, graph: Graph, pool: PoolOnPaper, asked: Asked) -> Plan:
+    """Return the plan. Raises `PlanError`, with the changes that would give a plan if there are any."""
+    try:
+        return replicated.plan(problem)
+    except PlanError as refusal:
+        changes = what_would_fit(problem, list(_smaller(graph, pool, asked)))
+        absent = f" Not connected: {', '.join(entry.peer for entry in pool.absent)}." if pool.absent else ""
+        if not changes:
+            raise PlanError(refusal.message, hint=f"{refusal.hint or ''}{absent}".strip() or None) from refusal
+        raise PlanError(refusal.message, hint=f"There is a plan {', or '.join(changes)}.{absent}") from refusal
+
+
+def _smaller(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Iterator[Change]:
+    """Yield changes of the request that need less memory."""
+
+    def changed(words: str, smaller: Asked) -> Change:
+        return Change(words=words, problem=lambda: problem_of(graph, pool, smaller))
+
+    if asked.task == "serve":
+        for weights in ("int8", "int4"):
+            if asked.served.weights not in ("int4", weights):
+                yield changed(
+                    f"with --weights {weights}", replace(asked, served=replace(asked.served, weights=weights))
+                )
+        context = asked.served.needs(None).context_tokens // 4
+        if context >= 2:
+            shorter = replace(asked.served, context_tokens=context)
+            yield changed(f"with --context {context}", replace(asked, served=shorter))
+        return
+    if asked.recompute == "never":
+        yield changed("with --recompute auto", replace(asked, recompute="auto"))
+    if asked.offload == "never":
+        yield changed("with --offload auto", replace(asked, offload="auto"))
+    if asked.offload_weights == "never":
+        yield changed("with --offload-weights auto", replace(asked, offload_weights="auto"))
+    if asked.rows > 1:
+        yield changed(f"with --microbatches {asked.batch}", replace(asked, microbatches=asked.batch))
+    if asked.sequence > 1:
+        half = asked.sequence // 2
+        yield changed(f"with --sequence {half}", replace(asked, sequence=half))
+
+
+def _constraint_warnings(found: Plan, problem: Problem) -> Iterator[str]:
+    """Yield a warning if the plan would be faster without the user's constraints."""
+    wishes = {"required": problem.required, "pinned": problem.pinned, "spares": problem.spares_wanted}
+    asked = [name for name, given in wishes.items() if given]
+    if not asked:
+        return
+    free = replicated.plan(msgspec.structs.replace(problem, required=(), pinned={}, spares_wanted=None))
+    if free.tokens_per_s > found.tokens_per_s * FASTER:
+        used = len({stage.peer for stage in free.stages if "stage" in stage.roles})
+        without = " and ".join(f"`{name}`" for name in asked)
+        yield (
+            f"Without {without} it would be faster: {format_speed(free.tokens_per_s)} tokens/s on {used} "
+            f"{'peer' if used == 1 else 'peers'} instead of {format_speed(found.tokens_per_s)}."
+        )
+
+
+def _constraints(
+    pool: PoolOnPaper, stages: int | None, spares: int | None, require: tuple[str, ...], exclude: tuple[str, ...]
+) -> ConstraintsTable:
+    """Return the constraints of the pool file, with those of the flags added or replaced."""
+    table = pool.constraints
+    required = (*table.required, *resolve(require, pool.peers, "--require"))
+    excluded = (*table.excluded, *resolve(exclude, pool.peers, "--exclude"))
+    both = sorted(set(required) & set(excluded))
+    if both:
+        raise UsageError(f"peer {both[0]!r} is both required and excluded.")
+    return msgspec.structs.replace(
+        table,
+        required=tuple(dict.fromkeys(required)),
+        excluded=tuple(dict.fromkeys(excluded)),
+        stages=table.stages if stages is None else stages,
+        spares=table.spares if spares is None else spares,
+    )

@@ -1,0 +1,153 @@
+"""`fusion broker` runs the broker of a pool; `fusion invite` prints further invitations to it.
+
+`broker.main` runs the broker, `client` sends it requests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fusionai.cli import console
+from fusionai.cli.options import (
+    address_option,
+    home_option,
+    host_option,
+    invitation_options,
+    json_option,
+    port_option,
+    quantity,
+    write_json,
+)
+from fusionai.cli.running import lifeline_option, run_until_stopped
+from fusionai.primitives.ids import short
+from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per_s
+from fusionai.transport.trust import parse_key
+
+
+@click.command()
+@click.option("--pool", "name", help="Name of the pool.  [default: the name it already has, or `pool`]")
+@host_option
+@port_option("Listen on this TCP port; 0: any free one.", default=None, shown="4711")
+@address_option
+@invitation_options(uses=100)
+@click.option(
+    "--rest-after",
+    type=click.IntRange(0, 16),
+    default=5,
+    show_default=True,
+    help="After this many losses within 10 minutes, give a machine no new work for 5 minutes; 0: always give it work.",
+)
+@click.option(
+    "--relay/--no-relay",
+    default=True,
+    show_default=True,
+    help="Relay the encrypted traffic of machines that can't connect to each other directly.",
+)
+@click.option(
+    "--relay-limit",
+    callback=quantity(parse_rate_limit_bytes_per_s),
+    default="100Mbit",
+    show_default=True,
+    metavar="RATE",
+    help="Limit the relayed traffic between two machines, in each direction.",
+)
+@click.option(
+    "--trusted-only",
+    "trusted_only",
+    multiple=True,
+    metavar="SIGNING_KEY",
+    help="Admit only machines whose keys this signing key has endorsed. May be repeated.",
+)
+@click.option(
+    "--trust-file",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    metavar="FILE",
+    help="Admit only machines endorsed by a signing key of this trust file (`trust.json` of a home) and not revoked "
+    "in it.",
+)
+@lifeline_option
+@home_option
+@json_option
+def broker(
+    name: str | None,
+    host: str,
+    port: int | None,
+    addresses: tuple[str, ...],
+    uses: int,
+    lifetime: float,
+    rest_after: int,
+    relay: bool,
+    relay_limit: float,
+    trusted_only: tuple[str, ...],
+    trust_file: Path | None,
+    lifeline: bool,
+    home: Path,
+    json_file: Path | None,
+) -> None:
+    """Run the broker of a pool until Ctrl-C. Prints its addresses and an invitation.
+
+    Restarted with the same --home it is the same pool: members reconnect by themselves, and running jobs continue
+    while the broker is away.
+    """
+    from fusionai.broker.main import DEFAULT_PORT, Announcement, BrokerOptions, run_broker
+
+    options = BrokerOptions(
+        home=home,
+        pool=name,
+        host=host,
+        port=DEFAULT_PORT if port is None else port,
+        advertise=addresses,
+        invitation_uses=uses,
+        invitation_lifetime_s=lifetime,
+        losses_before_rest=rest_after,
+        relay_bytes_per_s=relay_limit if relay else None,
+        trusted_keys=frozenset(parse_key(text) for text in trusted_only),
+        trust_file=trust_file,
+    )
+
+    def opened(pool: Announcement) -> None:
+        write_json(
+            json_file,
+            "broker",
+            {
+                "pool": pool.pool,
+                "peer": pool.peer,
+                "addresses": pool.addresses,
+                "invitation": pool.invitation,
+                "healed": pool.healed,
+            },
+        )
+        for line in pool.healed:
+            console.line(f"Repaired: {line}")
+        console.line(f"Pool {pool.pool} is open; broker {short(pool.peer)}.")
+        if pool.members or pool.jobs:
+            console.line(f"Restored: {pool.members} members, {pool.jobs} jobs.")
+        if trusted_only or trust_file is not None:
+            console.line("Only machines whose keys are endorsed by a trusted signing key may join to lend themselves.")
+        console.line(f"Reachable at {', '.join(pool.addresses)}")
+        _print_invitation(pool.invitation, uses, lifetime)
+        console.line("Press Ctrl-C to close the pool.")
+
+    run_until_stopped(lambda stop: run_broker(options, announce=opened, stop=stop), lifeline=lifeline)
+    console.line("The pool is closed; run `fusion broker` again to reopen it.")
+
+
+@click.command()
+@invitation_options(uses=1)
+@home_option
+@json_option
+def invite(uses: int, lifetime: float, home: Path, json_file: Path | None) -> None:
+    """Print a new invitation to the pool whose broker runs on this machine. Keep it secret: it lets machines join."""
+    from fusionai.cli.pool.session import in_pool
+
+    invitation = in_pool(home, lambda session: session.invite(uses=uses, lifetime_s=lifetime))
+    write_json(json_file, "invite", {"invitation": invitation, "uses": uses, "lifetime_s": lifetime})
+    _print_invitation(invitation, uses, lifetime)
+
+
+def _print_invitation(invitation: str, uses: int, lifetime_s: float) -> None:
+    machines = "one machine" if uses == 1 else f"{uses} machines"
+    console.line(f"Invitation for {machines}, valid for {format_seconds(lifetime_s)}; keep it secret:")
+    console.line(f"  fusion join {invitation}")

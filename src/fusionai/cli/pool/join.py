@@ -1,0 +1,170 @@
+"""`fusion join`: lends this machine to a pool, or makes it one of the pool's job owners.
+
+`peer.daemon` lends the machine; `transport.enrolment` exchanges the invitation for a certificate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from fusionai.backends.registry import BACKENDS
+from fusionai.cli import console
+from fusionai.cli.options import (
+    address_option,
+    device_option,
+    home_option,
+    host_option,
+    json_option,
+    port_option,
+    quantity,
+    threads_option,
+    write_json,
+)
+from fusionai.cli.running import lifeline_option, run_until_stopped
+from fusionai.primitives.ids import short
+from fusionai.primitives.process import loading
+from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limit_bytes_per_s, parse_share
+
+if TYPE_CHECKING:
+    from fusionai.peer.lending import PeerOptions, PeerReady
+
+
+@click.command()
+@click.argument("invitation", metavar="[INVITE]", required=False)
+@click.option("--owner", is_flag=True, help="Only run jobs from this machine; don't lend it.")
+@click.option(
+    "--backend",
+    type=click.Choice(("auto", *BACKENDS)),
+    default="auto",
+    show_default=True,
+    help="Compute with this framework; auto: one that is installed. jax needs fusionai[jax]; onnxruntime, which can "
+    "serve but not train, needs fusionai[onnxruntime].",
+)
+@device_option("Lend this device")
+@click.option(
+    "--max-memory",
+    "memory_limit_bytes",
+    callback=quantity(parse_bytes),
+    metavar="SIZE",
+    help="Lend at most this much of the device's memory, e.g. 8GB.  [default: most of the free memory]",
+)
+@threads_option("Compute with this many threads")
+@click.option(
+    "--share",
+    callback=quantity(parse_share),
+    default="100%",
+    show_default=True,
+    metavar="PERCENT",
+    help="Compute only this share of the time.",
+)
+@click.option(
+    "--upload-limit",
+    "upload_limit_bytes_per_s",
+    callback=quantity(parse_rate_limit_bytes_per_s),
+    metavar="RATE",
+    help="Send at most at this rate, over all connections together, e.g. 20Mbit.  [default: unlimited]",
+)
+@click.option(
+    "--download-limit",
+    "download_limit_bytes_per_s",
+    callback=quantity(parse_rate_limit_bytes_per_s),
+    metavar="RATE",
+    help="Receive at most at this rate, over all connections together, e.g. 100Mbit.  [default: unlimited]",
+)
+@click.option(
+    "--schedule",
+    multiple=True,
+    metavar="TIMES",
+    help="Lend only at these times, e.g. '22:00-07:00', 'mon-fri 18:00-23:30' or 'sat,sun'. May be repeated.",
+)
+@click.option("--pause-when-busy", is_flag=True, help="Don't compute while other programs keep the CPU busy.")
+@click.option("--name", default="", help="Show this name for the machine.  [default: the host name]")
+@host_option
+@port_option("Listen on this TCP port.", shown="a free one")
+@click.option(
+    "--relay/--no-relay",
+    default=None,
+    help="Accept connections over the broker's relay from machines that can't dial this one.  [default: yes, unless "
+    "--address is given]",
+)
+@click.option(
+    "--weights-beside",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Read model files in place, instead of fetching them, if this weights.json of a job owner's home lists them.",
+)
+@click.option(
+    "--measure", is_flag=True, help="Measure this machine's speed even if it was measured in the last 7 days."
+)
+@address_option
+@lifeline_option
+@home_option
+@json_option
+def join(
+    invitation: str | None,
+    owner: bool,
+    schedule: tuple[str, ...],
+    addresses: tuple[str, ...],
+    lifeline: bool,
+    home: Path,
+    json_file: Path | None,
+    **lent: Any,
+) -> None:
+    """Join a pool with an invitation and lend this machine until Ctrl-C.
+
+    INVITE is needed only the first time. `-` reads it from standard input, so that process lists don't show it.
+    """
+    if invitation == "-":
+        invitation = sys.stdin.readline()
+    if owner:
+        _become_owner(invitation, home)
+        return
+    with loading():
+        from fusionai.peer.daemon import run_peer
+        from fusionai.peer.lending import PeerOptions, parse_schedule
+
+    options = PeerOptions(
+        home=home,
+        invitation=invitation,
+        schedule=parse_schedule(schedule) if schedule else None,
+        advertise=addresses,
+        **lent,
+    )
+
+    def ready(announced: PeerReady) -> None:
+        write_json(json_file, "join", msgspec.to_builtins(announced))
+        _announce(announced, options)
+
+    run_until_stopped(lambda stop: run_peer(options, announce=ready, stop=stop, tell=console.line), lifeline=lifeline)
+    console.line("Left the pool.")
+
+
+def _announce(announced: PeerReady, options: PeerOptions) -> None:
+    profile = announced.profile
+    rates = (("sending", options.upload_limit_bytes_per_s), ("receiving", options.download_limit_bytes_per_s))
+    limited = "".join(f", {what} at most {format_bytes(rate)}/s" for what, rate in rates if rate is not None)
+    console.line(
+        f"In pool {console.printable(announced.pool)} as {profile.name} ({short(announced.peer)}): lending "
+        f"{profile.device} ({profile.device_name}), {format_bytes(profile.memory_bytes)}, "
+        f"{profile.share:.0%} of the time{limited}; reachable at {', '.join(announced.addresses)}. Ctrl-C leaves."
+    )
+    if announced.measured_at_s is not None:
+        measured = time.strftime("%Y-%m-%d %H:%M", time.localtime(announced.measured_at_s))
+        console.note(f"Using the speed measured on {measured}; --measure measures it again.")
+
+
+def _become_owner(invitation: str | None, home: Path) -> None:
+    from fusionai.client.pool.session import owner_membership
+
+    membership = asyncio.run(owner_membership(home, invitation))
+    console.line(
+        f"This machine is a job owner of pool {console.printable(membership.pool)} ({short(membership.peer)}). "
+        "Next: `fusion pool`, `fusion train RECIPE.toml`."
+    )

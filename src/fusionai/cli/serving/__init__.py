@@ -1,0 +1,1 @@
+"""Commands that serve a model or talk to a served one: `fusion serve`, `fusion chat`."""

@@ -1,0 +1,1 @@
+"""Commands that train or show training data: `fusion train`, `fusion demo`, `fusion data`."""

@@ -1,0 +1,84 @@
+"""`fusion data RECIPE.toml`: shows a job's training data: counts, bad rows, and sample rows with the tokens trained on.
+
+Needs no pool. The tokenised data stays in the job's directory, so that the job starts sooner. `corpus.source` supplies
+the rows; `cli.training.train` runs the job.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from fusionai.cli import console
+from fusionai.cli.options import json_option, recipe_argument, write_json
+
+if TYPE_CHECKING:
+    from fusionai.corpus.chat_source import ChatSource
+    from fusionai.corpus.source import RowPreview
+
+OPEN: Final = "[["
+CLOSE: Final = "]]"
+"""Brackets around the tokens trained on, where the output has no colours."""
+
+
+@click.command()
+@recipe_argument
+@click.option("--rows", type=click.IntRange(0, 1000), default=3, show_default=True, help="Rows to show.")
+@json_option
+def data(recipe: Path, rows: int, json_file: Path | None) -> None:
+    """Show the data that RECIPE.toml trains on: counts, bad rows, and sample rows with the tokens trained on marked.
+
+    Sends nothing to the pool: the rows' text goes only to this terminal and to FILE."""
+    from fusionai.corpus.chat_source import ChatSource
+    from fusionai.corpus.recipe import load_recipe
+    from fusionai.corpus.source import TokenSource, open_source, preview
+    from fusionai.storage.rundir import RunDirectory
+
+    loaded = load_recipe(recipe)
+    source = open_source(loaded, RunDirectory(Path(loaded.directory)).tokens)
+    per_epoch = -(-source.samples // loaded.train.batch_size)
+    console.line(console.printable(source.describe()))
+    console.line(
+        f"{source.samples} rows are {per_epoch} steps of {loaded.train.batch_size} rows; the job has {loaded.job.steps}"
+    )
+    figures: dict[str, object] = {"rows": source.samples, "steps_per_epoch": per_epoch}
+    if isinstance(source, ChatSource):
+        for note in source.notes:
+            console.line(console.printable(note))
+        figures |= _conversations(source)
+    shown = preview(loaded, source, rows) if isinstance(source, TokenSource | ChatSource) else []
+    for number, row in enumerate(shown, start=1):
+        console.line()
+        console.line(f"row {number}: {row.tokens} tokens, {row.labels} of them trained on")
+        console.line(_marked(row))
+    figures["preview"] = shown
+    write_json(json_file, "data", figures)
+
+
+def _conversations(source: ChatSource) -> dict[str, object]:
+    manifest = source.manifest
+    return {
+        "rows_read": manifest.rows,
+        "bad_rows": {
+            "count": manifest.bad_rows,
+            "first": manifest.first_bad,
+            "list": source.bad_rows_file if manifest.bad_rows else None,
+        },
+        "conversations": manifest.written,
+    }
+
+
+def _marked(row: RowPreview) -> str:
+    """Return the row's text with the tokens trained on in green on a terminal, in brackets elsewhere. Control
+    characters are replaced, so that the data can't move the cursor."""
+    colours = sys.stdout.isatty()
+    written = ""
+    for text, trained in row.pieces:
+        lines = "\n".join(console.printable(line) for line in text.split("\n"))
+        if trained:
+            lines = click.style(lines, fg="green") if colours else f"{OPEN}{lines}{CLOSE}"
+        written += lines
+    return written

@@ -1,0 +1,230 @@
+"""`fusion demo`: trains on a pool of local processes and proves the result equal, bit for bit, to one process's.
+
+Prints the summary and writes the JSON. `client.training.demo` runs the demo, `cli.training.watch` shows its progress,
+`cli.training.run_report` writes the HTML report."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from fusionai.cli import console
+from fusionai.cli.options import device_option, json_option, write_json
+from fusionai.cli.running import run_until_stopped
+from fusionai.primitives.errors import UsageError
+from fusionai.primitives.units import format_seconds
+
+if TYPE_CHECKING:
+    from fusionai.client.training.demo import DemoOptions, DemoResult
+    from fusionai.client.training.kills import Kill, KillOutcome
+
+
+@click.command()
+@click.option("--steps", type=int, default=50, show_default=True, help="Optimizer steps to train.")
+@click.option("--peers", type=int, default=4, show_default=True, help="Active peers, one process and one stage each.")
+@click.option("--spares", type=int, default=2, show_default=True, help="Further peers in the backup pool.")
+@device_option("Compute on this device in all peers", auto=False)
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("fusion-demo"),
+    show_default=True,
+    help="Directory for logs, checkpoint and report; each run creates a new folder in it.",
+)
+@click.option(
+    "--kill",
+    "kill_texts",
+    multiple=True,
+    metavar="STEP:STAGE",
+    help="During STEP (from 1), SIGKILL the peer of STAGE (from 0), or the broker, e.g. 7:2 or 7:broker. The process "
+    "is restarted; a peer rejoins as a spare. Without a spare to take over, the job waits for it. May be repeated; "
+    "`none`: kill nothing.  [default: two stages and the broker, in a run of at least 8 steps]",
+)
+@json_option
+def demo(
+    steps: int,
+    peers: int,
+    spares: int,
+    device: str,
+    directory: Path,
+    kill_texts: tuple[str, ...],
+    json_file: Path | None,
+) -> None:
+    """Train a small Llama-type model on a pool of local processes and compare the result with plain PyTorch.
+
+    A broker and peers start as separate processes, join over mutual TLS and train on the source text of Python's
+    standard library. Some of them are killed on the way, and spares take over. Plain PyTorch and transformers check
+    losses, checkpoint and generation. Nothing is downloaded.
+    """
+    from fusionai.cli.training.run_report import RunReport, write_demo_report
+    from fusionai.cli.training.watch import Watch
+    from fusionai.client.training.demo import DemoEvent, DemoOptions, check, demo_recipe, run_demo
+
+    options = DemoOptions(directory=_fresh(directory), steps=steps, peers=peers, spares=spares, device=device)
+    check(options)  # before the kills, whose default depends on the numbers checked here
+    options = replace(options, kills=_kills(kill_texts, options))
+    check(options)
+    _create(options.directory)
+    run_report = RunReport()
+    with Watch("fusion demo", steps, run_report.faults) as watch:
+
+        def seen(event: DemoEvent) -> None:
+            watch(event, run_report.see(event))
+
+        result = run_until_stopped(lambda stop: run_demo(options, on_event=seen, stop=stop, now_s=time.monotonic))
+    if result is None:
+        console.line(f"Stopped before the end. Logs so far: {options.directory}")
+        raise SystemExit(1)
+    report = options.directory / "report.html"
+    write_demo_report(run_report, demo_recipe(options), result, report)
+    _show(result, report)
+    write_json(json_file, "demo", figures(result, options.peers, options.spares, report))
+    if not result.ok:
+        raise SystemExit(1)
+
+
+def figures(result: DemoResult, peers: int, spares: int, report: Path) -> dict[str, object]:
+    """Return what `--json` writes."""
+    plan = result.planned.plan
+    return {
+        "peers": peers,
+        "spares": spares,
+        "model_params": result.planned.prepared.captured.n_parameters,
+        "steps": result.training.steps,
+        "losses": result.losses,
+        "losses_reference": result.reference.losses,
+        "max_abs_loss_diff": result.max_abs_loss_diff,
+        "tokens_per_s": result.tokens_per_s,
+        "tokens_per_s_reference": result.reference.tokens_per_s,
+        "checkpoint": result.training.checkpoint,
+        "evaluation_loss": result.evaluation_loss,
+        "checkpoint_loss": result.checkpoint_loss,
+        "checkpoint_loss_diff": result.checkpoint_loss_diff,
+        "generation_equal": result.generation_equal,
+        "max_abs_logit_diff": result.max_abs_logit_diff,
+        "completion": result.completion_text,
+        "plan": plan,
+        "spare_peers": plan.spares,
+        "tokens_per_s_undisturbed": result.tokens_per_s_undisturbed,
+        "kills": [_kill_figures(kill) for kill in result.kills],
+        "lost_steps": result.lost_steps,
+        "report": report,
+        "wall_s": result.wall_s,
+        "ok": result.ok,
+    }
+
+
+def _kill_figures(outcome: KillOutcome) -> dict[str, object]:
+    """Return the figures of one kill. `takeover`: the peer that has the stage afterwards; `exact`: whether its numeric
+    fingerprint promises the same bits."""
+    return {
+        "step": outcome.kill.step,
+        "stage": outcome.kill.stage,
+        "detected_s": outcome.detected_s,
+        "recovered_s": outcome.recovered_s,
+        "peer": outcome.name,
+        "takeover": outcome.takeover,
+        "exact": outcome.exact,
+    }
+
+
+def _kills(texts: tuple[str, ...], options: DemoOptions) -> tuple[Kill, ...]:
+    """Parse the values of `--kill`. Raises `UsageError` for one that can't be parsed."""
+    from fusionai.client.training.kills import parse_kill, usual_kills
+
+    if not texts:
+        return usual_kills(steps=options.steps, peers=options.peers, spares=options.spares)
+    if "none" in texts:
+        if len(texts) > 1:
+            raise UsageError("--kill none stands alone: it can't be combined with other kills.")
+        return ()
+    return tuple(parse_kill(text) for text in texts)
+
+
+def _show(result: DemoResult, report: Path) -> None:
+    plan = result.planned.plan
+    losses, plain = result.losses, result.reference.losses
+    logits = _difference(result.max_abs_logit_diff)
+    equal = _difference(result.max_abs_loss_diff)
+    console.table(
+        ["", "pool", "one process, one thread, plain PyTorch"],
+        [
+            ["first loss", f"{losses[0]:.6f}", f"{plain[0]:.6f}"],
+            ["last loss", f"{losses[-1]:.6f}", f"{plain[-1]:.6f}"],
+            [f"all {len(losses)} losses", equal, ""],
+            ["tokens/s", f"{result.tokens_per_s:,.0f}", f"{result.reference.tokens_per_s:,.0f}"],
+            ["evaluation loss", f"{result.evaluation_loss:.6f}", f"{result.checkpoint_loss:.6f} (its checkpoint)"],
+            ["logits of the next token", logits, ""],
+            ["greedy completion", f"{len(result.completion.tokens)} tokens", _same(result.generation_equal)],
+            *([["committed steps lost", str(result.lost_steps), ""]] if result.kills else []),
+            ["processes", f"{len(plan.stages) - 1} stages + {len(plan.spares)} spares", "1"],
+        ],
+        title="FusionAI demo",
+        right=(1, 2),
+    )
+    if result.kills:
+        _show_kills(result)
+    console.line("Completion across the pool's stages:")
+    shown = result.completion_text.rstrip()
+    for line in shown.splitlines():
+        console.line(f"  | {console.printable(line)}")
+    if blank := len(result.completion_text) - len(shown):
+        console.line(
+            f"  (and {blank} characters of white space: the model was trained for {result.training.steps} steps)"
+        )
+    console.line(f"checkpoint (Hugging Face layout): {result.training.checkpoint}")
+    console.line(f"report: {report}")
+    console.line(f"{'Everything agrees' if result.ok else 'SOMETHING DIFFERS'}; {result.wall_s:.0f} s in total.")
+
+
+def _show_kills(result: DemoResult) -> None:
+    console.table(
+        ["step", "killed", "detected after", "recovered after", "taken over by"],
+        [
+            [
+                str(one.kill.step),
+                one.name if one.kill.stage == "broker" else f"{one.name} (stage {one.kill.stage})",
+                "not detected" if one.detected_s is None else format_seconds(one.detected_s),
+                "NEVER" if one.recovered_s is None else format_seconds(one.recovered_s),
+                _taken_over(one),
+            ]
+            for one in result.kills
+        ],
+        title="Killed on the way",
+        right=(0, 2, 3),
+    )
+
+
+def _taken_over(outcome: KillOutcome) -> str:
+    if outcome.takeover is None:
+        return "itself, restarted"
+    who = "itself, back again" if outcome.takeover == outcome.name else outcome.takeover
+    return who + {True: " (exact)", False: " (tolerant)", None: ""}[outcome.exact]
+
+
+def _difference(largest: float) -> str:
+    return "equal bit for bit" if largest == 0.0 else f"DIFFERENT by {largest:.3g}"
+
+
+def _same(equal: bool) -> str:
+    return "the same tokens" if equal else "OTHER TOKENS"
+
+
+def _fresh(directory: Path) -> Path:
+    """Return the path of a new folder for this run, so that earlier runs are not overwritten."""
+    return directory.absolute() / time.strftime("run-%Y%m%d-%H%M%S")
+
+
+def _create(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        raise UsageError(f"{directory} exists already.", hint="Try again in a second.") from None
+    except OSError as error:
+        raise UsageError(
+            f"{directory} can't be created ({error.strerror}).", hint="Name another directory with --directory."
+        ) from None
