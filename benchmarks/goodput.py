@@ -323,7 +323,7 @@ class Bench:
         match event:
             case progress.StepDone(record=record, replayed=False, step_s=step_s):
                 self.notes.append({"at_s": now_s, "event": "step", "step": record.step, "step_s": step_s})
-            case progress.FaultSeen() | progress.Restored() | progress.JobReady() | progress.Waiting():
+            case progress.FaultSeen() | progress.Restored() | progress.JobReady() | progress.JobWaiting():
                 self.notes.append({"at_s": now_s, "event": type(event).__name__, **asdict(event)})
             case progress.PlanChanged(reason=reason):
                 self.notes.append({"at_s": now_s, "event": "PlanChanged", "reason": reason})

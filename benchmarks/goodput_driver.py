@@ -159,7 +159,7 @@ async def _drive(recipe: Recipe, options: TrainOptions, pipe: Connection, asked:
                 | progress.FaultSeen()
                 | progress.Restored()
                 | progress.JobReady()
-                | progress.Waiting()
+                | progress.JobWaiting()
                 | progress.Recovered()
                 | progress.BrokerAway()
                 | progress.BrokerBack()

@@ -39,7 +39,7 @@ from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
 from fusionai.transport.links import answer_probe, measure_link
 from fusionai.transport.tcp import TcpTransport
-from fusionai.transport.uplink import Limits
+from fusionai.transport.uplink import TransferLimits
 from fusionai.wire.messages import Pong, Probe, TensorHeader
 from transport import credentials
 
@@ -91,7 +91,7 @@ async def far(home: str, host: str) -> None:
 
 
 async def near(home: str, host: str, seconds: float, way: str) -> dict[str, float]:
-    rates, server = Limits(), load_identity(Path(home) / "server").peer
+    rates, server = TransferLimits(), load_identity(Path(home) / "server").peer
     transport, address = TcpTransport(credentials(home, "client"), rates=rates), [f"tcp://{host}:{PORT}"]
     if way == "measured":
         channel = await transport.dial(address, expect=server, stream="state")

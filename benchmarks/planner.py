@@ -29,7 +29,7 @@ import numpy as np
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem, RolePlacement
-from fusionai.scheduling.serving.parallel import many_lines
+from fusionai.scheduling.serving.parallel import serving_pipelines
 from random_pools import alike_pool, serving_pool, training_pool
 
 Result = dict[str, Any]
@@ -156,7 +156,7 @@ def lines(arguments: argparse.Namespace) -> Result:
             problem = serving_pool(peers, model, seed, sessions=16)
             one = plan(problem)
             found, spent_s = _timed(
-                lambda problem=problem, one=one, slower=slower: many_lines(
+                lambda problem=problem, one=one, slower=slower: serving_pipelines(
                     problem, one, MOST_SESSIONS, one.tokens_per_s / slower
                 )
             )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fusionai.corpus import python_library
-from fusionai.corpus.tokens import Tokenizer, train_tokenizer
+from fusionai.corpus.tokens import CorpusTokenizer, train_tokenizer
 
 LLAMA_134M: Final = {
     "hidden_size": 768,
@@ -177,6 +177,6 @@ def _train(
     }
 
 
-def _put(tokenizer: Tokenizer, directory: Path) -> None:
+def _put(tokenizer: CorpusTokenizer, directory: Path) -> None:
     for file, content in tokenizer.files.items():
         (directory / file).write_bytes(content)

@@ -48,15 +48,15 @@ from fusionai.execution.compute import ComputeThread
 from fusionai.execution.sketches import step_key
 from fusionai.execution.state import headers
 from fusionai.execution.training.boundary import boundaries
-from fusionai.execution.training.passes import Pass
+from fusionai.execution.training.passes import StagePass
 from fusionai.execution.training.stages import LoadedStage
-from fusionai.execution.training.verifier import Referee
+from fusionai.execution.training.verifier import StepVerifier
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.atomic import write_atomic
 from fusionai.storage.commits import CommitJournal
 from fusionai.training import progress
-from fusionai.training.inspection import Inspection, Limits, limits
+from fusionai.training.inspection import Inspection, WorkTolerance, limits
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import CommitRecord, Fence, OptimizerSpec, StageOptions
 
@@ -199,7 +199,7 @@ async def _stretch(
     loaded: list[LoadedStage],
     options: StageOptions,
     compute: ComputeThread,
-    apart: Limits,
+    apart: WorkTolerance,
     own_threads: int,
     their_threads: int,
 ) -> tuple[Any, dict[str, float]]:
@@ -208,13 +208,13 @@ async def _stretch(
     inspection = Inspection(SECRET, "owner")
     torch.set_num_threads(own_threads)
     begin = dict(worker.program.export_state(("model", "optimizer")))
-    passed = Pass(worker.program, boundary, options)
+    passed = StagePass(worker.program, boundary, options)
     sent: list[tuple[Any, dict[str, HostTensor]]] = []
     records: list[CommitRecord] = []
     said: list[wire.Prepared] = []
     for step in range(first, below):
         key = step_key(inspection.secret_of(1, "worker"), step)
-        marks: list[wire.Mark] = []
+        marks: list[wire.Sketch] = []
         for microbatch in range(MICROBATCHES):
             marks += _task(passed, step, microbatch, key, sent)
         norms = worker.program.gradient_norms()
@@ -246,7 +246,7 @@ async def _stretch(
         keys=inspection.keys(check, ()),
     )
     torch.set_num_threads(their_threads)
-    referee = Referee(told, loaded[1], compute, held_limit_bytes=2**30)
+    referee = StepVerifier(told, loaded[1], compute, held_limit_bytes=2**30)
     for message, tensors in sent:
         referee.take(message, tensors)
     answer = await referee.run(begin, end)
@@ -254,8 +254,8 @@ async def _stretch(
 
 
 def _task(
-    passed: Pass, step: int, microbatch: int, key: bytes, sent: list[tuple[Any, dict[str, HostTensor]]]
-) -> list[wire.Mark]:
+    passed: StagePass, step: int, microbatch: int, key: bytes, sent: list[tuple[Any, dict[str, HostTensor]]]
+) -> list[wire.Sketch]:
     draw, call, graph = np.random.default_rng((step, microbatch)), Call("train", step, microbatch), passed
     inputs: dict[str, HostTensor] = {}
     for port in graph.boundary.receives:
@@ -457,7 +457,7 @@ def _timed(directory: Path, captured: Captured, way: str, steps: int, number: in
         save_base=False,
         on_event=see,
     )
-    checks = [event for event in done.events if isinstance(event, progress.Checked)]
+    checks = [event for event in done.events if isinstance(event, progress.StepsChecked)]
     return {
         "step_s": statistics.mean(step.step_s for step in done.steps()[WARM:]),
         "processor_s": (used_s[-1] - used_s[WARM - 1]) / (len(used_s) - WARM),

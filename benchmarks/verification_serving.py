@@ -35,15 +35,15 @@ from fusionai.capture.models.source import ConfigSource
 from fusionai.coordination.round.reputation import Reputation
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.serving.boundary import ServingBoundary, serving_boundaries
-from fusionai.execution.serving.sketches import MarkBook, text_key
-from fusionai.execution.serving.verifier import TextReferee
+from fusionai.execution.serving.sketches import SketchBook, text_key
+from fusionai.execution.serving.verifier import TextVerifier
 from fusionai.ir.partition import cut_blocks
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import serving_graph
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.scheduling.problem.types import Guard
+from fusionai.scheduling.problem.types import Standby
 from fusionai.serving import progress
-from fusionai.serving.inspection import Measured, Neighbours, Words, limits, marks_of, measured, opinion
+from fusionai.serving.inspection import Measured, Neighbours, Words, limits, measured, opinion, sketches_of
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.wire import messages as wire
@@ -199,8 +199,8 @@ def _texts(
     sessions = range(first, first + TOGETHER)
     draw = np.random.default_rng(first)
     whole = {session: draw.standard_normal((1, TEXT, WIDTH)).astype(np.float32) for session in sessions}
-    own = MarkBook(SECRETS[0], stage.boundary.receives, stage.boundary.sends, 2 * TOGETHER * TEXT)
-    after = MarkBook(SECRETS[1], stage.boundary.sends, (), 2 * TOGETHER * TEXT)
+    own = SketchBook(SECRETS[0], stage.boundary.receives, stage.boundary.sends, 2 * TOGETHER * TEXT)
+    after = SketchBook(SECRETS[1], stage.boundary.sends, (), 2 * TOGETHER * TEXT)
     each = TEXT // options.page_tokens
     tables = {one: tuple(range(number * each, (number + 1) * each)) for number, one in enumerate(sessions)}
     made = [spec.name for spec in stage.boundary.sends]
@@ -255,12 +255,12 @@ async def _again(
         keys=(text_key(SECRETS[0], session), text_key(SECRETS[1], session)),
         reply=FENCE,
     )
-    referee = TextReferee(
+    referee = TextVerifier(
         order, boundary=stage.boundary, graph=stage.graph, program=program, options=options, compute=compute
     )
     told = await referee.compute(wire.ShownRows(fence=FENCE, stage=0, number=1, start=0), rows)
     assert told is not None
-    words = {name: marks_of(told.marks[name], TEXT) for name in ("got", "gave", "seen")}
+    words = {name: sketches_of(told.marks[name], TEXT) for name in ("got", "gave", "seen")}
     return Words(**{name: marks for name, marks in words.items() if marks is not None}), told.moved
 
 
@@ -283,7 +283,7 @@ def apart() -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------------- liars
 
 THREE_PEERS: Final = ((0, 1), (1, 2), (2, 3), (3, 5), (5, 6))
-GUARDS: Final = tuple(Guard(stage=stage, peer=peer_id(2 + stage)) for stage in (1, 2, 3))
+GUARDS: Final = tuple(Standby(stage=stage, peer=peer_id(2 + stage)) for stage in (1, 2, 3))
 SECRET: Final = bytes(range(32))
 
 

@@ -31,7 +31,7 @@ from fusionai.client.serving.serve import Served, ServeEvent, serving
 from fusionai.coordination.round.reputation import NEEDED
 from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.interface import Finished, Generation, Sampling
-from fusionai.serving.progress import Checked, StageLoaded
+from fusionai.serving.progress import StageLoaded, TextRechecked
 
 WIDTH, VOCABULARY = 512, 2048
 STAGES: Final = 2
@@ -88,14 +88,14 @@ async def _timed(directory: Path, local: LocalPool, model: Path, *, checks: bool
             await asyncio.sleep(0.05)
         for _ in range(2 * (1 + NEEDED // STREAMS)):
             await _answers(served, tokens=8)
-        checked_before = count(lambda one: isinstance(one, Checked))
+        checked_before = count(lambda one: isinstance(one, TextRechecked))
         begun_s, used_s = time.perf_counter(), processor_s()
         for _ in range(TIMES):
             await _answers(served, tokens=TOKENS)
         return {
             "wall_s": time.perf_counter() - begun_s,
             "processor_s": processor_s() - used_s,
-            "checks": count(lambda one: isinstance(one, Checked)) - checked_before,
+            "checks": count(lambda one: isinstance(one, TextRechecked)) - checked_before,
         }
 
 

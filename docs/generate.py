@@ -46,7 +46,7 @@ from fusionai.corpus.tables import (
     AdapterTable,
     DataTable,
     EvaluationTable,
-    Faults,
+    FaultsTable,
     JobTable,
     ModelTable,
     OutputTable,
@@ -60,7 +60,7 @@ from fusionai.corpus.tables import (
 from fusionai.dashboard.analysis_page import document
 from fusionai.ir.operators import OPERATORS
 from fusionai.primitives.units import format_seconds
-from fusionai.privacy.findings import Boundary, Findings
+from fusionai.privacy.findings import BoundaryFindings, Findings
 from fusionai.privacy.measured import ADVERSARIES, shipped
 from fusionai.wire import messages
 from fusionai.wire.messages import OptimizerSpec
@@ -80,7 +80,7 @@ RECIPE_TABLES: Final[dict[str, type[msgspec.Struct]]] = {
     "adapter": AdapterTable,
     "evaluation": EvaluationTable,
     "placement": PlacementTable,
-    "faults": Faults,
+    "faults": FaultsTable,
     "replicas": ReplicasTable,
     "privacy": PrivacyTable,
     "output": OutputTable,
@@ -475,7 +475,7 @@ def privacy_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _by_depth(found: Findings, cell: Callable[[Boundary], str]) -> Iterator[str]:
+def _by_depth(found: Findings, cell: Callable[[BoundaryFindings], str]) -> Iterator[str]:
     """Return a table with a row for each depth and a column for each defence."""
     at = ((depth, (found.at(defence, depth) for defence in found.defences)) for depth in found.depths)
     rows = ((str(depth), *("at home" if one is None else cell(one) for one in row)) for depth, row in at)

@@ -23,7 +23,7 @@ import pytest
 
 from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import FusionError, RefusedError
-from fusionai.scheduling.problem.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement, Standby
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership, enrol, load_membership
 from fusionai.transport.tcp import TcpTransport
@@ -150,7 +150,7 @@ class Owner:
             graph_hash=str(dice.random()),
             stages=(StagePlacement(stage=0, peer=runs, blocks=(0, 1)),),
             feed=self.membership.peer,
-            guards=(Guard(stage=0, peer=guards),),
+            guards=(Standby(stage=0, peer=guards),),
             snapshot_every=2,
             microbatches=1,
             step_time_s=1.0,

@@ -13,7 +13,7 @@ from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Backend, Call
 from fusionai.backends.tolerance import TOLERANCES, difference
 from fusionai.backends.torch.host import DTYPE_NAMES, DTYPES
-from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN, Context
+from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN, TorchContext
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Arg, DTypeArg, Graph, ListArg, Node, Ref, ValueSpec
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
@@ -22,7 +22,7 @@ from harness.operator_cases import Case, DType, Still, cases, tried
 
 SEMANTIC = frozenset({"fusion.attention", "fusion.dropout", "fusion.in_training", "fusion.uniform"})
 CASES = list(cases())
-CONTEXT = Context(training=True, key=DropoutKey(0, 0, 0))
+CONTEXT = TorchContext(training=True, key=DropoutKey(0, 0, 0))
 
 
 @cache

@@ -20,9 +20,9 @@ from fusionai.execution.compute import ComputeThread
 from fusionai.execution.sketches import step_key
 from fusionai.execution.state import headers
 from fusionai.execution.training.boundary import boundaries
-from fusionai.execution.training.passes import Pass
+from fusionai.execution.training.passes import StagePass
 from fusionai.execution.training.stages import LoadedStage
-from fusionai.execution.training.verifier import Referee
+from fusionai.execution.training.verifier import StepVerifier
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
@@ -59,7 +59,7 @@ class Stretch:
     def __init__(self, backend: Any) -> None:
         stage = loaded(backend)
         assert stage.program.initialise() == ()
-        passed = Pass(stage.program, stage.boundary, OPTIONS)
+        passed = StagePass(stage.program, stage.boundary, OPTIONS)
         self.inspection = Inspection(b"s" * 32, "owner")
         self.sent: list[tuple[Any, dict[str, HostTensor]]] = []
         self.records: list[CommitRecord] = []
@@ -83,7 +83,7 @@ class Stretch:
             )
         self.end = dict(stage.program.export_state(("model", "optimizer")))
 
-    def _task(self, passed: Pass, step: int, microbatch: int) -> list[wire.Mark]:
+    def _task(self, passed: StagePass, step: int, microbatch: int) -> list[wire.Sketch]:
         key = step_key(self.inspection.secret_of(1, "worker"), step)
         call = Call("train", step, microbatch)
         got, back = {"y0": drawn(step, microbatch)}, {"y1": drawn(step, microbatch, 1)}
@@ -120,7 +120,7 @@ class Stretch:
         async def body() -> wire.Rechecked:
             compute = ComputeThread()
             try:
-                referee = Referee(self.told(), loaded(backend), compute, held_limit_bytes=2**20)
+                referee = StepVerifier(self.told(), loaded(backend), compute, held_limit_bytes=2**20)
                 for message, tensors in self.sent:
                     referee.take(message, tensors)
                 return await referee.run(self.begin, self.end)
@@ -165,17 +165,17 @@ def test_a_first_state_that_does_not_follow_from_the_seed_is_seen(honest: Stretc
 @pytest.mark.parametrize("changes", [{"below": 3}, {"below": 0}, {"options": StageOptions(sync_every=1)}], ids=str)
 def test_what_is_no_stretch_is_refused(changes: dict[str, Any], honest: Stretch):
     with pytest.raises(ExecutionError):
-        Referee(honest.told(**changes), loaded(opened("torch")), None, held_limit_bytes=2**20)  # pyright: ignore
+        StepVerifier(honest.told(**changes), loaded(opened("torch")), None, held_limit_bytes=2**20)  # pyright: ignore
 
 
 def test_what_does_not_belong_to_it_is_refused_and_too_much_as_well(honest: Stretch):
     stage = loaded(opened("torch"))
-    referee = Referee(honest.told(), stage, None, held_limit_bytes=2**20)  # pyright: ignore
+    referee = StepVerifier(honest.told(), stage, None, held_limit_bytes=2**20)  # pyright: ignore
     message, tensors = honest.sent[0]
     with pytest.raises(ExecutionError, match="step 9"):
         referee.take(msgspec.structs.replace(message, step=9), tensors)
     with pytest.raises(ExecutionError, match="expected"):
         referee.take(message, {"y7": tensors["y0"]})
-    small = Referee(honest.told(), stage, None, held_limit_bytes=100)  # pyright: ignore
+    small = StepVerifier(honest.told(), stage, None, held_limit_bytes=100)  # pyright: ignore
     with pytest.raises(ExecutionError, match="at most 100"):
         small.take(message, tensors)

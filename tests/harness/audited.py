@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusionai.privacy.findings import Attack, Boundary, Budget, Control, Findings, Recovery, Subject, Trial
+from fusionai.privacy.findings import Attack, BoundaryFindings, Budget, Control, Findings, Recovery, Subject, Trial
 
 
 def recovered(attack: Attack, top1: float) -> Recovery:
@@ -19,12 +19,16 @@ def recovered(attack: Attack, top1: float) -> Recovery:
     )
 
 
-def boundary(depth: int, defence: str, white_box: float, **others: float) -> Boundary:
+def boundary(depth: int, defence: str, white_box: float, **others: float) -> BoundaryFindings:
     aside = tuple(recovered(attack, top1) for attack, top1 in others.items())  # pyright: ignore[reportArgumentType]
-    return Boundary(depth=depth, defence=defence, loss=2.0, white_box=recovered("white-box", white_box), others=aside)
+    return BoundaryFindings(
+        depth=depth, defence=defence, loss=2.0, white_box=recovered("white-box", white_box), others=aside
+    )
 
 
-def findings(*boundaries: Boundary, controls: tuple[Control, ...] = (Control(name="clean", got=1.0),)) -> Findings:
+def findings(
+    *boundaries: BoundaryFindings, controls: tuple[Control, ...] = (Control(name="clean", got=1.0),)
+) -> Findings:
     return Findings(
         date="2026-01-02",
         command="fusion audit",

@@ -1,6 +1,6 @@
 """A graph cut into stages and trained for one step in this process, by the code that stages of a job run.
 
-Each stage is a `Pass` over its backend's program: what it sends, receives and sums is the product's decision; this
+Each stage is a `StagePass` over its backend's program: what it sends, receives and sums is the product's decision; this
 module only carries tensors from one to the next. Neighbours: `shared_values` has models, tests compare.
 """
 
@@ -22,7 +22,7 @@ from fusionai.capture.checking.self_check import from_host, reference_module
 from fusionai.capture.models.source import FactorySource
 from fusionai.capture.models.state import to_host
 from fusionai.execution.training.boundary import FEED, boundaries
-from fusionai.execution.training.passes import Pass
+from fusionai.execution.training.passes import StagePass
 from fusionai.ir.graph import cheap_nodes, reads
 from fusionai.ir.partition import Partition, cut, cut_blocks
 from fusionai.ir.schema import Graph, decode, encode
@@ -134,7 +134,7 @@ class Stages:
         self.problem = problem
         self.partition = partition
         self.options = base
-        self.passes: list[Pass] = []
+        self.passes: list[StagePass] = []
         for stage, boundary, backend in zip(
             partition.stages, boundaries(partition), itertools.cycle(backends), strict=False
         ):
@@ -144,7 +144,7 @@ class Stages:
             program = backend.load(graph, grad_inputs=boundary.grad_inputs, options=base)
             missing = program.initialise()
             program.import_state((entry, owed[entry.removeprefix("model/")]) for entry in missing)
-            self.passes.append(Pass(program, boundary, base))
+            self.passes.append(StagePass(program, boundary, base))
 
     def step(self) -> tuple[list[float], Gradients]:
         losses = [self._microbatch(number, batch) for number, batch in enumerate(self.problem.batches)]
@@ -165,7 +165,7 @@ class Stages:
         return loss
 
 
-def run_microbatch(passes: Sequence[Pass], call: Call, fed: Mapping[str, HostTensor]) -> float:
+def run_microbatch(passes: Sequence[StagePass], call: Call, fed: Mapping[str, HostTensor]) -> float:
     """Forward and backward of one microbatch through all stages; its loss. `fed`: the job's inputs."""
     came: list[dict[str, HostTensor]] = [{} for _ in passes]
     loss = float("nan")
@@ -186,7 +186,7 @@ def run_microbatch(passes: Sequence[Pass], call: Call, fed: Mapping[str, HostTen
     return loss
 
 
-def sum_shared(passes: Sequence[Pass]) -> None:
+def sum_shared(passes: Sequence[StagePass]) -> None:
     """Once per step: each home of a shared parameter has the gradient of all its holders."""
     for home in passes:
         for other in sorted(home.boundary.sums_of):

@@ -18,10 +18,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.broker.journal import Journal
 from fusionai.broker.server import BrokerServer
-from fusionai.broker.service import BrokerService, Outcome
+from fusionai.broker.service import BrokerService, Replies
 from fusionai.client.pool.job_trust import JobTrust
 from fusionai.client.pool.session import PoolSession
-from fusionai.coordination.broker.state import DeskRules
+from fusionai.coordination.broker.state import BrokerRules
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import PrivacyLevel
@@ -35,7 +35,7 @@ from fusionai.transport.interface import Channel, Listener, Remote
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.transport.signed import Seal
 from fusionai.transport.tcp import TcpTransport
-from fusionai.transport.trust import Circle, CircleFile, Signer, endorse, keep_circle, key_text
+from fusionai.transport.trust import Signer, TrustList, TrustListFile, endorse, key_text, save_trust_list
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Message
 
@@ -52,10 +52,10 @@ class LyingService(BrokerService):
 
     lie: Lie = staticmethod(truth)
 
-    def receive(self, remote: Remote, connection: int, message: Message) -> Outcome:
+    def receive(self, remote: Remote, connection: int, message: Message) -> Replies:
         outcome = super().receive(remote, connection, message)
         answer = None if outcome.answer is None else self.lie(message, outcome.answer)
-        return Outcome(answer=answer, notices=outcome.notices)
+        return Replies(answer=answer, notices=outcome.notices)
 
 
 @dataclass
@@ -82,7 +82,7 @@ class MaliciousPool:
         self.signer = Ed25519PrivateKey.from_private_bytes(b"the key that the owner trusts...")
         self.lenders: dict[str, Lender] = {}
         self.authority: Authority = load_authority(directory / "broker", "pool", now_wall_s=self.clock.wall_s())
-        self.circle = CircleFile(directory / "trust.json", self.clock.wall_s)
+        self.circle = TrustListFile(directory / "trust.json", self.clock.wall_s)
         self._level: PrivacyLevel = level
         self._serial = 0
         self._stack = AsyncExitStack()
@@ -111,12 +111,14 @@ class MaliciousPool:
         )
 
     async def __aenter__(self) -> MaliciousPool:
-        keep_circle(self.circle.path, Circle(signers=(Signer(key_text(public_bytes(self.signer.public_key()))),)))
+        save_trust_list(
+            self.circle.path, TrustList(signers=(Signer(key_text(public_bytes(self.signer.public_key()))),))
+        )
         broker = self.credentials("broker", "broker")
         journal = Journal.open(self.directory / "broker" / "journal.sqlite", "pool")
         self._stack.callback(journal.close)
         self.service = LyingService(
-            rules=DeskRules(pool="pool", broker=broker.identity.peer),
+            rules=BrokerRules(pool="pool", broker=broker.identity.peer),
             journal=journal,
             authority=self.authority,
             clock=self.clock,

@@ -15,7 +15,7 @@ from typing import Final
 from fusionai.primitives.errors import ChannelClosed, FusionError, TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.transport.framed import AcceptedTasks, Dialling, DoorLimits, FramedChannel
+from fusionai.transport.framed import AcceptedTasks, AcceptLimits, Dialling, FramedChannel
 from fusionai.transport.interface import Accept, Remote, Role
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Stream
@@ -123,7 +123,7 @@ class MemoryListener:
         self.owner = owner
         self.strangers = strangers
         self._network = network
-        self._accepted = AcceptedTasks(accept, DoorLimits(greeting_s=3600.0, stranger_s=3600.0, half_open=10_000))
+        self._accepted = AcceptedTasks(accept, AcceptLimits(greeting_s=3600.0, stranger_s=3600.0, half_open=10_000))
 
     def greet(self, channel: MemoryChannel) -> None:
         async def connected() -> FramedChannel:

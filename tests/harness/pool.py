@@ -23,12 +23,12 @@ from fusionai.execution.compute import ComputeThread
 from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
 from fusionai.ir.schema import Graph
-from fusionai.peer.door import Door
+from fusionai.peer.door import JobAcceptor
 from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.scheduling.problem.types import Certificate, Guard, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, Plan, StagePlacement, Standby
 from fusionai.storage.checkpoint import CheckpointHeader
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.manifest import step_directory
@@ -87,7 +87,7 @@ class MemoryPool:
         self._share = share
         self.owner = self._host(OWNER, 1.0)
         self.hosts = [self._host(peer_id(number), share) for number in range(peers)]
-        self.doors: list[Door] = []
+        self.doors: list[JobAcceptor] = []
         """One for each start of a peer."""
         self.addresses: dict[str, tuple[str, ...]] = {}
         self.dead: set[PeerId] = set()
@@ -158,7 +158,7 @@ class MemoryPool:
         self.changed.set()
 
     async def _open(self, host: Host) -> None:
-        door = Door(host, self.authority_key)
+        door = JobAcceptor(host, self.authority_key)
         listener = await host.transport.listen(door.accept, host="pool", port=0)
         self.doors.append(door)
         self.addresses[host.peer] = listener.addresses
@@ -258,7 +258,7 @@ class HandReplanner:
                 stages.append(msgspec.structs.replace(stage, peer=peer))
             else:
                 stages.append(stage)
-        kept = tuple(Guard(stage=stage, peer=peer) for stage, peer in sorted(guards.items()) if peer not in placed)
+        kept = tuple(Standby(stage=stage, peer=peer) for stage, peer in sorted(guards.items()) if peer not in placed)
         return msgspec.structs.replace(
             plan,
             version=self.pool.newest_version + 1,
@@ -405,7 +405,7 @@ class Job:
             for replica in range(self.replicas)
             for number, blocks in enumerate(self.ranges)
         )
-        guards = tuple(Guard(stage=stage, peer=peer_id(number)) for stage, number in sorted(self.guards.items()))
+        guards = tuple(Standby(stage=stage, peer=peer_id(number)) for stage, number in sorted(self.guards.items()))
         return Plan(
             version=self.version,
             graph_hash="",

@@ -16,7 +16,7 @@ from fusionai.capture.capture import aliases
 from fusionai.capture.models.build import build
 from fusionai.capture.models.huggingface import HuggingFaceModel, resolve
 from fusionai.capture.models.source import ConfigSource, DirectorySource, ModelSource
-from fusionai.capture.models.state import StateSource, index_checkpoint
+from fusionai.capture.models.state import CapturedState, index_checkpoint
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointReader, CheckpointWriter
 from harness.model_files import model_tensors
@@ -94,7 +94,7 @@ def through_files(source: ModelSource, place: Path, dtype: torch.dtype = torch.f
     built = build(files.source, 0)
     assert built.huggingface is not None
     checkpoint = index_checkpoint(built.huggingface.weights, built, aliases(built.module), {})
-    state = StateSource(built, {}, (), checkpoint)
+    state = CapturedState(built, {}, (), checkpoint)
     held: dict[str, HostTensor] = {}
     for key, tensor in state.tensors([*checkpoint.keys]):
         if not equal(tensor, read[key]):

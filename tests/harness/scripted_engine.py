@@ -21,7 +21,7 @@ from fusionai.serving.interface import (
     FaultNote,
     Finished,
     Generation,
-    Held,
+    GenerationPaused,
     HopTiming,
     PromptRead,
     PromptTooLong,
@@ -158,9 +158,9 @@ class _Stream:
             if engine.breaks_after == index:
                 raise RuntimeError("a mistake of the engine")
             if engine.hold_at == index:
-                yield Held("recovering", "tower was lost; attic takes its place")
+                yield GenerationPaused("recovering", "tower was lost; attic takes its place")
                 await asyncio.sleep(0)
-                yield Held("running", "attic goes on")
+                yield GenerationPaused("running", "attic goes on")
             await asyncio.sleep(engine.pause_s)
             if engine.gate is not None:
                 await engine.gate.wait()

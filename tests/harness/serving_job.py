@@ -80,7 +80,7 @@ class Job:
 
     def rebuild(self) -> list[commands.ServingCommand]:
         waiting = [(number, one) for number, (_, left) in self.machine.rounds.rebuilds.items() for one in left.items()]
-        return self.tell(*(events.Rebuilt(self.fence, number, session, end) for number, (session, end) in waiting))
+        return self.tell(*(events.CacheRebuilt(self.fence, number, session, end) for number, (session, end) in waiting))
 
 
 def running(given: ServingRoles | None = None, *, retain: bool = True, warm: bool = True, checks: bool = False) -> Job:

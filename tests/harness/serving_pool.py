@@ -20,7 +20,7 @@ from fusionai.capture.capture import Captured
 from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.problem.types import Certificate, Guard, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, Plan, StagePlacement, Standby
 from fusionai.serving import progress
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.interface import Emitted, Finished, Generation, StreamEvent, TokenStream
@@ -57,7 +57,7 @@ class ServingPool(MemoryPool):
         return host if peer == OWNER else replace(host, weights=WeightStore(self._directory / peer[:4]))
 
 
-def serving_plan(ranges: Sequence[tuple[int, int]], peers: Sequence[str], guards: Sequence[Guard] = ()) -> Plan:
+def serving_plan(ranges: Sequence[tuple[int, int]], peers: Sequence[str], guards: Sequence[Standby] = ()) -> Plan:
     return Plan(
         version=1,
         task="serve",
@@ -119,7 +119,7 @@ class Replanner:
         if idle:
             guarded = {guard.stage for guard in guards}
             guards += [
-                Guard(stage=stage.stage, peer=idle[0])
+                Standby(stage=stage.stage, peer=idle[0])
                 for stage in stages
                 if stage.peer != OWNER and stage.stage not in guarded
             ]
@@ -156,7 +156,7 @@ async def served(
     *,
     weights: ModelWeights | None = None,
     peers: Sequence[PeerId] | None = None,
-    guards: Sequence[Guard] = (),
+    guards: Sequence[Standby] = (),
     spares: int = 0,
     options: ServeOptions | None = None,
     vocabulary: int,

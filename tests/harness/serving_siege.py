@@ -28,7 +28,7 @@ from fusionai.client.serving.job import ServeRequest
 from fusionai.client.serving.serve import Served, ServeEvent, serving
 from fusionai.scheduling.problem.types import Plan, ServingNeeds
 from fusionai.serving import progress
-from fusionai.serving.interface import Emitted, Finished, Generation, Held, PromptRead, StageStatus
+from fusionai.serving.interface import Emitted, Finished, Generation, GenerationPaused, PromptRead, StageStatus
 from harness.killer import Killer, Role, Target
 from harness.live_pool import LivePool, Process
 from harness.patience import CEILING_S
@@ -51,7 +51,7 @@ class Answer:
     ask: Ask
     tokens: list[int] = field(default_factory=list[int])
     came_at_s: list[float] = field(default_factory=list[float])
-    held: list[tuple[float, Held]] = field(default_factory=list[tuple[float, Held]])
+    held: list[tuple[float, GenerationPaused]] = field(default_factory=list[tuple[float, GenerationPaused]])
     end: Finished | None = None
 
     def gaps_s(self, since_s: float, until_s: float) -> list[float]:
@@ -143,7 +143,7 @@ class ServingSiege:
                     assert index == len(answer.tokens), f"token {index} came after {len(answer.tokens)} others"
                     answer.tokens.append(token)
                     answer.came_at_s.append(time.monotonic())
-                case Held():
+                case GenerationPaused():
                     answer.held.append((time.monotonic(), event))
                 case Finished():
                     answer.end = event
@@ -163,7 +163,9 @@ class ServingSiege:
 
     def plans_since(self, since_s: float) -> list[Plan]:
         """That the job went over to."""
-        return [event.plan for at_s, event in self.told if at_s > since_s and isinstance(event, progress.PlanChanged)]
+        return [
+            event.plan for at_s, event in self.told if at_s > since_s and isinstance(event, progress.ServingPlanChanged)
+        ]
 
     def census(self, *roles: Role) -> tuple[Target, ...]:
         """Peers that may be struck: those that run stages, those that guard or stand by."""

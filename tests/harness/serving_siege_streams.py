@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from fusionai.serving.interface import Sampling
-from fusionai.serving.sampling import History, choose
+from fusionai.serving.sampling import TokenHistory, choose
 from harness.tiny_text import write_tiny_text
 
 CONTEXT: Final = 256
@@ -110,7 +110,7 @@ class Reference:
         found = Comparison()
         for ask, tokens in asks:
             found.answers += 1
-            history = History(ask.prompt)
+            history = TokenHistory(ask.prompt)
             for position, (row, token) in enumerate(zip(self.logits(ask.prompt, tokens), tokens, strict=True)):
                 if choose(row, ask.sampling, history, position) != token:
                     assert _could_be(row, ask.sampling, history, position, token), (
@@ -123,7 +123,7 @@ class Reference:
         return found
 
 
-def _could_be(row: NDArray[np.float32], sampling: Sampling, history: History, position: int, token: int) -> bool:
+def _could_be(row: NDArray[np.float32], sampling: Sampling, history: TokenHistory, position: int, token: int) -> bool:
     """Whether logits that differ by no more than the tolerance give this token."""
     room = TOLERANCE * float(np.abs(row).max())
     if sampling.temperature == 0:

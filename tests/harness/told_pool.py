@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.session import PoolMember
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId
@@ -27,13 +27,13 @@ def profile(name: str, *, fingerprint: str = "f") -> PeerProfile:
     return PeerProfile(peer=name, name=name, flops_per_s=1e9, memory_bytes=2**30, fingerprint=fingerprint)
 
 
-def member(name: str, *, fingerprint: str = "f", **changes: Any) -> Member:
+def member(name: str, *, fingerprint: str = "f", **changes: Any) -> PoolMember:
     known = profile(name, fingerprint=fingerprint)
     fields: dict[str, Any] = {"state": "idle", "boot": 1, "addresses": (f"tcp://{name}:1",), **changes}
-    return Member(MemberView(peer=name, profile=msgspec.Raw(msgspec.msgpack.encode(known)), **fields), known)
+    return PoolMember(MemberView(peer=name, profile=msgspec.Raw(msgspec.msgpack.encode(known)), **fields), known)
 
 
-def working(name: str, **changes: Any) -> Member:
+def working(name: str, **changes: Any) -> PoolMember:
     return member(name, state="active", job=JOB, **changes)
 
 
@@ -84,13 +84,13 @@ class FakeClock:
 class FakePool:
     """`looks`: what each look at the pool shows or raises, the last for ever."""
 
-    looks: list[tuple[Member, ...] | FusionError]
+    looks: list[tuple[PoolMember, ...] | FusionError]
     grants: list[FusionError | None] = field(default_factory=lambda: [None])
     asked: list[Plan] = field(default_factory=list)
     version: int = 1
     expires_at_s: float = 1e9
 
-    async def pool(self) -> tuple[Member, ...]:
+    async def pool(self) -> tuple[PoolMember, ...]:
         seen = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
         if isinstance(seen, FusionError):
             raise seen

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fusionai.coordination.broker import decisions
-from fusionai.coordination.broker.events import Fact, Placement
+from fusionai.coordination.broker.events import Fact, MemberPlacement
 from fusionai.coordination.broker.pool import Pool, replay
 from fusionai.coordination.broker.requests import (
     Answer,
@@ -24,14 +24,14 @@ from fusionai.coordination.broker.requests import (
     Invite,
     IssueTickets,
     Notify,
-    Register,
+    RegisterMember,
     ReportJob,
     Request,
     RequestJob,
     Stalled,
     Tick,
 )
-from fusionai.coordination.broker.state import Desk, DeskRules, recovered
+from fusionai.coordination.broker.state import BrokerRules, BrokerState, recovered
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import LeaveNotice, Refused
 from harness.network import Process
@@ -62,13 +62,13 @@ class Broker:
     world: World
     process: Process
     facts: list[Fact]
-    desk: Desk = field(init=False)
+    desk: BrokerState = field(init=False)
     at_s: float = 0.0
     """When it last did something."""
 
     def __post_init__(self) -> None:
         # Short rests, or courses would take long for machines that flap.
-        rules = DeskRules(pool="pool", broker=PeerId(BROKER), rest_s=20.0)
+        rules = BrokerRules(pool="pool", broker=PeerId(BROKER), rest_s=20.0)
         pool = replay(self.facts, Pool())
         self.desk = recovered(rules, pool, self.world.network.now_s)
         self.at_s = self.world.network.now_s
@@ -107,7 +107,7 @@ class Broker:
         assert isinstance(certified, Certify), certified
 
     def register(self, process: Process) -> bool:
-        self.ask(Register(PeerId(process.name), process.number, process.number, b"", ()))
+        self.ask(RegisterMember(PeerId(process.name), process.number, process.number, b"", ()))
         return True
 
     def beat(self, process: Process, *, holds: bool) -> bool:
@@ -139,7 +139,7 @@ class Broker:
     def mint(self, process: Process, layout: Layout) -> int | None:
         """The new plan's version; None when the broker refuses it."""
         members = tuple(
-            Placement(
+            MemberPlacement(
                 peer,
                 tuple(stage for stage, at in sorted(layout.places.items()) if at == peer),
                 tuple(stage for stage, at in sorted(layout.guards.items()) if at == peer),

@@ -162,7 +162,7 @@ class Driver:
                     self._feed("eval", step, index)
             case commands.AnnounceReady(base=base):
                 world.check_ready(self, base)
-            case commands.Feed(step=step, microbatch=microbatch, only=only):
+            case commands.FeedMicrobatch(step=step, microbatch=microbatch, only=only):
                 self._feed("train", step, microbatch, only)
             case commands.DecideScale(step=step, norms=norms):
                 total, scale = model.clip(norms)
@@ -191,9 +191,9 @@ class Driver:
                 # A pause, or a machine that the broker has not missed yet would be tried a thousand times.
                 pause_s = max(0.0, self.asked_s + RETRY_S - world.network.now_s)
                 world.network.timer(self.process, pause_s, self._ask_plan)
-            case commands.TellFault(kind=kind):
+            case commands.ReportFault(kind=kind):
                 world.told[f"fault: {kind}"] += 1
-            case commands.TellRestored():
+            case commands.ReportRestored():
                 world.check_restored(self, command)
             case commands.EndJob():
                 self.ended = command

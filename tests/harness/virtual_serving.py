@@ -471,7 +471,7 @@ class Driver:
                 self._send_pass(Pass(self.machine.fence, number, 0, segments, tokens, wanted, forget))
             case commands.BeginCheck():
                 self._check(command)
-            case commands.TellCheck(outcome=outcome):
+            case commands.ReportCheck(outcome=outcome):
                 world.told[f"check: {outcome}"] += 1
             case commands.Distrust(peer):
                 world.liars.add(peer)
@@ -492,12 +492,12 @@ class Driver:
             case commands.FailSessions(sessions):
                 for session in sessions:
                     world.answers[session].ended = "failed"
-            case commands.TellFault(kind=kind):
+            case commands.ReportFault(kind=kind):
                 world.told[f"fault: {kind}"] += 1
                 self.fault_at_s = world.network.now_s
-            case commands.TellState(state=state):
+            case commands.ReportState(state=state):
                 world.told[f"state: {state}"] += 1
-            case commands.TellRebuilding():
+            case commands.ReportRebuilding():
                 pass
             case commands.EndJob(stopped, failed):
                 world.told[f"ended: {stopped or failed}"] += 1

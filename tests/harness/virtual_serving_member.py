@@ -227,7 +227,7 @@ class Member:
         if message.rebuild == message.consumer:
             for segment in message.segments:
                 self._tell(
-                    events.Rebuilt(message.fence, message.number, segment.session, segment.start + segment.length)
+                    events.CacheRebuilt(message.fence, message.number, segment.session, segment.start + segment.length)
                 )
         elif message.consumer == len(self.world.roles.places) - 1:
             self._tell(Result(message.fence, message.number, tuple(outputs[row] for row in message.wanted)))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fusionai.coordination.training import events as driving
 from fusionai.coordination.training import stage as staging
-from fusionai.coordination.training.stage import StageMachine, Work
+from fusionai.coordination.training.stage import StageMachine, StageWork
 from fusionai.wire.messages import Fence, Mode
 from harness import topology as model
 from harness.topology import FEED, Topology
@@ -191,7 +191,7 @@ class Stage:
         self.contexts.clear()
         self.put_off.clear()
 
-    def finish(self, work: Work) -> None:
+    def finish(self, work: StageWork) -> None:
         """The compute thread is done: what it made goes out under the fence it began with."""
         if not self.present:
             return
@@ -231,7 +231,7 @@ class Stage:
         self.handle(staging.WorkDone(work))
         self.offer_state()
 
-    def forward(self, work: Work) -> None:
+    def forward(self, work: StageWork) -> None:
         assert work.step == self.step, "on exactly its state"
         inputs = self.held.pop((work.mode, work.step, work.microbatch))
         assert inputs.keys() == self.topology.producers(self.number)
@@ -244,7 +244,7 @@ class Stage:
             output = Output(work.mode, work.step, work.microbatch, model.loss_of(context))
             self.member.to_driver(self.fence, "feed", output)
 
-    def backward(self, work: Work) -> None:
+    def backward(self, work: StageWork) -> None:
         gradients = self.gradients.pop((work.step, work.microbatch), {})
         assert gradients.keys() == self.topology.consumers(self.number)
         context = self.contexts.pop(work.microbatch)
@@ -254,14 +254,14 @@ class Stage:
         for producer in sorted(self.topology.producers(self.number) - {FEED}):
             self.to_stage(producer, "backward", work, model.gradient_for(context, gradients, producer))
 
-    def weigh(self, work: Work) -> None:
+    def weigh(self, work: StageWork) -> None:
         """The microbatch's part of the sums, perhaps long after its backward."""
         microbatch, context, gradients = self.put_off.popleft()
         assert microbatch == work.microbatch, "in their order"
         self.sums = model.summed(self.sums, context, gradients)
         self.counted.append((work.step, microbatch))
 
-    def apply(self, work: Work) -> None:
+    def apply(self, work: StageWork) -> None:
         record = work.record
         assert record is not None
         assert record.step == work.step == self.step, "applied twice, or out of order"
@@ -275,7 +275,7 @@ class Stage:
 
     # ------------------------------------------------------------------------------------------------------ sending
 
-    def to_stage(self, stage: int, kind: Kind, work: Work, value: str) -> None:
+    def to_stage(self, stage: int, kind: Kind, work: StageWork, value: str) -> None:
         tensor = Tensor(kind, work.mode, work.step, work.microbatch, self.number, stage, value)
         if work.mode == "train" and self.machine.retain:
             self.retained[work.step, stage, kind, work.microbatch] = tensor

@@ -207,7 +207,7 @@ class World:
                 if stage.machine.accepts(driver.fence):
                     assert stage.step == base, f"ready at {base} while stage {stage.number} is at {stage.step}"
 
-    def check_restored(self, driver: Driver, told: commands.TellRestored) -> None:
+    def check_restored(self, driver: Driver, told: commands.ReportRestored) -> None:
         kind = "kept all" if not told.restored else "rolled back" if told.rollback else "replayed"
         if told.rollback:
             assert self._trouble or not self._ran, f"back to {told.base} although nothing happened: {self.stories()}"

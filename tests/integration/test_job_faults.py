@@ -239,12 +239,12 @@ def test_with_nobody_left_a_job_waits_until_the_machine_is_back(
     tasks: list[asyncio.Task[None]] = []
 
     def revive(pool: MemoryPool, event: progress.Progress) -> None:
-        if isinstance(event, progress.Waiting):
+        if isinstance(event, progress.JobWaiting):
             tasks.append(asyncio.ensure_future(pool.revive(peer_id(1))))
 
     (done,) = run(tmp_path, llama, [Strike(POINTS[point](1), kills(1))], guards={}, peers=3, then=revive)
     assert_same(done, undisturbed, tmp_path, STEPS)
-    assert len(events(done, progress.Waiting)) == 1
+    assert len(events(done, progress.JobWaiting)) == 1
     final = [event for event in done.events if isinstance(event, progress.Restored)][-1]
     assert final.base in (0, 3)
 

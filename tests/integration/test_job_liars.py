@@ -75,8 +75,8 @@ def run(directory: Path, captured: Captured, machines: dict[int, Backend] | None
     return asyncio.run(body())
 
 
-def checks(done: Run) -> list[progress.Checked]:
-    return [event for event in done.events if isinstance(event, progress.Checked)]
+def checks(done: Run) -> list[progress.StepsChecked]:
+    return [event for event in done.events if isinstance(event, progress.StepsChecked)]
 
 
 @pytest.fixture(scope="module")

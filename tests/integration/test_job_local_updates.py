@@ -24,7 +24,7 @@ from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
 from fusionai.primitives.tensors import HostTensor
 from fusionai.training import progress
-from fusionai.training.local_updates import Agreement
+from fusionai.training.local_updates import OuterUpdate
 from fusionai.training.outer import Outer, OuterRules, OuterState, beginning
 from fusionai.training.outer_disk import OuterFiles
 from fusionai.wire import messages as wire
@@ -79,7 +79,7 @@ class Story:
     """`runs`: of each job, one for each start of its driver. `told`: what each was told."""
 
     runs: dict[str, list[Run]]
-    told: dict[str, list[Agreement]]
+    told: dict[str, list[OuterUpdate]]
     agreed: dict[str, np.ndarray]
     rounds: int
 
@@ -235,10 +235,10 @@ def test_packed_all_have_the_same_bits(codec: Codec, tmp_path: Path) -> None:
 DIES: dict[str, Callable[[wire.Message], bool]] = {
     "a forward before": lambda m: isinstance(m, wire.Forward) and (m.step, m.microbatch) == (5, 1) and m.producer >= 0,
     "the commit": lambda m: isinstance(m, wire.Commit) and m.record.step == 5,
-    "its difference": lambda m: isinstance(m, wire.Difference) and (m.step, m.last) == (5, False),
-    "the end of its difference": lambda m: isinstance(m, wire.Difference) and (m.step, m.last) == (5, True),
-    "the agreement": lambda m: isinstance(m, wire.Agreement) and (m.step, m.last) == (5, False),
-    "the end of the agreement": lambda m: isinstance(m, wire.Agreement) and (m.step, m.last) == (5, True),
+    "its difference": lambda m: isinstance(m, wire.PseudoGradient) and (m.step, m.last) == (5, False),
+    "the end of its difference": lambda m: isinstance(m, wire.PseudoGradient) and (m.step, m.last) == (5, True),
+    "the agreement": lambda m: isinstance(m, wire.OuterUpdateChunk) and (m.step, m.last) == (5, False),
+    "the end of the agreement": lambda m: isinstance(m, wire.OuterUpdateChunk) and (m.step, m.last) == (5, True),
     "that it has adopted it": lambda m: isinstance(m, wire.Applied) and m.step == 5,
     "a forward behind": lambda m: isinstance(m, wire.Forward) and (m.step, m.microbatch) == (7, 0) and m.producer >= 0,
 }
@@ -289,7 +289,7 @@ DIES_BESIDE: dict[str, Callable[[wire.Message], bool]] = {
     "the agreement": DIES["the agreement"],
     "the last commit before it counts": lambda m: isinstance(m, wire.Commit) and m.record.step == 5 + LAG,
     "that it has adopted it": lambda m: isinstance(m, wire.Applied) and m.step == 5 + LAG,
-    "the end of the last agreement": lambda m: isinstance(m, wire.Agreement) and (m.step, m.last) == (8, True),
+    "the end of the last agreement": lambda m: isinstance(m, wire.OuterUpdateChunk) and (m.step, m.last) == (8, True),
 }
 OFTEN_BESIDE = [
     "the step behind",
@@ -417,7 +417,7 @@ def test_nobody_waits_beyond_the_deadline_and_whoever_was_late_goes_on_from_the_
     ended = asyncio.Event()
 
     def watch(pool: MemoryPool, job: Job, message: wire.Message) -> None:
-        if not away and isinstance(message, wire.Difference):
+        if not away and isinstance(message, wire.PseudoGradient):
             pool.kill(peer_id(0), peer_id(1))
             away.append(asyncio.get_running_loop().create_task(back(pool)))
 

@@ -22,7 +22,7 @@ from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.optimizers import make_optimizer
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
-from fusionai.execution.training.work import Bench
+from fusionai.execution.training.work import StageExecutor
 from fusionai.training import progress
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import CommitRecord
@@ -143,9 +143,9 @@ def test_a_home_that_applies_late_keeps_what_another_replica_has_summed_of_the_n
 ) -> None:
     """The other replica waits for nothing of it, and sends its sums once."""
     come = asyncio.Event()
-    apply = Bench._apply
+    apply = StageExecutor._apply
 
-    async def late(self: Bench, record: CommitRecord | None) -> None:
+    async def late(self: StageExecutor, record: CommitRecord | None) -> None:
         if record is not None and record.step == 1 and self._boundary.stage == 0:
             await come.wait()
         await apply(self, record)
@@ -154,7 +154,7 @@ def test_a_home_that_applies_late_keeps_what_another_replica_has_summed_of_the_n
         if isinstance(message, wire.SharedGradient) and (message.receiver, message.step) == (0, 2):
             come.set()
 
-    monkeypatch.setattr(Bench, "_apply", late)
+    monkeypatch.setattr(StageExecutor, "_apply", late)
     captured = untied()
     done = run(tmp_path, captured, watch)
     assert come.is_set()

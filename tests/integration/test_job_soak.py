@@ -24,7 +24,7 @@ from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.capture.capture import capture
 from fusionai.capture.models.source import ConfigSource
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.problem.types import Guard
+from fusionai.scheduling.problem.types import Standby
 from fusionai.training import progress
 from harness.pool import Data, Job, MemoryPool, tokens
 
@@ -111,7 +111,7 @@ class Fate:
         better = msgspec.structs.replace(
             plan,
             version=self.pool.newest_version + 1,
-            guards=tuple(Guard(stage=stage, peer=peer) for stage, peer in sorted(guards.items())),
+            guards=tuple(Standby(stage=stage, peer=peer) for stage, peer in sorted(guards.items())),
             snapshot_every=2,
         )
         self.job.driver.offer(self.pool.deployment(better), "a guard is back")

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from fusionai.capture.capture import aliases
 from fusionai.capture.models.build import build
 from fusionai.capture.models.source import ConfigSource, DirectorySource
-from fusionai.capture.models.state import StateSource, index_checkpoint
+from fusionai.capture.models.state import CapturedState, index_checkpoint
 from fusionai.primitives.errors import ModelError
 from harness.saved import Saved, equal, saved, through_files
 from harness.zoo import models, untraced
@@ -47,10 +47,10 @@ def test_half_precision_is_read_as_transformers_reads_it(tmp_path: Path, dtype: 
     assert through_files(SOURCES["mixtral"], tmp_path, dtype) == ""
 
 
-def opened(files: Saved) -> StateSource:
+def opened(files: Saved) -> CapturedState:
     built = build(files.source, 0)
     assert built.huggingface is not None
-    return StateSource(
+    return CapturedState(
         built, {}, (), index_checkpoint(built.huggingface.weights, built, aliases(built.module), {})
     )  # fmt: skip
 

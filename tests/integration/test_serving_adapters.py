@@ -21,7 +21,7 @@ from fusionai.ir.partition import ends
 from fusionai.ir.serving import require_servable, serving_graph
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import ExecutionError, ModelError
-from fusionai.scheduling.problem.types import Guard
+from fusionai.scheduling.problem.types import Standby
 from fusionai.serving.interface import Emitted, Generation, PromptRead, Sampling
 from fusionai.storage.adapter_files import read_adapter
 from fusionai.wire.serving import Segment, ServeOptions
@@ -225,7 +225,7 @@ def test_answers_are_those_of_the_merged_models_also_after_a_peer_is_lost(
     options = ServeOptions(page_tokens=4, pages=64, sessions=9, pass_tokens=32, adapter_ranks=llama.ranks)
 
     async def story() -> list[list[int]]:
-        guard = Guard(stage=2, peer=peer_id(3))
+        guard = Standby(stage=2, peer=peer_id(3))
         async with running(
             captured,
             tmp_path,

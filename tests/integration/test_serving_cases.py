@@ -16,7 +16,7 @@ import torch
 
 from fusionai.capture.capture import Captured
 from fusionai.primitives.errors import ExecutionError
-from fusionai.scheduling.problem.types import Guard
+from fusionai.scheduling.problem.types import Standby
 from fusionai.serving import progress
 from fusionai.serving.constraint import ConstraintCompiler, JsonSchema
 from fusionai.serving.engine import ServingEngine
@@ -245,7 +245,7 @@ def test_drawn_tokens_depend_on_seed_and_prompt_alone(tmp_path: Path):
     mine = prompts(3)[2]
 
     async def story() -> tuple[list[int], list[int], list[int], list[int]]:
-        guard = Guard(stage=2, peer=peer_id(3))
+        guard = Standby(stage=2, peer=peer_id(3))
         async with running(tmp_path, guards=[guard], spares=1, prefix_cache=False) as job:
             engine = job.engine
             (alone,) = await answers(engine, [mine], 24, DRAWN)
@@ -297,7 +297,7 @@ def test_windows_go_on_beyond_their_length_also_after_a_kill(speculate: str | in
     asked = [prompts(4)[3], prompts(1)[0]]
 
     async def story() -> list[list[int]]:
-        guard = Guard(stage=2, peer=peer_id(3))
+        guard = Standby(stage=2, peer=peer_id(3))
         async with running(
             tmp_path, captured, guards=[guard], spares=1, prefix_cache=False, speculate=speculate
         ) as job:
@@ -317,7 +317,7 @@ def test_the_pool_may_have_embedding_and_head(victim: int, tmp_path: Path):
     """Whoever has the first or the last stage may die."""
     ends = [(0, 2), (2, 3), (3, 5)]
     peers = [peer_id(0), peer_id(1), peer_id(2)]
-    guards = [Guard(stage=victim, peer=peer_id(3))]
+    guards = [Standby(stage=victim, peer=peer_id(3))]
 
     async def story() -> list[list[int]]:
         async with running(tmp_path, ranges=ends, peers=peers, guards=guards, spares=1) as job:

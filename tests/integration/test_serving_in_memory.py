@@ -14,9 +14,9 @@ from torch import nn
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.problem.types import Guard
+from fusionai.scheduling.problem.types import Standby
 from fusionai.serving import progress
-from fusionai.serving.interface import Emitted, FaultNote, Finished, Generation, Held, Sampling
+from fusionai.serving.interface import Emitted, FaultNote, Finished, Generation, GenerationPaused, Sampling
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions
 from harness.patience import CEILING_S
@@ -122,12 +122,12 @@ def test_pieces_of_one_prompt_follow_each_other_and_change_no_token(llama: Captu
 
 def test_a_stage_killed_under_running_streams_changes_no_token(llama: Captured, tmp_path: Path):
     """The second peer dies; its guard takes over and gets its cache from what the first retained."""
-    guard = Guard(stage=2, peer=peer_id(3))
+    guard = Standby(stage=2, peer=peer_id(3))
 
-    async def story() -> tuple[list[list[int]], tuple[FaultNote, ...], list[Held]]:
+    async def story() -> tuple[list[list[int]], tuple[FaultNote, ...], list[GenerationPaused]]:
         async with served(llama, tmp_path, THREE_PEERS, guards=[guard], spares=1, vocabulary=VOCABULARY) as job:
             await until(lambda: any(isinstance(one, progress.StageLoaded) and one.standby for one in job.told))
-            held: list[Held] = []
+            held: list[GenerationPaused] = []
 
             async def listen(prompt: tuple[int, ...], kill_at: int | None) -> list[int]:
                 tokens: list[int] = []
@@ -138,7 +138,7 @@ def test_a_stage_killed_under_running_streams_changes_no_token(llama: Captured, 
                             tokens.append(token)
                             if index == kill_at:
                                 job.pool.kill(peer_id(1))
-                        case Held():
+                        case GenerationPaused():
                             held.append(event)
                         case Finished(reason=reason, detail=detail):
                             assert reason == "length", detail
@@ -170,7 +170,7 @@ def test_without_anybody_to_take_over_streams_wait_and_go_on(llama: Captured, tm
                         tokens.append(token)
                         if len(tokens) == 4:
                             job.pool.kill(peer_id(2))
-                    case Held(state=state):
+                    case GenerationPaused(state=state):
                         states.append(state)
                         if state == "waiting":
                             assert job.engine.is_waiting
@@ -224,7 +224,7 @@ def test_those_that_remain_go_on_with_another_cut(llama: Captured, tmp_path: Pat
 @pytest.mark.long
 def test_whoever_takes_over_has_its_links_already(llama: Captured, tmp_path: Path):
     """Nobody opens a connection to it, or it to anybody, while streams wait."""
-    guard = Guard(stage=2, peer=peer_id(3))
+    guard = Standby(stage=2, peer=peer_id(3))
     opened: list[tuple[PeerId, PeerId]] = []
 
     def see(sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
@@ -276,12 +276,12 @@ def test_a_guard_that_a_plan_relieves_while_it_answers_is_not_lost(llama: Captur
             if sender == peer_id(3) and isinstance(message, wire.Loaded) and not told:
                 told.append(sender)
                 plan = job.engine.plan
-                guards = (Guard(stage=3, peer=peer_id(3)),)
+                guards = (Standby(stage=3, peer=peer_id(3)),)
                 newer = msgspec.structs.replace(plan, version=plan.version + 1, guards=guards)
                 job.engine.offer(job.pool.deployment(newer), "another guard")
                 relieved.set()
 
-        guards = [Guard(stage=2, peer=peer_id(3))]
+        guards = [Standby(stage=2, peer=peer_id(3))]
         async with served(
             llama, tmp_path, THREE_PEERS, guards=guards, spares=1, vocabulary=VOCABULARY, on_message=watch
         ) as job:

@@ -18,7 +18,7 @@ from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
 from fusionai.execution.serving.stage import ServingStage
 from fusionai.primitives.errors import ExecutionError
-from fusionai.scheduling.problem.types import Guard
+from fusionai.scheduling.problem.types import Standby
 from fusionai.serving import checking, progress
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.wire import messages as wire
@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 THREE_PEERS = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
 """Embedding; a layer each; norm and head."""
-GUARDS = tuple(Guard(stage=stage, peer=peer_id(2 + stage)) for stage in (1, 2, 3))
+GUARDS = tuple(Standby(stage=stage, peer=peer_id(2 + stage)) for stage in (1, 2, 3))
 PROMPTS = [tuple((7 * place + 13 * number) % VOCABULARY for place in range(3 + 4 * number)) for number in range(4)]
 SECRET = bytes(range(32))
 
@@ -71,8 +71,8 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-def checked(job: Served) -> list[progress.Checked]:
-    return [one for one in job.told if isinstance(one, progress.Checked)]
+def checked(job: Served) -> list[progress.TextRechecked]:
+    return [one for one in job.told if isinstance(one, progress.TextRechecked)]
 
 
 def guarded(job: Served) -> bool:
@@ -105,7 +105,7 @@ def undisturbed(llama: Captured, tmp_path_factory: pytest.TempPathFactory) -> li
 def test_honest_machines_are_checked_and_no_token_changes(
     llama: Captured, undisturbed: list[list[int]], tmp_path: Path
 ):
-    async def story() -> tuple[list[list[int]], list[progress.Checked], dict[str, float]]:
+    async def story() -> tuple[list[list[int]], list[progress.TextRechecked], dict[str, float]]:
         async with serving(llama, tmp_path) as job:
             await until(lambda: guarded(job))
             said = await answers(job)
@@ -209,7 +209,7 @@ def test_no_family_of_models_makes_an_honest_machine_a_liar(kind: str, tmp_path:
     captured = capture(ConfigSource(MODELS[kind]), batch=(1, 4), sequence=(1, 128), train=False)
     options = ServeOptions(page_tokens=4, pages=64, sessions=9, pass_tokens=32, whole=kind == "mamba")
 
-    async def story() -> list[progress.Checked]:
+    async def story() -> list[progress.TextRechecked]:
         backends = Kinds(("jax", "torch", "onnxruntime", "torch", "jax", "torch"))
         unlike: dict[str, Any] = {"options": options, "backends": backends, "prefix_cache": kind != "gemma2"}
         async with serving(captured, tmp_path, **unlike) as job:
@@ -270,7 +270,7 @@ def test_answers_that_are_broken_off_disturb_nobody(llama: Captured, tmp_path: P
 @LONG
 def test_with_the_ends_in_the_pool_the_first_stage_is_checked_and_the_last_is_not(llama: Captured, tmp_path: Path):
     liar = LyingServer("skips", part=0.5)
-    guards = (Guard(stage=0, peer=peer_id(3)), Guard(stage=2, peer=peer_id(4)))
+    guards = (Standby(stage=0, peer=peer_id(3)), Standby(stage=2, peer=peer_id(4)))
 
     async def story() -> None:
         pool: dict[str, Any] = {"peers": tuple(map(peer_id, range(3))), "guards": guards, "spares": 2}
@@ -290,7 +290,7 @@ def test_who_says_nothing_of_what_it_did_is_not_believed(llama: Captured, tmp_pa
     """A member that answers no question about its texts, whatever it computed."""
     silent: list[str] = []
 
-    def refuse(stage: ServingStage, order: wire.TellMarks) -> Any:
+    def refuse(stage: ServingStage, order: wire.RequestSketches) -> Any:
         if stage.stage == 2:
             silent.append("asked")
             raise ExecutionError("I don't tell.")

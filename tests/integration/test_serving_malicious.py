@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
 from fusionai.primitives.ids import PeerId
-from fusionai.scheduling.problem.types import Guard
+from fusionai.scheduling.problem.types import Standby
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.transport.interface import Channel
 from fusionai.transport.signed import Seal
@@ -101,7 +101,7 @@ async def test_a_key_in_no_placement_gets_neither_passes_nor_weights(llama: Capt
 @in_a_loop
 async def test_who_lost_its_part_gets_no_weights_by_what_it_once_was_shown(llama: Captured, tmp_path: Path):
     """A peer replaced by its guard: its old placement was true, and its ticket of the new plan is the broker's."""
-    guards = [Guard(stage=1, peer=peer_id(3))]
+    guards = [Standby(stage=1, peer=peer_id(3))]
     async with served(llama, tmp_path, RANGES, guards=guards, spares=1, vocabulary=VOCABULARY) as running:
         await tokens_of(running.engine, ASKED)
         old = fence_of(running)

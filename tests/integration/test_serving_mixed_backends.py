@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
-from fusionai.scheduling.problem.types import Guard
+from fusionai.scheduling.problem.types import Standby
 from fusionai.serving import progress
 from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
 from fusionai.wire.messages import ServeOptions
@@ -109,7 +109,7 @@ def test_a_stage_moves_to_another_framework_under_running_streams(model: str, vi
     kinds = Kinds(("torch", victim, "torch", spare))
 
     async def story() -> list[list[int]]:
-        guard = Guard(stage=2, peer=peer_id(3))
+        guard = Standby(stage=2, peer=peer_id(3))
         async with served(
             *(graph, tmp_path, RANGES),
             guards=[guard],

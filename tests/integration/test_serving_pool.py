@@ -18,7 +18,7 @@ from fusionai.client.serving.serve import Served, serving
 from fusionai.primitives.errors import ModelError
 from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.engine import ServingEngine
-from fusionai.serving.interface import Emitted, Finished, Generation, Held, Sampling
+from fusionai.serving.interface import Emitted, Finished, Generation, GenerationPaused, Sampling
 from harness.patience import CEILING_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -86,7 +86,7 @@ async def answer(engine: ServingEngine, number: int, seen: list[int], held: list
                 assert index == len(tokens)
                 tokens.append(token)
                 seen.append(token)
-            case Held(state=state):
+            case GenerationPaused(state=state):
                 held.append(state)
             case Finished(reason=reason, detail=detail):
                 assert reason == "length", detail

@@ -21,7 +21,7 @@ from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import DirectorySource
 from fusionai.execution.training.boundary import boundaries
-from fusionai.execution.training.passes import Pass
+from fusionai.execution.training.passes import StagePass
 from fusionai.ir.partition import cut_blocks
 from fusionai.primitives.errors import DataError, ModelError
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -107,14 +107,14 @@ class Chain:
             in_flight=MICROBATCHES,
             weight_lag=lag,
         )
-        self.passes: list[Pass] = []
+        self.passes: list[StagePass] = []
         for stage, boundary in zip(self.partition.stages, boundaries(self.partition), strict=True):
             program = self.backend.load(
                 stage.graph, grad_inputs=boundary.grad_inputs, options=options, memory_limit_bytes=1 << 30
             )
             keys = sorted({param.key for param in stage.graph.params.values()})
             program.import_state((f"model/{key}", tensor) for key, tensor in captured.state(keys))
-            self.passes.append(Pass(program, boundary, options))
+            self.passes.append(StagePass(program, boundary, options))
 
     @property
     def programs(self) -> list[StageProgram]:

@@ -19,10 +19,10 @@ from fusionai.broker.journal import Journal
 from fusionai.broker.service import remembered
 from fusionai.coordination.broker import events, requests
 from fusionai.coordination.broker.decisions import handle
-from fusionai.coordination.broker.events import Placement
+from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.pool import freeze
 from fusionai.coordination.broker.requests import Answer, IssueTickets, Request
-from fusionai.coordination.broker.state import PRESENT, Decision, DeskRules, recovered
+from fusionai.coordination.broker.state import PRESENT, BrokerRules, Decision, recovered
 from fusionai.coordination.broker.views import pool_view
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import Refused
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 BROKER = PeerId("y" * 52)
 PEERS = [PeerId(letter * 52) for letter in "abcd"]
 JOBS = [JobId("job-1"), JobId("job-2")]
-RULES = DeskRules(
+RULES = BrokerRules(
     pool="home",
     broker=BROKER,
     unattended_s=30.0,
@@ -65,7 +65,7 @@ class BrokerHistory(RuleBasedStateMachine):
         self.newest_version = 0
         self.losses: dict[str, list[float]] = {}
         self.draining: dict[PeerId, JobId | None] = {}
-        self.granted: dict[int, tuple[Placement, ...]] = {}
+        self.granted: dict[int, tuple[MemberPlacement, ...]] = {}
         self.open()
 
     def open(self) -> None:
@@ -114,7 +114,7 @@ class BrokerHistory(RuleBasedStateMachine):
 
     @rule(peer=peers, boot=boots, connection=connections)
     def register(self, peer: PeerId, boot: int, connection: int) -> None:
-        self.ask(requests.Register(peer, connection, boot, b"profile", ()))
+        self.ask(requests.RegisterMember(peer, connection, boot, b"profile", ()))
 
     @rule(peer=peers, boot=boots, connection=connections, held=st.lists(jobs, max_size=2, unique=True))
     def beat(self, peer: PeerId, boot: int, connection: int, held: list[JobId]) -> None:
@@ -161,7 +161,7 @@ class BrokerHistory(RuleBasedStateMachine):
     ) -> None:
         working = max(1, len(chosen) - spares)
         members = tuple(
-            Placement(peer, (number,)) if number < working else Placement(peer, (), (number - working,))
+            MemberPlacement(peer, (number,)) if number < working else MemberPlacement(peer, (), (number - working,))
             for number, peer in enumerate(chosen)
         )
         self.request(owner, connection, job, members, version)
@@ -195,7 +195,9 @@ class BrokerHistory(RuleBasedStateMachine):
         if member is not None:
             self.register(peer, member.boot + 1, PEERS.index(peer) + 1)
 
-    def request(self, owner: PeerId, connection: int, job: JobId, members: tuple[Placement, ...], version: int) -> None:
+    def request(
+        self, owner: PeerId, connection: int, job: JobId, members: tuple[MemberPlacement, ...], version: int
+    ) -> None:
         plan = repr(members).encode()
         newest = self.desk.pool.newest_version
         before = self.desk.pool.members

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Engine
+from tokenizers import CorpusTokenizer as Engine
 
 from fusionai.corpus.chat_tokens import ChatEncoder, ChatWriter
 from fusionai.corpus.conversations import conversation_of
 from fusionai.corpus.rows import packed
 from fusionai.corpus.tables import LocalTokenizer
-from fusionai.corpus.tokens import Tokenizer, load_tokenizer
+from fusionai.corpus.tokens import CorpusTokenizer, load_tokenizer
 from fusionai.serving.model_text import ModelText
 from harness.examples import examples
 from harness.tiny_text import write_tiny_text
@@ -51,7 +51,7 @@ def talks(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 @cache
-def model() -> tuple[Tokenizer, ModelText]:
+def model() -> tuple[CorpusTokenizer, ModelText]:
     directory = Path(mkdtemp())
     served = write_tiny_text(directory)
     return load_tokenizer(LocalTokenizer(path=str(directory))), served

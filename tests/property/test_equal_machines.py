@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan, without_surplus
-from fusionai.scheduling.problem.constraints import Limits, limits_among
+from fusionai.scheduling.problem.constraints import PipelineLimits, limits_among
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
 from fusionai.scheduling.training import solving
 from fusionai.scheduling.training.pipeline import Pipeline
@@ -71,9 +71,9 @@ def at_owner(problem: Problem) -> bool:
     return problem.roles[1].place == "owner"
 
 
-def limits_of(problem: Problem, pipeline: Pipeline) -> Limits:
+def limits_of(problem: Problem, pipeline: Pipeline) -> PipelineLimits:
     most = min(len(problem.peers), pipeline.chain.length)
-    whole = Limits(fewest=problem.stages or max(1, len(problem.required)), most=problem.stages or most)
+    whole = PipelineLimits(fewest=problem.stages or max(1, len(problem.required)), most=problem.stages or most)
     return limits_among(problem, pipeline.peers, whole)
 
 

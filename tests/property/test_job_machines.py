@@ -113,7 +113,7 @@ def running_stage() -> StageMachine:
     )
     machine.handle(staging.Attached(Fence(1, 1, 0)))
     machine.handle(staging.Resumed(0, "initialise", 0))
-    machine.handle(staging.WorkDone(staging.Work("initialise")))
+    machine.handle(staging.WorkDone(staging.StageWork("initialise")))
     return machine
 
 
@@ -132,9 +132,9 @@ def test_an_older_or_equal_fence_is_refused_and_a_newer_one_drops_partial_sums()
 def prepared_stage() -> StageMachine:
     machine = running_stage()
     machine.handle(staging.ForwardArrived("train", 0, 0, -1))
-    machine.handle(staging.WorkDone(staging.Work("forward")))
-    machine.handle(staging.WorkDone(staging.Work("backward")))
-    assert staging.ReportPrepared(0) in machine.handle(staging.WorkDone(staging.Work("norms")))
+    machine.handle(staging.WorkDone(staging.StageWork("forward")))
+    machine.handle(staging.WorkDone(staging.StageWork("backward")))
+    assert staging.ReportPrepared(0) in machine.handle(staging.WorkDone(staging.StageWork("norms")))
     return machine
 
 
@@ -156,7 +156,7 @@ def test_what_is_prepared_survives_an_attach_and_the_resume_levels_it():
     assert staging.DropSums() not in commands
     assert staging.ReportStatus(applied=0, prepared=0, retained_from=1) in commands
     (compute,) = machine.handle(staging.Resumed(1, "keep", 1, (record_of(0),)))
-    assert compute == staging.Compute(staging.Work("apply", step=0, record=record_of(0)))
+    assert compute == staging.Compute(staging.StageWork("apply", step=0, record=record_of(0)))
     assert staging.ReportReady(1) in machine.handle(staging.WorkDone(compute.work))
 
 

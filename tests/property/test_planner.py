@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.problem.constraints import Limits
+from fusionai.scheduling.problem.constraints import PipelineLimits
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem
 from fusionai.scheduling.training.bound import Relaxation
 from fusionai.scheduling.training.improvement import improve
@@ -119,11 +119,11 @@ def flight(before: tuple[BlockCost, ...] | None, stage: tuple[BlockCost, ...], a
     return sum(b.activation_bytes for b in stage) + crossing
 
 
-def posed(problem: Problem) -> tuple[Pipeline, Limits]:
+def posed(problem: Problem) -> tuple[Pipeline, PipelineLimits]:
     pipeline = Pipeline(problem, problem.peers)
     most = min(len(problem.peers), pipeline.chain.length)
     required = sum(1 << i for i, peer in enumerate(pipeline.peers) if peer.peer in problem.required)
-    return pipeline, Limits(fewest=problem.stages or 1, most=problem.stages or most, required=required)
+    return pipeline, PipelineLimits(fewest=problem.stages or 1, most=problem.stages or most, required=required)
 
 
 def planned(problem: Problem) -> Plan | None:
@@ -237,7 +237,7 @@ def test_heuristic_and_bound_are_close_on_ordinary_pools() -> None:
         problem = ordinary_problem(seed)
         best_s = plan(problem).step_time_s
         pipeline = Pipeline(problem, problem.peers)
-        limits = Limits(fewest=1, most=len(problem.peers))
+        limits = PipelineLimits(fewest=1, most=len(problem.peers))
         good, _ = improve(pipeline, limits, budget=10_000)
         assert good is not None
         losses.append(pipeline.step_s(good) / best_s - 1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from fusionai.scheduling.kernels.compiled import available
-from fusionai.scheduling.problem.constraints import Limits
+from fusionai.scheduling.problem.constraints import PipelineLimits
 from fusionai.scheduling.problem.types import Problem
 from fusionai.scheduling.training.pipeline import Pipeline
 from fusionai.scheduling.training.search import search
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 @given(problems(most_peers=6, most_blocks=8))
 def test_compiled_search_takes_the_same_steps(problem: Problem) -> None:
     pipeline = Pipeline(problem, problem.peers)
-    limits = Limits(fewest=1, most=min(len(problem.peers), pipeline.chain.length))
+    limits = PipelineLimits(fewest=1, most=min(len(problem.peers), pipeline.chain.length))
     slow = search(pipeline, limits, known=None, budget=10**6, glance=10**6)
     fast = search(pipeline, limits, known=None, budget=10**6, glance=0)
     assert slow == fast

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.chain import Chain
-from fusionai.scheduling.problem.constraints import Limits
+from fusionai.scheduling.problem.constraints import PipelineLimits
 from fusionai.scheduling.problem.embedding_and_head import with_front
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, StagePlacement
@@ -167,7 +167,7 @@ def test_bound_and_annealing_enclose_the_optimum(problem: Problem) -> None:
         return
     pipeline = Pipeline(with_front(problem), with_front(problem).peers)
     assert pipeline.front is not None
-    limits = Limits(fewest=2, most=len(problem.peers) + 1, required=1 << pipeline.front)
+    limits = PipelineLimits(fewest=2, most=len(problem.peers) + 1, required=1 << pipeline.front)
     if problem.required or problem.stages is not None:
         return
     relaxation = Relaxation(pipeline, limits)

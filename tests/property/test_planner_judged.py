@@ -10,7 +10,7 @@ import pytest
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.kernels.compiled import available
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.problem.constraints import Limits
+from fusionai.scheduling.problem.constraints import PipelineLimits
 from fusionai.scheduling.problem.embedding_and_head import with_front
 from fusionai.scheduling.problem.types import Plan, Problem, RolePlacement
 from fusionai.scheduling.training import bound as relaxation
@@ -70,7 +70,7 @@ def bound_of_all(problem: Problem, known_s: float) -> float:
     pipeline = Pipeline(posed, posed.peers)
     kept = pipeline.front is not None
     required = 1 << pipeline.front if pipeline.front is not None else 0
-    proving = Relaxation(pipeline, Limits(fewest=1 + kept, most=len(problem.peers) + kept, required=required))
+    proving = Relaxation(pipeline, PipelineLimits(fewest=1 + kept, most=len(problem.peers) + kept, required=required))
     proving.narrow(known_s)
     return proving.bound_s
 

@@ -15,8 +15,8 @@ from fusionai.scheduling.kernels.compiled import available
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, ServingNeeds
 from fusionai.scheduling.serving import search as serving_search
-from fusionai.scheduling.serving.pipeline import ServingLine
-from fusionai.scheduling.serving.search import SLACK, LineLimits, fastest_line
+from fusionai.scheduling.serving.pipeline import ServingPipeline
+from fusionai.scheduling.serving.search import SLACK, LineLimits, fastest_pipeline
 from harness.examples import examples
 from harness.problems import problems
 
@@ -157,14 +157,14 @@ def test_a_search_cut_off_never_promises_too_little(posed: Problem, budget: int)
     least = least_token_s(posed)
     usable = [peer for peer in posed.peers if peer.flops_per_s > 0]
     assert posed.serving is not None
-    line = ServingLine(posed, posed.serving, usable)
+    line = ServingPipeline(posed, posed.serving, usable)
     index = {peer.peer: i for i, peer in enumerate(line.peers)}
     required = sum(1 << index[name] for name in posed.required)
     most = min(posed.stages or line.count, line.length, line.count)
     if posed.stages is not None and posed.stages > most:
         return
     limits = LineLimits(posed.stages or 1, most, kept_tokens(posed.serving), required)
-    found = fastest_line(line, limits, budget=budget)
+    found = fastest_pipeline(line, limits, budget=budget)
     if least < inf:
         assert found.bound_s <= least * (1 + 1e-9)
     if found.best is not None:
@@ -180,18 +180,18 @@ def test_what_is_left_open_is_settled_exactly(posed: Problem) -> None:
         return
     usable = [peer for peer in posed.peers if peer.flops_per_s > 0]
     assert posed.serving is not None
-    line = ServingLine(posed, posed.serving, usable)
+    line = ServingPipeline(posed, posed.serving, usable)
     index = {peer.peer: i for i, peer in enumerate(line.peers)}
     required = sum(1 << index[name] for name in posed.required)
     most = min(posed.stages or line.count, line.length, line.count)
     if posed.stages is not None and posed.stages > most:
         return
     limits = LineLimits(posed.stages or 1, most, kept_tokens(posed.serving), required)
-    whole = fastest_line(line, limits, budget=10**6)
+    whole = fastest_pipeline(line, limits, budget=10**6)
     with pytest.MonkeyPatch.context() as blind:
         # Nor is there a good line to begin with.
         blind.setattr(serving_search, "BEAM", 0)
-        settled = fastest_line(line, limits, budget=0)
+        settled = fastest_pipeline(line, limits, budget=0)
     assert settled.proven
     assert whole.proven
     assert settled.seconds == pytest.approx(whole.seconds, rel=1e-9)

@@ -9,7 +9,7 @@ import pytest
 
 from fusionai.scheduling.kernels.compiled import available
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.problem.constraints import Limits
+from fusionai.scheduling.problem.constraints import PipelineLimits
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
 from fusionai.scheduling.training.bound import Relaxation
 from fusionai.scheduling.training.pipeline import Pipeline
@@ -69,7 +69,7 @@ def test_a_required_machine_of_many_is_used() -> None:
 @pytest.mark.skipif(not available(), reason="numba is not installed")
 def test_annealing_and_the_bound_are_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     posed = problem(4, 24)
-    pipeline, limits = Pipeline(posed, posed.peers), Limits(fewest=1, most=12)
+    pipeline, limits = Pipeline(posed, posed.peers), PipelineLimits(fewest=1, most=12)
     monkeypatch.setattr("fusionai.scheduling.training.search.PERIODS", 3)
     fast = annealed(pipeline, limits, rounds=2000)
     monkeypatch.setattr("fusionai.scheduling.training.search.compiled", lambda kernel: kernel)
@@ -80,7 +80,7 @@ def test_annealing_and_the_bound_are_the_same_without_a_compiler(monkeypatch: py
 @pytest.mark.skipif(not available(), reason="numba is not installed")
 def test_the_bound_is_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     posed = problem(5, 6, layers=5)
-    pipeline, limits = Pipeline(posed, posed.peers), Limits(fewest=1, most=5)
+    pipeline, limits = Pipeline(posed, posed.peers), PipelineLimits(fewest=1, most=5)
     known_s = plan(posed).step_time_s
     bounds: list[float] = []
     for _ in range(2):

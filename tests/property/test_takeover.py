@@ -14,9 +14,9 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement
-from fusionai.scheduling.standby.assignment import guarding, with_guards
+from fusionai.scheduling.standby.assignment import assign_standbys, with_standbys
 from fusionai.scheduling.standby.snapshots import MOST_STEPS
-from fusionai.scheduling.standby.takeover import Waiting, reinforced, replaced
+from fusionai.scheduling.standby.takeover import WaitingForMachines, reinforced, replaced
 from fusionai.scheduling.training.prediction import predict
 from harness.examples import examples
 from harness.problems import problems
@@ -53,8 +53,8 @@ factors = st.sampled_from([1, 3, 20])
 def test_guards_keep_their_promises(problem: Problem, takeover: str, factor: int) -> None:
     problem = msgspec.structs.replace(roomy(problem, factor), takeover=takeover)
     found = planned(problem)
-    result = guarding(found, problem)
-    assert result.plan == found == with_guards(found, problem)
+    result = assign_standbys(found, problem)
+    assert result.plan == found == with_standbys(found, problem)
     profiles = {peer.peer: peer for peer in problem.peers}
     stages = {stage.stage: stage for stage in found.stages}
     guarded = [guard.stage for guard in found.guards]
@@ -91,7 +91,7 @@ def test_guards_keep_their_promises(problem: Problem, takeover: str, factor: int
 def test_as_many_stages_are_guarded_as_spares_can_take_one_each(problem: Problem, factor: int) -> None:
     problem = roomy(problem, factor)
     found = planned(problem)
-    result = guarding(found, problem)
+    result = assign_standbys(found, problem)
     costs = StageCosts(problem)
     # Somebody at work has no room to retain: then nobody is guarded, whatever the spares lend.
     assume(all(reason.peer in found.spares for entry in result.unguarded for reason in entry.reasons))
@@ -129,7 +129,7 @@ def test_neither_guards_nor_takeovers_depend_on_the_order_of_listing(problem: Pr
     shuffled = list(problem.peers)
     random.shuffle(shuffled)
     again = msgspec.structs.replace(problem, peers=tuple(shuffled))
-    assert with_guards(msgspec.structs.replace(found, guards=()), again) == found
+    assert with_standbys(msgspec.structs.replace(found, guards=()), again) == found
     lost = frozenset({stage.peer for stage in found.stages[:2]} - {found.feed})
     newcomers = [msgspec.structs.replace(peer, peer=f"new-{peer.peer}") for peer in problem.peers]
     forwards = replaced(found, problem, lost, newcomers)
@@ -158,7 +158,7 @@ def test_takeovers_keep_their_promises(problem: Problem, takeover: str, factor: 
     def alike(stage: int, name: str) -> bool:
         return takeover == "tolerant" or there[name].fingerprint == prints[stage] != ""
 
-    if isinstance(after, Waiting):
+    if isinstance(after, WaitingForMachines):
         assert {entry.stage for entry in after.stages} <= {stage.stage for stage in gone}
         for entry in after.stages:
             assert {refusal.peer for refusal in entry.refusals} == helpers - {before.feed}

@@ -1,6 +1,6 @@
 """Ten thousand seeded attempts to be believed: endorsements, placements and tickets flipped, cut, mixed and replayed.
 
-Every attempt goes through the shipped checks: `Circle.endorsement_of` for an owner, `Roster.check` and `Roster.adopt`
+Every attempt goes through the shipped checks: `TrustList.endorsement_of` for an owner, `Roster.check` and `Roster.adopt`
 for a peer, `verify_ticket` at a door. The attacker has every statement that was ever signed, a signing key of its own,
 and the pool's authority (it is the broker), but neither the owner's key nor one that the owner trusts. What it makes
 must not be accepted, once. Neighbour: `tests/integration/test_middle_man` does the same to TLS.
@@ -23,7 +23,7 @@ from fusionai.primitives.errors import TrustError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.signed import Seal, Ticket, sign_ticket, verify_ticket
-from fusionai.transport.trust import Circle, Revoked, Signer, endorse, key_text
+from fusionai.transport.trust import Revoked, Signer, TrustList, endorse, key_text
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 
@@ -79,7 +79,7 @@ def ticket(who: PeerId, *, job: str = JOB, version: int = 4, signer: Ed25519Priv
 
 # --------------------------------------------------------------------------------------------- what is attacked
 
-CIRCLE = Circle(
+CIRCLE = TrustList(
     signers=(Signer(key_text(public_bytes(SIGNER.public_key()))),),
     endorsements=(endorsed(ADA),),
     revoked=(Revoked(DAN, 0),),

@@ -14,7 +14,7 @@ from fusionai.coordination.training.driver import DriverMachine, DriverPhase
 from fusionai.coordination.training.events import DriverEvent
 from fusionai.coordination.training.restoring import StagePosition
 from fusionai.coordination.training.roles import Roles
-from fusionai.coordination.training.stage import Attached, Source, StageCommand, StageEvent, StageMachine, Work
+from fusionai.coordination.training.stage import Attached, Source, StageCommand, StageEvent, StageMachine, StageWork
 from harness import virtual_member
 from harness.course import disturbed
 from harness.topology import Topology
@@ -232,12 +232,12 @@ def guards_keep_every_snapshot(patch: Patch) -> None:
 def credit_is_ignored(patch: Patch) -> None:
     true = StageMachine._running_work
 
-    def running_work(self: StageMachine) -> Work | None:
+    def running_work(self: StageMachine) -> StageWork | None:
         work = true(self)
         if work is None and self._forwarded < self.shape.microbatches:
             needed = self.shape.producers["train"]
             if needed <= self._arrived.get(("train", self.applied, self._forwarded), set()):
-                return Work("forward", self.applied, self._forwarded)
+                return StageWork("forward", self.applied, self._forwarded)
         return work
 
     patch.setattr(StageMachine, "_running_work", running_work)
@@ -285,7 +285,7 @@ def _feed_all(self: DriverMachine) -> list[DriverCommand]:
         return []
     commands: list[DriverCommand] = []
     while self._fed[0] < self.shape.steps:
-        commands.append(driver.Feed(*self._fed))
+        commands.append(driver.FeedMicrobatch(*self._fed))
         self._fed = self._after(self._fed)
     return commands
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, Protocol
 
 from fusionai.ir.schema import Graph
-from fusionai.primitives.pace import Pace, ServingPace
+from fusionai.primitives.pace import ServingSpeed, TrainingSpeed
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import Mode, Saving, StageOptions
 from fusionai.wire.serving import Segment, ServeOptions
@@ -47,9 +47,9 @@ class Speeds:
     memory_bandwidth_bytes_per_s: float
     scratch_bytes_per_s: float = 0.0
     """Speed of reading and writing the file that optimizer state may be offloaded to; 0: not measured."""
-    pace: Pace | None = None
+    pace: TrainingSpeed | None = None
     """Pace of training (`backends.measurement`); None: not measured."""
-    serving: tuple[ServingPace, ...] = ()
+    serving: tuple[ServingSpeed, ...] = ()
     """One entry per weight format; empty: not measured."""
     attention_flops_per_s: float = 0.0
     """Speed of a prompt chunk's attention over cached keys and values; 0: not measured."""

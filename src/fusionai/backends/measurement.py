@@ -40,7 +40,7 @@ from fusionai.ir.schema import Arg, Dim, Graph, InitOp, ListArg, Node, ParamSpec
 from fusionai.ir.validate import validate
 from fusionai.primitives.environment import arithmetic_limits, scratch_directory
 from fusionai.primitives.errors import UsageError
-from fusionai.primitives.pace import Pace
+from fusionai.primitives.pace import TrainingSpeed
 from fusionai.primitives.tensors import host_tensor
 from fusionai.wire.messages import StageOptions
 
@@ -82,7 +82,7 @@ def with_pace(speeds: Speeds, backend: _Trains, seconds: Seconds) -> Speeds:
     return replace(speeds, pace=measured_pace(backend, seconds))
 
 
-def measured_pace(backend: _Trains, seconds: Seconds) -> Pace | None:
+def measured_pace(backend: _Trains, seconds: Seconds) -> TrainingSpeed | None:
     """Return the measured pace of the backend's device.
 
     `seconds` returns the measured run time of one call of its argument. Returns None if the measurement makes no sense,
@@ -103,11 +103,11 @@ def measured_pace(backend: _Trains, seconds: Seconds) -> Pace | None:
     return (
         None
         if computed is None
-        else Pace(flops_per_s=computed.flops_per_s, call_s=small.took_s / small.calls, byte_s=computed.byte_s)
+        else TrainingSpeed(flops_per_s=computed.flops_per_s, call_s=small.took_s / small.calls, byte_s=computed.byte_s)
     )
 
 
-def fitted(samples: Sequence[Sample]) -> Pace | None:
+def fitted(samples: Sequence[Sample]) -> TrainingSpeed | None:
     """Return the pace that fits `samples` best by the squares of relative errors, with no figure below zero.
 
     If noise would make the cost of calls or bytes negative, that cost is set to zero. Returns None if the cost of
@@ -118,14 +118,14 @@ def fitted(samples: Sequence[Sample]) -> Pace | None:
     # so that their coefficients are of one magnitude: operations are many and short
     sizes = np.maximum(relative.max(axis=0), LEAST_PER_S)
     relative /= sizes
-    found: list[tuple[float, Pace]] = []
+    found: list[tuple[float, TrainingSpeed]] = []
     for kept in ([0, 1, 2], [0, 1], [0, 2], [0]):
         figures = np.zeros(3)
         figures[kept] = np.linalg.lstsq(relative[:, kept], np.ones(len(samples)), rcond=None)[0]
         flop_s, call_s, byte_s = (float(figure) for figure in figures / sizes)
         if flop_s > 0 and call_s >= 0 and byte_s >= 0:
             error = float(np.square(relative @ figures - 1).sum())
-            found.append((error, Pace(flops_per_s=1 / flop_s, call_s=call_s, byte_s=byte_s)))
+            found.append((error, TrainingSpeed(flops_per_s=1 / flop_s, call_s=call_s, byte_s=byte_s)))
     return min(found, key=lambda one: one[0])[1] if found else None
 
 

@@ -34,10 +34,10 @@ OUTER_MOMENTUM: Final = "outer_momentum"
 """Slot of the momentum of the outer optimizer step."""
 RESIDUAL: Final = "residual"
 """Slot of the error that compressing the last pseudo-gradient left, added to the next one."""
-TOLD: Final = "told"
+REPORTED: Final = "told"
 """Slot of the parameter value from which the last pseudo-gradient was taken, for stages that train on while it
 travels."""
-ASIDE: Final = frozenset({ANCHOR, OUTER_MOMENTUM, RESIDUAL, TOLD})
+ASIDE: Final = frozenset({ANCHOR, OUTER_MOMENTUM, RESIDUAL, REPORTED})
 """Slots that belong to the synchronisation of replicas, not to the optimizer."""
 OWN_FLOAT32: Final = frozenset({OUTER_MOMENTUM, RESIDUAL})
 """Slots among `ASIDE` that are float32 whatever the parameter's dtype."""
@@ -82,7 +82,7 @@ def optimizer_slots(
     if optimizer.anchored:
         found |= {ANCHOR: (dtype, shape)} | dict.fromkeys(OWN_FLOAT32, ("float32", shape))
     if optimizer.overlapped:
-        found[TOLD] = (dtype, shape)
+        found[REPORTED] = (dtype, shape)
     return dict(sorted(found.items()))
 
 

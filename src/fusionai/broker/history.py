@@ -55,7 +55,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class PoolHistory:
     base: Base
     rows: tuple[Row, ...]
 
@@ -73,7 +73,7 @@ class History:
         return max((row.term for row in self.rows), default=0)
 
 
-def merge(pool: str, copies: Sequence[Copy]) -> History:
+def merge(pool: str, copies: Sequence[Copy]) -> PoolHistory:
     """Return the longest history that the copies prove. Raises `IncompleteHistory` if one of them had later rows."""
     sound = [base for copy in copies for base in copy.bases if base.seal == _seal(pool, base)]
     base = max(sound, key=lambda one: one.sequence, default=origin(pool))
@@ -85,7 +85,7 @@ def merge(pool: str, copies: Sequence[Copy]) -> History:
     newest = max((copy.newest for copy in copies), default=0)
     if newest > last:
         raise IncompleteHistory(last + 1, newest)
-    return History(base, tuple(rows))
+    return PoolHistory(base, tuple(rows))
 
 
 def origin(pool: str) -> Base:

@@ -29,9 +29,9 @@ import msgspec
 from fusionai.broker import history as histories
 from fusionai.broker import mirror as mirrors
 from fusionai.broker import table as tables
-from fusionai.broker.history import Copy, History, IncompleteHistory
+from fusionai.broker.history import Copy, IncompleteHistory, PoolHistory
 from fusionai.broker.mirror import Mirror, MirrorReading
-from fusionai.broker.table import Head, Table, TableReading
+from fusionai.broker.table import Head, JournalDatabase, TableReading
 from fusionai.coordination.broker.events import Fact, decode, encode
 from fusionai.primitives.errors import StorageError, UsageError
 from fusionai.storage.lock import JobLock
@@ -47,7 +47,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LOG: Final = logging.getLogger(__name__)
 
 
-class Superseded(StorageError):
+class JournalTaken(StorageError):
     """Another broker has taken over this journal; this broker must stop."""
 
 
@@ -68,9 +68,9 @@ class Journal:
         path: Path,
         pool: str,
         lock: JobLock,
-        table: Table,
+        table: JournalDatabase,
         mirror: Mirror,
-        history: History,
+        history: PoolHistory,
         healed: tuple[str, ...],
     ) -> None:
         self.path = path
@@ -114,14 +114,14 @@ class Journal:
 
     def append(self, expected_sequence: int, facts: Sequence[Fact]) -> int:
         """Write `facts` after row `expected_sequence` and return the new last row. On any error nothing is written.
-        Raises `Superseded` when this broker's term is over, `StorageError` on a full or failing disk."""
+        Raises `JournalTaken` when this broker's term is over, `StorageError` on a full or failing disk."""
         self._check_usable()
         mirrored = False
         try:
             with _errors(self.path), self._table.transaction():
                 head = self._table.head()
                 if (head.term, head.sequence) != (self.term, expected_sequence):
-                    raise Superseded(
+                    raise JournalTaken(
                         f"expected {self.path} at term {self.term}, row {expected_sequence}, found term {head.term}, "
                         f"row {head.sequence}: another broker has written to it.",
                         hint="Stop this broker; only one may keep a pool.",
@@ -170,16 +170,16 @@ class Journal:
         with _errors(self.path):
             head = self._table.head()
             if head.term != self.term:
-                raise Superseded(f"{self.path} is at term {head.term}: another broker has written to it.")
+                raise JournalTaken(f"{self.path} is at term {head.term}: another broker has written to it.")
             if head.sequence == 0:
                 return
             base = histories.make_base(self.pool, head.sequence, head.chain, state)
-            renewed = mirrors.replace_mirror(mirror_path(self.path), self.pool, History(base, ()))
+            renewed = mirrors.replace_mirror(mirror_path(self.path), self.pool, PoolHistory(base, ()))
             self._mirror.close()
             self._mirror = renewed
             with self._table.transaction():
                 self._table.rebase(base)
-        self._count(History(base, ()))
+        self._count(PoolHistory(base, ()))
 
     def postpone_compaction(self) -> None:
         """Make compaction due again after as many further rows or bytes as after a new base."""
@@ -210,7 +210,7 @@ class Journal:
         if self._unusable:
             raise StorageError(f"{self._unusable}.", hint="Start the broker again when the disk is in order.")
 
-    def _count(self, history: History) -> None:
+    def _count(self, history: PoolHistory) -> None:
         self._rows_since = len(history.rows)
         self._bytes_since = sum(len(row.fact) for row in history.rows)
         self._base_bytes = len(history.base.state)
@@ -222,13 +222,13 @@ def mirror_path(path: Path) -> Path:
     return path.with_suffix(mirrors.SUFFIX)
 
 
-def _mend(path: Path, pool: str) -> tuple[History, tuple[str, ...]]:
+def _mend(path: Path, pool: str) -> tuple[PoolHistory, tuple[str, ...]]:
     """Read both copies, assemble the history, and write a copy anew that lacks part of it."""
     mirror = mirror_path(path)
     reading, mirrored = tables.read_table(path), mirrors.read_mirror(mirror)
     _check_belongs(path, pool, reading, mirrored)
     if not reading.present and not mirrored.present:
-        history = History(histories.origin(pool), ())
+        history = PoolHistory(histories.origin(pool), ())
         mirrors.replace_mirror(mirror, pool, history).close()
         tables.write_table(path, pool, history, 0)
         return history, ()
@@ -266,14 +266,14 @@ def _mend(path: Path, pool: str) -> tuple[History, tuple[str, ...]]:
     return history, healed
 
 
-def _confirmed(history: History, reading: TableReading, mirrored: MirrorReading) -> bool:
+def _confirmed(history: PoolHistory, reading: TableReading, mirrored: MirrorReading) -> bool:
     """Return whether one of two faulty copies confirms the end of the history."""
     head = reading.head
     by_table = head is not None and (head.sequence, head.chain) == (history.sequence, history.chain)
     return by_table or (mirrored.last_row == history.sequence and history.sequence > 0)
 
 
-def _table_fault(pool: str, reading: TableReading, mirrored: MirrorReading, history: History) -> str | None:
+def _table_fault(pool: str, reading: TableReading, mirrored: MirrorReading, history: PoolHistory) -> str | None:
     """Return the fault of the database. None: intact. Empty: it must be written anew, but that is not reported."""
     if not reading.present:
         # Before the first fact the mirror may have been made and the broker killed.
@@ -292,7 +292,7 @@ def _table_fault(pool: str, reading: TableReading, mirrored: MirrorReading, hist
     return "" if end.sequence + 1 == mirrored.last_append and not mirrored.damaged else "was cut off"
 
 
-def _mirror_fault(pool: str, mirrored: MirrorReading, history: History) -> str | None:
+def _mirror_fault(pool: str, mirrored: MirrorReading, history: PoolHistory) -> str | None:
     """Return the fault of the mirror. None: intact. Empty: it must be written anew, but that is not reported."""
     if not mirrored.present:
         return "was missing"
@@ -304,11 +304,11 @@ def _mirror_fault(pool: str, mirrored: MirrorReading, history: History) -> str |
     return "" if mirrored.torn else None
 
 
-def _is_end(end: History | None, head: Head) -> bool:
+def _is_end(end: PoolHistory | None, head: Head) -> bool:
     return end is not None and (end.sequence, end.chain) == (head.sequence, head.chain)
 
 
-def _end(pool: str, copy: Copy) -> History | None:
+def _end(pool: str, copy: Copy) -> PoolHistory | None:
     try:
         return histories.merge(pool, (copy,))
     except IncompleteHistory:
@@ -337,7 +337,7 @@ def _check_belongs(path: Path, pool: str, reading: TableReading, mirrored: Mirro
         )
 
 
-def _whole(path: Path, pool: str, copy: Copy, damage: str) -> History:
+def _whole(path: Path, pool: str, copy: Copy, damage: str) -> PoolHistory:
     try:
         found = histories.merge(pool, (copy,))
     except IncompleteHistory as error:
@@ -349,7 +349,7 @@ def _whole(path: Path, pool: str, copy: Copy, damage: str) -> History:
     return found
 
 
-def _facts(path: Path, history: History) -> tuple[Fact, ...]:
+def _facts(path: Path, history: PoolHistory) -> tuple[Fact, ...]:
     facts: list[Fact] = []
     for row in history.rows:
         try:

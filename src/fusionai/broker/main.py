@@ -21,7 +21,7 @@ from fusionai.broker.reachability import Introducer, Observer, UdpPort
 from fusionai.broker.server import BrokerServer
 from fusionai.broker.service import BrokerService
 from fusionai.coordination.broker.membership import REMEMBERED_LOSSES
-from fusionai.coordination.broker.state import DeskRules
+from fusionai.coordination.broker.state import BrokerRules
 from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId
@@ -39,7 +39,7 @@ from fusionai.transport.identity import Identity, load_identity, make_private_di
 from fusionai.transport.relay import PAIR_BYTES_PER_S, Relay, RelayLimits
 from fusionai.transport.routes import parse_address, port_of
 from fusionai.transport.tcp import TcpTransport
-from fusionai.transport.trust import Circle, CircleFile, Endorsement, Signer, key_text, load_circle
+from fusionai.transport.trust import Endorsement, Signer, TrustList, TrustListFile, key_text, load_trust_list
 
 DIRECTORY: Final = "broker"
 JOURNAL_FILE: Final = "journal.sqlite"
@@ -176,7 +176,7 @@ async def run_broker(
     try:
         relay = _relay(options, home, clock)
         service = BrokerService(
-            rules=DeskRules(
+            rules=BrokerRules(
                 pool=home.authority.pool,
                 broker=home.identity.peer,
                 inviters=options.inviters,
@@ -230,11 +230,11 @@ def _admission(options: BrokerOptions, clock: Clock) -> Callable[[PeerId, Sequen
     if options.trust_file is not None:
         if options.trusted_keys:
             raise UsageError("expected trusted keys or a trust file, got both.", hint="Leave one of them out.")
-        load_circle(options.trust_file)  # raises errors of the file before the port is open
-        file = CircleFile(options.trust_file, clock.wall_s)
+        load_trust_list(options.trust_file)  # raises errors of the file before the port is open
+        file = TrustListFile(options.trust_file, clock.wall_s)
         return lambda peer, carried: _discard(file.check(peer, carried))
     if options.trusted_keys:
-        circle = Circle(signers=tuple(Signer(key_text(key)) for key in sorted(options.trusted_keys)))
+        circle = TrustList(signers=tuple(Signer(key_text(key)) for key in sorted(options.trusted_keys)))
         return lambda peer, carried: _discard(circle.endorsement_of(peer, carried, clock.wall_s()))
     return None
 

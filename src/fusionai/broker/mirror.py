@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.broker.history import Base, Copy, History, Row
+from fusionai.broker.history import Base, Copy, PoolHistory, Row
 from fusionai.primitives.errors import StorageError
 from fusionai.storage.atomic import storage_errors, sync_directory
 
@@ -100,7 +100,7 @@ class Mirror:
         os.close(self._descriptor)
 
 
-def replace_mirror(path: Path, pool: str, history: History) -> Mirror:
+def replace_mirror(path: Path, pool: str, history: PoolHistory) -> Mirror:
     """Write the file anew, atomically. Raises `StorageError` and leaves the old file unchanged."""
     base = history.base
     data = _frame(_BASE, _BaseFrame(FORMAT, pool, base.sequence, base.chain, base.state, base.seal))

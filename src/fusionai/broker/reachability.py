@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fusionai.coordination.broker.requests import Refusal
-from fusionai.coordination.broker.state import Desk
+from fusionai.coordination.broker.state import BrokerState
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.transport.authority import Authority
@@ -44,7 +44,7 @@ class Introducer:
     draw: Callable[[], bytes] = draw_meeting
 
     def introduce(
-        self, desk: Desk, remote: Remote, message: Meet, *, now_wall_s: float
+        self, desk: BrokerState, remote: Remote, message: Meet, *, now_wall_s: float
     ) -> tuple[Introduced, int, MeetNotice]:
         """Return the answer, the other side's connection, and the notice for it. Raises `Refusal`."""
         asking = remote.peer

@@ -12,9 +12,9 @@ import itertools
 import logging
 from typing import Final
 
-from fusionai.broker.journal import Superseded
+from fusionai.broker.journal import JournalTaken
 from fusionai.broker.reachability import Observer
-from fusionai.broker.service import BrokerService, Outcome
+from fusionai.broker.service import BrokerService, Replies
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ChannelClosed, StorageError, TransportError, WireError
 from fusionai.transport.interface import Channel
@@ -77,7 +77,7 @@ class BrokerServer:
         return await self.observer.answer(channel.remote, message)
 
     async def keep(self, stop: asyncio.Event) -> None:
-        """Watch over leases until `stop`. Raises `Superseded` when another broker has taken the journal over."""
+        """Watch over leases until `stop`. Raises `JournalTaken` when another broker has taken the journal over."""
         timer = asyncio.create_task(self._watch())
         stopping = asyncio.create_task(stop.wait())
         try:
@@ -90,19 +90,19 @@ class BrokerServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _receive(self, channel: Channel, number: int, message: Message, *, carries: bool) -> Outcome:
+    def _receive(self, channel: Channel, number: int, message: Message, *, carries: bool) -> Replies:
         if channel.stream != "control":
-            return Outcome(answer=Refused(code="bad_message", reason="A broker listens on the control stream only."))
+            return Replies(answer=Refused(code="bad_message", reason="A broker listens on the control stream only."))
         if carries:
-            return Outcome(answer=Refused(code="bad_message", reason="No tensor passes through a broker."))
+            return Replies(answer=Refused(code="bad_message", reason="No tensor passes through a broker."))
         try:
             return self._service.receive(channel.remote, number, message)
-        except Superseded as error:
+        except JournalTaken as error:
             if not self._superseded.done():
                 self._superseded.set_exception(error)
-            return Outcome(answer=Refused(code="failed", reason="This broker has been replaced by another."))
+            return Replies(answer=Refused(code="failed", reason="This broker has been replaced by another."))
 
-    def _dispatch(self, outcome: Outcome) -> None:
+    def _dispatch(self, outcome: Replies) -> None:
         """Send notices without waiting: a member that does not read must not hold up the others."""
         for notice in outcome.notices:
             channel = self._channels.get(notice.connection)
@@ -126,13 +126,13 @@ class BrokerServer:
                 pass
             try:
                 self._dispatch(self._pass(deadline_s))
-            except Superseded:
+            except JournalTaken:
                 raise
             except StorageError as error:
                 _LOG.error("a loss could not be journalled, trying again: %s", error)
                 await asyncio.sleep(RETRY_S)
 
-    def _pass(self, deadline_s: float | None) -> Outcome:
+    def _pass(self, deadline_s: float | None) -> Replies:
         """Handle `deadline_s`, which may have passed while this process was suspended."""
         if deadline_s is not None and self._clock.now_s() - deadline_s > self._stall_s:
             _LOG.warning("this process was suspended; all members get a new lease")

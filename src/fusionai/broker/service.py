@@ -20,19 +20,19 @@ from typing import Final
 
 import msgspec
 
-from fusionai.broker.journal import Journal, Superseded
+from fusionai.broker.journal import Journal, JournalTaken
 from fusionai.broker.reachability import Introducer
 from fusionai.coordination.broker import pool, requests, views
 from fusionai.coordination.broker.decisions import handle
-from fusionai.coordination.broker.events import Placement
+from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.requests import Refusal, Request
-from fusionai.coordination.broker.state import Decision, Desk, DeskRules, recovered
+from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision, recovered
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, RefusedError, StorageError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.transport.authority import Authority
-from fusionai.transport.enrolment import Invitation, format_invitation
+from fusionai.transport.enrolment import InvitationContent, format_invitation
 from fusionai.transport.identity import peer_of, public_key_of
 from fusionai.transport.interface import Remote
 from fusionai.transport.signed import DRIVER_STAGE, Role, Ticket, sign_ticket
@@ -77,7 +77,7 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Replies:
     """Messages to send after a request. `answer` is None if there is no sender (a timer, a broken connection)."""
 
     answer: Message | None
@@ -91,7 +91,7 @@ class BrokerService:
     def __init__(
         self,
         *,
-        rules: DeskRules,
+        rules: BrokerRules,
         journal: Journal,
         authority: Authority,
         clock: Clock,
@@ -119,15 +119,15 @@ class BrokerService:
         """Addresses of this broker, for invitations."""
 
     @property
-    def desk(self) -> Desk:
+    def desk(self) -> BrokerState:
         return self._desk
 
     @property
     def next_deadline_s(self) -> float | None:
         return self._desk.next_deadline_s
 
-    def receive(self, remote: Remote, connection: int, message: Message) -> Outcome:
-        """Return exactly one answer to a message. Raises only `Superseded`: another broker has taken over."""
+    def receive(self, remote: Remote, connection: int, message: Message) -> Replies:
+        """Return exactly one answer to a message. Raises only `JournalTaken`: another broker has taken over."""
         try:
             if remote.peer is None:
                 return self._greet_stranger(message)
@@ -135,21 +135,21 @@ class BrokerService:
                 raise Refusal("unknown_peer", "This certificate is of a pool that no longer knows it; join again.")
             return self._serve(remote, remote.peer, connection, message)
         except Refusal as refusal:
-            return Outcome(answer=refusal.message)
-        except Superseded:
+            return Replies(answer=refusal.message)
+        except JournalTaken:
             raise
         except StorageError as error:
             _LOG.error("nothing could be journalled: %s", error)
-            return Outcome(answer=Refused(code="failed", reason=str(error)))
+            return Replies(answer=Refused(code="failed", reason=str(error)))
 
-    def disconnected(self, connection: int) -> Outcome:
+    def disconnected(self, connection: int) -> Replies:
         return self._decide(requests.Disconnected(connection))
 
-    def tick(self) -> Outcome:
+    def tick(self) -> Replies:
         """Handle a deadline that has passed. Raises `StorageError` if the loss of a member could not be journalled."""
         return self._decide(requests.Tick())
 
-    def stalled(self) -> Outcome:
+    def stalled(self) -> Replies:
         """Give all members a new lease, because this process itself was suspended for a while."""
         return self._decide(requests.Stalled())
 
@@ -167,16 +167,16 @@ class BrokerService:
 
     # ------------------------------------------------------------------------------------------------- messages
 
-    def _greet_stranger(self, message: Message) -> Outcome:
+    def _greet_stranger(self, message: Message) -> Replies:
         if not isinstance(message, JoinRequest):
             raise Refusal("not_authorised", "Without a certificate one may only ask to join, with an invitation.")
         return self._enrol(message)
 
-    def _enrol(self, message: JoinRequest) -> Outcome:
+    def _enrol(self, message: JoinRequest) -> Replies:
         digest = _digest(message.token)
         return self._decide(requests.Enrol(digest, peer_of(message.public_key), message.purpose))
 
-    def _serve(self, remote: Remote, peer: PeerId, connection: int, message: Message) -> Outcome:
+    def _serve(self, remote: Remote, peer: PeerId, connection: int, message: Message) -> Replies:
         match message:
             case Heartbeat():
                 self._check_lender(peer, None)
@@ -186,17 +186,17 @@ class BrokerService:
                 self._check_lender(peer, _check_profile(message.profile, peer))
                 profile = bytes(message.profile)
                 outcome = self._decide(
-                    requests.Register(peer, connection, message.boot, profile, tuple(message.addresses))
+                    requests.RegisterMember(peer, connection, message.boot, profile, tuple(message.addresses))
                 )
                 return self._with_neighbours(outcome, peer, remote.host)
             case Leave():
                 return self._decide(requests.AskLeave(peer, connection, message.drain))
             case PoolQuery():
-                return Outcome(answer=self._pool_view())
+                return Replies(answer=self._pool_view())
             case Meet():
                 return self._introduce(remote, message)
             case JobQuery():
-                return Outcome(answer=views.job_list(self._desk, JobId(message.job) if message.job else None))
+                return Replies(answer=views.job_list(self._desk, JobId(message.job) if message.job else None))
             case JobRequest():
                 request = _job_request(peer, connection, message)
                 for placement in request.members:
@@ -253,7 +253,7 @@ class BrokerService:
             ),
         )
 
-    def _with_neighbours(self, outcome: Outcome, peer: PeerId, host: str) -> Outcome:
+    def _with_neighbours(self, outcome: Replies, peer: PeerId, host: str) -> Replies:
         """Add the peers seen at the same address, which may share a network with this one. Loopback connections come
         from this machine and are left out."""
         if not isinstance(outcome.answer, Registered) or not host or _is_loopback(host):
@@ -266,18 +266,18 @@ class BrokerService:
             if seen_at == host and other != peer and other in members and members[other].phase in views.THERE
         ]
         answer = msgspec.structs.replace(outcome.answer, near=tuple(near[-MAX_NEAR:]))
-        return Outcome(answer=answer, notices=outcome.notices)
+        return Replies(answer=answer, notices=outcome.notices)
 
-    def _introduce(self, remote: Remote, message: Meet) -> Outcome:
+    def _introduce(self, remote: Remote, message: Meet) -> Replies:
         answer, connection, notice = self._introducer.introduce(
             self._desk, remote, message, now_wall_s=self._clock.wall_s()
         )
-        return Outcome(answer=answer, notices=(Notice(connection=connection, message=notice),))
+        return Replies(answer=answer, notices=(Notice(connection=connection, message=notice),))
 
-    def _hand_out(self, sender: PeerId, message: InviteRequest) -> Outcome:
+    def _hand_out(self, sender: PeerId, message: InviteRequest) -> Replies:
         token = self._draw_token()
         text = format_invitation(
-            Invitation(
+            InvitationContent(
                 pool=self._authority.pool,
                 addresses=self.addresses,
                 authority_key=self._authority.public_key,
@@ -289,7 +289,7 @@ class BrokerService:
 
     # ------------------------------------------------------------------------------------------------ decisions
 
-    def _decide(self, request: Request, *, invitation: str = "") -> Outcome:
+    def _decide(self, request: Request, *, invitation: str = "") -> Replies:
         """Decide, journal, adopt, perform: in this order."""
         decision = handle(self._desk, request, now_s=self._clock.now_s(), wall_s=self._clock.wall_s())
         if decision.facts:
@@ -309,13 +309,13 @@ class BrokerService:
                 # A defect of freezing or thawing: keep the facts.
                 raise StorageError("the pool read back from its frozen form is another one.")
             self._journal.compact(state)
-        except Superseded:
+        except JournalTaken:
             raise
         except StorageError as error:
             _LOG.warning("the journal stays as long as it is: %s", error)
             self._journal.postpone_compaction()
 
-    def _perform(self, decision: Decision, invitation: str) -> Outcome:
+    def _perform(self, decision: Decision, invitation: str) -> Replies:
         answer: Message | None = None
         notices: list[Notice] = []
         for command in decision.commands:
@@ -330,7 +330,7 @@ class BrokerService:
                     answer = self._issue_tickets(command.job, command.version)
                 case requests.HandOut():
                     answer = Invited(invitation=invitation)
-        return Outcome(answer=answer, notices=tuple(notices))
+        return Replies(answer=answer, notices=tuple(notices))
 
     def _certify(self, peer: PeerId) -> JoinGranted:
         return JoinGranted(
@@ -423,7 +423,7 @@ def _check_guards(plan: Plan) -> None:
         raise Refusal("bad_message", "A plan with guards needs a number of steps between two snapshots.")
 
 
-def _placements(plan: Plan, owner: PeerId) -> tuple[Placement, ...]:
+def _placements(plan: Plan, owner: PeerId) -> tuple[MemberPlacement, ...]:
     """Return the stages and standbys that the plan places on each member. Stages of the owner's process (feed, loss)
     reserve no member. Standbys are reserved like members with stages, because another job could otherwise take
     them just when they are needed."""
@@ -436,7 +436,7 @@ def _placements(plan: Plan, owner: PeerId) -> tuple[Placement, ...]:
     for guard in plan.guards:
         guards.setdefault(guard.peer, []).append(guard.stage)
     return tuple(
-        Placement(peer, tuple(stages.get(peer, ())), tuple(sorted(guards.get(peer, ()))))
+        MemberPlacement(peer, tuple(stages.get(peer, ())), tuple(sorted(guards.get(peer, ()))))
         for peer in dict.fromkeys((*stages, *guards))
     )
 

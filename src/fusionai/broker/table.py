@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fusionai.broker.history import Base, Copy, History, Row
+from fusionai.broker.history import Base, Copy, PoolHistory, Row
 from fusionai.primitives.errors import StorageError, UsageError
 from fusionai.storage.atomic import sync_directory
 
@@ -68,7 +68,7 @@ class TableReading:
     """The file is an intact database, but not a journal."""
 
 
-class Table:
+class JournalDatabase:
     """The open, locked database. `open_table` creates it for a file that was read without damage."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
@@ -118,19 +118,19 @@ class Table:
         self.connection.close()
 
 
-def open_table(path: Path) -> Table:
+def open_table(path: Path) -> JournalDatabase:
     connection = sqlite3.connect(path, timeout=0.2, isolation_level=None)
     try:
         # First, so that SQLite needs no shared-memory file and no other process can open the database.
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
-        with Table(path, connection).transaction():
+        with JournalDatabase(path, connection).transaction():
             pass
     except BaseException:
         connection.close()
         raise
-    return Table(path, connection)
+    return JournalDatabase(path, connection)
 
 
 def read_table(path: Path) -> TableReading:
@@ -151,7 +151,7 @@ def read_table(path: Path) -> TableReading:
         table.close()
 
 
-def write_table(path: Path, pool: str, history: History, term: int) -> None:
+def write_table(path: Path, pool: str, history: PoolHistory, term: int) -> None:
     """Write the database anew. An old one is kept beside it as `.damaged` until the next repair."""
     fresh = path.with_name(path.name + ".new")
     fresh.unlink(missing_ok=True)
@@ -159,7 +159,7 @@ def write_table(path: Path, pool: str, history: History, term: int) -> None:
     connection = sqlite3.connect(fresh, isolation_level=None)
     try:
         connection.execute("PRAGMA synchronous=FULL")
-        table = Table(fresh, connection)
+        table = JournalDatabase(fresh, connection)
         with table.transaction():
             for statement in _SCHEMA:
                 connection.execute(statement)
@@ -179,7 +179,7 @@ def write_table(path: Path, pool: str, history: History, term: int) -> None:
     sync_directory(path.parent)
 
 
-def upgrade_table(table: Table, base: Base) -> None:
+def upgrade_table(table: JournalDatabase, base: Base) -> None:
     """Convert a database of the first format to the present one."""
     with table.transaction():
         if table.head().format == _FIRST_FORMAT:

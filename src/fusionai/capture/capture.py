@@ -23,11 +23,11 @@ from fusionai.capture.graph.copies import Unlike
 from fusionai.capture.graph.evaluation import Apart, with_evaluation
 from fusionai.capture.graph.lowering import PREFIX, Lowered, Unsupported, lower
 from fusionai.capture.graph.repetition import repeated_layers
-from fusionai.capture.models.adapter import Slots, located
+from fusionai.capture.models.adapter import AdapterSlots, located
 from fusionai.capture.models.build import Adapters, Built, build
 from fusionai.capture.models.conversion import left_out
 from fusionai.capture.models.source import ModelSource
-from fusionai.capture.models.state import Checkpoint, StateSource, group, index_checkpoint
+from fusionai.capture.models.state import CapturedState, Checkpoint, group, index_checkpoint
 from fusionai.capture.tasks import ExampleInput, InputSpec, Task, TaskModule, input_specs, model_inputs
 from fusionai.capture.tracing.by_mode import mode_reads
 from fusionai.capture.tracing.experts import by_products, derived_routers
@@ -67,7 +67,7 @@ class Captured:
     inputs: tuple[InputSpec, ...]
     input_names: tuple[str, ...]
     """Names of the `inputs` that the module itself takes."""
-    source: StateSource
+    source: CapturedState
     task: Task
     train: bool
     evaluates: bool
@@ -172,7 +172,7 @@ def _inputs(
     if examples is None and built.huggingface is not None and task not in ("causal_lm", "counted_lm", "masked_lm"):
         examples = model_inputs(built.module, built.huggingface.config)
     specs, names = input_specs(built.module, task, examples, output_dims)
-    if isinstance(built.adapter, Slots):
+    if isinstance(built.adapter, AdapterSlots):
         specs = (*specs, InputSpec(ADAPTERS, ("b", "s", sum(built.adapter.ranks)), torch.float32))
     return specs, names
 
@@ -309,7 +309,7 @@ class _Run:
             notes=tuple(self.notes),
             inputs=self.specs,
             input_names=self.names,
-            source=StateSource(built, constants, group(without_program, parameters), self.checkpoint),
+            source=CapturedState(built, constants, group(without_program, parameters), self.checkpoint),
             task=self.task,
             train=self.train,
             evaluates=evaluates,
@@ -323,7 +323,7 @@ class _Run:
             for first, others in aliases(built.module).items()
         }
         stored = frozenset[str]() if self.checkpoint is None else self.checkpoint.keys
-        if isinstance(built.adapter, Slots):
+        if isinstance(built.adapter, AdapterSlots):
             stored |= built.adapter.keys
         order = {key: index for index, key in enumerate(parameters)}
         params: dict[str, ParamSpec] = {}

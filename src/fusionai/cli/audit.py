@@ -24,7 +24,7 @@ from fusionai.cli.options import device_option, json_option, write_json
 from fusionai.primitives.privacy import LEVELS, PrivacyLevel
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_count, format_seconds
-from fusionai.privacy.findings import Attack, AuditAttack, Boundary, Findings, Recovery, Update
+from fusionai.privacy.findings import Attack, AuditAttack, BoundaryFindings, Findings, Recovery, Update
 
 if TYPE_CHECKING:
     from fusionai.client.audit import AuditOptions
@@ -199,7 +199,7 @@ def _aside(findings: Findings) -> tuple[Attack, ...]:
     return tuple(attack for attack in _ASIDE if attack in run)
 
 
-def _all(boundary: Boundary) -> tuple[Recovery, ...]:
+def _all(boundary: BoundaryFindings) -> tuple[Recovery, ...]:
     return (boundary.white_box, *boundary.others)
 
 

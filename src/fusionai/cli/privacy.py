@@ -17,7 +17,7 @@ from fusionai.cli.audit import facts, show_findings
 from fusionai.cli.options import json_option, write_json
 from fusionai.primitives.privacy import LEVELS, STAYS, PrivacyLevel
 from fusionai.privacy.findings import Findings
-from fusionai.privacy.measured import ADVERSARIES, SENT, STANDS, Adversary, shipped, told
+from fusionai.privacy.measured import ADVERSARIES, SENT, STANDS, Adversary, measured_leakage, shipped
 
 
 @click.command()
@@ -78,7 +78,7 @@ def cell(level: PrivacyLevel, who: Adversary, findings: Findings) -> str:
 
 def _figures(level: PrivacyLevel, findings: Findings) -> str:
     """Return the recovered share at `level`, for each form in which boundary tensors are sent."""
-    by_form = {form: told(level, findings, form).spelled for form in SENT if form in findings.defences}
+    by_form = {form: measured_leakage(level, findings, form).spelled for form in SENT if form in findings.defences}
     if len(set(by_form.values())) == 1:
         return next(iter(by_form.values()))
     return ", ".join(f"{figure} ({form})" for form, figure in by_form.items())

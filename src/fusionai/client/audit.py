@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from fusionai.corpus import python_library
 from fusionai.corpus.tables import LocalTokenizer
-from fusionai.corpus.tokens import Tokenizer, load_tokenizer, train_tokenizer
+from fusionai.corpus.tokens import CorpusTokenizer, load_tokenizer, train_tokenizer
 from fusionai.execution.training.codecs import pack, unpack
 from fusionai.primitives.errors import ModelError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel
@@ -137,7 +137,7 @@ def audited(options: AuditOptions, on_doing: Callable[[audit.Doing], None]) -> F
 class _Corpus:
     """Token ids of the training files, of the attacker's files, and of the files for the trial."""
 
-    tokenizer: Tokenizer
+    tokenizer: CorpusTokenizer
     total_bytes: int
     training: list[int]
     auxiliary: list[int]

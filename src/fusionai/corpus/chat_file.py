@@ -27,7 +27,7 @@ from fusionai.corpus.files import BadRow, BadRows, RowError, check_bad_rows, fin
 from fusionai.corpus.order import Split
 from fusionai.corpus.tables import ChatData, FileData, HubData, HubTokenizer, LocalTokenizer, TrainTokenizer
 from fusionai.corpus.text import open_dataset, rows_of
-from fusionai.corpus.tokens import Tokenizer, load_tokenizer, train_tokenizer
+from fusionai.corpus.tokens import CorpusTokenizer, load_tokenizer, train_tokenizer
 from fusionai.primitives.errors import StorageError
 from fusionai.storage.atomic import storage_errors, whole_directory, write_atomic
 
@@ -180,7 +180,7 @@ class ChatFile:
     train: ChatPart
     evaluation: ChatPart
     manifest: ChatManifest
-    tokenizer: Tokenizer
+    tokenizer: CorpusTokenizer
     bad_rows: Path
 
 
@@ -202,7 +202,7 @@ def open_chat(data: ChatData, directory: Path, seed: int, progress: Progress | N
         case LocalTokenizer() | HubTokenizer():
             tokenizer = load_tokenizer(data.tokenizer)
     if template is not None:
-        tokenizer = Tokenizer({**tokenizer.files, TEMPLATE_FILE: template.encode()}, str(data.template))
+        tokenizer = CorpusTokenizer({**tokenizer.files, TEMPLATE_FILE: template.encode()}, str(data.template))
     writer = ChatWriter(tokenizer.files, None, data.loss_on)
     spoken = [tokenizer.files.get(name, b"").hex() for name in (TEMPLATE_FILE, "tokenizer_config.json")]
     settings = [str(data.sequence_length), data.loss_on, data.too_long]
@@ -261,7 +261,7 @@ def _key(parts: list[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_KEY_CHARACTERS]
 
 
-def _trained(place: Path, vocabulary: int, reading: _Reading, writer: ChatWriter, split: Split) -> Tokenizer:
+def _trained(place: Path, vocabulary: int, reading: _Reading, writer: ChatWriter, split: Split) -> CorpusTokenizer:
     """The cached tokenizer; if there is none, train it on the training part alone."""
     if not (place / "tokenizer.json").is_file():
         with reading.bad_rows() as bad:
@@ -278,7 +278,7 @@ def _trained(place: Path, vocabulary: int, reading: _Reading, writer: ChatWriter
 
 
 def _write(
-    place: Path, reading: _Reading, writer: ChatWriter, tokenizer: Tokenizer, data: ChatData, split: Split
+    place: Path, reading: _Reading, writer: ChatWriter, tokenizer: CorpusTokenizer, data: ChatData, split: Split
 ) -> None:
     """Write the directory as a whole or not at all: it gets its name when all files are on disk."""
     encoder = ChatEncoder(tokenizer)

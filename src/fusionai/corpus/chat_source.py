@@ -21,7 +21,7 @@ from fusionai.corpus.order import ALONE, Deal, SampleOrder, evaluation_samples
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.rows import IGNORED, packed
 from fusionai.corpus.tables import ChatData
-from fusionai.corpus.tokens import Tokenizer
+from fusionai.corpus.tokens import CorpusTokenizer
 from fusionai.primitives.errors import DataError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 
@@ -71,7 +71,7 @@ class ChatSource:
         )
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> CorpusTokenizer:
         return self._file.tokenizer
 
     @property

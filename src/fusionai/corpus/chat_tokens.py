@@ -15,13 +15,13 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import CorpusTokenizer as Engine
 from tokenizers import Encoding
-from tokenizers import Tokenizer as Engine
 
 from fusionai.corpus.conversations import ChatConversation
 from fusionai.corpus.files import RowError
 from fusionai.corpus.templates import ConversationError, chat_templates, special_texts
-from fusionai.corpus.tokens import Tokenizer
+from fusionai.corpus.tokens import CorpusTokenizer
 from fusionai.primitives.errors import DataError, ModelError
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
@@ -109,7 +109,7 @@ class ChatWriter:
 class ChatEncoder:
     """Tokenizes what a `ChatWriter` wrote."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: CorpusTokenizer) -> None:
         content = tokenizer.files["tokenizer.json"].decode()
         self._trusting, self._plain = Engine.from_str(content), Engine.from_str(content)
         for engine in (self._trusting, self._plain):

@@ -24,7 +24,7 @@ from fusionai.corpus.tables import (
     Data,
     EvaluationTable,
     FactoryModel,
-    Faults,
+    FaultsTable,
     HubModel,
     JobTable,
     KnownAdapter,
@@ -60,7 +60,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     adapter: Adapter | None = None
     evaluation: EvaluationTable | None
     placement: PlacementTable
-    faults: Faults
+    faults: FaultsTable
     replicas: Replicas | None = None
     summed: int | Literal["auto"] = 1
     privacy: Privacy = Privacy()

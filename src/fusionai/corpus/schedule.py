@@ -47,17 +47,17 @@ LONG_MOMENTUM: Final = 0.9
 LONG_RATE: Final = 0.7
 
 
-class OuterStep(NamedTuple):
+class OuterRates(NamedTuple):
     learning_rate: float
     momentum: float
 
 
-def outer_step(rounds: int) -> OuterStep:
+def outer_step(rounds: int) -> OuterRates:
     """Values for a job of `rounds` rounds, at least one."""
     goes_on_rounds = min(max(rounds, SHORT_ROUNDS), LONG_ROUNDS) / 20
     momentum = 1 - 1 / goes_on_rounds
     long = (momentum - SHORT_MOMENTUM) / (LONG_MOMENTUM - SHORT_MOMENTUM)
-    return OuterStep(round(SHORT_RATE + long * (LONG_RATE - SHORT_RATE), 3), round(momentum, 3))
+    return OuterRates(round(SHORT_RATE + long * (LONG_RATE - SHORT_RATE), 3), round(momentum, 3))
 
 
 TIMES: Final = 5

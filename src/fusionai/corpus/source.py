@@ -22,7 +22,7 @@ from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.rows import IGNORED, mask_rows
 from fusionai.corpus.tables import ChatData, TensorData, TextData
 from fusionai.corpus.tensors import TensorSource
-from fusionai.corpus.tokens import Progress, TokenFile, Tokenizer, open_tokens, require_rows
+from fusionai.corpus.tokens import CorpusTokenizer, Progress, TokenFile, open_tokens, require_rows
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.lock import directory_lock
 
@@ -80,7 +80,7 @@ class TokenSource:
         )
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> CorpusTokenizer:
         return self._tokens.tokenizer
 
     @property
@@ -192,7 +192,7 @@ def _after(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return moved
 
 
-def _row(tokenizer: Tokenizer, tokens: npt.NDArray[np.int64], told: npt.NDArray[np.bool_]) -> RowPreview:
+def _row(tokenizer: CorpusTokenizer, tokens: npt.NDArray[np.int64], told: npt.NDArray[np.bool_]) -> RowPreview:
     marked = zip(tokens.tolist(), told.tolist(), strict=True)
     pieces = tuple(
         (tokenizer.spell([token for token, _ in run]), said) for said, run in groupby(marked, key=lambda one: one[1])

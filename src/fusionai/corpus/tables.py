@@ -307,7 +307,7 @@ class PlacementTable(_Table, frozen=True, kw_only=True):
     excluded: tuple[Filled, ...] = ()
 
 
-class Faults(_Table, frozen=True, kw_only=True):
+class FaultsTable(_Table, frozen=True, kw_only=True):
     """`takeover`: who may replace a lost peer. `exact`: only a peer that computes the same bits, and the job waits for
     one. `any`: the same, but after `grace_s` seconds any peer, or the model is cut anew over the remaining peers.
     `tolerant`: any peer at once. `refuse`: like `exact`, but the job ends in order if there are only other peers. If
@@ -407,7 +407,7 @@ class RecipeTables(_Table, frozen=True, kw_only=True):
     adapter: AdapterTable | None = None
     evaluation: EvaluationTable | None = None
     placement: PlacementTable = PlacementTable()
-    faults: Faults = Faults()
+    faults: FaultsTable = FaultsTable()
     replicas: ReplicasTable | None = None
     privacy: PrivacyTable = PrivacyTable()
     output: OutputTable = OutputTable()

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from tokenizers import Tokenizer as Engine
+from tokenizers import CorpusTokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from fusionai.corpus.files import find_files, fingerprint
@@ -52,7 +52,7 @@ _PAD_TO_NOTHING: Final = 10**30
 """The `model_max_length` that transformers writes for a tokenizer without a limit."""
 
 
-class Tokenizer:
+class CorpusTokenizer:
     """Encodes text as plain text: a special token's name in the data never becomes that token."""
 
     def __init__(self, files: dict[str, bytes], where: str) -> None:
@@ -136,7 +136,7 @@ class Tokenizer:
         return None
 
 
-def train_tokenizer(texts: Iterator[str], vocabulary: int, *, masked: bool = False) -> Tokenizer:
+def train_tokenizer(texts: Iterator[str], vocabulary: int, *, masked: bool = False) -> CorpusTokenizer:
     """Train a byte-level BPE: every text round-trips and nothing is unknown. The same texts give the same tokenizer.
 
     `vocabulary`: the most entries it may have; a small corpus gives fewer. `masked` adds a mask token.
@@ -166,19 +166,19 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int, *, masked: bool = Fal
         "tokenizer.json": engine.to_str(pretty=True).encode(),
         "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),
     }
-    return Tokenizer(files, "the trained tokenizer")
+    return CorpusTokenizer(files, "the trained tokenizer")
 
 
-def load_tokenizer(source: LocalTokenizer | HubTokenizer) -> Tokenizer:
+def load_tokenizer(source: LocalTokenizer | HubTokenizer) -> CorpusTokenizer:
     """Load a tokenizer from a directory or the hub. Raises `DataError` with what is missing."""
     match source:
         case LocalTokenizer(path=path):
             return _load_directory(Path(path))
         case HubTokenizer(hub=hub):
-            return Tokenizer(_download(hub), hub)
+            return CorpusTokenizer(_download(hub), hub)
 
 
-def _load_directory(directory: Path) -> Tokenizer:
+def _load_directory(directory: Path) -> CorpusTokenizer:
     if not directory.is_dir():
         raise DataError(f"no tokenizer directory at {directory}.")
     files = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
@@ -187,7 +187,7 @@ def _load_directory(directory: Path) -> Tokenizer:
             f"{directory}: no tokenizer.json.",
             hint="Write one with transformers: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY).",
         )
-    return Tokenizer(files, str(directory))
+    return CorpusTokenizer(files, str(directory))
 
 
 def _download(hub: str) -> dict[str, bytes]:
@@ -236,7 +236,7 @@ class TokenFile:
     train: npt.NDArray[np.uint32]
     evaluation: npt.NDArray[np.uint32]
     manifest: TokenManifest
-    tokenizer: Tokenizer
+    tokenizer: CorpusTokenizer
 
 
 def open_tokens(data: TextData, directory: Path, seed: int, progress: Progress | None = None) -> TokenFile:
@@ -290,7 +290,7 @@ def _trained(
     pieces: Callable[[], Iterator[TextPiece]],
     split: Split,
     progress: Progress | None,
-) -> Tokenizer:
+) -> CorpusTokenizer:
     """The cached tokenizer; if there is none, train it on the training part alone."""
     if not (place / "tokenizer.json").is_file():
         texts = (
@@ -306,7 +306,7 @@ def _trained(
 
 
 def _write(
-    place: Path, pieces: Iterator[TextPiece], tokenizer: Tokenizer, split: Split, progress: Progress | None
+    place: Path, pieces: Iterator[TextPiece], tokenizer: CorpusTokenizer, split: Split, progress: Progress | None
 ) -> None:
     """Write all pieces into `place`, which appears as a whole or not at all."""
     with whole_directory(place) as partial:
@@ -320,7 +320,7 @@ def _write(
 class _Writer:
     """Appends encoded pieces to the part that the split assigns."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, split: Split) -> None:
+    def __init__(self, directory: Path, tokenizer: CorpusTokenizer, split: Split) -> None:
         self._tokenizer = tokenizer
         self._split = split
         self._end = np.array([tokenizer.end_id], dtype="<u4").tobytes()

@@ -35,7 +35,7 @@ from fusionai.scheduling.analysis.cases import (
     Verdict,
     verdict,
 )
-from fusionai.scheduling.analysis.fleets import Assumptions, Fleet, Misfit, Outcome
+from fusionai.scheduling.analysis.fleets import Assumptions, Fleet, Misfit, PredictedSpeed
 from fusionai.scheduling.analysis.sensitivity import swings
 
 Mark = Literal["", "good", "fair", "bad"]
@@ -189,7 +189,7 @@ def costs(comparison: Comparison) -> AnalysisTable:
         for model in _MODELS[task]:
             cell = comparison.cell(task, model, name, 100, 50)
             match cell.ours, cell.theirs:
-                case Outcome() as ours, Outcome() as theirs:
+                case PredictedSpeed() as ours, PredictedSpeed() as theirs:
                     joules = [
                         comparison.joules_per_million_tokens("ours", ours),
                         comparison.joules_per_million_tokens("theirs", theirs),
@@ -452,7 +452,7 @@ def _entry(cell: Cell, *, layout: bool) -> Entry:
     match cell.ours:
         case Misfit():
             return Entry(f"does not fit: {format_bytes(cell.ours.missing_bytes)} missing", mark)
-        case Outcome() as ours:
+        case PredictedSpeed() as ours:
             pass
     if cell.ratio is None:
         return Entry("does not fit the box", mark)
@@ -460,12 +460,12 @@ def _entry(cell: Cell, *, layout: bool) -> Entry:
     return Entry(f"{_figure(cell.ratio)}{CROWDED if ours.crowded else ''} {cell.verdict}{how}", mark)
 
 
-def _layout(outcome: Outcome) -> str:
+def _layout(outcome: PredictedSpeed) -> str:
     replicas = f"{outcome.replicas} {'replica' if outcome.replicas == 1 else 'replicas'}"
     return replicas if outcome.stages == 1 else f"{replicas} of {outcome.stages} stages"
 
 
-def _speed(outcome: Outcome | Misfit) -> str:
+def _speed(outcome: PredictedSpeed | Misfit) -> str:
     if isinstance(outcome, Misfit):
         return f"does not fit, {format_bytes(outcome.missing_bytes)} are missing"
     return f"{outcome.tokens_per_s:,.0f} tokens/s"

@@ -29,7 +29,7 @@ from fusionai.dashboard.svg import (
 from fusionai.primitives.units import format_bytes, format_seconds, format_speed
 from fusionai.scheduling.problem.stage_costs import Crossing
 from fusionai.scheduling.problem.types import Plan, StagePlacement
-from fusionai.scheduling.serving.parallel import ManyLines
+from fusionai.scheduling.serving.parallel import ServingPipelines
 
 _WIDTH_IN: Final = 9.2
 _ROW_IN: Final = 0.62
@@ -142,7 +142,7 @@ _GAP: Final = 0.12
 """Gap between two stages, in blocks."""
 
 
-def lines_picture(found: ManyLines) -> str:
+def lines_picture(found: ServingPipelines) -> str:
     """Return an SVG file: pipelines from top to bottom, their stages over the model's blocks, and their throughput."""
     each = -(-len(found.lines) // _MOST_LINES)
     drawn = found.lines[::each]

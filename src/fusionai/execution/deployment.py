@@ -34,7 +34,7 @@ class Deployment:
         )
 
 
-class Replanner(Protocol):
+class PlanSource(Protocol):
     """Gets the driver a new plan when a stage has no peer; `client.pool.replanning` asks the broker."""
 
     async def replacement(

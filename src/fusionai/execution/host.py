@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from fusionai.backends.interface import Backend
 from fusionai.execution.compute import ComputeThread
-from fusionai.ir.validate import Limits
+from fusionai.ir.validate import GraphLimits
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.ids import PeerId
 from fusionai.storage.weight_store import WeightStore
@@ -35,4 +35,4 @@ class Host:
     memory_limit_bytes: int | None = None
     weights: WeightStore | None = None
     seal: Seal | None = None
-    graph_limits: Limits = field(default_factory=Limits)
+    graph_limits: GraphLimits = field(default_factory=GraphLimits)

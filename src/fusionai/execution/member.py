@@ -41,7 +41,7 @@ MAX_UNREAD: Final = 1024
 """Messages that may wait for a driver that does not read them (chosen)."""
 
 
-class Member(ABC):
+class RoundMember(ABC):
     """Takes part in one job.
 
     `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_link_lost` is set only in the
@@ -60,7 +60,7 @@ class Member(ABC):
         """Messages dropped because they belonged to another round (normal after a change of plan)."""
         self._host = host
         self._on_link_lost = on_link_lost
-        self._placement = Placement(job=job, me=host.peer, owner=owner, fence=opened, task=task)
+        self._placement = RoundPlacement(job=job, me=host.peer, owner=owner, fence=opened, task=task)
         self._roster = Roster(job, owner, host.peer)
         self._enlisted = False
         """Whether `_placement` came with an `Enlist`."""
@@ -172,7 +172,7 @@ class Member(ABC):
             self._roster.adopt(enlist)
         except TrustError as error:
             return wire.Refused(code="bad_placement", reason=str(error))
-        self._placement = Placement(
+        self._placement = RoundPlacement(
             job=self.job,
             me=self._host.peer,
             owner=self.owner,
@@ -316,7 +316,7 @@ Task = Literal["train", "serve"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class RoundPlacement:
     """Where the stages of a round run. It has no stages before the first `Enlist`."""
 
     job: str

@@ -41,7 +41,7 @@ def step_key(secret: bytes, step: int) -> bytes:
     return hashlib.blake2b(str(step).encode(), key=secret, digest_size=KEY_BYTES, person=b"marks of a step").digest()
 
 
-def mark(tensors: Mapping[str, HostTensor], key: bytes, *, what: str) -> tuple[float, ...]:
+def sketch(tensors: Mapping[str, HostTensor], key: bytes, *, what: str) -> tuple[float, ...]:
     """Return one mark of all these values together, in the order of their names. `what` is part of the key, so the
     signs differ between two messages of one step."""
     total = np.zeros(SIZE)

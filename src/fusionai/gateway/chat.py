@@ -45,11 +45,11 @@ from fusionai.gateway.requests import (
 )
 from fusionai.gateway.streaming import comment, event, while_connected
 from fusionai.serving.constraint import Form, JsonObject, JsonSchema
-from fusionai.serving.interface import Constraint, Generation, Held
+from fusionai.serving.interface import Constraint, Generation, GenerationPaused
 from fusionai.serving.text import Tokenizer
 from fusionai.serving.tool_grammar import call_grammar
 from fusionai.serving.tool_reading import ToolReader
-from fusionai.serving.tools import CallPiece, Tool, calls_of
+from fusionai.serving.tools import CallPiece, ToolDefinition, calls_of
 
 
 class ChatEndpoint:
@@ -116,7 +116,7 @@ class ChatEndpoint:
             )
         return choices
 
-    def _form(self, body: ChatRequest, tools: list[Tool]) -> Form | None:
+    def _form(self, body: ChatRequest, tools: list[ToolDefinition]) -> Form | None:
         """The constraint for the answer's form, None if there is none."""
         wanted: Form | None = None
         match body.response_format:
@@ -194,7 +194,7 @@ class ChatEndpoint:
         unfinished = count
         async for happening in generating.happenings():
             match happening:
-                case Held():
+                case GenerationPaused():
                     yield comment(f"{happening.state}: {happening.detail}")
                 case Delta(index=at):
                     logprobs = self._logprobs(list(happening.said)) if happening.said else None
@@ -251,9 +251,9 @@ def _call_deltas(pieces: Sequence[CallPiece]) -> Iterator[ToolCallDelta]:
             yield ToolCallDelta(index, FunctionDelta(arguments))
 
 
-def _tools(body: ChatRequest) -> list[Tool]:
+def _tools(body: ChatRequest) -> list[ToolDefinition]:
     """Tools that the model may call. Raises `ApiError` for a choice without tools, and for two tools of one name."""
-    given = [Tool(tool.function.name, tool.function.parameters) for tool in body.tools or ()]
+    given = [ToolDefinition(tool.function.name, tool.function.parameters) for tool in body.tools or ()]
     names = [tool.name for tool in given]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -36,7 +36,7 @@ from fusionai.gateway.generating import AnswerText, ApiGeneration, Choice, Delta
 from fusionai.gateway.requests import CompletionRequest, EmbeddingRequest, read
 from fusionai.gateway.streaming import comment, event, while_connected
 from fusionai.primitives.errors import FusionError
-from fusionai.serving.interface import Engine, Generation, Held, TokenLogprob
+from fusionai.serving.interface import Engine, Generation, GenerationPaused, TokenLogprob
 from fusionai.serving.model_text import ModelText
 
 
@@ -162,7 +162,7 @@ class CompletionEndpoint:
         unfinished = len(echoes)
         async for happening in generating.happenings():
             match happening:
-                case Held():
+                case GenerationPaused():
                     yield comment(f"{happening.state}: {happening.detail}")
                 case PromptSaid(index=at) if (echo := echoes[at]) is not None:
                     told = self._of_prompt(echo, happening.read.logprobs) if heading.with_logprobs else None

@@ -18,13 +18,13 @@ from fusionai.gateway.answers import CachedDetail, FinishWord, HopMean, RouteRep
 from fusionai.gateway.errors import ApiError, of_failure
 from fusionai.gateway.metrics import Metrics
 from fusionai.primitives.errors import FusionError
-from fusionai.serving.decoding import Decoder, Piece
+from fusionai.serving.decoding import Decoder, TokenText
 from fusionai.serving.interface import (
     Emitted,
     Engine,
     Finished,
     Generation,
-    Held,
+    GenerationPaused,
     HopTiming,
     PromptRead,
     TokenLogprob,
@@ -87,7 +87,7 @@ class Choice:
         """End the answer; returns text that was held back."""
         return self._delta(self.decoder.finish(), (), reason)
 
-    def _delta(self, piece: Piece, said: tuple[AnswerText, ...], finish: Literal["stop", "length"] | None) -> Delta:
+    def _delta(self, piece: TokenText, said: tuple[AnswerText, ...], finish: Literal["stop", "length"] | None) -> Delta:
         if self.tools is None:
             self.is_over = finish is not None
             return Delta(self.index, piece.text, (), said, finish)
@@ -142,7 +142,7 @@ class RouteLog:
                 known.transfer_s += hop.transfer_s
                 known.last = hop
 
-    def held(self, held: Held, now_s: float) -> None:
+    def held(self, held: GenerationPaused, now_s: float) -> None:
         """Record that the stream pauses or continues."""
         self._waits.append(Wait(now_s - self._began_s, held.state, held.detail))
 
@@ -183,7 +183,7 @@ class PromptSaid:
     read: PromptRead
 
 
-Happening = Delta | Held | PromptSaid
+Happening = Delta | GenerationPaused | PromptSaid
 
 
 class ApiGeneration:
@@ -274,7 +274,7 @@ class ApiGeneration:
                     await self._give(choice.token(event))
                     if choice.is_over:
                         return
-                case Held():
+                case GenerationPaused():
                     self.route.held(event, now_s)
                     await self._queue.put(event)
                 case Finished(reason="stop" | "length" as reason):

@@ -41,7 +41,7 @@ class GradientRoute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class OperandUse:
     """One operand of one node. `place` is the node's position in the whole graph."""
 
     stage: int
@@ -59,17 +59,19 @@ class Rewritten:
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     operands: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
     """Place of a node -> operand -> the alias that it reads instead."""
-    joins: dict[str, tuple[Use, str]] = field(default_factory=dict[str, tuple[Use, str]])
+    joins: dict[str, tuple[OperandUse, str]] = field(default_factory=dict[str, tuple[OperandUse, str]])
     """Output -> (the use whose gradient it receives, the value it is an alias of)."""
 
 
-def gradient_uses(graph: Graph, held: Sequence[Collection[int]], values: Collection[str]) -> dict[str, list[Use]]:
+def gradient_uses(
+    graph: Graph, held: Sequence[Collection[int]], values: Collection[str]
+) -> dict[str, list[OperandUse]]:
     """Return the uses through which gradients of these values flow, in the order in which autograd adds them.
 
     `held`: node ids of each stage.
     """
     needs_grad = needing_gradient(graph)
-    found: dict[str, list[Use]] = {}
+    found: dict[str, list[OperandUse]] = {}
     stages_of: dict[int, list[int]] = {}
     for stage, ids in enumerate(held):
         for node_id in ids:
@@ -80,7 +82,9 @@ def gradient_uses(graph: Graph, held: Sequence[Collection[int]], values: Collect
             continue
         for operand, value in enumerate(reads(node)):
             if value in values:
-                found.setdefault(value, []).extend(Use(stage, place, operand) for stage in stages_of.get(node.id, ()))
+                found.setdefault(value, []).extend(
+                    OperandUse(stage, place, operand) for stage in stages_of.get(node.id, ())
+                )
     return found
 
 
@@ -113,7 +117,7 @@ def shared_uses(graph: Graph) -> list[SharedUses]:
     return sorted((one for one in found if len({*one.blocks}) > 1), key=lambda one: one.key)
 
 
-def in_stage_order(uses: Sequence[Use]) -> tuple[Sequence[Use], Sequence[Use]]:
+def in_stage_order(uses: Sequence[OperandUse]) -> tuple[Sequence[OperandUse], Sequence[OperandUse]]:
     """Return (uses whose sum stages can pass on from last to first, other uses), in the order of autograd.
 
     The first two contributions may be swapped, because a sum of two does not depend on their order.
@@ -127,14 +131,14 @@ def in_stage_order(uses: Sequence[Use]) -> tuple[Sequence[Use], Sequence[Use]]:
     return ordered[:end], ordered[end:]
 
 
-def passed_on(value: str, uses: Iterable[Use], last: int) -> list[GradientRoute]:
+def passed_on(value: str, uses: Iterable[OperandUse], last: int) -> list[GradientRoute]:
     """Return the routes that pass the sum of these uses from stage to stage, down to `last`."""
     stages = sorted({use.stage for use in uses} | {last}, reverse=True)
     return [GradientRoute(value=value, sender=sender, receiver=receiver) for sender, receiver in pairwise(stages)]
 
 
 def route_values(
-    uses: Mapping[str, Sequence[Use]], producers: Mapping[str, int], taken: Collection[str]
+    uses: Mapping[str, Sequence[OperandUse]], producers: Mapping[str, int], taken: Collection[str]
 ) -> tuple[list[GradientRoute], dict[int, Rewritten]]:
     """Return the routes of gradients of boundary values, and the changes to the stages' graphs.
 
@@ -186,7 +190,7 @@ def rewritten(whole: Graph, part: Graph, change: Rewritten) -> Graph:
     )
 
 
-def _alias(name: str, joined: tuple[Use, str], node_id: int, block_of: Mapping[str, int]) -> Node:
+def _alias(name: str, joined: tuple[OperandUse, str], node_id: int, block_of: Mapping[str, int]) -> Node:
     _, value = joined
     return Node(id=node_id, op=ALIAS, args=(Ref(value),), outputs=(name,), block=block_of[value])
 

@@ -2,7 +2,7 @@
 
 Received graphs go through `parse`, graphs made locally through `validate`. A graph that passes has only known
 operators, arguments in the closed grammar, one producer per value, nodes in topological order, and no value that could
-exceed `Limits.value_bytes` at the symbols' largest sizes, whatever its declaration says.
+exceed `GraphLimits.value_bytes` at the symbols' largest sizes, whatever its declaration says.
 
 `ir.operators` is the allow-list, `ir.growth` bounds results, `ir.shapes` bounds declared sizes.
 """
@@ -43,7 +43,7 @@ from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class GraphLimits:
     """Limits on what a graph may request. A peer lowers the byte limits to what it lends to the job."""
 
     json_bytes: int = 16 * 2**20
@@ -72,7 +72,7 @@ class Limits:
     """Limit on all constants together, because their bytes travel with the graph."""
 
 
-DEFAULT_LIMITS: Final = Limits()
+DEFAULT_LIMITS: Final = GraphLimits()
 
 
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -105,7 +105,7 @@ class _Version(msgspec.Struct, frozen=True):
     ir: int
 
 
-def parse(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> Graph:
+def parse(data: bytes | memoryview, limits: GraphLimits = DEFAULT_LIMITS) -> Graph:
     """Decode and validate untrusted JSON. Raises `GraphError` for anything but a legal graph within the limits."""
     size = len(data) if isinstance(data, bytes) else data.nbytes
     if size > limits.json_bytes:
@@ -120,7 +120,7 @@ def parse(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> Graph:
     return validate(graph, limits)
 
 
-def validate(graph: Graph, limits: Limits = DEFAULT_LIMITS) -> Graph:
+def validate(graph: Graph, limits: GraphLimits = DEFAULT_LIMITS) -> Graph:
     """Return the graph unchanged. Raises `GraphError`, naming the entity, if it is not legal."""
     try:
         _Check(graph, limits).run()
@@ -137,7 +137,7 @@ def _check_version(version: int) -> None:
         )
 
 
-def _check_depth(data: bytes | memoryview, limits: Limits) -> None:
+def _check_depth(data: bytes | memoryview, limits: GraphLimits) -> None:
     """Check the bracket depth outside strings before a decoder recurses into the data."""
     structure = np.frombuffer(_STRING.sub(b"", bytes(data)), dtype=np.uint8)
     opening = (structure == ord("[")) | (structure == ord("{"))
@@ -150,7 +150,7 @@ def _check_depth(data: bytes | memoryview, limits: Limits) -> None:
 class _Check:
     """One pass over a graph, which records what is known about each value when it reaches the value's producer."""
 
-    def __init__(self, graph: Graph, limits: Limits) -> None:
+    def __init__(self, graph: Graph, limits: GraphLimits) -> None:
         self.graph = graph
         self.limits = limits
         self.sizes: dict[str, Sizes] = {}

@@ -16,7 +16,7 @@ from typing import Any, Final
 from fusionai.backends.registry import open_backend
 from fusionai.execution.compute import ComputeThread, return_code_pages, return_freed_memory
 from fusionai.execution.host import Host
-from fusionai.peer.door import Door
+from fusionai.peer.door import JobAcceptor
 from fusionai.peer.lending import Lending, PeerOptions, PeerReady
 from fusionai.peer.profile import UNMEASURED, NearLinks, make_profile, measured_device, measured_links
 from fusionai.peer.registration import Registration
@@ -28,7 +28,7 @@ from fusionai.transport.peer_transport import PeerTransport
 from fusionai.transport.routes import relay_candidates
 from fusionai.transport.tcp import TcpListener
 from fusionai.transport.trust import carried_endorsements
-from fusionai.transport.uplink import Limits
+from fusionai.transport.uplink import TransferLimits
 from fusionai.wire import messages as wire
 
 
@@ -79,7 +79,7 @@ async def run_peer(
     await compute.run(backend.warm_up)
     return_freed_memory()
     return_code_pages()
-    rates = Limits(
+    rates = TransferLimits(
         upload_bytes_per_s=options.upload_limit_bytes_per_s, download_bytes_per_s=options.download_limit_bytes_per_s
     )
     transport = PeerTransport(membership.credentials, membership.broker_addresses, rates=rates)
@@ -100,7 +100,7 @@ async def run_peer(
             beside=None if options.weights_beside is None else WeightsInFiles(options.weights_beside),
         ),
     )
-    door = Door(host, membership.credentials.authority_key)
+    door = JobAcceptor(host, membership.credentials.authority_key)
     listener = await transport.listen(door.accept, host=options.host, port=options.port)
 
     async def candidates_now() -> tuple[str, ...]:
@@ -172,7 +172,7 @@ async def _lent(lending: Lending, stop: asyncio.Event, tell: Callable[[str], Non
 
 
 async def _stay(
-    door: Door,
+    door: JobAcceptor,
     entering: Callable[[Callable[[bool], None]], Registration],
     lending: Lending,
     stop: asyncio.Event,
@@ -222,7 +222,7 @@ async def join(options: PeerOptions) -> Membership:
     return load_membership(options.home)
 
 
-async def _drained(leaving: asyncio.Event, door: Door) -> None:
+async def _drained(leaving: asyncio.Event, door: JobAcceptor) -> None:
     await leaving.wait()
     await door.idle.wait()
 

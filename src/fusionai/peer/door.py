@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Final
 
 from fusionai.execution.host import Host
-from fusionai.execution.member import Member
+from fusionai.execution.member import RoundMember
 from fusionai.execution.serving.loading import FetchedWeights
 from fusionai.execution.serving.member import ServingMember
 from fusionai.execution.training.member import JobMember
@@ -43,13 +43,13 @@ EARLY_S: Final = 2.0
 so messages differ only by their latency."""
 
 
-class Door:
+class JobAcceptor:
     """Accepts connections of jobs. `accept` serves one connection from its first message to its end."""
 
     def __init__(self, host: Host, authority_key: bytes) -> None:
         self._host = host
         self._authority_key = authority_key
-        self._members: dict[JobId, Member] = {}
+        self._members: dict[JobId, RoundMember] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._patience: dict[JobId, asyncio.Task[None]] = {}
         """Timeout of each job whose driver's connection ended."""
@@ -124,7 +124,7 @@ class Door:
                 else:
                     await member.serve_snapshots(peer, channel)
 
-    async def _member_of(self, job: JobId) -> Member | None:
+    async def _member_of(self, job: JobId) -> RoundMember | None:
         """Return the member of `job`, waiting up to `EARLY_S` for its driver; None if the driver does not come."""
         with suppress(TimeoutError):
             async with asyncio.timeout(EARLY_S):
@@ -164,13 +164,13 @@ class Door:
             log.info("job %s of %s opened", job, short(owner))
             await self._serve_member(channel, job, member, opened)
 
-    def _opened(self, opening: wire.OpenJob, owner: PeerId) -> Member:
+    def _opened(self, opening: wire.OpenJob, owner: PeerId) -> RoundMember:
         if opening.task == "serve" and self._host.weights is not None:
             weights = FetchedWeights(self._host, owner, self._host.weights)
             return ServingMember(self._host, opening.job, owner, opening.fence, weights)
         return JobMember(self._host, opening.job, owner, opening.fence)
 
-    async def _serve_member(self, channel: Channel, job: JobId, member: Member, opened: wire.Fence) -> None:
+    async def _serve_member(self, channel: Channel, job: JobId, member: RoundMember, opened: wire.Fence) -> None:
         over = False
         try:
             await channel.send(wire.Done())

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 
-class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TrainingSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Speed of a device in training. A block's time, forward and backward, is
 
     t = operations / flops_per_s + calls * call_s + moved bytes * byte_s
@@ -29,12 +29,14 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def seconds(self, flops: float, calls: float, moved_bytes: float) -> float:
         return flops / self.flops_per_s + calls * self.call_s + moved_bytes * self.byte_s
 
-    def slowed(self, factor: float) -> Pace:
+    def slowed(self, factor: float) -> TrainingSpeed:
         """Return the pace of the same device when everything takes `factor` times as long."""
-        return Pace(flops_per_s=self.flops_per_s / factor, call_s=self.call_s * factor, byte_s=self.byte_s * factor)
+        return TrainingSpeed(
+            flops_per_s=self.flops_per_s / factor, call_s=self.call_s * factor, byte_s=self.byte_s * factor
+        )
 
 
-class ServingPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ServingSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Speed of products with weights in one format. A block's time is the longer of operations / flops_per_s and
     weights / bytes_per_s."""
 
@@ -44,6 +46,8 @@ class ServingPace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     bytes_per_s: float
     """Bytes per second of weights as stored, when multiplied by a single row."""
 
-    def slowed(self, factor: float) -> ServingPace:
+    def slowed(self, factor: float) -> ServingSpeed:
         """Return the pace of the same device when everything takes `factor` times as long."""
-        return ServingPace(form=self.form, flops_per_s=self.flops_per_s / factor, bytes_per_s=self.bytes_per_s / factor)
+        return ServingSpeed(
+            form=self.form, flops_per_s=self.flops_per_s / factor, bytes_per_s=self.bytes_per_s / factor
+        )

@@ -16,12 +16,22 @@ import torch
 from torch import Tensor
 
 from fusionai.privacy.defences import Defence
-from fusionai.privacy.findings import Attack, AuditAttack, Boundary, Budget, Control, Recovery, Truth, Update, recovery
+from fusionai.privacy.findings import (
+    Attack,
+    AuditAttack,
+    BoundaryFindings,
+    Budget,
+    Control,
+    Recovery,
+    Truth,
+    Update,
+    recovery,
+)
 from fusionai.privacy.gradients import Gradients, gradients_of, in_order, texts_of
 from fusionai.privacy.inverter import ROWS as INVERTER_ROWS
 from fusionai.privacy.inverter import FitBudget, InverterBudget, fitted, nearest, ridge, train_inverter
 from fusionai.privacy.subject import AttackedModel, Change
-from fusionai.privacy.white_box import Matcher, Part, calibrated, matched, reconstructed
+from fusionai.privacy.white_box import DepthComparison, Matcher, calibrated, matched, reconstructed
 
 Key = tuple[str, int, Attack]
 """Defence, depth, attack."""
@@ -92,10 +102,10 @@ class Doing:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class AuditResult:
     """Result of `run`: `findings.Findings` without the circumstances of the run."""
 
-    boundaries: tuple[Boundary, ...]
+    boundaries: tuple[BoundaryFindings, ...]
     updates: tuple[Update, ...]
     controls: tuple[Control, ...]
 
@@ -106,7 +116,7 @@ def run(
     texts: Texts,
     plan: AuditPlan,
     on_doing: Callable[[Doing], None],
-) -> Found:
+) -> AuditResult:
     """Attack every victim with the weights of `public`.
 
     The first victim must be the clean one, which the controls use.
@@ -114,14 +124,14 @@ def run(
     seen = [_seen(public, victim, texts) for victim in victims]
     by_matching = _by_matching(public, seen, texts, plan, on_doing)
     cells = [(one, depth) for one in seen for depth in plan.depths if depth >= one.victim.first]
-    boundaries: list[Boundary] = []
+    boundaries: list[BoundaryFindings] = []
     for number, (one, depth) in enumerate(cells):
         name = one.victim.defence.name
         on_doing(Doing(f"{name} at depth {depth}", number, len(cells)))
         matches = {key[2]: found for key, found in by_matching.items() if key[:2] == (name, depth)}
         others = [found for attack, found in matches.items() if attack != "white-box"]
         boundaries.append(
-            Boundary(
+            BoundaryFindings(
                 depth=depth,
                 defence=name,
                 loss=one.victim.model.loss(texts.held_out, depth, one.victim.defence.change),
@@ -131,7 +141,7 @@ def run(
         )
     cases = plan.updates if "gradients" in plan.attacks else ()
     updates = tuple(_update(public, case, texts) for case in cases)
-    return Found(tuple(boundaries), updates, tuple(_controls(victims[0].defence.name, boundaries, updates)))
+    return AuditResult(tuple(boundaries), updates, tuple(_controls(victims[0].defence.name, boundaries, updates)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +184,9 @@ def _by_matching(
     for one in seen:
         name, first = one.victim.defence.name, one.victim.first
         depths = [depth for depth in plan.depths if depth >= first]
-        by_template: list[Part] = []
+        by_template: list[DepthComparison] = []
         for depth in depths:
-            matchers[name, depth, "white-box"] = Matcher((Part(depth, one.trial[depth].float()),))
+            matchers[name, depth, "white-box"] = Matcher((DepthComparison(depth, one.trial[depth].float()),))
             if {"calibrated", "pooled"} & plan.attacks:
                 by_template.append(_template_part(one, texts, depth))
             if "calibrated" in plan.attacks:
@@ -214,14 +224,14 @@ def _by_matching(
     }
 
 
-def _template_part(one: _Seen, texts: Texts, depth: int) -> Part:
+def _template_part(one: _Seen, texts: Texts, depth: int) -> DepthComparison:
     # Without the first position, where most models put an attention sink many times larger than any token's row.
     known = slice(1, texts.template_tokens)
     own, seen = (boundary[depth][:, known].flatten(0, 1) for boundary in (one.own_trial, one.trial))
     return calibrated(depth, own, seen, one.trial[depth])
 
 
-def _known_part(one: _Seen, depth: int) -> Part:
+def _known_part(one: _Seen, depth: int) -> DepthComparison:
     own, seen = (boundary[depth][:, 1:].flatten(0, 1) for boundary in (one.own_known, one.known))
     return calibrated(depth, own, seen, one.trial[depth])
 
@@ -274,7 +284,7 @@ def _one_by_one(public: AttackedModel, one: _Seen, texts: Texts, plan: AuditPlan
     if "prefix" in plan.attacks and depth == max(plan.depths):  # as expensive as all others; run at the hardest depth
         yield found(
             "recovered prefix",
-            lambda: reconstructed(public, known, length, Matcher((Part(depth, few.float()),))),
+            lambda: reconstructed(public, known, length, Matcher((DepthComparison(depth, few.float()),))),
             truth,
             forward_tokens=len(few) * length * public.vocabulary,
         )
@@ -315,7 +325,7 @@ def low_rank(rank: int, seed: int) -> Change:
     return mixed
 
 
-def _controls(clean: str, boundaries: Sequence[Boundary], updates: Sequence[Update]) -> Iterator[Control]:
+def _controls(clean: str, boundaries: Sequence[BoundaryFindings], updates: Sequence[Update]) -> Iterator[Control]:
     """Yield each attack on a clean boundary, where it must succeed.
 
     The white-box attack must succeed at all depths, attacks that learn or fit at the shallowest, which is the easiest.

@@ -1,6 +1,6 @@
 """Results of an audit, as data: figures per boundary, defence and attack. Loads no framework.
 
-A weak attack proves nothing: a learned probe may find a tenth of what can be found. So a `Boundary` can't be
+A weak attack proves nothing: a learned probe may find a tenth of what can be found. So a `BoundaryFindings` can't be
 constructed without its white-box recovery, and all other figures are shown beside that one. The attacks make these,
 `measured` reads the shipped ones, `cli.audit` prints them.
 """
@@ -75,7 +75,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     budget: Budget
 
 
-class Boundary(msgspec.Struct, frozen=True, kw_only=True):
+class BoundaryFindings(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer sees after `depth` blocks under `defence`, and what it recovered.
 
     `loss`: loss of the model on held-out text with this boundary, in nats per token.
@@ -163,7 +163,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     subject: Subject
     trial: Trial
     local_blocks: int
-    boundaries: tuple[Boundary, ...]
+    boundaries: tuple[BoundaryFindings, ...]
     updates: tuple[Update, ...]
     controls: tuple[Control, ...]
 
@@ -182,7 +182,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
         """Audited depths, ascending."""
         return tuple(sorted({boundary.depth for boundary in self.boundaries}))
 
-    def at(self, defence: str, depth: int) -> Boundary | None:
+    def at(self, defence: str, depth: int) -> BoundaryFindings | None:
         """The boundary of this defence and depth; None if nothing leaves the job owner there or it was not audited."""
         return next((one for one in self.boundaries if one.defence == defence and one.depth == depth), None)
 

@@ -15,7 +15,7 @@ import msgspec
 
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.privacy import PrivacyLevel
-from fusionai.privacy.findings import Boundary, Findings
+from fusionai.privacy.findings import BoundaryFindings, Findings
 
 _SHIPPED: Final = "data/audit.json"
 SENT: Final = ("clean", "int8", "int4")
@@ -23,11 +23,11 @@ SENT: Final = ("clean", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class MeasuredLeakage:
     """The boundaries that peers see at a level where the best attack recovered most and least."""
 
-    most: Boundary
-    least: Boundary
+    most: BoundaryFindings
+    least: BoundaryFindings
 
     @property
     def spelled(self) -> str:
@@ -53,21 +53,21 @@ def read(text: bytes) -> Findings:
     return msgspec.convert({name: value for name, value in written.items() if name != "schema"}, Findings)
 
 
-def told(level: PrivacyLevel, findings: Findings, packed: str = "clean") -> Told:
+def measured_leakage(level: PrivacyLevel, findings: Findings, packed: str = "clean") -> MeasuredLeakage:
     """Return the extreme boundaries at a level.
 
     `packed`: how boundaries are sent, one of `SENT`. At `split-k` the first depths are not seen.
     """
     first = findings.local_blocks if level == "split-k" else 0
     seen = [one for one in findings.boundaries if one.defence == packed and one.depth >= first]
-    return Told(max(seen, key=lambda one: one.worst.top1), min(seen, key=lambda one: one.worst.top1))
+    return MeasuredLeakage(max(seen, key=lambda one: one.worst.top1), min(seen, key=lambda one: one.worst.top1))
 
 
 def sentence(level: PrivacyLevel) -> str:
     """Return a warning for a user about to send text to peers at `level`, with the figure of the shipped audit."""
     if level in ("open", "encrypted"):
         return "peers can read your text: one of them receives its token ids"
-    found = told(level, shipped())
+    found = measured_leakage(level, shipped())
     whom = "trusted peers" if level == "trusted" else "peers"
     return (
         f"{whom} can reconstruct your text: measured {found.spelled} of tokens ({found.most.worst.attack}, at depths "

@@ -21,7 +21,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DepthComparison:
     """Comparison at one depth.
 
     `target` [texts, tokens, k] is compared with a candidate's boundary times `projection` [k, width]; with None, with
@@ -41,7 +41,7 @@ class Matcher:
     whitened parts its minimum is the most likely token.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[DepthComparison, ...]
     expected: bool = False
 
 
@@ -111,7 +111,7 @@ def _best(
     return best
 
 
-def _badness(boundaries: Tensor, parts: Sequence[Part], place: int) -> Tensor:
+def _badness(boundaries: Tensor, parts: Sequence[DepthComparison], place: int) -> Tensor:
     """Sum of squared distances, [texts, candidates]."""
     total = torch.zeros(boundaries.shape[1:3], device=boundaries.device)
     for part in parts:
@@ -130,7 +130,7 @@ _FLOOR: Final = 1e-8
 """Smallest variance, relative to the boundary's mean square: an exact correction would otherwise have covariance 0."""
 
 
-def calibrated(depth: int, own: Tensor, seen: Tensor, target: Tensor) -> Part:
+def calibrated(depth: int, own: Tensor, seen: Tensor, target: Tensor) -> DepthComparison:
     """Return the part that compares the seen `target` [texts, tokens, width] with candidates, corrected and whitened.
 
     `own` and `seen` [rows, width]: the boundaries of the known text that the attacker computes, and those that it saw.
@@ -152,7 +152,7 @@ def calibrated(depth: int, own: Tensor, seen: Tensor, target: Tensor) -> Part:
     mapping = diagonal + correction.T
     projection = whitening @ mapping
     offset = whitening @ (mean_y - mapping @ mean_x)
-    return Part(depth, (target.double() @ whitening.T - offset).float(), projection.float())
+    return DepthComparison(depth, (target.double() @ whitening.T - offset).float(), projection.float())
 
 
 def regression(x: Tensor, y: Tensor, ridge: float) -> Tensor:

@@ -21,13 +21,19 @@ from fusionai.primitives.units import format_speed
 from fusionai.scheduling.placement import pool_name, written_out
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.chain import Chain, check_blocks, logits_block, stage_tables
-from fusionai.scheduling.problem.constraints import Limits, check_names, check_pins, eligible, must_use
-from fusionai.scheduling.problem.embedding_and_head import check_owners_memory, ends_of, middle, place_of, with_front
+from fusionai.scheduling.problem.constraints import PipelineLimits, check_names, check_pins, eligible, must_use
+from fusionai.scheduling.problem.embedding_and_head import (
+    check_owners_memory,
+    embedding_and_head_of,
+    middle,
+    place_of,
+    with_front,
+)
 from fusionai.scheduling.problem.levers import choices_of_problem, inability
 from fusionai.scheduling.problem.links import check_access, check_links
 from fusionai.scheduling.problem.types import BlockCost, Certificate, PeerProfile, Plan, Problem
 from fusionai.scheduling.serving.planning import serving_plan
-from fusionai.scheduling.standby.assignment import with_guards
+from fusionai.scheduling.standby.assignment import with_standbys
 from fusionai.scheduling.training.compression import lightened
 from fusionai.scheduling.training.cut_bits import dependence
 from fusionai.scheduling.training.one_machine import against_one, fastest_alone
@@ -44,7 +50,7 @@ def plan(problem: Problem) -> Plan:
     if problem.task == "serve":
         return serving_plan(problem)
     problem = paced(problem)
-    return with_guards(_against_one(problem, _chain_plan(problem)), problem)
+    return with_standbys(_against_one(problem, _chain_plan(problem)), problem)
 
 
 def _chain_plan(problem: Problem) -> Plan:
@@ -64,7 +70,7 @@ def _chain_plan(problem: Problem) -> Plan:
     asked, problem = problem, with_front(problem)
     if problem is not asked:
         usable = [*(one for one in usable if one.peer != problem.peers[-1].peer), problem.peers[-1]]
-        limits = Limits(fewest=limits.fewest + 1, most=limits.most + 1)
+        limits = PipelineLimits(fewest=limits.fewest + 1, most=limits.most + 1)
     rivals = without_surplus(problem, usable, limits.most)
     found = solved(problem, rivals, limits)
     certificate = _certificate(problem, found)
@@ -132,7 +138,7 @@ def _warnings(problem: Problem, peers: Sequence[PeerProfile], found: Solved) -> 
     own = 0 if found.pipeline.front is None else 1
     if problem.stages is None or problem.stages == 1 + own:
         return []
-    fewer = Limits(fewest=max(1, len(must_use(problem))), most=problem.stages - 1)
+    fewer = PipelineLimits(fewest=max(1, len(must_use(problem))), most=problem.stages - 1)
     if fewer.most < fewer.fewest:
         return []
     try:
@@ -173,7 +179,7 @@ def _smallest(problem: Problem, blocks: tuple[BlockCost, ...]) -> tuple[float, C
     return min(least), unfit
 
 
-def _limits(problem: Problem, peers: Sequence[PeerProfile], blocks: int) -> Limits:
+def _limits(problem: Problem, peers: Sequence[PeerProfile], blocks: int) -> PipelineLimits:
     """Return the limits on the number of stages; the mask of required peers depends on the listed peers and is set
     later."""
     usable, required = len(peers), len(must_use(problem))
@@ -196,7 +202,7 @@ def _limits(problem: Problem, peers: Sequence[PeerProfile], blocks: int) -> Limi
             f"{required} peers are required, but only {problem.stages} stages were asked for.",
             hint="Require fewer peers or ask for more stages.",
         )
-    return Limits(fewest=wanted, most=problem.stages or most)
+    return PipelineLimits(fewest=wanted, most=problem.stages or most)
 
 
 def _machines(problem: Problem, usable: list[PeerProfile]) -> list[PeerProfile]:
@@ -241,7 +247,7 @@ def _check_owner(problem: Problem) -> None:
                 f"the {role} is placed with the job owner, but the problem has no owner's profile.",
                 hint=f"Give the owner's profile, or place the {role} with the pool.",
             )
-    ends = ends_of(problem)
+    ends = embedding_and_head_of(problem)
     if owner is None or not (ends.first or ends.last):
         return
     if len(problem.blocks) < 2:

@@ -29,7 +29,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expense:
+class TokenCost:
     """Energy and money per million tokens; a figure is None if it is not known for every machine."""
 
     power_w: float | None
@@ -41,7 +41,7 @@ class Expense:
     """Both: ids of peers whose figure is missing; empty if it is missing for all peers."""
 
 
-def expense(plan: Plan, profiles: Iterable[PeerProfile], prices: Prices) -> Expense:
+def token_cost(plan: Plan, profiles: Iterable[PeerProfile], prices: Prices) -> TokenCost:
     """Cost of `plan` at its predicted speed; in serving, the speed of all sessions together."""
     known = {profile.peer: profile for profile in profiles}
     used = list(dict.fromkeys(stage.peer for stage in plan.stages))
@@ -54,7 +54,7 @@ def expense(plan: Plan, profiles: Iterable[PeerProfile], prices: Prices) -> Expe
     hourly = {peer: _per_hour(peer, watts.get(peer), prices) for peer in used}
     without_price = tuple(peer for peer in used if hourly[peer] is None)
     per_hour = None if without_price else sum(price for price in hourly.values() if price is not None)
-    return Expense(
+    return TokenCost(
         power_w=power_w,
         joules=None if power_w is None else power_w * million_s,
         money=None if per_hour is None else per_hour / 3600 * million_s,

@@ -24,9 +24,9 @@ from fusionai.coordination.serving.commands import ServingState
 from fusionai.coordination.serving.driver import ServingMachine
 from fusionai.coordination.serving.events import ServingEvent
 from fusionai.primitives.errors import ExecutionError
-from fusionai.serving.faults import FaultLog
-from fusionai.serving.generating import Embedding, Generating, Rows, Verdict
-from fusionai.serving.interface import Generation, Held, HopTiming
+from fusionai.serving.faults import ServingFaultLog
+from fusionai.serving.generating import Generating, Rows, TextToEmbed, Verdict
+from fusionai.serving.interface import Generation, GenerationPaused, HopTiming
 from fusionai.serving.job import ServingJob
 from fusionai.serving.passes import Returned
 from fusionai.serving.proposing import Guesses
@@ -50,7 +50,7 @@ class Answers:
         self,
         job: ServingJob,
         machine: ServingMachine,
-        faults: FaultLog,
+        faults: ServingFaultLog,
         speculation: Speculation | None,
         *,
         now_s: Callable[[], float],
@@ -69,7 +69,7 @@ class Answers:
         self._now_s = now_s
         self._tell = tell
         self._generations: dict[int, Generating] = {}
-        self._embeddings: dict[int, Embedding] = {}
+        self._embeddings: dict[int, TextToEmbed] = {}
         self._sampled_now: Counter[int] = Counter()
         """Number of passes, per generation, whose rows are sampled in the thread or wait for it."""
         self._sampling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampling")
@@ -84,12 +84,12 @@ class Answers:
             self._faults.asked()
         generating = self._generations[number] = Generating(number, generation, self._abandoned)
         if self.state in ("recovering", "waiting"):
-            generating.held(Held(self.state, self.detail))
+            generating.held(GenerationPaused(self.state, self.detail))
         self._tell(None)
         return generating
 
-    def embed(self, number: int, prompt: tuple[int, ...]) -> Embedding:
-        embedding = self._embeddings[number] = Embedding(number, prompt)
+    def embed(self, number: int, prompt: tuple[int, ...]) -> TextToEmbed:
+        embedding = self._embeddings[number] = TextToEmbed(number, prompt)
         return embedding
 
     def end_embedding(self, number: int) -> None:
@@ -265,9 +265,9 @@ class Answers:
             case "ready":
                 if not self._generations:
                     self._faults.recovered_unnoticed()
-                held = Held("running", detail)
+                held = GenerationPaused("running", detail)
             case "recovering" | "waiting":
-                held = Held(state, detail)
+                held = GenerationPaused(state, detail)
             case _:
                 return
         for generating in self._generations.values():

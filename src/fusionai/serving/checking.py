@@ -29,15 +29,15 @@ from fusionai.execution.host import Host
 from fusionai.execution.serving.loading import prepare_stage
 from fusionai.execution.serving.member import ServingMember, Testimony
 from fusionai.execution.serving.retained import packed
-from fusionai.execution.serving.sketches import Marks, text_key
-from fusionai.execution.serving.verifier import TextReferee
+from fusionai.execution.serving.sketches import Sketches, text_key
+from fusionai.execution.serving.verifier import TextVerifier
 from fusionai.execution.sketches import KEY_BYTES, SIZE
 from fusionai.execution.state import headers
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.serving.deployment import Cut
-from fusionai.serving.inspection import Limits, Neighbours, Words, limits, marks_of, opinion
+from fusionai.serving.deployment import ServedCut
+from fusionai.serving.inspection import Neighbours, SketchTolerance, Words, limits, opinion, sketches_of
 from fusionai.serving.job import ServingJob
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Segment
@@ -68,13 +68,13 @@ class _Open:
     referee_fence: Fence
     places: Mapping[int, str]
     keys: tuple[bytes, bytes]
-    limits: Limits
+    limits: SketchTolerance
     selected: bool
     heard_s: float
-    said: dict[str, Marks] = field(default_factory=dict[str, Marks])
-    again: dict[str, Marks] = field(default_factory=dict[str, Marks])
+    said: dict[str, Sketches] = field(default_factory=dict[str, Sketches])
+    again: dict[str, Sketches] = field(default_factory=dict[str, Sketches])
     moved: float = 1.0
-    referee: TextReferee | None = None
+    referee: TextVerifier | None = None
     """Set if this machine is the referee."""
 
     @property
@@ -102,7 +102,7 @@ class Checking:
         self._on_opinion = on_opinion
         self._start = start
         self._open: dict[int, _Open] = {}
-        self._told: dict[tuple[int, int], dict[str, Marks]] = {}
+        self._told: dict[tuple[int, int], dict[str, Sketches]] = {}
         """(stage, first task) -> marks that stages reported for a text which the owner's machine now recomputes."""
 
     def secret_of(self, stage: int, peer: str) -> bytes:
@@ -119,7 +119,7 @@ class Checking:
         number: int,
         fence: Fence,
         places: Mapping[int, str],
-        whole: Cut,
+        whole: ServedCut,
         load_of: LoadOf,
     ) -> None:
         """Start a check: request marks from the stages, and a recomputation from the referee."""
@@ -151,7 +151,7 @@ class Checking:
         else:
             length = found.length - text.origin
             for holder, peer in holders:
-                order = wire.TellMarks(
+                order = wire.RequestSketches(
                     fence=fence, stage=holder, number=number, session=text.number, start=text.origin, length=length
                 )
                 self._tell(PeerId(peer), order)
@@ -218,7 +218,7 @@ class Checking:
             return
         found.heard_s = self._host.clock.now_s()
         match message:
-            case wire.ToldMarks(stage=stage):
+            case wire.TextSketches(stage=stage):
                 if found.places.get(stage) == peer:
                     self._take_word(found, stage, tensors)
             case wire.ReadText():
@@ -230,7 +230,7 @@ class Checking:
 
     def _take_word(self, found: _Open, stage: int, tensors: Mapping[str, HostTensor]) -> None:
         length = found.length - found.origin
-        got, gave = (marks_of(tensors.get(name), length) for name in ("got", "gave"))
+        got, gave = (sketches_of(tensors.get(name), length) for name in ("got", "gave"))
         if stage == found.check.stage:
             if got is None or gave is None:
                 self._is_silent(found)
@@ -245,7 +245,7 @@ class Checking:
     def _take_reading(self, found: _Open, tensors: Mapping[str, HostTensor], moved: float) -> None:
         found.moved = moved
         for name in ("got", "gave", "seen"):
-            marks = marks_of(tensors.get(name), found.length)
+            marks = sketches_of(tensors.get(name), found.length)
             if marks is None:
                 self._give_up(found, "the referee sent no usable marks")
                 return
@@ -340,7 +340,7 @@ class Checking:
         self._have_shown(found)
 
     async def _compute(
-        self, found: _Open, referee: TextReferee, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]
+        self, found: _Open, referee: TextVerifier, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]
     ) -> None:
         try:
             told = await referee.compute(rows, tensors)

@@ -64,7 +64,7 @@ _CONTEXT_TOKENS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenText:
     """The text that one token adds. `text` may be empty, or include text held back before. `offset`: number of the
     answer's characters before this token. `stop`: the stop string that was found; it is not in `text`, and nothing
     follows it."""
@@ -95,26 +95,26 @@ class Decoder:
         self.stop: str | None = None
         """The stop string that ended the answer."""
 
-    def add(self, token: int) -> Piece:
+    def add(self, token: int) -> TokenText:
         """Decode the next token. Must not be called after a stop string was found or after `finish`."""
         offset = self._characters
         fresh = self._letters.add(token) if self._speaks(token) else ""
         return self._through(fresh, offset)
 
-    def finish(self) -> Piece:
+    def finish(self) -> TokenText:
         """End the answer; returns the text that was held back."""
         offset = self._characters
         piece = self._through(self._letters.finish(), offset)
-        return piece if piece.stop is not None else Piece(piece.text + self._stops.rest(), offset)
+        return piece if piece.stop is not None else TokenText(piece.text + self._stops.rest(), offset)
 
     def _speaks(self, token: int) -> bool:
         return token not in self._hidden and self._tokenizer.knows(token)
 
-    def _through(self, fresh: str, offset: int) -> Piece:
+    def _through(self, fresh: str, offset: int) -> TokenText:
         self._characters += len(fresh)
         found = self._stops.feed(fresh)
         self.stop = found.stop
-        return Piece(found.text, offset, found.stop)
+        return TokenText(found.text, offset, found.stop)
 
 
 class _Letters(Protocol):

@@ -31,7 +31,7 @@ CHOICES: Final = frozenset({"aten.topk.default", "aten.sort.default"})
 
 
 @dataclass(frozen=True, slots=True)
-class CutStage:
+class ServedCutStage:
     """One stage of a cut. `encoded`: its graph as sent over the wire, with hash `graph_hash`. `select`: no later stage
     has attention or needs to know which session a row belongs to, so only wanted rows are sent on."""
 
@@ -46,12 +46,12 @@ class CutStage:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ServedCut:
     """A model divided into stages. `name` is a hash of the stages' graphs."""
 
     name: str
     ranges: tuple[tuple[int, int], ...]
-    stages: tuple[CutStage, ...]
+    stages: tuple[ServedCutStage, ...]
 
     @property
     def checkable(self) -> frozenset[int]:
@@ -80,7 +80,7 @@ def ranges_of(plan: Plan) -> tuple[tuple[int, int], ...]:
     return tuple(placement.blocks for placement in plan.stages)
 
 
-def cut(job: ServingJob, plan: Plan) -> Cut:
+def cut(job: ServingJob, plan: Plan) -> ServedCut:
     """Cut the job's graph by the plan's ranges. Raises `GraphError` or `PlanError` if they are no valid cut of it."""
     ranges = ranges_of(plan)
     partition = cut_blocks(serving_graph(job.graph), ranges)
@@ -95,7 +95,7 @@ def cut(job: ServingJob, plan: Plan) -> Cut:
         caches or not FROM_SEGMENTS.isdisjoint(stage.graph.inputs)
         for caches, stage in zip(caching, partition.stages, strict=True)
     ]
-    stages: list[CutStage] = []
+    stages: list[ServedCutStage] = []
     for stage, boundary in zip(partition.stages, boundaries, strict=True):
         encoded = schema.encode(stage.graph)
         keys = sorted({spec.key for spec in stage.graph.params.values()})
@@ -104,7 +104,7 @@ def cut(job: ServingJob, plan: Plan) -> Cut:
                 f"the list of weights lacks {len(lacking)} entries of stage {stage.stage}, first {lacking[0]}."
             )
         stages.append(
-            CutStage(
+            ServedCutStage(
                 encoded=host_tensor("uint8", (len(encoded),), encoded),
                 graph_hash=schema.content_hash(stage.graph),
                 boundary=boundary,
@@ -115,4 +115,4 @@ def cut(job: ServingJob, plan: Plan) -> Cut:
             )
         )
     digest = hashlib.sha256(msgspec.msgpack.encode([stage.graph_hash for stage in stages]))
-    return Cut(digest.hexdigest(), ranges, tuple(stages))
+    return ServedCut(digest.hexdigest(), ranges, tuple(stages))

@@ -27,7 +27,7 @@ from fusionai.primitives.errors import FusionError
 from fusionai.primitives.tensors import host_tensor
 from fusionai.serving.interface import Sampling
 from fusionai.serving.proposing import Guesses
-from fusionai.serving.sampling import History, choose
+from fusionai.serving.sampling import TokenHistory, choose
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.wire.messages import Segment, ServeOptions
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class LoadedDraft:
     """A loaded draft model; its graph is whole and without loss. `vocabulary`: tokens that both it and the served model
     know; `context_tokens`: its longest text."""
 
@@ -53,19 +53,19 @@ def load_draft(
     *,
     vocabulary: int,
     context_tokens: int,
-) -> Draft:
+) -> LoadedDraft:
     """Load a draft model. Blocks; call it on the thread where the draft will run. Raises `ExecutionError`,
     `StorageError`."""
     program = backend.serve(graph, options=options)
     program.import_weights((spec.key, weights.read(spec)) for spec in weights.specs)
     program.allocate()
-    return Draft(program=program, options=options, vocabulary=vocabulary, context_tokens=context_tokens)
+    return LoadedDraft(program=program, options=options, vocabulary=vocabulary, context_tokens=context_tokens)
 
 
 class DraftProposer:
     """Implements `Proposer`. `compute`: the thread where `draft` was loaded; only that thread uses the draft."""
 
-    def __init__(self, draft: Draft, compute: ComputeThread) -> None:
+    def __init__(self, draft: LoadedDraft, compute: ComputeThread) -> None:
         self._compute = compute
         self._texts = _Texts(draft)
 
@@ -122,7 +122,7 @@ class _Text:
 class _Texts:
     """The texts of all followed sessions. Runs on the compute thread."""
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: LoadedDraft) -> None:
         self._draft = draft
         self._pages = Pages(draft.options.pages, draft.options.page_tokens, prefix=False)
         self._texts: dict[int, _Text] = {}
@@ -160,7 +160,7 @@ class _Texts:
             for session, row in rows.items():
                 text, guessed = self._texts[session], made[session]
                 position = len(text.tokens) - text.prompt_tokens + len(guessed)
-                guessed.append(choose(row, text.sampling, History(), position))
+                guessed.append(choose(row, text.sampling, TokenHistory(), position))
                 if len(guessed) < left[session]:
                     feeding[session] = guessed[-1]
             segments = [

@@ -16,19 +16,19 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
-from fusionai.coordination.round.commands import Distrust, TellCheck
+from fusionai.coordination.round.commands import Distrust, ReportCheck
 from fusionai.coordination.serving import commands, events
 from fusionai.coordination.serving.commands import EndJob, ServingCommand
 from fusionai.coordination.serving.driver import ServingMachine
 from fusionai.coordination.serving.events import ServingEvent
 from fusionai.coordination.serving.roles import ServingRoles
-from fusionai.execution.deployment import Deployment, Replanner
+from fusionai.execution.deployment import Deployment, PlanSource
 from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections
 from fusionai.execution.serving.loading import OwnWeights
 from fusionai.execution.serving.member import ServingMember
 from fusionai.execution.tasks import JobTasks
-from fusionai.execution.weights.server import WeightDesk
+from fusionai.execution.weights.server import WeightServer
 from fusionai.ir.partition import FEED
 from fusionai.primitives.errors import ExecutionError, FusionError, PlanError
 from fusionai.primitives.ids import PeerId, short
@@ -36,8 +36,8 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.serving import progress
 from fusionai.serving.answers import Answers
 from fusionai.serving.checking import Checking
-from fusionai.serving.deployment import Cut
-from fusionai.serving.faults import FaultLog
+from fusionai.serving.deployment import ServedCut
+from fusionai.serving.faults import ServingFaultLog
 from fusionai.serving.job import ServingJob
 from fusionai.serving.passes import Passes, Returned
 from fusionai.serving.rounds import ServingRound
@@ -63,11 +63,11 @@ class ServingDriver:
         job: ServingJob,
         host: Host,
         deployment: Deployment,
-        whole: Cut,
+        whole: ServedCut,
         machine: ServingMachine,
         *,
-        replanner: Replanner,
-        faults: FaultLog,
+        replanner: PlanSource,
+        faults: ServingFaultLog,
         answers: Answers,
         on_progress: Callable[[progress.Progress], None],
     ) -> None:
@@ -87,7 +87,7 @@ class ServingDriver:
         self._asking: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[EndJob] = asyncio.get_running_loop().create_future()
         self._tasks = JobTasks(job.job, lambda reason: self.tell(events.CommandFailed(reason)))
-        self._desk = WeightDesk(job.weights, (spec.digest for spec in job.weights.specs))
+        self._desk = WeightServer(job.weights, (spec.digest for spec in job.weights.specs))
         fence = Fence(machine.roles.version, machine.incarnation, 0)
         self._member = ServingMember(
             host,
@@ -194,7 +194,7 @@ class ServingDriver:
                 number = self._machine.batcher.take_number()
                 places = self._machine.roles.places
                 self._checking.begin(command, number, self.fence, places, self._round.cut, self._round.load_for_check)
-            case TellCheck():
+            case ReportCheck():
                 self._tell_check(command)
             case Distrust(peer, reason):
                 self._passes.distrust_probes()
@@ -205,11 +205,11 @@ class ServingDriver:
                 self._connections.part_with(PeerId(peer), self._round.highest, reason)
             case commands.FailSessions(sessions, reason):
                 self._answers.failed(sessions, self._faults.named(reason))
-            case commands.TellFault():
+            case commands.ReportFault():
                 self._faults.seen(command)
-            case commands.TellRebuilding():
+            case commands.ReportRebuilding():
                 self._faults.rebuilding(command)
-            case commands.TellState(state, detail):
+            case commands.ReportState(state, detail):
                 self._answers.stands(state, self._faults.named(detail))
                 if state == "ready":
                     self._on_progress(progress.EngineReady())
@@ -244,7 +244,7 @@ class ServingDriver:
         knows = self._machine.lost
 
         async def ask() -> None:
-            waiting = lambda text: self._on_progress(progress.Waiting(text))  # noqa: E731
+            waiting = lambda text: self._on_progress(progress.ServingPaused(text))  # noqa: E731
             present = self._round.deployment_of(command.roles)
             try:
                 granted = await self._replanner.replacement(present, command.without, waiting)
@@ -262,7 +262,7 @@ class ServingDriver:
         """Offer a newer plan. Its standbys load beside the passes; stages that move take a new round."""
         roles = self._round.add(deployment)
         if roles is not None:
-            self._on_progress(progress.PlanChanged(deployment.plan, self._faults.named(reason)))
+            self._on_progress(progress.ServingPlanChanged(deployment.plan, self._faults.named(reason)))
             self.tell(events.PlanGiven(roles, self._machine.lost if knows is None else knows))
 
     def renew(self, deployment: Deployment) -> None:
@@ -273,11 +273,11 @@ class ServingDriver:
         """Treat a peer as lost. Does nothing if the peer has no connection."""
         self._connections.drop(peer, reason)
 
-    def _tell_check(self, command: TellCheck) -> None:
+    def _tell_check(self, command: ReportCheck) -> None:
         checks = self._machine.checks
         assert checks is not None
         self._on_progress(
-            progress.Checked(
+            progress.TextRechecked(
                 stage=command.check.stage,
                 peer=command.check.peer,
                 referee=command.check.referee,
@@ -409,7 +409,7 @@ def event_of(
         case wire.Working(fence=fence):
             return events.StageWorking(fence, peer, message.stage, message.number, message.busy_s)
         case wire.Rebuilt(fence=fence, stage=at) if roles.places.get(at) == peer:
-            return events.Rebuilt(fence, message.number, message.session, message.length)
+            return events.CacheRebuilt(fence, message.number, message.session, message.length)
         case wire.PassFailed(fence=fence):
             return events.PassFailed(fence, message.number, message.stage, message.reason)
         case _:

@@ -26,7 +26,7 @@ from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
 from fusionai.coordination.serving.stage_times import StageTimes
 from fusionai.coordination.serving.state import ServingPhase
-from fusionai.execution.deployment import Deployment, Replanner
+from fusionai.execution.deployment import Deployment, PlanSource
 from fusionai.execution.host import Host
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId
@@ -35,8 +35,8 @@ from fusionai.serving import progress
 from fusionai.serving.answers import Answers
 from fusionai.serving.deployment import cut
 from fusionai.serving.driver import ServingDriver
-from fusionai.serving.faults import FaultLog
-from fusionai.serving.generating import Embedding, Generating
+from fusionai.serving.faults import ServingFaultLog
+from fusionai.serving.generating import Generating, TextToEmbed
 from fusionai.serving.interface import EngineBusy, EngineStatus, Generation, PromptTooLong, StageStatus
 from fusionai.serving.job import ServingJob
 from fusionai.serving.proposing import NgramProposer, Proposer
@@ -63,7 +63,7 @@ class ServingEngine:
         host: Host,
         deployment: Deployment,
         *,
-        replanner: Replanner,
+        replanner: PlanSource,
         names: Mapping[str, str],
         incarnation: int,
         on_progress: Callable[[progress.Progress], None],
@@ -80,7 +80,7 @@ class ServingEngine:
             count = None if job.speculate == "auto" else job.speculate
             self._speculation = Speculation(proposer or NgramProposer(), count, host.clock.now_s)
         self._numbers = itertools.count(1)
-        self._faults = FaultLog(names, host.clock, lambda note: on_progress(progress.Fault(note)))
+        self._faults = ServingFaultLog(names, host.clock, lambda note: on_progress(progress.Fault(note)))
         whole = cut(job, deployment.plan)
         self._batcher = Batcher(
             batch_limits(job, deployment), holds=bool(job.secret), times=StageTimes(job.balance_tokens)
@@ -159,7 +159,7 @@ class ServingEngine:
     ) -> list[list[float]]:
         """Mean of the last hidden states over each prompt's positions, scaled to Euclidean length 1. Raises the errors
         of `submit`."""
-        asked: list[Embedding] = []
+        asked: list[TextToEmbed] = []
         try:
             for prompt in prompts:
                 number = next(self._numbers)

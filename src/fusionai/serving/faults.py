@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from fusionai.coordination.serving.commands import TellFault, TellRebuilding
+from fusionai.coordination.serving.commands import ReportFault, ReportRebuilding
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.ids import PeerId, short
 from fusionai.serving.interface import FaultNote
@@ -18,7 +18,7 @@ REMEMBERED: Final = 200
 """Number of entries kept (chosen)."""
 
 
-class FaultLog:
+class ServingFaultLog:
     """`names`: machine names by peer id; may grow."""
 
     def __init__(self, names: Mapping[str, str], clock: Clock, on_note: Callable[[FaultNote], None]) -> None:
@@ -45,7 +45,7 @@ class FaultLog:
             text = text.replace(f"peer {short(PeerId(peer))}", name).replace(peer, name)
         return text
 
-    def seen(self, fault: TellFault) -> None:
+    def seen(self, fault: ReportFault) -> None:
         who = self.name(fault.peer) if fault.peer else "the pipeline"
         what = {
             "peer": f"{who} is gone",
@@ -63,7 +63,7 @@ class FaultLog:
         # The loss of a spare, or of a machine whose spare was ready, delays no tokens.
         self._add(note, holds=bool(fault.stages) or fault.kind == "late")
 
-    def rebuilding(self, told: TellRebuilding) -> None:
+    def rebuilding(self, told: ReportRebuilding) -> None:
         stages = ", ".join(str(stage) for stage in told.stages)
         whose = (
             f"stage {stages} recomputes its cache"

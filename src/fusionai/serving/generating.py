@@ -22,13 +22,13 @@ from fusionai.serving.interface import (
     Finished,
     FinishReason,
     Generation,
-    Held,
+    GenerationPaused,
     HopTiming,
     PromptRead,
     StreamEvent,
     TokenLogprob,
 )
-from fusionai.serving.sampling import History, choose
+from fusionai.serving.sampling import TokenHistory, choose
 
 
 def token_logprob(logits: NDArray[np.float32], token: int, top: int) -> TokenLogprob:
@@ -81,7 +81,7 @@ class Generating:
         self.generation = generation
         self.tokens = list(generation.prompt)
         """Prompt and answer."""
-        self.history = History(generation.prompt)
+        self.history = TokenHistory(generation.prompt)
         self.prompt_read = False
         self.finished = False
         self._prompt_logprobs: list[TokenLogprob] = []
@@ -175,7 +175,7 @@ class Generating:
         elif constraint is not None and verdict.tokens and constraint.finished:
             self.finish("stop")
 
-    def held(self, held: Held) -> None:
+    def held(self, held: GenerationPaused) -> None:
         self._events.put_nowait(held)
 
     def finish(self, reason: FinishReason, detail: str = "") -> None:
@@ -205,7 +205,7 @@ class Generating:
             self._on_left(self.number)
 
 
-class Embedding:
+class TextToEmbed:
     """A prompt whose last hidden states are averaged."""
 
     def __init__(self, number: int, prompt: tuple[int, ...]) -> None:

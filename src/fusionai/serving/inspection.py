@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.coordination.round.verification import Opinion
-from fusionai.execution.serving.sketches import Marks
+from fusionai.execution.serving.sketches import Sketches
 from fusionai.execution.sketches import SIZE
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import ServeOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SketchTolerance:
     """How far marks may differ from the reference, relative to the reference's length. `row`: one row. `text`: root of
     the sum of squares over all rows of a text. `gain`: how much longer or shorter all rows together may be; rounding
     has no direction, so this is known far more precisely than single rows. `odd_rows`: fraction of a text's rows that
@@ -36,44 +36,44 @@ class Limits:
     gain: float = inf
     odd_rows: float = 0.0
 
-    def of(self, moved: float) -> Limits:
+    def of(self, moved: float) -> SketchTolerance:
         """Limits for a stage that changes rows by `moved` of their size, because it rounds only what it adds."""
         return replace(self, text=max(LEAST, self.text * moved))
 
 
 LEAST: Final = 1e-3
-"""Lower limit of `Limits.text`."""
-WEIGHTS: Final[Mapping[str, Limits]] = {
-    "fp32": Limits(1e-3, 1e-3),
-    "fp16": Limits(2e-2, 4e-3, 5e-3),
-    "bf16": Limits(0.15, 5e-2, 5e-3),
-    "int8": Limits(0.15, 5e-2, 5e-3),
-    "int4": Limits(0.15, 5e-2, 5e-3),
+"""Lower limit of `SketchTolerance.text`."""
+WEIGHTS: Final[Mapping[str, SketchTolerance]] = {
+    "fp32": SketchTolerance(1e-3, 1e-3),
+    "fp16": SketchTolerance(2e-2, 4e-3, 5e-3),
+    "bf16": SketchTolerance(0.15, 5e-2, 5e-3),
+    "int8": SketchTolerance(0.15, 5e-2, 5e-3),
+    "int4": SketchTolerance(0.15, 5e-2, 5e-3),
 }
 """Limits by format of the weights; products with quantised weights also round their other factor."""
 CACHE_ROW: Final[Mapping[str, float]] = {"fp32": 0.0, "fp16": 1e-3, "bf16": 3e-3}
 """Limit of a row by format of the KV cache: a value between two representable numbers can round either way."""
 ODD_ROWS: Final = 0.05
-"""`Limits.odd_rows` of stages where values decide what is computed."""
+"""`SketchTolerance.odd_rows` of stages where values decide what is computed."""
 FEW: Final = 16
 """Rows below which the gain is not checked, because it is not known precisely enough."""
 
 
-def limits(options: ServeOptions, *, chooses: bool) -> Limits:
+def limits(options: ServeOptions, *, chooses: bool) -> SketchTolerance:
     """Limits for a stage. `chooses`: values decide what is computed. Measured with `benchmarks/verification.py --part
     serving`."""
     known, row = WEIGHTS[options.weights], CACHE_ROW[options.cache]
-    return Limits(max(known.row, row), max(known.text, row), known.gain, ODD_ROWS if chooses else 0.0)
+    return SketchTolerance(max(known.row, row), max(known.text, row), known.gain, ODD_ROWS if chooses else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
     """Marks of all compared positions of a text, [positions, SIZE]; NaN where nothing was reported."""
 
-    got: Marks
-    gave: Marks
+    got: Sketches
+    gave: Sketches
     """`got` and `gave`: the stage's report on its inputs and outputs."""
-    seen: Marks
+    seen: Sketches
     """Report of the peer that received the stage's outputs."""
 
 
@@ -85,7 +85,7 @@ class Neighbours:
     after: str
 
 
-def opinion(said: Words, again: Words, limits: Limits, neighbours: Neighbours, *, selected: bool) -> Opinion:
+def opinion(said: Words, again: Words, limits: SketchTolerance, neighbours: Neighbours, *, selected: bool) -> Opinion:
     """Compare the reports `said` with the referee's marks `again`. `selected`: only wanted rows left the stage, namely
     those in `said.seen`."""
     there = ~_silent(said.seen)
@@ -109,7 +109,7 @@ def opinion(said: Words, again: Words, limits: Limits, neighbours: Neighbours, *
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured differences, in the terms of `Limits`."""
+    """Measured differences, in the terms of `SketchTolerance`."""
 
     row: float
     text: float
@@ -125,7 +125,7 @@ def measured(said: Words, again: Words) -> Measured:
     return Measured(float(_apart(one, two).max()), together, abs(float(np.sum(one * two)) / length - 1))
 
 
-def _off(found: Marks, expected: Marks, limits: Limits) -> str:
+def _off(found: Sketches, expected: Sketches, limits: SketchTolerance) -> str:
     """Describe the difference if it is over the limits; empty otherwise."""
     apart = _apart(found, expected)
     spared = np.argsort(apart)[len(apart) - int(limits.odd_rows * len(apart)) :]
@@ -160,12 +160,12 @@ def _apart(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[n
     return np.where(equal, 0.0, np.where(np.isfinite(apart), apart, np.inf))
 
 
-def _silent(marks: Marks) -> npt.NDArray[np.bool_]:
+def _silent(marks: Sketches) -> npt.NDArray[np.bool_]:
     silent: npt.NDArray[np.bool_] = np.all(np.isnan(marks), axis=1)
     return silent
 
 
-def marks_of(tensor: HostTensor | None, positions: int) -> Marks | None:
+def sketches_of(tensor: HostTensor | None, positions: int) -> Sketches | None:
     """Read marks from a tensor; None if it is not float32 of shape [positions, SIZE]."""
     if tensor is None or (tensor.dtype, tensor.shape) != ("float32", (positions, SIZE)):
         return None

@@ -129,7 +129,7 @@ class PromptRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class GenerationPaused:
     """The generation pauses because a machine was lost: it is being replaced (`recovering`), or no machine of the pool
     can replace it (`waiting`). `running` ends the pause."""
 
@@ -145,7 +145,7 @@ class Finished:
     detail: str = ""
 
 
-StreamEvent = PromptRead | Emitted | Held | Finished
+StreamEvent = PromptRead | Emitted | GenerationPaused | Finished
 
 
 class TokenStream(Protocol):

@@ -25,7 +25,7 @@ from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.serving.job import ServingJob
 from fusionai.wire import messages as wire
-from fusionai.wire.messages import Fence, Hop, Segment
+from fusionai.wire.messages import Fence, Segment, StageDelay
 
 TOLERANCE: Final[Mapping[str, float]] = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2, "int8": 5e-2, "int4": 5e-2}
 """Largest allowed difference between a probe's logits and the first probe's, relative to the first probe's largest
@@ -39,7 +39,7 @@ class Returned:
     fence: Fence
     plan: PassPlan
     rows: np.ndarray | None
-    hops: tuple[Hop, ...]
+    hops: tuple[StageDelay, ...]
     elapsed_s: float
 
 

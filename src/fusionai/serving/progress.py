@@ -46,20 +46,20 @@ class EngineReady:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanChanged:
+class ServingPlanChanged:
     plan: Plan
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class ServingPaused:
     """No machine of the pool can continue the job."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class TextRechecked:
     """Outcome of a spot check. A task is one pass of a text through a stage; `tasks` counts those of all guarded stages
     so far."""
 
@@ -79,4 +79,13 @@ class Fault:
     note: FaultNote
 
 
-Progress = StageLoading | StageLoaded | SourceRefused | EngineReady | PlanChanged | Waiting | Checked | Fault
+Progress = (
+    StageLoading
+    | StageLoaded
+    | SourceRefused
+    | EngineReady
+    | ServingPlanChanged
+    | ServingPaused
+    | TextRechecked
+    | Fault
+)

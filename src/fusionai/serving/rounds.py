@@ -19,8 +19,8 @@ from fusionai.execution.state import headers
 from fusionai.execution.tasks import JobTasks
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.scheduling.problem.types import Guard, Plan
-from fusionai.serving.deployment import Cut, cut, ranges_of
+from fusionai.scheduling.problem.types import Plan, Standby
+from fusionai.serving.deployment import ServedCut, cut, ranges_of
 from fusionai.serving.job import ServingJob
 from fusionai.transport.signed import Seal
 from fusionai.wire import messages as wire
@@ -35,7 +35,7 @@ class ServingRound:
         job: ServingJob,
         seal: Seal,
         deployment: Deployment,
-        whole: Cut,
+        whole: ServedCut,
         fence: Fence,
         connections: Connections,
         tasks: JobTasks,
@@ -87,7 +87,7 @@ class ServingRound:
     def ticket(self, version: int, peer: PeerId) -> bytes:
         return self._deployments[version].tickets.get(peer, b"")
 
-    def _cut_of(self, roles: ServingRoles) -> Cut:
+    def _cut_of(self, roles: ServingRoles) -> ServedCut:
         return self.cut if roles.partition == self.cut.name else cut(self._job, self._deployments[roles.version].plan)
 
     # ---------------------------------------------------------------------------------------------------- members
@@ -162,7 +162,7 @@ class ServingRound:
         """Return the load message of a stage of this round, and its graph."""
         return self._load_of(self.cut, stage, self.fence, options), self.cut.stages[stage].encoded
 
-    def _load_of(self, whole: Cut, stage: int, fence: Fence, options: wire.ServeOptions) -> wire.Load:
+    def _load_of(self, whole: ServedCut, stage: int, fence: Fence, options: wire.ServeOptions) -> wire.Load:
         part = whole.stages[stage]
         return wire.Load(
             fence=fence,
@@ -177,7 +177,7 @@ class ServingRound:
             tensors=headers({"graph": part.encoded}),
         )
 
-    def _sources(self, command: SendLoad, whole: Cut) -> tuple[wire.WeightSource, ...]:
+    def _sources(self, command: SendLoad, whole: ServedCut) -> tuple[wire.WeightSource, ...]:
         """Return the peers that run or guard a stage which shares tensors with this one, then the owner."""
         wanted = {spec.digest for spec in whole.stages[command.stage].weights}
         having: dict[str, set[bytes]] = {}
@@ -201,7 +201,7 @@ def _plan_as(plan: Plan, roles: ServingRoles) -> Plan:
     )
     exact = {(guard.stage, guard.peer): guard.exact for guard in plan.guards}
     guards = tuple(
-        Guard(stage=stage, peer=peer, exact=exact.get((stage, peer), True))
+        Standby(stage=stage, peer=peer, exact=exact.get((stage, peer), True))
         for stage, peer in sorted(roles.guards.items())
     )
     return msgspec.structs.replace(plan, stages=stages, guards=guards)

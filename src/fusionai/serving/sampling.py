@@ -19,7 +19,7 @@ from fusionai.serving.interface import Sampling
 _ROOM = 64
 
 
-class History:
+class TokenHistory:
     """Distinct tokens of prompt and answer. Adding a token takes constant time, whatever the text's length."""
 
     def __init__(self, prompt: Sequence[int] = ()) -> None:
@@ -58,7 +58,7 @@ _BLOCK: Final = 1024
 def choose(
     logits: NDArray[np.float32],
     sampling: Sampling,
-    history: History,
+    history: TokenHistory,
     position: int,
     mask: memoryview | None = None,
 ) -> int:
@@ -102,7 +102,7 @@ def _check(logits: NDArray[np.float32], best: int) -> None:
 
 
 def _adjusted(
-    logits: NDArray[np.float32], sampling: Sampling, history: History, mask: memoryview | None
+    logits: NDArray[np.float32], sampling: Sampling, history: TokenHistory, mask: memoryview | None
 ) -> NDArray[np.float32]:
     """Scores with bias, penalties and mask applied; a copy if anything changes."""
     if not sampling.logit_bias and not _penalises(sampling) and mask is None:
@@ -120,7 +120,7 @@ def _adjusted(
     return scores
 
 
-def _penalise(scores: NDArray[np.float32], sampling: Sampling, history: History) -> None:
+def _penalise(scores: NDArray[np.float32], sampling: Sampling, history: TokenHistory) -> None:
     """The repetition penalty (Keskar et al. 2019) counts the prompt too; presence and frequency only the answer."""
     known = history.seen < len(scores)
     seen = history.seen[known]

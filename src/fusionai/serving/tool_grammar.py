@@ -13,7 +13,7 @@ from typing import Any, Final
 from fusionai.serving.constraint import WHITESPACE, ConstraintError, ConstraintLimits, Grammar, is_deeper
 from fusionai.serving.text import Tokenizer
 from fusionai.serving.tool_xml import is_key, schema_of, types_of
-from fusionai.serving.tools import Tool, ToolForm
+from fusionai.serving.tools import ToolDefinition, ToolForm
 
 _TEXT_RULE: Final = "text[lazy]: /(.|\\n)*\\n<\\/parameter>\\n/"
 """Anything up to the first closing tag on a line of its own."""
@@ -21,7 +21,7 @@ _TEXT_RULE: Final = "text[lazy]: /(.|\\n)*\\n<\\/parameter>\\n/"
 
 def call_grammar(
     form: ToolForm,
-    tools: Sequence[Tool],
+    tools: Sequence[ToolDefinition],
     tokenizer: Tokenizer,
     *,
     several: bool = False,
@@ -62,7 +62,7 @@ def call_grammar(
     return Grammar("\n".join(rules) + "\n")
 
 
-def _bodies(tools: Sequence[Tool], arguments: str) -> list[str]:
+def _bodies(tools: Sequence[ToolDefinition], arguments: str) -> list[str]:
     names = [f"body{n}" for n in range(len(tools))]
     rules = ["body: " + " | ".join(names)]
     for name, tool in zip(names, tools, strict=True):
@@ -80,7 +80,7 @@ def _bodies(tools: Sequence[Tool], arguments: str) -> list[str]:
     return rules
 
 
-def _functions(tools: Sequence[Tool]) -> list[str]:
+def _functions(tools: Sequence[ToolDefinition]) -> list[str]:
     """Rules for calls that `tool_xml` can read. A string ends with the first closing tag; of its schema only `enum` and
     `const` are enforced."""
     rules = ["body: " + " | ".join(f"body{n}" for n in range(len(tools))), _TEXT_RULE]

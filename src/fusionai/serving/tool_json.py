@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from fusionai.serving.tools import CallPiece, Given, Outcome, ToolForm
+from fusionai.serving.tools import CallPiece, CallState, Given, ToolForm
 
 _DECODER: Final = json.JSONDecoder()
 _CALL_KEYS: Final = ("name", "parameters", "arguments", "type", "function", "id")
@@ -63,7 +63,7 @@ class JsonBody:
                         pieces.append(CallPiece(0, rest[:taken]))
                     rest = rest[taken:]
                     if self._scan.depth:
-                        return Given(Outcome.DONE if final else Outcome.MORE, rest, tuple(pieces), whole)
+                        return Given(CallState.DONE if final else CallState.MORE, rest, tuple(pieces), whole)
                     whole += 1
                     self._at = _At.BEHIND if self._form is ToolForm.MISTRAL_ARGS else _At.OBJECT
                 case _At.OBJECT:
@@ -74,13 +74,13 @@ class JsonBody:
                         taken = self._scan.object_end(rest)
                         rest = rest[taken:]
                         if self._scan.depth:
-                            return Given(Outcome.DONE if final else Outcome.MORE, rest, tuple(pieces), whole)
+                            return Given(CallState.DONE if final else CallState.MORE, rest, tuple(pieces), whole)
                     elif inside.startswith("}"):
                         rest = inside[1:]
                     elif not inside and not final:
-                        return Given(Outcome.MORE, rest, tuple(pieces), whole)
+                        return Given(CallState.MORE, rest, tuple(pieces), whole)
                     else:
-                        return Given(Outcome.DONE, rest if inside else "", tuple(pieces), whole)
+                        return Given(CallState.DONE, rest if inside else "", tuple(pieces), whole)
                     self._at = _At.BEHIND
                 case _At.BEHIND:
                     following = _NEXT_OF_LIST.match(rest) if self._in_list else None
@@ -105,24 +105,24 @@ class JsonBody:
             return self._behind_in_list(rest, bare, final=final)
         closer = self._form.marks[1] if self._form is ToolForm.HERMES else ""
         if bare.startswith(closer):
-            return Given(Outcome.DONE, bare[len(closer) :] if closer else rest)
+            return Given(CallState.DONE, bare[len(closer) :] if closer else rest)
         if closer.startswith(bare):
-            return Given(Outcome.DONE if final else Outcome.MORE, "" if final else rest)
-        return Given(Outcome.DONE, rest)
+            return Given(CallState.DONE if final else CallState.MORE, "" if final else rest)
+        return Given(CallState.DONE, rest)
 
     def _behind_in_list(self, rest: str, bare: str, *, final: bool) -> Given:
         if bare.startswith("]"):
-            return Given(Outcome.DONE, bare[1:])
+            return Given(CallState.DONE, bare[1:])
         if not bare:
-            return Given(Outcome.DONE if final else Outcome.MORE, "" if final else rest)
+            return Given(CallState.DONE if final else CallState.MORE, "" if final else rest)
         if not bare.startswith(","):
-            return Given(Outcome.DONE, rest)
+            return Given(CallState.DONE, rest)
         parsed = _value(bare[1:], final=final)
         if not isinstance(parsed, _Parsed):
-            return Given(Outcome.MORE if parsed is Outcome.MORE else Outcome.DONE, rest)
+            return Given(CallState.MORE if parsed is CallState.MORE else CallState.DONE, rest)
         piece = _piece(parsed.value, self._form)
         if piece is None:
-            return Given(Outcome.DONE, rest)
+            return Given(CallState.DONE, rest)
         following = self._behind(parsed.rest, final=final)
         return Given(following.outcome, following.rest, (piece, *following.pieces), 1 + following.whole)
 
@@ -171,9 +171,9 @@ def _all_at_once(text: str, form: ToolForm, *, final: bool) -> Given:
             return _named(text, form, final=final)
         case ToolForm.LLAMA:
             if not text.strip() and not final:
-                return Given(Outcome.MORE, text)
+                return Given(CallState.MORE, text)
             if not _may_name_a_tool(text):
-                return Given(Outcome.TEXT, text)
+                return Given(CallState.TEXT, text)
         case _:
             pass
     parsed = _value(text, final=final)
@@ -182,31 +182,31 @@ def _all_at_once(text: str, form: ToolForm, *, final: bool) -> Given:
     values = parsed.value if form is ToolForm.MISTRAL and isinstance(parsed.value, list) else [parsed.value]
     known = [piece for value in values if (piece := _piece(value, form)) is not None]
     if not known or len(known) < len(values):
-        return Given(Outcome.TEXT, text)
+        return Given(CallState.TEXT, text)
     rest = parsed.rest
     if form is ToolForm.HERMES:
         bare, closer = rest.lstrip(), form.marks[1]
         if bare.startswith(closer):
             rest = bare[len(closer) :]
         elif not closer.startswith(bare):  # anything else in there is no call
-            return Given(Outcome.TEXT, text)
+            return Given(CallState.TEXT, text)
         elif not final:
-            return Given(Outcome.MORE, text)
+            return Given(CallState.MORE, text)
         else:
             rest = ""
-    return Given(Outcome.DONE, rest, tuple(known), len(known))
+    return Given(CallState.DONE, rest, tuple(known), len(known))
 
 
 def _named(text: str, form: ToolForm, *, final: bool) -> Given:
     head = re.match(r"\s*([\w.-]+)(?:\[CALL_ID\](\w+))?\[ARGS\]", text)
     if head is None:
         begun = re.fullmatch(r"\s*[\w.-]*(\[[A-Z_]*(\]\w*(\[[A-Z]*)?)?)?", text)
-        return Given(Outcome.MORE if begun and not final else Outcome.TEXT, text)
+        return Given(CallState.MORE if begun and not final else CallState.TEXT, text)
     parsed = _value(text[head.end() :], final=final)
     if not isinstance(parsed, _Parsed):
         return Given(parsed, text)
     piece = _piece({"name": head[1], "arguments": parsed.value, "id": head[2]}, form)
-    return Given(Outcome.TEXT, text) if piece is None else Given(Outcome.DONE, parsed.rest, (piece,), 1)
+    return Given(CallState.TEXT, text) if piece is None else Given(CallState.DONE, parsed.rest, (piece,), 1)
 
 
 def _may_name_a_tool(text: str) -> bool:
@@ -225,7 +225,7 @@ class _Parsed:
     rest: str
 
 
-def _value(text: str, *, final: bool) -> _Parsed | Outcome:
+def _value(text: str, *, final: bool) -> _Parsed | CallState:
     """The JSON value at the start of `text`; otherwise whether more text could complete it."""
     begun = text.lstrip()
     try:
@@ -233,9 +233,9 @@ def _value(text: str, *, final: bool) -> _Parsed | Outcome:
     except json.JSONDecodeError as problem:
         # If text is missing, the error is at one of the last few characters, or at the start of the last string.
         unfinished = problem.msg.startswith("Unterminated") or problem.pos >= len(begun) - _LONGEST_LITERAL
-        return Outcome.MORE if unfinished and not final else Outcome.TEXT
+        return CallState.MORE if unfinished and not final else CallState.TEXT
     except RecursionError:
-        return Outcome.TEXT
+        return CallState.TEXT
     return _Parsed(value, begun[end:])
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fusionai.serving.decoding import overlap
 from fusionai.serving.tool_json import JsonBody
 from fusionai.serving.tool_xml import FUNCTION, XmlBody
-from fusionai.serving.tools import Body, CallPiece, Given, Outcome, Tool, ToolForm
+from fusionai.serving.tools import Body, CallPiece, CallState, Given, ToolDefinition, ToolForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Read:
 class ToolReader:
     """One per answer. Text is passed on as it comes; text that may be a call is held back until that is certain."""
 
-    def __init__(self, form: ToolForm, tools: Sequence[Tool] = ()) -> None:
+    def __init__(self, form: ToolForm, tools: Sequence[ToolDefinition] = ()) -> None:
         """`tools`: the tools offered to the model; their schemas give the types of arguments where a form has none."""
         self._form = form
         self._tools = {tool.name: tool for tool in tools}
@@ -63,8 +63,8 @@ class ToolReader:
                     break
                 body, told = self._new_body(), rest[announced:]
                 given = body.take(told, final=final)
-                if given.outcome is Outcome.TEXT or (given.outcome is Outcome.MORE and not body.begun):
-                    if given.outcome is Outcome.MORE:
+                if given.outcome is CallState.TEXT or (given.outcome is CallState.MORE and not body.begun):
+                    if given.outcome is CallState.MORE:
                         self._waiting = rest
                         break
                     self._may_begin = False
@@ -77,7 +77,7 @@ class ToolReader:
                 given = self._body.take(rest, final=final)
             pieces += self._counted(given)
             rest = given.rest
-            if given.outcome is Outcome.MORE:
+            if given.outcome is CallState.MORE:
                 self._waiting = rest
                 break
             self._body, self._in_gap = None, True

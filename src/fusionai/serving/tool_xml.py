@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fusionai.serving.decoding import overlap
-from fusionai.serving.tools import CallPiece, Given, Outcome, Tool, ToolForm
+from fusionai.serving.tools import CallPiece, CallState, Given, ToolDefinition, ToolForm
 
 FUNCTION: Final = "<function="
 _PARAMETER: Final = "<parameter="
@@ -35,10 +35,10 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
 class XmlBody:
     """See `tool_bodies.Body`."""
 
-    def __init__(self, form: ToolForm, tools: Mapping[str, Tool]) -> None:
+    def __init__(self, form: ToolForm, tools: Mapping[str, ToolDefinition]) -> None:
         self._form = form
         self._tools = tools
-        self._tool: Tool | None = None
+        self._tool: ToolDefinition | None = None
         self._state: _Tag | _Value | None = None
         self._has_arguments = False
 
@@ -53,8 +53,8 @@ class XmlBody:
             if name is None:
                 begun = rest.lstrip()
                 may_begin = FUNCTION.startswith(begun) or re.fullmatch(r"<function=[^<>\s]*", begun)
-                return Given(Outcome.MORE if may_begin and not final else Outcome.TEXT, rest)
-            self._tool = self._tools.get(name[1], Tool(name[1]))
+                return Given(CallState.MORE if may_begin and not final else CallState.TEXT, rest)
+            self._tool = self._tools.get(name[1], ToolDefinition(name[1]))
             pieces.append(CallPiece(0, "", self._form.new_id(), name[1]))
             rest = rest[name.end() :]
             self._state = _Tag()
@@ -62,7 +62,7 @@ class XmlBody:
             if isinstance(self._state, _Value):
                 rest, is_over = self._state.take(rest, pieces, final=final)
                 if not is_over:
-                    return Given(Outcome.DONE if final else Outcome.MORE, rest, tuple(pieces))
+                    return Given(CallState.DONE if final else CallState.MORE, rest, tuple(pieces))
                 self._state = _Tag()
                 continue
             if self._state is not None and self._state.is_last:
@@ -77,7 +77,7 @@ class XmlBody:
                 self._close(pieces)
                 rest = bare[len(_FUNCTION_END) :]
             elif not final and _may_be_tag(bare):
-                return Given(Outcome.MORE, rest, tuple(pieces))
+                return Given(CallState.MORE, rest, tuple(pieces))
             else:
                 # The text ends here, or has something other than a tag: the call keeps the arguments it has so far.
                 self._close(pieces)
@@ -90,10 +90,10 @@ class XmlBody:
     def _behind(self, rest: str, pieces: list[CallPiece], *, final: bool) -> Given:
         bare, closer = rest.lstrip(), self._form.marks[1]
         if bare.startswith(closer):
-            return Given(Outcome.DONE, bare[len(closer) :], tuple(pieces), 1)
+            return Given(CallState.DONE, bare[len(closer) :], tuple(pieces), 1)
         if closer.startswith(bare) and not final:
-            return Given(Outcome.MORE, rest, tuple(pieces))
-        return Given(Outcome.DONE, "" if closer.startswith(bare) else rest, tuple(pieces), 1)
+            return Given(CallState.MORE, rest, tuple(pieces))
+        return Given(CallState.DONE, "" if closer.startswith(bare) else rest, tuple(pieces), 1)
 
 
 class _Tag:
@@ -158,7 +158,7 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def schema_of(tool: Tool | None, key: str) -> Mapping[str, Any]:
+def schema_of(tool: ToolDefinition | None, key: str) -> Mapping[str, Any]:
     """The schema of one argument; a reference to the schema's own definitions is resolved. Empty if there is none."""
     whole = tool.parameters if tool is not None and tool.parameters is not None else {}
     properties = whole.get("properties")

@@ -71,7 +71,7 @@ def tool_form(template: str) -> ToolForm | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ToolDefinition:
     """`parameters`: JSON schema of an object; None: the model may choose any arguments."""
 
     name: str
@@ -109,7 +109,7 @@ def calls_of(pieces: Iterable[CallPiece]) -> list[ToolCall]:
     return [calls[index] for index in sorted(calls)]
 
 
-class Outcome(Enum):
+class CallState(Enum):
     """`MORE`: the call continues; `TEXT`: it is no call, and nothing of it was passed on; `DONE`: the call is over."""
 
     MORE = "more"
@@ -123,7 +123,7 @@ class Given:
     `whole`: number of calls that ended. `rest`: unused text; after `MORE` it must be passed again, before the text that
     follows."""
 
-    outcome: Outcome
+    outcome: CallState
     rest: str
     pieces: tuple[CallPiece, ...] = ()
     whole: int = 0

@@ -16,7 +16,7 @@ from math import floor
 import msgspec
 
 from fusionai.coordination.broker import decisions
-from fusionai.coordination.broker.events import Placement
+from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.lease import LEASE, Heard
 from fusionai.coordination.broker.pool import Pool
 from fusionai.coordination.broker.requests import (
@@ -31,12 +31,12 @@ from fusionai.coordination.broker.requests import (
     Invite,
     IssueTickets,
     Notify,
-    Register,
+    RegisterMember,
     Request,
     RequestJob,
     Tick,
 )
-from fusionai.coordination.broker.state import PRESENT, Desk, DeskRules
+from fusionai.coordination.broker.state import PRESENT, BrokerRules, BrokerState
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.problem.types import Plan
@@ -64,11 +64,11 @@ class SimulatedBroker:
     released: Callable[[str], None]
 
     def __init__(self, agenda: Agenda, owner: str, *, every_beat: bool) -> None:
-        self.rules = DeskRules(pool="simulated", broker=BROKER)
+        self.rules = BrokerRules(pool="simulated", broker=BROKER)
         self.every_beat = every_beat
         self._agenda = agenda
         self._owner = PeerId(owner)
-        self._desk = Desk(rules=self.rules, pool=Pool())
+        self._desk = BrokerState(rules=self.rules, pool=Pool())
         self._processes: dict[str, Process] = {}
         """Processes of all machines that currently send heartbeats."""
         self._numbers = 0
@@ -85,7 +85,7 @@ class SimulatedBroker:
             self._enrol(peer, "provider")
         process = Process(self._number(), self._number(), self._agenda.now_s)
         self._processes[peer] = process
-        self._ask(Register(PeerId(peer), process.connection, process.boot, b"", ()))
+        self._ask(RegisterMember(PeerId(peer), process.connection, process.boot, b"", ()))
         self._keep_beating(peer, process)
         return process
 
@@ -105,7 +105,7 @@ class SimulatedBroker:
         jobs = self._jobs(peer)
         answers = self._ask(Beat(PeerId(peer), process.connection, process.boot, jobs))
         if any(isinstance(one, Answer) and isinstance(one.message, Refused) for one in answers):
-            self._ask(Register(PeerId(peer), process.connection, process.boot, b"", ()))
+            self._ask(RegisterMember(PeerId(peer), process.connection, process.boot, b"", ()))
         self._keep_beating(peer, process)
         return process
 
@@ -147,7 +147,7 @@ class SimulatedBroker:
         for guard in plan.guards:
             parts.setdefault(guard.peer, ([], []))[1].append(guard.stage)
         members = tuple(
-            Placement(peer, tuple(stages), tuple(guards))
+            MemberPlacement(peer, tuple(stages), tuple(guards))
             for peer, (stages, guards) in sorted(parts.items())
             if peer != self._owner
         )

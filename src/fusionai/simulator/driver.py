@@ -23,12 +23,12 @@ from fusionai.coordination.training.driver import DriverMachine, DriverPhase, Jo
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan, Problem
-from fusionai.scheduling.standby.assignment import without_guards
+from fusionai.scheduling.standby.assignment import without_standbys
 from fusionai.simulator.broker import SimulatedBroker
 from fusionai.simulator.machines import Cause, Machines
-from fusionai.simulator.member import Attachment, Member, norms_of
-from fusionai.simulator.pace import Pace, Paces
-from fusionai.simulator.replanning import ENDLESS, LOOK_S, WATCH_S, Replanner
+from fusionai.simulator.member import Attachment, SimulatedMember, norms_of
+from fusionai.simulator.pace import Paces, StepTiming
+from fusionai.simulator.replanning import ENDLESS, LOOK_S, WATCH_S, SimulatedReplanner
 from fusionai.simulator.scenario import Scenario
 from fusionai.simulator.step import FEED, SimulationError
 from fusionai.simulator.world import World
@@ -95,7 +95,7 @@ class SimulatedDriver:
         self.story: list[tuple[float, str]] = []
         self.lost_steps = 0
         self.redone_s = 0.0
-        self.replanner = Replanner(self, broker, problem, scenario)
+        self.replanner = SimulatedReplanner(self, broker, problem, scenario)
         self._agenda = world.agenda
         self._problem = problem
         self._scenario = scenario
@@ -103,9 +103,9 @@ class SimulatedDriver:
         self._busy_s: Counter[str] = Counter()
         self._paced_steps = 0
         """Steps of the current pace whose compute seconds are not in `_busy_s` yet."""
-        self._members = {name: Member(world, name, alive=False) for name in machines.names}
-        self._members[world.owner] = Member(world, world.owner)
-        self._connected: dict[str, Member] = {}
+        self._members = {name: SimulatedMember(world, name, alive=False) for name in machines.names}
+        self._members[world.owner] = SimulatedMember(world, world.owner)
+        self._connected: dict[str, SimulatedMember] = {}
         """Processes that the current round began with."""
         self._queue: deque[events.DriverEvent] = deque()
         self._draining = False
@@ -220,9 +220,9 @@ class SimulatedDriver:
                 self._resume(command)
             case commands.SendProbe():
                 self._agenda.after(self._pace().probe_s, partial(self._probed, self.machine.fence))
-            case commands.Feed(step=step, only=None):
+            case commands.FeedMicrobatch(step=step, only=None):
                 self._fed, self._row = step, self._row + 1 if self._filled else 0
-            case commands.Feed(step=step, only=frozenset() as only):
+            case commands.FeedMicrobatch(step=step, only=frozenset() as only):
                 for stage in sorted(only):
                     self._to_stage(stage, staging.ForwardArrived("train", step, 0, FEED))
             case commands.DecideScale(step=step):
@@ -237,9 +237,9 @@ class SimulatedDriver:
                 self._write_checkpoint(step, ask=ask)
             case commands.AskPlan(without=without):
                 self.replanner.ask(without)
-            case commands.TellFault():
+            case commands.ReportFault():
                 self._note_fault(command)
-            case commands.TellRestored():
+            case commands.ReportRestored():
                 self._note_restoration(command)
             case commands.AnnounceReady():
                 pass
@@ -255,7 +255,7 @@ class SimulatedDriver:
         self._collected = None
         if self.plan is None or roles.version != self.plan.version:
             self._adopt(roles.version)
-        self.plan = without_guards(self.current, tuple(set(roles.guards.values()) - set(command.guards.values())))
+        self.plan = without_standbys(self.current, tuple(set(roles.guards.values()) - set(command.guards.values())))
         names = sorted({*roles.places.values(), *command.guards.values()})
         for name in self._connected.keys() - set(names):
             self._members[name].clear()
@@ -414,14 +414,14 @@ class SimulatedDriver:
             self._busy_s.update({peer: self._paced_steps * one_s for peer, one_s in self._pace().busy_s.items()})
             self._paced_steps = 0
 
-    def _pace(self) -> Pace:
+    def _pace(self) -> StepTiming:
         return self._paces.of(self.current)
 
     # ------------------------------------------------------------------------------------------------------ losses
 
     def came(self, peer: str) -> None:
         self._members[peer].end()
-        self._members[peer] = Member(self.world, peer)
+        self._members[peer] = SimulatedMember(self.world, peer)
         if self.plan is None and self._agenda.now_s > 0:
             self.start()
 
@@ -454,19 +454,19 @@ class SimulatedDriver:
             step.stopped_s = None
             self._foresee_end()
 
-    def _notice(self, member: Member, cause: Cause, at_s: float) -> None:
+    def _notice(self, member: SimulatedMember, cause: Cause, at_s: float) -> None:
         """Give up the peer, unless it is back in time or was given up already."""
         if self._connected.get(member.name) is member and not member.responds:
             self._stopped_at_s[member.name] = at_s
             self.handle(events.PeerLost(member.name, cause))
 
-    def _note_fault(self, fault: commands.TellFault) -> None:
+    def _note_fault(self, fault: commands.ReportFault) -> None:
         name = self.world.costs.name(fault.peer)
         self.replanner.note_loss(fault.peer)
         if fault.kind == "guard":
             guarded = ", ".join(str(guard.stage) for guard in self.current.guards if guard.peer == fault.peer)
             self._say(f"{name} {fault.reason} (guard of stage {guarded})")
-            self.plan = without_guards(self.current, (fault.peer,))
+            self.plan = without_standbys(self.current, (fault.peer,))
             return
         self._lost_stage = True
         what = f"{name} {fault.reason} (stage {', '.join(map(str, fault.stages))})"
@@ -477,7 +477,7 @@ class SimulatedDriver:
         self._open.causes.append(what)
         self._drop_step()
 
-    def _note_restoration(self, told: commands.TellRestored) -> None:
+    def _note_restoration(self, told: commands.ReportRestored) -> None:
         if self._open is not None and told.restored:
             self._open.restored = tuple(stage for stage in told.restored if stage not in self.machine.roles.stateless)
             self._open.replayed_steps += told.committed - told.base

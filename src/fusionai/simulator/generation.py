@@ -23,7 +23,7 @@ from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Plan, Problem
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.lane import Lane
-from fusionai.simulator.network import CALM, Network, Weather
+from fusionai.simulator.network import CALM, SimulatedNetwork, Weather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class _Circling:
         self._plan = plan
         self._costs = StageCosts(problem)
         self._result_bytes = result_bytes
-        self._network = Network(self.agenda, self._costs, weather, seed)
+        self._network = SimulatedNetwork(self.agenda, self._costs, weather, seed)
         self._lanes: defaultdict[str, Lane] = defaultdict(lambda: Lane(self.agenda))
 
     def begin(self, rows: int, rounds: int) -> None:

@@ -18,7 +18,7 @@ from typing import Final
 from fusionai.coordination.training import events as driving
 from fusionai.coordination.training import stage as staging
 from fusionai.coordination.training.roles import Roles
-from fusionai.coordination.training.stage import StageMachine, StagePhase, Work
+from fusionai.coordination.training.stage import StageMachine, StagePhase, StageWork
 from fusionai.scheduling.problem.types import Plan
 from fusionai.simulator.step import FEED, SimulationError
 from fusionai.simulator.world import World, shape_of
@@ -43,18 +43,18 @@ class Attachment:
     roles: Roles
     guards: Mapping[int, str]
     committed: tuple[Fence, staging.Committed] | None
-    connected: Mapping[str, Member]
+    connected: Mapping[str, SimulatedMember]
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class SimulatedMember:
     """One start of a machine's process."""
 
     world: World
     name: str
     alive: bool = True
     frozen: bool = False
-    stages: dict[int, Stage] = field(default_factory=lambda: dict[int, Stage]())
+    stages: dict[int, SimulatedStage] = field(default_factory=lambda: dict[int, SimulatedStage]())
     snapshots: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     """(stage, step) of complete snapshots."""
     attachment: Attachment | None = None
@@ -103,7 +103,7 @@ class Member:
         self.world.report(self.name, attachment.fence, enlisted)
         for number in mine:
             if number not in self.stages:
-                self.stages[number] = Stage(self, number, StageMachine(shape_of(attachment.plan, number)))
+                self.stages[number] = SimulatedStage(self, number, StageMachine(shape_of(attachment.plan, number)))
             guarded = number in attachment.guards
             every = attachment.plan.snapshot_every if guarded else 0
             stage = self.stages[number]
@@ -167,10 +167,10 @@ class Member:
 
 
 @dataclass(slots=True, eq=False)
-class Stage:
+class SimulatedStage:
     """One stage in a member's process."""
 
-    member: Member
+    member: SimulatedMember
     number: int
     machine: StageMachine
     replayed_s: float = 0.0
@@ -222,7 +222,7 @@ class Stage:
             case staging.ReportApplied() | staging.DropSums() | staging.DropHeld():
                 pass  # nothing of a tensor is kept here
 
-    def _compute(self, work: Work) -> None:
+    def _compute(self, work: StageWork) -> None:
         """Perform a piece of work. The compute time of a replayed step is that of its last piece, because neighbours
         that replay too work at the same time."""
         seconds = 0.0
@@ -234,7 +234,7 @@ class Stage:
         else:
             self._finish(work)
 
-    def _finish(self, work: Work) -> None:
+    def _finish(self, work: StageWork) -> None:
         if self.member.stages.get(self.number) is not self:
             return
         machine, world = self.machine, self.member.world

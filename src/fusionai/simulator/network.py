@@ -68,7 +68,7 @@ class _Transfer:
 
 
 @dataclass(slots=True)
-class Line:
+class LinkDirection:
     """One direction of a link. Connections share it evenly; each has one transfer at a time on it."""
 
     agenda: Agenda
@@ -131,7 +131,7 @@ class Line:
             transfer.begun()
 
 
-class Network:
+class SimulatedNetwork:
     """The links between a problem's peers. The same seed gives the same jitter."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Network:
         self._costs = costs
         self._weather = weather
         self._draw = random.Random(seed)
-        self._lines: defaultdict[tuple[str, str], Line] = defaultdict(lambda: Line(agenda))
+        self._lines: defaultdict[tuple[str, str], LinkDirection] = defaultdict(lambda: LinkDirection(agenda))
         """Keys: ("up", peer), ("down", peer), or an exceptional link's (sender, receiver)."""
         self._arrived_s: defaultdict[Connection, float] = defaultdict(float)
 

@@ -21,7 +21,7 @@ STEPS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StepTiming:
     """`first_s`: duration of a step from an empty pipeline. `busy_s`: peer -> seconds it computes per step. `probe_s`:
     time of the first microbatch's way through all stages."""
 
@@ -45,19 +45,19 @@ class Paces:
     def __init__(self, problem: Problem, weather: Weather, journal_s: float, seed: int) -> None:
         self._problem = problem
         self._rules = Rules(steps=STEPS, journal_s=journal_s, weather=weather, seed=seed)
-        self._known: dict[tuple[tuple[str, tuple[int, int], int], ...], Pace] = {}
+        self._known: dict[tuple[tuple[str, tuple[int, int], int], ...], StepTiming] = {}
 
-    def of(self, plan: Plan) -> Pace:
+    def of(self, plan: Plan) -> StepTiming:
         key = tuple((stage.peer, stage.blocks, stage.in_flight) for stage in plan.stages)
         if key not in self._known:
             self._known[key] = self._simulated(plan)
         return self._known[key]
 
-    def _simulated(self, plan: Plan) -> Pace:
+    def _simulated(self, plan: Plan) -> StepTiming:
         run = simulate_steps(plan, self._problem, self._rules)
         busy: defaultdict[str, float] = defaultdict(float)
         for span in run.spans:
             busy[span.peer] += (span.end_s - span.start_s) / STEPS
         gaps = tuple(after - before for before, after in pairwise(run.committed_s))
         first = (span.end_s for span in run.spans if (span.kind, span.step, span.microbatch) == ("forward", 0, 0))
-        return Pace(run.committed_s[0], gaps, dict(busy), max(first))
+        return StepTiming(run.committed_s[0], gaps, dict(busy), max(first))

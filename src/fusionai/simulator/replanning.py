@@ -29,7 +29,7 @@ from fusionai.scheduling.standby.continuation import (
 )
 from fusionai.scheduling.standby.promotion import promoted
 from fusionai.scheduling.standby.straggling import COOL_DOWN
-from fusionai.scheduling.standby.takeover import Loss, Waiting, handed_over, lost, reinforced, sound
+from fusionai.scheduling.standby.takeover import Loss, WaitingForMachines, handed_over, lost, reinforced, sound
 from fusionai.simulator.broker import SimulatedBroker
 from fusionai.simulator.scenario import Scenario
 from fusionai.training.deployment import ranges_of
@@ -42,7 +42,7 @@ ENDLESS: Final = 2**31
 """Number of steps of a simulated job: it never ends within the simulated time."""
 
 
-class Replanner:
+class SimulatedReplanner:
     """Finds plans for one job and has the broker issue them."""
 
     def __init__(self, driver: SimulatedDriver, broker: SimulatedBroker, problem: Problem, scenario: Scenario) -> None:
@@ -140,9 +140,9 @@ class Replanner:
         policy = self._scenario.takeover
         found = stand_in(plan, self._problem, gone, others, policy)
         returned = [self._profiles[peer] for peer in usable if peer in self._missing and self._is_there(peer)]
-        if isinstance(found, Waiting) and returned:
+        if isinstance(found, WaitingForMachines) and returned:
             found = stand_in(plan, self._problem, gone, [*others, *returned], policy)
-        if not isinstance(found, Waiting):
+        if not isinstance(found, WaitingForMachines):
             return found, ""
         there, away = [*others, *returned], gone - {one.peer for one in returned}
         key = (plan, away, tuple(there))

@@ -35,7 +35,7 @@ from fusionai.coordination.training.stage import (
     StageEvent,
     StageMachine,
     StageShape,
-    Work,
+    StageWork,
     WorkDone,
 )
 from fusionai.primitives.errors import FusionError
@@ -43,7 +43,7 @@ from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Plan, Problem, StagePlacement
 from fusionai.simulator.agenda import Agenda
 from fusionai.simulator.lane import Lane
-from fusionai.simulator.network import CALM, Network, Transfer, Weather
+from fusionai.simulator.network import CALM, SimulatedNetwork, Transfer, Weather
 from fusionai.training.deployment import stage_options
 from fusionai.wire.messages import CommitRecord, Fence, StageOptions
 
@@ -80,7 +80,7 @@ BARE: Final = Rules(steps=1, bare=True, weight_lag=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LaneSpan:
     """One piece of work on a peer's compute lane."""
 
     stage: int
@@ -102,7 +102,7 @@ class Durations:
     weights_s: float = 0.0
     update_s: float = 0.0
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StageWork) -> float:
         match work.kind:
             case "forward":
                 return self.forward_s
@@ -127,7 +127,7 @@ class Recorded:
 
     steps: tuple[Mapping[tuple[str, int], float], ...]
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StageWork) -> float:
         return self.steps[work.step % len(self.steps)].get((work.kind, work.microbatch), 0.0)
 
 
@@ -135,7 +135,7 @@ class Recorded:
 class StepRun:
     """`committed_s`: when each step was committed; in a bare run, when its last work was done."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[LaneSpan, ...]
     committed_s: tuple[float, ...]
     in_flight: tuple[int, ...]
     """Largest number of microbatches forwarded but not yet returned, by stage."""
@@ -211,10 +211,10 @@ class _Job:
         self.rules = rules
         self.measured = measured
         self.plan = plan
-        self.spans: list[Span] = []
+        self.spans: list[LaneSpan] = []
         self.committed_s: list[float] = []
         costs = StageCosts(problem)
-        self.network = Network(self.agenda, costs, rules.weather, rules.seed)
+        self.network = SimulatedNetwork(self.agenda, costs, rules.weather, rules.seed)
         lanes: defaultdict[str, Lane] = defaultdict(lambda: Lane(self.agenda))
         self.stages = [self._stage(placement, costs, lanes[placement.peer]) for placement in plan.stages]
         self._window = max(placement.in_flight for placement in plan.stages) + 1
@@ -278,13 +278,13 @@ class _Job:
                 case _:
                     pass  # retaining, holding and recovery reports take no time here
 
-    def _computed(self, index: int, work: Work, began_s: float) -> None:
+    def _computed(self, index: int, work: StageWork, began_s: float) -> None:
         stage = self.stages[index]
         kind: Kind | None = "update" if work.kind == "apply" else None
         if work.kind in ("forward", "backward", "weights"):
             kind = work.kind
         if kind is not None:
-            span = Span(index, stage.placement.peer, kind, work.step, work.microbatch, began_s, self.agenda.now_s)
+            span = LaneSpan(index, stage.placement.peer, kind, work.step, work.microbatch, began_s, self.agenda.now_s)
             self.spans.append(span)
         self._tell(index, WorkDone(work))
         stage.most_in_flight = max(stage.most_in_flight, stage.machine.in_flight)
@@ -294,7 +294,7 @@ class _Job:
             event = BackwardArrived(work.step, work.microbatch, index)
             self._pass_on(index, index - 1, stage.gradient_bytes, event)
 
-    def _send_forward(self, index: int, work: Work) -> None:
+    def _send_forward(self, index: int, work: StageWork) -> None:
         if index < self._last:
             event = ForwardArrived("train", work.step, work.microbatch, index)
             self._pass_on(index, index + 1, self.stages[index].forward_bytes, event)

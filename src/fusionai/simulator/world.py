@@ -19,7 +19,7 @@ from fusionai.coordination.training.stage import StageShape
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Plan
 from fusionai.simulator.agenda import Agenda
-from fusionai.simulator.network import Network, Weather
+from fusionai.simulator.network import SimulatedNetwork, Weather
 from fusionai.simulator.step import FEED
 from fusionai.training.deployment import ranges_of
 from fusionai.wire.messages import Fence
@@ -37,7 +37,7 @@ class World:
         self.agenda = agenda
         self.costs = costs
         self.owner = owner
-        self._network = Network(agenda, costs, weather, seed, recording=False)
+        self._network = SimulatedNetwork(agenda, costs, weather, seed, recording=False)
 
     def send(self, sender: str, receiver: str, size_bytes: float, deliver: Callable[[], None]) -> None:
         self._network.send(sender, receiver, size_bytes, deliver)

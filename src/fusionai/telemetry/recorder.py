@@ -114,7 +114,7 @@ _NOT_BUSY: Final[frozenset[WorkKind]] = frozenset({"send", "wait"})
 """Kinds of work that do not count as busy time."""
 
 
-class Piece(Protocol):
+class WorkPiece(Protocol):
     """A piece of a stage's work, with times on the recorder's clock."""
 
     @property
@@ -169,7 +169,7 @@ class Recorder:
         self._origin = msgspec.structs.replace(self._origin, plan_version=version)
 
     def record_step(
-        self, step: int, metrics: Mapping[MetricName, float], pieces: Mapping[int, Sequence[Piece]]
+        self, step: int, metrics: Mapping[MetricName, float], pieces: Mapping[int, Sequence[WorkPiece]]
     ) -> None:
         """Record a step. `pieces`: stage -> its work in this step."""
         at_s = self._clock()
@@ -257,11 +257,11 @@ def _finite(value: float) -> float | None:
     return float(value) if isfinite(value) else None
 
 
-def _busy_s(pieces: Sequence[Piece]) -> float:
+def _busy_s(pieces: Sequence[WorkPiece]) -> float:
     return round(sum(piece.end_s - piece.start_s for piece in pieces if piece.kind not in _NOT_BUSY), 6)
 
 
-def _work(piece: Piece, at_s: float) -> Work:
+def _work(piece: WorkPiece, at_s: float) -> Work:
     return Work(
         piece.kind,
         piece.microbatch,

@@ -19,7 +19,7 @@ from fusionai.coordination.training.commands import DriverCommand, EndJob
 from fusionai.coordination.training.driver import DriverMachine, DriverPhase
 from fusionai.coordination.training.evaluations import Evaluation, standing
 from fusionai.coordination.training.events import DriverEvent
-from fusionai.execution.deployment import Deployment, Replanner
+from fusionai.execution.deployment import Deployment, PlanSource
 from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections
 from fusionai.execution.training.member import JobMember
@@ -28,7 +28,7 @@ from fusionai.primitives.errors import FusionError, PlanError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan
-from fusionai.scheduling.standby.assignment import without_guards
+from fusionai.scheduling.standby.assignment import without_standbys
 from fusionai.storage.commits import CommitJournal
 from fusionai.training import inbox, progress
 from fusionai.training.checkpoints import Checkpoints, Saving
@@ -67,7 +67,7 @@ class Driver:
         journal: CommitJournal,
         checkpoints: Checkpoints,
         saved: int,
-        replanner: Replanner,
+        replanner: PlanSource,
         on_progress: Listener,
         exchange: Exchange | None = None,
     ) -> None:
@@ -164,7 +164,7 @@ class Driver:
     def plan(self) -> Plan:
         """The plan in force, without guards that are lost."""
         living = self._machine.guards
-        return without_guards(
+        return without_standbys(
             self.deployment.plan,
             (guard.peer for guard in self.deployment.plan.guards if living.get(guard.stage) != guard.peer),
         )
@@ -226,7 +226,7 @@ class Driver:
                 self._round.start(self._probe(step))
             case commands.AnnounceReady(base):
                 self._on_progress(progress.JobReady(base))
-            case commands.Feed(step, microbatch, only):
+            case commands.FeedMicrobatch(step, microbatch, only):
                 self._traffic.feed("train", step, microbatch, self._job.data.microbatch(step, microbatch), only)
             case commands.DecideScale(step, norms):
                 self._round.start(self._round.decide_scale(step, norms))
@@ -254,15 +254,15 @@ class Driver:
                 self._ask_plan(without, reason)
             case commands.StartCheck(check):
                 self._start_check(check)
-            case commands.TellCheck(check, outcome, reason):
+            case commands.ReportCheck(check, outcome, reason):
                 self._on_progress(progress.checked(check, outcome, reason, self._machine.inspector))
             case commands.Distrust(peer, reason):
                 self._replanner.distrust(peer, reason)
             case commands.Rewind(step):
                 self._rewinding = self._round.start_lasting(self._saving.rewind(step, self._journal))
-            case commands.TellFault():
+            case commands.ReportFault():
                 self._faults.seen(command)
-            case commands.TellRestored():
+            case commands.ReportRestored():
                 self._faults.restored(command)
             case commands.WarnTolerant(_, detail):
                 self._on_progress(progress.Warned(f"not bit-exact, which the recipe allows: {detail}"))
@@ -323,7 +323,7 @@ class Driver:
             self._asking.cancel()
 
         async def ask() -> None:
-            waiting = lambda reason: self._on_progress(progress.Waiting(reason))  # noqa: E731
+            waiting = lambda reason: self._on_progress(progress.JobWaiting(reason))  # noqa: E731
             try:
                 deployment = await self._replanner.replacement(self.deployment, without, waiting)
                 if self._rewinding is not None:
@@ -369,7 +369,7 @@ class Driver:
         apart = limits(options, prints.get(check.peer, ""), prints.get(check.referee, ""))
         self._tell(events.StageChecked(check, inspection.opinion(check, message, apart)), self.fence)
 
-    def _miss_word(self, peer: PeerId, message: wire.Untold) -> None:
+    def _miss_word(self, peer: PeerId, message: wire.EvidenceMissing) -> None:
         """End a check without an opinion, because a neighbour no longer has what it sent to the checked stage."""
         inspector = self._machine.inspector
         check = None if inspector is None else inspector.open.get(message.about)
@@ -405,7 +405,7 @@ class Driver:
                 pass
         if getattr(message, "fence", None) != self.fence:
             return
-        if isinstance(message, wire.Untold):
+        if isinstance(message, wire.EvidenceMissing):
             self._miss_word(peer, message)
             return
         if isinstance(message, wire.Rechecking | wire.Rechecked):
@@ -438,7 +438,7 @@ class Driver:
             match envelope.message:
                 case wire.Pong():
                     pass
-                case wire.Difference() as message:
+                case wire.PseudoGradient() as message:
                     self._updates.take(peer, message, envelope.tensors)
                 case wire.Snapshot() as message:
                     self._member.take_snapshot(peer, message, envelope.tensors)

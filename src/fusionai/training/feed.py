@@ -198,7 +198,7 @@ class Traffic:
             for step in (check.first, check.below):
                 self._round.pass_snapshot(guard, check.stage, step, check.referee, ())
         for stage in sorted(boundary.others):
-            order = wire.Testify(
+            order = wire.SendEvidence(
                 fence=self._round.fence,
                 stage=stage,
                 about=check.stage,

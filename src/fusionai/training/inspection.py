@@ -21,12 +21,12 @@ from fusionai.execution.sketches import KEY_BYTES, step_key
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import StageOptions
 
-MarkKey = tuple[bool, bool, int, int]
+SketchKey = tuple[bool, bool, int, int]
 """(sent, forward, other stage, microbatch)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WorkTolerance:
     """Largest accepted relative differences. `marks`: of one message. `norms`: of one parameter's gradient, relative to
     the norm of all gradients of the stage. `state`: of all parameters together, or of all slots of one kind."""
 
@@ -35,7 +35,7 @@ class Limits:
     state: float
 
 
-EXACT: Final = Limits(marks=1e-5, norms=0.0, state=0.0)
+EXACT: Final = WorkTolerance(marks=1e-5, norms=0.0, state=0.0)
 """Limits for equal fingerprints. Marks may still be summed by different libraries."""
 ROOM: Final = 20.0
 """Factor from the tolerance of one microbatch to the accepted difference, because differences grow over several steps
@@ -44,7 +44,7 @@ _PRECISIONS: Final = {"fp32": "float32", "bf16": "bfloat16"}
 """Precision of a job -> dtype name in the table of tolerances."""
 
 
-def limits(options: StageOptions, fingerprint: str, other: str) -> Limits:
+def limits(options: StageOptions, fingerprint: str, other: str) -> WorkTolerance:
     """Return the limits between two machines with these fingerprints, in a job with these options."""
     if fingerprint and fingerprint == other:
         return EXACT
@@ -53,7 +53,7 @@ def limits(options: StageOptions, fingerprint: str, other: str) -> Limits:
     if any(codec != "none" for codec in options.codecs):
         # A number between two quantisation levels can round to either one; that happens to a small share of numbers.
         apart = max(apart, 0.05)
-    return Limits(marks=apart, norms=apart, state=10 * apart)
+    return WorkTolerance(marks=apart, norms=apart, state=10 * apart)
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class _Word:
 
     peer: str
     key: bytes
-    marks: dict[MarkKey, tuple[float, ...]]
+    marks: dict[SketchKey, tuple[float, ...]]
     norms: Mapping[str, float]
 
 
@@ -104,7 +104,7 @@ class Inspection:
                 keys.append(wire.StepKey(stage, step, word.key))
         return tuple(keys)
 
-    def opinion(self, check: Check, said: wire.Rechecked, limits: Limits) -> Opinion:
+    def opinion(self, check: Check, said: wire.Rechecked, limits: WorkTolerance) -> Opinion:
         """Compare the referee's results with the reports of the stage and its neighbours."""
         if said.reason:
             return Opinion(void=said.reason)
@@ -145,7 +145,7 @@ class Inspection:
         return self.owner if word is None else word.peer
 
 
-def _by_key(marks: Sequence[wire.Mark]) -> dict[MarkKey, tuple[float, ...]]:
+def _by_key(marks: Sequence[wire.Sketch]) -> dict[SketchKey, tuple[float, ...]]:
     return {(one.sent, one.forward, one.other, one.microbatch): one.values for one in marks}
 
 

@@ -22,27 +22,27 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.training.rounds import JobRound
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import Exchanged, Told
+from fusionai.wire.codecs import Exchanged, ParameterForm
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class OuterUpdate:
     """The agreement after `step` of one job. `values`: in the form `told`, named as in
     `execution.exchange.carried_shapes`."""
 
     step: int
-    told: Told
+    told: ParameterForm
     values: Mapping[str, Carried]
 
 
 class Exchange(Protocol):
     """Connection of one job to the others that train the same model."""
 
-    async def agree(self, step: int, differences: Mapping[str, Carried]) -> Agreement:
+    async def agree(self, step: int, differences: Mapping[str, Carried]) -> OuterUpdate:
         """Wait for the other jobs, up to a deadline. The same step always gets the same answer, also after a fault."""
         ...
 
-    def known(self, since: int) -> Iterable[Agreement]:
+    def known(self, since: int) -> Iterable[OuterUpdate]:
         """Return the agreements of steps from `since` on, in order, for stages that run these steps again. Blocking."""
         ...
 
@@ -51,7 +51,7 @@ class Exchange(Protocol):
         ...
 
 
-class Differences:
+class PseudoGradients:
     """Collects the differences of one round of a job's driver. `shapes`: stage -> parameter -> shape."""
 
     def __init__(self, shapes: Mapping[int, Mapping[str, tuple[int, ...]]], codec: Exchanged) -> None:
@@ -61,7 +61,7 @@ class Differences:
         self._come: dict[int, dict[str, Carried]] = {}
         self._whole: set[int] = set()
 
-    def take(self, message: wire.Difference, tensors: Mapping[str, HostTensor]) -> dict[str, Carried] | None:
+    def take(self, message: wire.PseudoGradient, tensors: Mapping[str, HostTensor]) -> dict[str, Carried] | None:
         """Take part of a stage's differences. Return every parameter's difference once all stages have sent theirs,
         None before. A parameter of several stages takes the first stage's difference. Raises `ExecutionError` for
         invalid ones."""
@@ -101,10 +101,10 @@ class LocalUpdates:
         self._agreed_from = 0
         """Agreements of earlier steps were forgotten."""
 
-    def _collector(self) -> Differences:
+    def _collector(self) -> PseudoGradients:
         """Return a collector for the stages with trainable parameters; others take no part in exchanges."""
         shapes = {stage: one.trainable for stage, one in enumerate(self._round.cut.stages)}
-        return Differences(
+        return PseudoGradients(
             {stage: known for stage, known in shapes.items() if known}, self._round.job.options.sync_codec
         )
 
@@ -133,13 +133,13 @@ class LocalUpdates:
             if self._round.cut.stages[stage].trainable:
                 await self._send(stage, agreement)
 
-    async def _send(self, stage: int, agreement: Agreement) -> None:
+    async def _send(self, stage: int, agreement: OuterUpdate) -> None:
         names = carried_shapes(self._round.cut.stages[stage].trainable, agreement.told)
         pending = chunks((name, agreement.values[name]) for name in sorted(names))
         while True:
             chunk = next(pending, None)
             body, packed = split(dict(chunk or ()))
-            message = wire.Agreement(
+            message = wire.OuterUpdateChunk(
                 fence=self._round.fence,
                 stage=stage,
                 step=agreement.step,
@@ -152,7 +152,7 @@ class LocalUpdates:
             if chunk is None:
                 return
 
-    def take(self, peer: PeerId, message: wire.Difference, tensors: Mapping[str, HostTensor]) -> None:
+    def take(self, peer: PeerId, message: wire.PseudoGradient, tensors: Mapping[str, HostTensor]) -> None:
         """Take part of a stage's differences. Raises `ExecutionError` for one that is not expected from this peer."""
         exchange = self._exchange
         if exchange is None or message.stage not in self._round.machine.roles.stages_of(peer):

@@ -29,13 +29,13 @@ import numpy.typing as npt
 from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM
 from fusionai.execution.state import as_array
 from fusionai.execution.training.codecs import Carried, pack, unpack
-from fusionai.execution.training.exchange import OuterStep
+from fusionai.execution.training.exchange import OuterOptimizer
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.training.deployment import StateSource
-from fusionai.training.local_updates import Agreement
-from fusionai.wire.codecs import Exchanged, Told
+from fusionai.training.local_updates import OuterUpdate
+from fusionai.wire.codecs import Exchanged, ParameterForm
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ RELAYED: Final = 2
 """Number of differences in a round for which each job receives the other's difference instead of the mean."""
 
 
-class Said(NamedTuple):
+class ReportedUpdate(NamedTuple):
     """The answer to one participant of a round."""
 
-    told: Told
+    told: ParameterForm
     values: Mapping[str, Carried]
 
 
@@ -86,10 +86,10 @@ class OuterState:
             residual={key: np.zeros_like(value) for key, value in anchor.items()},
         )
 
-    def step(self, differences: Sequence[Mapping[str, Carried]], rules: OuterRules) -> list[Said]:
+    def step(self, differences: Sequence[Mapping[str, Carried]], rules: OuterRules) -> list[ReportedUpdate]:
         """Take one outer step from the participants' differences. Return the answer to each, in the same order."""
         share = np.float32(1 / len(differences))
-        outer = OuterStep(learning_rate=rules.learning_rate, momentum=rules.momentum)
+        outer = OuterOptimizer(learning_rate=rules.learning_rate, momentum=rules.momentum)
         relayed = len(differences) == RELAYED
         means: dict[str, Carried] = {}
         for key in self.anchor:
@@ -105,8 +105,8 @@ class OuterState:
             self.anchor[key], self.momentum[key] = outer.take(self.anchor[key], self.momentum[key], gradient)
         self.round += 1
         if relayed:
-            return [Said("other", other) for other in reversed(differences)]
-        return [Said("mean", means)] * len(differences)
+            return [ReportedUpdate("other", other) for other in reversed(differences)]
+        return [ReportedUpdate("mean", means)] * len(differences)
 
     def agreed(self) -> dict[str, HostTensor]:
         """Return agreed values and momentum, named as in `execution.exchange.carried_shapes`."""
@@ -133,11 +133,11 @@ def beginning(graph: Graph, seed: int, state: StateSource) -> dict[str, HostTens
 class OuterDisk(Protocol):
     """Stores the outer state and the answers. Blocking; raises `StorageError`."""
 
-    def save(self, state: OuterState, said: Mapping[str, Agreement], rounds: Mapping[str, int]) -> None:
+    def save(self, state: OuterState, said: Mapping[str, OuterUpdate], rounds: Mapping[str, int]) -> None:
         """Save durably before returning. `rounds`: for each job, the number of rounds that its state includes."""
         ...
 
-    def said(self, job: str, since: int) -> Iterable[Agreement]: ...
+    def said(self, job: str, since: int) -> Iterable[OuterUpdate]: ...
 
     def forget(self, job: str, below: int) -> None: ...
 
@@ -240,14 +240,14 @@ class Outer:
 
     # -------------------------------------------------------------------------------------------------- of one job
 
-    async def agree(self, job: str, step: int, differences: Mapping[str, Carried]) -> Agreement:
+    async def agree(self, job: str, step: int, differences: Mapping[str, Carried]) -> OuterUpdate:
         self._asking.add(job)
         try:
             return await self._agreed(job, step, differences)
         finally:
             self._asking.discard(job)
 
-    async def _agreed(self, job: str, step: int, differences: Mapping[str, Carried]) -> Agreement:
+    async def _agreed(self, job: str, step: int, differences: Mapping[str, Carried]) -> OuterUpdate:
         async with self._turn:
             self._absent.discard(job)
             if (known := await self._known(job, step)) is not None:
@@ -269,12 +269,12 @@ class Outer:
                 raise self._failed
             await decided.wait()
 
-    async def _known(self, job: str, step: int) -> Agreement | None:
+    async def _known(self, job: str, step: int) -> OuterUpdate | None:
         """Look up an answer in a thread, since the lookup may wait for a write."""
         said = await asyncio.to_thread(self.said, job, step)
         return next((one for one in said if one.step == step), None)
 
-    def said(self, job: str, since: int) -> list[Agreement]:
+    def said(self, job: str, since: int) -> list[OuterUpdate]:
         """Return saved agreements of this job, in order. Blocking."""
         return sorted(self._disk.said(job, since), key=lambda one: one.step)
 
@@ -282,9 +282,9 @@ class Outer:
         """Drop saved agreements of this job below a step. Blocking."""
         self._disk.forget(job, below)
 
-    async def _brought_up(self, job: str, step: int) -> Agreement:
+    async def _brought_up(self, job: str, step: int) -> OuterUpdate:
         """Answer a job that missed a round with the whole agreed state."""
-        agreement = Agreement(step, "all", self._state.agreed())
+        agreement = OuterUpdate(step, "all", self._state.agreed())
         self._open.caught_up_bytes += _carried_bytes(agreement.values)
         self._rounds[job] = self.round
         log.info("%s missed an exchange; its difference counts in the next one", job)
@@ -331,7 +331,7 @@ class Outer:
 
         def work() -> int:
             told = self._state.step(differences, self._rules)
-            said = {name: Agreement(over.steps[name], *one) for name, one in zip(names, told, strict=False)}
+            said = {name: OuterUpdate(over.steps[name], *one) for name, one in zip(names, told, strict=False)}
             self._rounds |= dict.fromkeys(names, self._state.round)
             self._disk.save(self._state, said, dict(self._rounds))
             sent_bytes = sum(map(_carried_bytes, differences))
@@ -353,10 +353,10 @@ class Seat:
     outer: Outer
     job: str
 
-    async def agree(self, step: int, differences: Mapping[str, Carried]) -> Agreement:
+    async def agree(self, step: int, differences: Mapping[str, Carried]) -> OuterUpdate:
         return await self.outer.agree(self.job, step, differences)
 
-    def known(self, since: int) -> list[Agreement]:
+    def known(self, since: int) -> list[OuterUpdate]:
         return self.outer.said(self.job, since)
 
     def forget(self, below: int) -> None:

@@ -25,9 +25,9 @@ from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.atomic import storage_errors, write_atomic
 from fusionai.storage.safetensors_file import SafetensorsFile, write_safetensors
-from fusionai.training.local_updates import Agreement
+from fusionai.training.local_updates import OuterUpdate
 from fusionai.training.outer import OuterState
-from fusionai.wire.codecs import PackedTensor, Told
+from fusionai.wire.codecs import PackedTensor, ParameterForm
 
 INDEX: Final = "index.json"
 """Name of the index file."""
@@ -41,7 +41,7 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     job: str
     step: Number
-    told: Told
+    told: ParameterForm
     file: str
     packed: tuple[PackedTensor, ...]
 
@@ -88,7 +88,7 @@ class OuterFiles:
             raise StorageError(f"{self._directory / index.state} lacks parts of the outer state.")
         return OuterState(round=index.round, shapes=shapes, **found), dict(index.rounds)
 
-    def save(self, state: OuterState, said: Mapping[str, Agreement], rounds: Mapping[str, int]) -> None:
+    def save(self, state: OuterState, said: Mapping[str, OuterUpdate], rounds: Mapping[str, int]) -> None:
         with self._turn:
             before = () if self._index is None else self._index.said
             told = self._write_said(state.round, said)
@@ -103,7 +103,7 @@ class OuterFiles:
                 self._write(name, tensors)
             self._replace(_Index(round=state.round, rounds=dict(rounds), state=name, said=(*before, *told)))
 
-    def said(self, job: str, since: int) -> list[Agreement]:
+    def said(self, job: str, since: int) -> list[OuterUpdate]:
         with self._turn:
             entries = () if self._index is None else self._index.said
             return [self._read_said(entry) for entry in entries if entry.job == job and entry.step >= since]
@@ -118,7 +118,7 @@ class OuterFiles:
 
     # ----------------------------------------------------------------------------------------------------- details
 
-    def _write_said(self, number: int, said: Mapping[str, Agreement]) -> list[_Said]:
+    def _write_said(self, number: int, said: Mapping[str, OuterUpdate]) -> list[_Said]:
         """Write the answers; one that several jobs get is written once."""
         files: dict[int, tuple[str, tuple[PackedTensor, ...]]] = {}
         entries: list[_Said] = []
@@ -133,14 +133,14 @@ class OuterFiles:
             entries.append(_Said(job=job, step=agreement.step, told=agreement.told, file=file, packed=packed))
         return entries
 
-    def _read_said(self, entry: _Said) -> Agreement:
+    def _read_said(self, entry: _Said) -> OuterUpdate:
         path = self._directory / entry.file
         file = SafetensorsFile(path)
         try:
             values: dict[str, Carried] = joined({name: file.read(name) for name in file.names}, entry.packed)
         except ExecutionError as problem:
             raise StorageError(f"{path} does not match its entry in {INDEX}: {problem}") from problem
-        return Agreement(entry.step, entry.told, values)
+        return OuterUpdate(entry.step, entry.told, values)
 
     def _write(self, name: str, tensors: Mapping[str, HostTensor]) -> None:
         path = self._directory / name

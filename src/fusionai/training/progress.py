@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fusionai.coordination.round.verification import Check, Inspector, Outcome
-from fusionai.coordination.training.commands import TellFault, TellRestored
+from fusionai.coordination.training.commands import ReportFault, ReportRestored
 from fusionai.scheduling.problem.types import Plan
 from fusionai.wire.messages import CommitRecord, Span
 
@@ -77,7 +77,7 @@ class Warned:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class StepsChecked:
     """Result of a recheck: `referee` reran steps `first` to `below` - 1 of `stage`, which `peer` had run. `tasks`:
     stage microbatches that could have been checked so far. `checked_tasks`: those that were checked and confirmed."""
 
@@ -92,10 +92,10 @@ class Checked:
     checked_tasks: int
 
 
-def checked(check: Check, outcome: Outcome, reason: str, inspector: Inspector | None) -> Checked:
+def checked(check: Check, outcome: Outcome, reason: str, inspector: Inspector | None) -> StepsChecked:
     """Return the event that reports the outcome of `check`. `inspector` counts the tasks; a check has one."""
     assert inspector is not None
-    return Checked(
+    return StepsChecked(
         stage=check.stage,
         peer=check.peer,
         referee=check.referee,
@@ -121,7 +121,7 @@ class FaultSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class JobWaiting:
     """The job stands still until something outside it changes; `reason` says what it waits for."""
 
     reason: str
@@ -173,9 +173,9 @@ Progress = (
     | BestKept
     | CheckpointSaved
     | Warned
-    | Checked
+    | StepsChecked
     | FaultSeen
-    | Waiting
+    | JobWaiting
     | PlanChanged
     | Restored
     | Recovered
@@ -195,7 +195,7 @@ class FaultLog:
     _reason: str = ""
     """Why a new plan was requested."""
 
-    def seen(self, fault: TellFault) -> None:
+    def seen(self, fault: ReportFault) -> None:
         self.tell(FaultSeen(fault.kind, fault.peer, fault.stages, fault.step, fault.reason))
         if fault.stages and self._since_s is None:
             self._since_s = self.now_s()
@@ -208,7 +208,7 @@ class FaultLog:
         self.tell(PlanChanged(plan, self._reason or reason))
         self._reason = ""
 
-    def restored(self, told: TellRestored) -> None:
+    def restored(self, told: ReportRestored) -> None:
         if told.restored and self._since_s is not None:
             self.tell(Restored(told.committed, told.base, told.restored, told.rollback))
 

@@ -196,7 +196,7 @@ class JobRound:
         self.connections.tell(self.peer_of(stage), message)
 
     async def send_state(
-        self, stage: int, message: wire.StateChunk | wire.Agreement, tensors: Sequence[HostTensor]
+        self, stage: int, message: wire.StateChunk | wire.OuterUpdateChunk, tensors: Sequence[HostTensor]
     ) -> None:
         """Send to the stage's peer on its state connection. Raises `TransportError`."""
         await self.connections.send_state(self.peer_of(stage), message, tensors)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fusionai.transport import links
-from fusionai.transport.uplink import Turns
+from fusionai.transport.uplink import UplinkScheduler
 
 CLEAN_PATHS: Final = "cubic"
 LOSSY_PATHS: Final = "bbr"
@@ -219,7 +219,7 @@ _WATCH_S: Final = (0.001, 0.02)
 class Bulk:
     """Bulk state of one connection. Call `end` when the connection is gone."""
 
-    def __init__(self, transport: asyncio.Transport, turns: Turns) -> None:
+    def __init__(self, transport: asyncio.Transport, turns: UplinkScheduler) -> None:
         self._transport = transport
         self._socket = transport.get_extra_info("socket")
         self._turns = turns

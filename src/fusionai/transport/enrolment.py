@@ -35,7 +35,7 @@ _CHECKSUM_BYTES: Final = 4
 _HINT: Final = "Copy the whole line again, or ask the pool's owner for a new one."
 
 
-class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class InvitationContent(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Content of an invitation. `addresses` are the brokers' addresses, `authority_key` is the raw Ed25519 key of the
     pool's authority, `token` is the secret that the broker issued."""
 
@@ -48,12 +48,12 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
         return f"Invitation(pool={self.pool!r}, addresses={self.addresses!r}, token=hidden)"
 
 
-def format_invitation(invitation: Invitation) -> str:
+def format_invitation(invitation: InvitationContent) -> str:
     data = msgspec.msgpack.encode(invitation)
     return PREFIX + base64.urlsafe_b64encode(data + _checksum(data)).decode().rstrip("=")
 
 
-def parse_invitation(text: str) -> Invitation:
+def parse_invitation(text: str) -> InvitationContent:
     """Decode an invitation. Raises `UsageError` with the reason; the message never repeats the text, which is a
     secret."""
     line = text.strip()
@@ -70,7 +70,7 @@ def parse_invitation(text: str) -> Invitation:
     if _checksum(content) != checksum:
         raise UsageError("the invitation is cut off or mistyped: its checksum does not match.", hint=_HINT)
     try:
-        return msgspec.msgpack.decode(content, type=Invitation)
+        return msgspec.msgpack.decode(content, type=InvitationContent)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"the invitation's content can't be decoded: {error}.", hint=_HINT) from error
 
@@ -109,7 +109,9 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     authority: bytes
 
 
-async def enrol(invitation: str | Invitation, home: Path, purpose: Purpose, *, timeout_s: float = 10.0) -> Membership:
+async def enrol(
+    invitation: str | InvitationContent, home: Path, purpose: Purpose, *, timeout_s: float = 10.0
+) -> Membership:
     """Join the invitation's pool with the key in `home` (created if there is none) and store the membership there.
     Raises `UsageError` (malformed invitation), `TransportError` (no broker answered), `TrustError` (another machine
     answered), `RefusedError` (the token is unknown, used up or expired), `StorageError`."""

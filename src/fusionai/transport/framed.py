@@ -349,7 +349,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class DoorLimits:
+class AcceptLimits:
     """Limits of half-open connections. `greeting_s`: time for TLS and `Hello` together. `stranger_s`: total time of a
     stranger. `half_open`: number of both together."""
 
@@ -362,7 +362,7 @@ class AcceptedTasks:
     """Tasks of one listener, one for each connection. At the limit of half-open connections the oldest one is dropped.
     `errors`: exceptions by which a connection may fail besides the transport's own."""
 
-    def __init__(self, accept: Accept, limits: DoorLimits, errors: tuple[type[Exception], ...] = ()) -> None:
+    def __init__(self, accept: Accept, limits: AcceptLimits, errors: tuple[type[Exception], ...] = ()) -> None:
         self._accept = accept
         self._limits = limits
         self._errors = (OSError, FusionError, asyncio.CancelledError, *errors)

@@ -30,7 +30,7 @@ from fusionai.transport.relay_dialling import through_relay
 from fusionai.transport.routes import (
     RELAY_SCHEME,
     Attempt,
-    Ways,
+    RouteTable,
     better_than_relay,
     first_to_answer,
     format_address,
@@ -38,7 +38,7 @@ from fusionai.transport.routes import (
     port_of,
 )
 from fusionai.transport.tcp import TcpListener, TcpTransport
-from fusionai.transport.uplink import Limits
+from fusionai.transport.uplink import TransferLimits
 from fusionai.wire.messages import LinkView, MeetNotice, Observe, Observed, Stream
 
 _OBSERVE_S: Final = 3.0
@@ -46,10 +46,10 @@ KNOCK_S: Final = 5.0
 """Time limit for sending to a peer that is dialling this machine, in seconds."""
 
 
-class UdpDoor:
+class UdpAcceptor:
     """Owns the UDP endpoint. If it is opened without `accept`, this side only dials."""
 
-    def __init__(self, credentials: MemberCredentials, introductions: Introductions, rates: Limits) -> None:
+    def __init__(self, credentials: MemberCredentials, introductions: Introductions, rates: TransferLimits) -> None:
         self._credentials = credentials
         self._introductions = introductions
         self._rates = rates
@@ -128,7 +128,7 @@ class UdpDoor:
         return format_quic(self._credentials.identity.peer, answer.host, answer.port)
 
 
-async def opened_or_none(door: UdpDoor, accept: Accept) -> str | None:
+async def opened_or_none(door: UdpAcceptor, accept: Accept) -> str | None:
     """Return the address for others, or None if this machine can't be reached by UDP."""
     try:
         return await door.opened(accept)
@@ -159,16 +159,16 @@ class PeerTransport:
         credentials: MemberCredentials,
         brokers: Sequence[str],
         *,
-        rates: Limits | None = None,
+        rates: TransferLimits | None = None,
         admits: Callable[[PeerId], None] = lambda _peer: None,
     ) -> None:
         self._credentials = credentials
         self._admits = admits
-        rates = rates or Limits()
+        rates = rates or TransferLimits()
         self._tcp = TcpTransport(credentials, rates=rates)
         self._introductions = Introductions(self._tcp, brokers)
-        self._udp = UdpDoor(credentials, self._introductions, rates)
-        self._ways = Ways()
+        self._udp = UdpAcceptor(credentials, self._introductions, rates)
+        self._ways = RouteTable()
         self._accept: Accept | None = None
         self._listener: TcpListener | None = None
         self._looking: dict[PeerId, asyncio.Task[None]] = {}

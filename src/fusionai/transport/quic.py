@@ -23,12 +23,12 @@ from typing import Any, Final
 from fusionai.primitives.errors import TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.transport.credentials import Credentials, MemberCredentials, StrangerCredentials
-from fusionai.transport.framed import AcceptedTasks, Dialling, DoorLimits
+from fusionai.transport.framed import AcceptedTasks, AcceptLimits, Dialling
 from fusionai.transport.identity import public_key_of
 from fusionai.transport.interface import Accept, Role
 from fusionai.transport.quic_channel import QuicChannel
 from fusionai.transport.routes import Attempt, candidates, first_to_answer, format_address, parse_address
-from fusionai.transport.uplink import Limits
+from fusionai.transport.uplink import TransferLimits
 from fusionai.wire.messages import Stream
 
 VERSION: Final = "1.2.0"
@@ -119,13 +119,13 @@ class QuicTransport:
     """Implements `Transport`. The constructor raises `TransportError` if the library is missing."""
 
     def __init__(
-        self, credentials: Credentials, *, door_limits: DoorLimits | None = None, rates: Limits | None = None
+        self, credentials: Credentials, *, door_limits: AcceptLimits | None = None, rates: TransferLimits | None = None
     ) -> None:
         self._library: Any = load()
         self._credentials = credentials
         self._role: Role = credentials.role
-        self._rates = rates or Limits()
-        self._door_limits = door_limits or DoorLimits()
+        self._rates = rates or TransferLimits()
+        self._door_limits = door_limits or AcceptLimits()
         self._endpoint: Any = None
         self._opening = asyncio.Lock()
         self._users = 0
@@ -283,7 +283,7 @@ class QuicListener:
         accept: Accept,
         host: str,
         strangers: bool,
-        limits: DoorLimits,
+        limits: AcceptLimits,
     ) -> None:
         port = int(endpoint.bound_sockets()[0].rpartition(":")[2])
         self.port = port

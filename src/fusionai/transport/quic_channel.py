@@ -27,7 +27,7 @@ from fusionai.transport.framed import Dialling, FramedChannel, joined
 from fusionai.transport.identity import peer_of
 from fusionai.transport.interface import Remote, Role
 from fusionai.transport.links import DEAD_AFTER_S, UNKNOWN, LinkFigures, part
-from fusionai.transport.uplink import Limits
+from fusionai.transport.uplink import TransferLimits
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Way
 
@@ -51,7 +51,7 @@ class QuicChannel(FramedChannel):
         credentials: Credentials,
         own_role: Role,
         dialling: Dialling | None,
-        limits: Limits,
+        limits: TransferLimits,
         errors: type[Exception],
         remote_host: str,
         remote_port: int,

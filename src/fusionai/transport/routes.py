@@ -79,7 +79,7 @@ def relay_candidates(brokers: Sequence[str]) -> tuple[str, ...]:
     return tuple(format_address(*target, RELAY_SCHEME) for target in targets[:1])
 
 
-def way_to(host: str) -> Way:
+def route_to(host: str) -> Way:
     """Return the route of a direct connection to this host. A host name counts as not local."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
@@ -128,7 +128,7 @@ class _Worked:
         return now_s - self.at_s > RELAY_REMEMBERED_S or not self.among.issuperset(addresses)
 
 
-class Ways:
+class RouteTable:
     """Routes of one machine's links, in this process."""
 
     def __init__(self) -> None:

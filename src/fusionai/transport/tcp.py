@@ -20,13 +20,13 @@ from typing import Final
 from fusionai.primitives.errors import TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.credentials import Credentials, MemberCredentials, StrangerCredentials
-from fusionai.transport.framed import AcceptedTasks, Dialling, DoorLimits
+from fusionai.transport.framed import AcceptedTasks, AcceptLimits, Dialling
 from fusionai.transport.interface import Accept, Role
 from fusionai.transport.relay import Relay
 from fusionai.transport.relay_dialling import MAGIC
 from fusionai.transport.routes import Attempt, candidates, first_to_answer, format_address, parse_address
 from fusionai.transport.tcp_channel import GOODBYE_TIMEOUT_S, TcpChannel
-from fusionai.transport.uplink import Limits
+from fusionai.transport.uplink import TransferLimits
 from fusionai.wire.messages import Stream
 
 _LOG = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ class TcpListener:
         credentials: MemberCredentials,
         accept: Accept,
         strangers: bool,
-        limits: DoorLimits,
-        rates: Limits,
+        limits: AcceptLimits,
+        rates: TransferLimits,
         relay: Relay | None = None,
     ) -> None:
         self._place: tuple[str, int] = sock.getsockname()[:2]
@@ -125,7 +125,7 @@ class TcpListener:
         return True
 
 
-async def open_door(host: str, port: int) -> socket.socket:
+async def open_listener(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises `UsageError` naming the port or host that can't be used."""
     loop = asyncio.get_running_loop()
     try:
@@ -178,13 +178,13 @@ class TcpTransport:
     limit all its connections together."""
 
     def __init__(
-        self, credentials: Credentials, *, door_limits: DoorLimits | None = None, rates: Limits | None = None
+        self, credentials: Credentials, *, door_limits: AcceptLimits | None = None, rates: TransferLimits | None = None
     ) -> None:
         self._credentials = credentials
-        self._rates = rates or Limits()
+        self._rates = rates or TransferLimits()
         self._role: Role = credentials.role
         self._context = credentials.dialling_context()
-        self._door_limits = door_limits or DoorLimits()
+        self._door_limits = door_limits or AcceptLimits()
 
     async def listen(
         self, accept: Accept, *, host: str, port: int, strangers: bool = False, relay: Relay | None = None
@@ -193,7 +193,7 @@ class TcpTransport:
         host can't be used, `TrustError` if this machine has not joined a pool."""
         if isinstance(self._credentials, StrangerCredentials):
             raise TrustError("a machine outside any pool can't listen.", hint="Join with an invitation first.")
-        sock = await open_door(host, port)
+        sock = await open_listener(host, port)
         return TcpListener(sock, self._credentials, accept, strangers, self._door_limits, self._rates, relay)
 
     async def dial(

@@ -31,8 +31,8 @@ from fusionai.transport.links import (
     tcp_figures,
     unacknowledged_s,
 )
-from fusionai.transport.routes import way_to
-from fusionai.transport.uplink import Limits, RateLimit
+from fusionai.transport.routes import route_to
+from fusionai.transport.uplink import RateLimit, TransferLimits
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Way
 
@@ -60,14 +60,14 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         credentials: Credentials,
         own_role: Role,
         dialling: Dialling | None,
-        limits: Limits | None = None,
+        limits: TransferLimits | None = None,
         *,
         relayed: bool = False,
     ) -> None:
         super().__init__(own_role=own_role, dialling=dialling)
         self.way: Way = "relay" if relayed else "lan"
         self._credentials = credentials
-        self._limits = limits or Limits()
+        self._limits = limits or TransferLimits()
         self._inbox_full = False
         self._over_limit = False
         """Whether reading is paused until the received bytes are within the download limit."""
@@ -152,7 +152,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         set_options(transport.get_extra_info("socket"))
         host, port = (transport.get_extra_info("peername") or ("", 0))[:2]
         if self.way != "relay":
-            self.way = way_to(host)
+            self.way = route_to(host)
         self._watch_over()
         tls: ssl.SSLObject = transport.get_extra_info("ssl_object")
         try:

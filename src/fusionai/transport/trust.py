@@ -177,7 +177,7 @@ class Revoked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_s: Annotated[int, Meta(ge=0, le=10**12)]
 
 
-class Circle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TrustList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The trust list. `endorsements` are those kept on this machine; members also show their own."""
 
     schema: Literal["fusionai.trust/1"] = "fusionai.trust/1"
@@ -212,11 +212,11 @@ class Circle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         raise TrustError(why, hint=f"Run `fusion trust sign {peer}` on a machine whose signing key is trusted.")
 
 
-def load_circle(path: Path) -> Circle:
+def load_trust_list(path: Path) -> TrustList:
     """Read the trust list. Raises `TrustError` if the file is missing or readable by others, `StorageError` if it is
     broken."""
     hint = "Restore it from a backup, or delete it and create a new trust list; until then no key is trusted."
-    circle = read_private_json(path, Circle, what="a trust file", hint=hint, limit_bytes=MAX_FILE_BYTES)
+    circle = read_private_json(path, TrustList, what="a trust file", hint=hint, limit_bytes=MAX_FILE_BYTES)
     if circle is None:
         raise TrustError(
             f"this machine has no trust list yet (there is no {path}).",
@@ -229,19 +229,19 @@ def load_circle(path: Path) -> Circle:
     return circle
 
 
-def keep_circle(path: Path, circle: Circle) -> None:
+def save_trust_list(path: Path, circle: TrustList) -> None:
     """Write the trust list. Raises `StorageError`."""
     write_private_json(path, circle)
 
 
 @dataclass(slots=True)
-class CircleFile:
+class TrustListFile:
     """Rereads the trust list when its file has changed, so that a revocation counts at once. `wall_s`: the clock."""
 
     path: Path
     wall_s: Callable[[], float]
     _seen: tuple[int, int, int, int] | None = field(default=None, init=False)
-    _circle: Circle | None = field(default=None, init=False)
+    _circle: TrustList | None = field(default=None, init=False)
 
     def check(self, peer: PeerId, carried: Sequence[bytes]) -> Endorsement:
         """Return the endorsement of `peer`. Raises `TrustError` if it is not trusted or the file can't be read."""
@@ -253,16 +253,16 @@ class CircleFile:
             raise TrustError(error.message, hint=error.hint) from error
         return circle.endorsement_of(peer, carried, self.wall_s())
 
-    def _read(self) -> Circle:
+    def _read(self) -> TrustList:
         try:
             status = self.path.stat()
         except OSError:
             self._circle = None
-            return load_circle(self.path)  # raises the error that describes the problem
+            return load_trust_list(self.path)  # raises the error that describes the problem
         seen = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
         if self._circle is None or seen != self._seen:
             self._circle = None
-            self._circle, self._seen = load_circle(self.path), seen
+            self._circle, self._seen = load_trust_list(self.path), seen
         return self._circle
 
 

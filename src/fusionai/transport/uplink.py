@@ -27,7 +27,7 @@ SHARED_BELOW: Final = 0.4
 """Fraction of the line. While the current senders use less than this together, another may send at the same time."""
 
 
-class Turns:
+class UplinkScheduler:
     """Uplink scheduler of one machine: grants turns to its connections."""
 
     def __init__(self) -> None:
@@ -142,10 +142,10 @@ class RateLimit:
         self._credit_bytes = min(most, self._credit_bytes + elapsed_s * self.bytes_per_s)
 
 
-class Limits:
+class TransferLimits:
     """Limits of one machine: `upload` and `download` rates (None: unlimited), and `turns`, the order of bulk sends."""
 
     def __init__(self, *, upload_bytes_per_s: float | None = None, download_bytes_per_s: float | None = None) -> None:
         self.upload = None if upload_bytes_per_s is None else RateLimit(upload_bytes_per_s)
         self.download = None if download_bytes_per_s is None else RateLimit(download_bytes_per_s)
-        self.turns = Turns()
+        self.turns = UplinkScheduler()

@@ -19,7 +19,7 @@ levels. `sign`: the sign alone. `topk`: the largest eighth of the numbers, 8 bit
 quarter of the dimensions of a rotated group, the same quarter in every row, 8 bits each."""
 Exchanged = Literal["none", "int8", "int4", "int2", "ternary", "topk"]
 """Packings for the parameters exchanged in local updates. The packing error is added to the next exchange."""
-Told = Literal["mean", "other", "all"]
+ParameterForm = Literal["mean", "other", "all"]
 """Forms of an agreement. `mean`: the mean of all differences, packed. `other`: the only other difference, as received;
 the stage takes the mean of it and its own. `all`: the agreed parameters and the momentum themselves, for a stage that
 missed an exchange."""

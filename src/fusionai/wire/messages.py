@@ -90,7 +90,6 @@ from fusionai.wire.job import (
 from fusionai.wire.serving import (
     MAX_TEXT,
     CheckFailed,
-    Hop,
     Load,
     Loaded,
     Loading,
@@ -102,38 +101,41 @@ from fusionai.wire.serving import (
     ReadText,
     Rebuild,
     Rebuilt,
+    RequestSketches,
     Segment,
     ServeOptions,
     ShownRows,
     ShowRows,
-    TellMarks,
-    ToldMarks,
+    StageDelay,
+    TextSketches,
     Working,
 )
 from fusionai.wire.training import (
-    Agreement,
     Applied,
     Attach,
     Backward,
     Commit,
     CommitRecord,
-    Difference,
+    EvidenceMissing,
     Export,
     Forward,
-    Mark,
-    MarksOf,
     OptimizerSpec,
+    OuterUpdateChunk,
     Output,
     PassSnapshot,
     Prepare,
     Prepared,
+    PseudoGradient,
     Ready,
     Recheck,
     Rechecked,
     Rechecking,
     Resume,
     Saving,
+    SendEvidence,
     SharedGradient,
+    Sketch,
+    SketchesOf,
     Snapshot,
     SnapshotKept,
     Span,
@@ -142,8 +144,6 @@ from fusionai.wire.training import (
     Status,
     StepKey,
     StepNorms,
-    Testify,
-    Untold,
 )
 from fusionai.wire.weights import (
     WeightAsk,
@@ -158,7 +158,7 @@ HANDED_ON: Final = (
     CommitRecord,
     Count,
     Fence,
-    Hop,
+    StageDelay,
     Index,
     Job,
     JobView,
@@ -167,8 +167,8 @@ HANDED_ON: Final = (
     MAX_LINKS,
     MAX_NEAR,
     MAX_TEXT,
-    Mark,
-    MarksOf,
+    Sketch,
+    SketchesOf,
     MemberView,
     Mode,
     Name,
@@ -247,12 +247,12 @@ Message = (
     | Prepared
     | Recheck
     | Rechecking
-    | Testify
-    | Untold
+    | SendEvidence
+    | EvidenceMissing
     | Rechecked
     | Commit
-    | Difference
-    | Agreement
+    | PseudoGradient
+    | OuterUpdateChunk
     | Applied
     | Export
     | Detach
@@ -270,8 +270,8 @@ Message = (
     | Rebuild
     | Rebuilt
     | Working
-    | TellMarks
-    | ToldMarks
+    | RequestSketches
+    | TextSketches
     | ReadAgain
     | Reading
     | ShowRows

@@ -75,7 +75,7 @@ class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     adapter: Annotated[int, Meta(ge=0, le=MAX_ADAPTERS)] = 0
 
 
-class Hop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class StageDelay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Times of one stage for a pass, on its own clock: waiting in the queue and computing."""
 
     stage: Count
@@ -148,7 +148,7 @@ class Pass(WireMessage, frozen=True, kw_only=True, tag="pass"):
     output: Literal["logits", "hidden"] = "logits"
     forget: Annotated[tuple[Count, ...], Meta(max_length=MAX_SESSIONS)] = ()
     """Sessions that have ended. Their caches are dropped before this pass is computed."""
-    hops: Annotated[tuple[Hop, ...], Meta(max_length=4096)] = ()
+    hops: Annotated[tuple[StageDelay, ...], Meta(max_length=4096)] = ()
     rebuild: Annotated[int, Meta(ge=-1, le=2**20)] = -1
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=4096)] = ()
 
@@ -159,7 +159,7 @@ class PassResult(WireMessage, frozen=True, kw_only=True, tag="pass_result"):
     fence: Fence
     number: Count
     stage: Count
-    hops: Annotated[tuple[Hop, ...], Meta(max_length=4096)] = ()
+    hops: Annotated[tuple[StageDelay, ...], Meta(max_length=4096)] = ()
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=64)] = ()
 
 
@@ -204,8 +204,8 @@ class Working(WireMessage, frozen=True, kw_only=True, tag="working"):
     busy_s: Seconds
 
 
-class TellMarks(WireMessage, frozen=True, kw_only=True, tag="tell_marks"):
-    """Driver -> member: report your marks of these positions of a text that has ended. Answered by `ToldMarks`."""
+class RequestSketches(WireMessage, frozen=True, kw_only=True, tag="tell_marks"):
+    """Driver -> member: report your marks of these positions of a text that has ended. Answered by `TextSketches`."""
 
     fence: Fence
     stage: Count
@@ -215,8 +215,8 @@ class TellMarks(WireMessage, frozen=True, kw_only=True, tag="tell_marks"):
     length: Annotated[int, Meta(ge=1, le=MAX_TEXT)]
 
 
-class ToldMarks(WireMessage, frozen=True, kw_only=True, tag="told_marks"):
-    """Answer to `TellMarks`: tensors `got` and `gave`, float32 [positions, 16]. NaN where the stage has no mark."""
+class TextSketches(WireMessage, frozen=True, kw_only=True, tag="told_marks"):
+    """Answer to `RequestSketches`: tensors `got` and `gave`, float32 [positions, 16]. NaN where the stage has no mark."""
 
     fence: Fence
     stage: Count

@@ -31,7 +31,7 @@ from fusionai.wire.codecs import (
     Codec,
     Exchanged,
     PackedTensor,
-    Told,
+    ParameterForm,
 )
 
 
@@ -312,7 +312,7 @@ class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=T
     end_s: Seconds
 
 
-class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class Sketch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Random projections of the content of one message between stages (`execution.sketches`). `sent`: the stage that
     computed the mark sent the message; false: it received it. `other`: the stage at the other end, -1 for the data
     feed."""
@@ -333,7 +333,7 @@ class Prepared(WireMessage, frozen=True, kw_only=True, tag="prepared"):
     step: Count
     norms: Annotated[dict[Name, float], Meta(max_length=1_000_000)]
     spans: Annotated[tuple[Span, ...], Meta(max_length=100_000)] = ()
-    marks: Annotated[tuple[Mark, ...], Meta(max_length=1_000_000)] = ()
+    marks: Annotated[tuple[Sketch, ...], Meta(max_length=1_000_000)] = ()
     """Marks of everything the stage received and sent in this step, if its `Attach` had a secret."""
 
 
@@ -373,7 +373,7 @@ class Rechecking(WireMessage, frozen=True, kw_only=True, tag="rechecking"):
     below: Count
 
 
-class Testify(WireMessage, frozen=True, kw_only=True, tag="testify"):
+class SendEvidence(WireMessage, frozen=True, kw_only=True, tag="testify"):
     """Driver -> member: send the referee `peer` again the retained tensors that your `stage` sent to stage `about` in
     steps `first` to `below` - 1."""
 
@@ -386,8 +386,8 @@ class Testify(WireMessage, frozen=True, kw_only=True, tag="testify"):
     addresses: Addresses
 
 
-class Untold(WireMessage, frozen=True, kw_only=True, tag="untold"):
-    """Member -> driver, answer to a `Testify` that it can't obey: some of what `stage` sent to `about` is not
+class EvidenceMissing(WireMessage, frozen=True, kw_only=True, tag="untold"):
+    """Member -> driver, answer to a `SendEvidence` that it can't obey: some of what `stage` sent to `about` is not
     retained."""
 
     fence: Fence
@@ -395,12 +395,12 @@ class Untold(WireMessage, frozen=True, kw_only=True, tag="untold"):
     about: Count
 
 
-class MarksOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class SketchesOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """Marks of `step` that `stage` should have reported, as computed by the referee."""
 
     stage: Count
     step: Count
-    marks: Annotated[tuple[Mark, ...], Meta(max_length=1_000_000)]
+    marks: Annotated[tuple[Sketch, ...], Meta(max_length=1_000_000)]
 
 
 class StepNorms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -417,7 +417,7 @@ class Rechecked(WireMessage, frozen=True, kw_only=True, tag="rechecked"):
     stage: Count
     first: Count
     below: Count
-    marks: Annotated[tuple[MarksOf, ...], Meta(max_length=1_000_000)] = ()
+    marks: Annotated[tuple[SketchesOf, ...], Meta(max_length=1_000_000)] = ()
     norms: Annotated[tuple[StepNorms, ...], Meta(max_length=65_536)] = ()
     state_apart: float = 0.0
     """Distance between the snapshot of `below` and the state that was computed: norm of the difference divided by the
@@ -447,7 +447,7 @@ class Applied(WireMessage, frozen=True, kw_only=True, tag="applied"):
     step: Count
 
 
-class Difference(WireMessage, frozen=True, kw_only=True, tag="difference"):
+class PseudoGradient(WireMessage, frozen=True, kw_only=True, tag="difference"):
     """Stage -> driver, after the last optimizer step before an exchange: the change of the stage's parameters since the
     last agreement (agreed - present, plus the packing error of the last exchange). Each message carries some of the
     parameters."""
@@ -460,15 +460,15 @@ class Difference(WireMessage, frozen=True, kw_only=True, tag="difference"):
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 
 
-class Agreement(WireMessage, frozen=True, kw_only=True, tag="agreement"):
-    """Driver -> stage: the parameters agreed on after `step`, in one of the forms of `Told`. Each message carries some
+class OuterUpdateChunk(WireMessage, frozen=True, kw_only=True, tag="agreement"):
+    """Driver -> stage: the parameters agreed on after `step`, in one of the forms of `ParameterForm`. Each message carries some
     of the parameters."""
 
     fence: Fence
     stage: Count
     step: Count
     last: bool
-    told: Told
+    told: ParameterForm
     packed: Annotated[tuple[PackedTensor, ...], Meta(max_length=100_000)] = ()
     tensors: Annotated[tuple[TensorHeader, ...], Meta(max_length=100_000)] = ()
 

@@ -13,7 +13,7 @@ from fusionai.backends.interface import Call, Speeds
 from fusionai.backends.measurement import LARGE, NARROW, SMALL, Sample, block_graph, fitted, measured_pace, with_pace
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.ir.cost import block_costs
-from fusionai.primitives.pace import Pace
+from fusionai.primitives.pace import TrainingSpeed
 from fusionai.primitives.tensors import HostTensor
 from harness.null_backend import NullBackend, NullStageProgram
 
@@ -22,7 +22,7 @@ class Machine:
     """Takes `call_s` for a call, `byte_s` for a byte and computes at `speed`. Runs what it is given: it must run."""
 
     def __init__(self, device: str, call_s: float, speed: float, byte_s: float = 0.0) -> None:
-        self.device, self.pace = device, Pace(flops_per_s=speed, call_s=call_s, byte_s=byte_s)
+        self.device, self.pace = device, TrainingSpeed(flops_per_s=speed, call_s=call_s, byte_s=byte_s)
         self.sizes = iter((SMALL, NARROW[device], LARGE[device]))
         self.load = NullBackend().load
 

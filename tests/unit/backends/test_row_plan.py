@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fusionai.backends.torch.packed_graph import products
 from fusionai.backends.torch.row_code import LINE, Field, Op
 from fusionai.backends.torch.row_memory import Unplanned, _Room
-from fusionai.backends.torch.row_plan import Plan, plan_rows
+from fusionai.backends.torch.row_plan import RowPlan, plan_rows
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 from harness.examples import examples
 
@@ -90,7 +90,7 @@ class Sketch:
             nodes=tuple(self.nodes),
         )
 
-    def plan(self, *outputs: str) -> Plan:
+    def plan(self, *outputs: str) -> RowPlan:
         graph = self.graph(*outputs)
         return plan_rows(graph, tuple(graph.outputs), products(graph))
 
@@ -104,7 +104,7 @@ class Sketch:
                 return arg
 
 
-def computed(sketch: Sketch, plan: Plan) -> Iterator[np.ndarray]:
+def computed(sketch: Sketch, plan: RowPlan) -> Iterator[np.ndarray]:
     """Each output, line after line in plain numpy, over memory that is NaN where nothing was written."""
     memory = np.full(plan.fixed + plan.width, np.nan)
     for place, what in plan.constants.items():
@@ -118,7 +118,7 @@ def computed(sketch: Sketch, plan: Plan) -> Iterator[np.ndarray]:
         yield memory[plan.fixed + place :][: int(np.prod(shape))].reshape(1, 1, *shape)
 
 
-def _step(sketch: Sketch, plan: Plan, memory: np.ndarray, number: int, line: np.ndarray) -> None:
+def _step(sketch: Sketch, plan: RowPlan, memory: np.ndarray, number: int, line: np.ndarray) -> None:
     op = Op(line[0])
 
     def at(place: Field, flag: Field) -> int:
@@ -159,7 +159,7 @@ def _read(memory: np.ndarray, start: int, dims: list[int], strides: np.ndarray) 
     return memory[start + places[0][:, None, None] + places[1][:, None] + places[2]]
 
 
-def assert_equal(sketch: Sketch, *outputs: str) -> Plan:
+def assert_equal(sketch: Sketch, *outputs: str) -> RowPlan:
     plan = sketch.plan(*outputs)
     for name, found in zip(outputs, computed(sketch, plan), strict=True):
         np.testing.assert_allclose(found, sketch.known[name].numpy(), rtol=1e-4, atol=1e-5, err_msg=name)

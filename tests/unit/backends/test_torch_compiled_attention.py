@@ -13,7 +13,7 @@ pytest.importorskip("numba", reason="attention of prompts is machine code, made 
 
 from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import TILE_POSITIONS
-from fusionai.backends.serving.page_table import LayerShape, Span
+from fusionai.backends.serving.page_table import LayerShape, RowSpan
 from fusionai.backends.torch import compiled_attention as wrapper
 from fusionai.backends.torch.attention_kernels import KEYS, WIDE
 from fusionai.backends.torch.compiled_attention import attention_scratch_bytes, compiled_attention
@@ -65,8 +65,8 @@ class Text:
         kept = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[form]
         self.k, self.v = self.k.to(kept), self.v.to(kept)
 
-    def span(self, start: int, end: int) -> Span:
-        return Span(1, 0, start, end - start, self.pages[: -(-end // PAGE_TOKENS)], 1)
+    def span(self, start: int, end: int) -> RowSpan:
+        return RowSpan(1, 0, start, end - start, self.pages[: -(-end // PAGE_TOKENS)], 1)
 
     def piece(
         self, start: int, end: int, *, softcap: float | None = None, sinks: torch.Tensor | None = None

@@ -13,7 +13,7 @@ from fusionai.backends.stage_base import block_weights, movable_weights
 from fusionai.backends.state import StateEntry
 from fusionai.backends.torch.offloaded_weights import OffloadedWeights
 from fusionai.backends.torch.optimizers import WEIGHT
-from fusionai.backends.torch.recomputation import Segment
+from fusionai.backends.torch.recomputation import RecomputedSegment
 from fusionai.backends.torch.slots import DiskSlots, HostSlots
 from fusionai.ir.schema import ListArg
 from fusionai.primitives.errors import ExecutionError
@@ -24,7 +24,7 @@ ENTRIES = {
     "b": StateEntry("b", "", "bfloat16", (5,)),
     "c": StateEntry("c", "", "float32", ()),
 }
-FIRST, SECOND = (Segment(0, 1, (), frozenset(keys)) for keys in ({"a", "c"}, {"b", "c"}))
+FIRST, SECOND = (RecomputedSegment(0, 1, (), frozenset(keys)) for keys in ({"a", "c"}, {"b", "c"}))
 
 
 @pytest.fixture(params=["file", "host"])

@@ -9,7 +9,7 @@ import torch
 
 from fusionai.backends.state import optimizer_slots, state_bytes_ratio
 from fusionai.backends.torch import optimizers
-from fusionai.backends.torch.optimizers import StageOptimizer, make_optimizer, slot_shapes
+from fusionai.backends.torch.optimizers import TorchStageOptimizer, make_optimizer, slot_shapes
 from fusionai.backends.torch.slots import DiskSlots
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.messages import OptimizerSpec
@@ -45,11 +45,11 @@ def learning_rate(step: int) -> float:
 @pytest.mark.parametrize("spec", SPECS)
 def test_equals_the_optimizer_classes_bit_for_bit(spec: OptimizerSpec) -> None:
     ours, theirs = parameters(), parameters()
-    stage = StageOptimizer(spec, ours)
+    stage = TorchStageOptimizer(spec, ours)
     plain = make_optimizer(spec, list(theirs.values()))
     for step in range(STEPS):
         if step == 4:  # as after a takeover: the state goes through its entries into a fresh optimizer
-            moved = StageOptimizer(spec, ours)
+            moved = TorchStageOptimizer(spec, ours)
             for key in ours:
                 for slot in stage.slots(key):
                     moved.write(key, slot, stage.read(key, slot).clone())
@@ -77,7 +77,7 @@ def large() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=made).requires_grad_() for name, shape in LARGE.items()}
 
 
-def moved(stage: StageOptimizer, parameters: dict[str, torch.Tensor], steps: range) -> StageOptimizer:
+def moved(stage: TorchStageOptimizer, parameters: dict[str, torch.Tensor], steps: range) -> TorchStageOptimizer:
     for step in steps:
         made = torch.Generator().manual_seed(200 + step)
         for name, shape in LARGE.items():
@@ -86,20 +86,23 @@ def moved(stage: StageOptimizer, parameters: dict[str, torch.Tensor], steps: ran
     return stage
 
 
-def state_of(stage: StageOptimizer) -> dict[tuple[str, str], list[float]]:
+def state_of(stage: TorchStageOptimizer) -> dict[tuple[str, str], list[float]]:
     return {(key, slot): stage.read(key, slot).view(-1).tolist() for key in LARGE for slot in stage.slots(key)}
 
 
-def on_disk(spec: OptimizerSpec, parameters: dict[str, torch.Tensor], directory: Path) -> StageOptimizer:
+def on_disk(spec: OptimizerSpec, parameters: dict[str, torch.Tensor], directory: Path) -> TorchStageOptimizer:
     layout = {(key, slot): one for key, slots in slot_shapes(spec, parameters).items() for slot, one in slots.items()}
-    return StageOptimizer(spec, parameters, DiskSlots(layout, directory, torch.device("cpu")))
+    return TorchStageOptimizer(spec, parameters, DiskSlots(layout, directory, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("spec", [*SPECS, OptimizerSpec(state_bits=8, weight_decay=0.1)])
 def test_state_in_a_file_changes_no_bit(spec: OptimizerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "PIECE", 512)
     one, other = large(), large()
-    kept, away = moved(StageOptimizer(spec, one), one, range(5)), moved(on_disk(spec, other, tmp_path), other, range(5))
+    kept, away = (
+        moved(TorchStageOptimizer(spec, one), one, range(5)),
+        moved(on_disk(spec, other, tmp_path), other, range(5)),
+    )
     for name, parameter in one.items():
         assert torch.equal(parameter, other[name]), name
     assert state_of(kept) == state_of(away)
@@ -111,9 +114,9 @@ def test_state_in_8_bits_is_what_the_next_step_starts_from(monkeypatch: pytest.M
     """A stand-in that got the state entries goes on with the same bits, wherever pieces end."""
     spec = OptimizerSpec(state_bits=8, weight_decay=0.1)
     one, other = large(), large()
-    original = moved(StageOptimizer(spec, one), one, range(3))
-    moved(StageOptimizer(spec, other), other, range(3))
-    stand_in = StageOptimizer(spec, other)
+    original = moved(TorchStageOptimizer(spec, one), one, range(3))
+    moved(TorchStageOptimizer(spec, other), other, range(3))
+    stand_in = TorchStageOptimizer(spec, other)
     for key in LARGE:
         for slot in original.slots(key):
             stand_in.write(key, slot, original.read(key, slot).clone())
@@ -128,8 +131,8 @@ def test_state_in_8_bits_is_what_the_next_step_starts_from(monkeypatch: pytest.M
 def test_state_in_8_bits_takes_a_quarter_and_goes_nearly_the_same_way() -> None:
     one, other = large(), large()
     start = large()
-    full = moved(StageOptimizer(OptimizerSpec(), one), one, range(8))
-    coded = moved(StageOptimizer(OptimizerSpec(state_bits=8), other), other, range(8))
+    full = moved(TorchStageOptimizer(OptimizerSpec(), one), one, range(8))
+    coded = moved(TorchStageOptimizer(OptimizerSpec(state_bits=8), other), other, range(8))
     assert coded.slots("matrix") == ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "step")
     assert coded.slots("norm") == full.slots("norm") == ("exp_avg", "exp_avg_sq", "step")
     assert coded.resident_bytes < 0.28 * full.resident_bytes
@@ -141,7 +144,7 @@ def test_state_in_8_bits_takes_a_quarter_and_goes_nearly_the_same_way() -> None:
 def test_state_entries_are_those_the_backend_declares() -> None:
     spec = OptimizerSpec(state_bits=8)
     parameters = large()
-    stage = StageOptimizer(spec, parameters)
+    stage = TorchStageOptimizer(spec, parameters)
     for key, shape in LARGE.items():
         for slot, (dtype, declared) in optimizer_slots(spec, "float32", shape).items():
             value = stage.read(key, slot)
@@ -154,14 +157,14 @@ def test_state_entries_are_those_the_backend_declares() -> None:
 def test_grad_mode_is_as_it_was() -> None:
     weight = torch.ones(2, requires_grad=True)
     weight.grad = torch.ones(2)
-    StageOptimizer(OptimizerSpec(), {"weight": weight}).step(0.1)
+    TorchStageOptimizer(OptimizerSpec(), {"weight": weight}).step(0.1)
     assert torch.is_grad_enabled()
     assert weight.requires_grad
 
 
 def test_a_state_with_a_slot_missing_takes_no_step() -> None:
     weight = torch.ones(2, requires_grad=True)
-    stage = StageOptimizer(OptimizerSpec(), {"weight": weight})
+    stage = TorchStageOptimizer(OptimizerSpec(), {"weight": weight})
     stage.write("weight", "exp_avg", torch.zeros(2))
     with pytest.raises(ExecutionError, match="exp_avg_sq, step"):
         stage.step(0.1)
@@ -181,4 +184,4 @@ def test_a_state_with_a_slot_missing_takes_no_step() -> None:
 def test_settings_that_can_not_be_are_refused(spec: OptimizerSpec, name: str) -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     with pytest.raises(ValueError, match=name):
-        StageOptimizer(spec, {"weight": weight})
+        TorchStageOptimizer(spec, {"weight": weight})

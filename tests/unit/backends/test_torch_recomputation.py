@@ -13,7 +13,7 @@ import torch
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.interface import Call
 from fusionai.backends.torch.interpreter import compile_graph
-from fusionai.backends.torch.operators import Context
+from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.recomputation import segments
 from fusionai.backends.torch.sizes import META, input_shapes, measure
 from fusionai.ir.schema import Graph, ListArg, ValueSpec
@@ -182,7 +182,7 @@ def test_what_is_kept_is_what_enters_the_segments(kit):
     interpreter = compile_graph(graph, ["loss"], with_state_writes=True, device=META)
 
     def footprint(recompute: bool):
-        context = Context(True, DropoutKey(0, 0, 0))
+        context = TorchContext(True, DropoutKey(0, 0, 0))
         shapes = input_shapes(graph, symbols)
         return measure(
             graph, interpreter, shapes, symbols, context, grad_inputs=frozenset(), limit_bytes=None, recompute=recompute

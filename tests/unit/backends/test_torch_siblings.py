@@ -9,7 +9,7 @@ import torch
 
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.torch.interpreter import compile_graph
-from fusionai.backends.torch.operators import Context
+from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.packed_siblings import Joined, join_siblings
 from fusionai.ir.schema import Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 from fusionai.ir.validate import validate
@@ -92,7 +92,7 @@ def run(graph: Graph, parts: dict[str, tuple[str, ...]], weights: dict[str, torc
         for name in graph.params
     }
     x = torch.randn((1, TOKENS, HIDDEN), generator=torch.Generator().manual_seed(2))
-    found, _ = program.run(Context(training=False, key=DropoutKey(0, 0, 0)), {"x": x}, given)
+    found, _ = program.run(TorchContext(training=False, key=DropoutKey(0, 0, 0)), {"x": x}, given)
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusionai.backends.torch import slots
-from fusionai.backends.torch.slots import DiskSlots, HostSlots, MemorySlots, Slots
+from fusionai.backends.torch.slots import DiskSlots, HostSlots, MemorySlots, OptimizerSlots
 from fusionai.primitives.errors import ExecutionError
 
 LAYOUT = {("a", "m"): ("float32", (3, 4)), ("a", "q"): ("uint8", (5,)), ("b", "m"): ("float32", ())}
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=["memory", "disk", "host"])
-def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Slots:
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> OptimizerSlots:
     match request.param:
         case "memory":
             return MemorySlots()
@@ -27,7 +27,7 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Slots:
             return DiskSlots(LAYOUT, tmp_path, CPU)
 
 
-def test_what_is_written_is_read(kept: Slots):
+def test_what_is_written_is_read(kept: OptimizerSlots):
     assert kept.read("a", "m") is None
     assert not kept.holds("a", "m")
     values: dict[tuple[str, str], torch.Tensor] = {}
@@ -44,7 +44,7 @@ def test_what_is_written_is_read(kept: Slots):
     assert not kept.holds("a", "m")
 
 
-def test_pieces_are_kept_where_they_came_from(kept: Slots):
+def test_pieces_are_kept_where_they_came_from(kept: OptimizerSlots):
     kept.write("a", "m", torch.zeros(3, 4))
     kept.write("a", "q", torch.arange(5, dtype=torch.uint8))
     piece = kept.piece("a", "m", 5, 8)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusionai.backends.torch.operators import PLAIN
-from fusionai.backends.torch.stored import Reading, StoredWeight
+from fusionai.backends.torch.stored import PackedReading, StoredWeight
 from fusionai.ir.schema import Node, ParamSpec, Ref, Stored
 from fusionai.ir.stored import pack_stored
 from fusionai.primitives.errors import ExecutionError
@@ -39,7 +39,7 @@ def test_they_live_for_a_product_and_for_its_part_of_backward(form: Stored, monk
 
     monkeypatch.setattr(StoredWeight, "open", watched)
     kept, stands_for = weight(form)
-    multiply = Reading({"w"}).of(LINEAR, PLAIN[LINEAR.op], half=False)
+    multiply = PackedReading({"w"}).of(LINEAR, PLAIN[LINEAR.op], half=False)
     x = torch.randn(5, 64, requires_grad=True)
     y = multiply(x, kept)
     assert [one() for one in made] == [None], "autograd keeps the bytes, not these"
@@ -56,7 +56,7 @@ def test_they_live_for_a_product_and_for_its_part_of_backward(form: Stored, monk
 def test_of_a_table_only_what_is_looked_up_is_made(form: Stored, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(StoredWeight, "open", lambda *_: pytest.fail("the whole table"))
     kept, stands_for = weight(form)
-    look_up = Reading({"w"}).of(EMBEDDING, PLAIN[EMBEDDING.op], half=False)
+    look_up = PackedReading({"w"}).of(EMBEDDING, PLAIN[EMBEDDING.op], half=False)
     numbers = torch.tensor([[3, 0], [63, 3]])
     torch.testing.assert_close(look_up(kept, numbers), stands_for[numbers], rtol=0, atol=0)
     with pytest.raises(ExecutionError, match="expected indices from 0 to 63, got 64"):
@@ -65,4 +65,4 @@ def test_of_a_table_only_what_is_looked_up_is_made(form: Stored, monkeypatch: py
 
 def test_who_reads_none_is_left_alone():
     compute = PLAIN[LINEAR.op]
-    assert Reading({"other"}).of(LINEAR, compute, half=False) is compute
+    assert PackedReading({"other"}).of(LINEAR, compute, half=False) is compute

@@ -7,7 +7,7 @@ import torch
 
 from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import TILE_POSITIONS
-from fusionai.backends.serving.page_table import Span, first_key
+from fusionai.backends.serving.page_table import RowSpan, first_key
 from fusionai.backends.torch.paged_attention import BLOCK_KEYS, tiled_attention, tiles
 
 WIDTH, GROUPS, SHARED = 16, 3, 2
@@ -24,7 +24,7 @@ SINKS = drawn(GROUPS * SHARED)
 
 
 def piece(start: int, end: int, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-    span = Span(1, 0, start, end - start, (), -1)
+    span = RowSpan(1, 0, start, end - start, (), -1)
     first = first_key(start, window)
     return tiled_attention(
         span,
@@ -74,7 +74,7 @@ def test_parameters_stay_as_they_are() -> None:
 
 def test_tiles_end_at_multiples_of_the_text_not_of_the_piece() -> None:
     size = TILE_POSITIONS
-    assert list(tiles(Span(1, 0, size - 3, size + 5, (), -1))) == [
+    assert list(tiles(RowSpan(1, 0, size - 3, size + 5, (), -1))) == [
         (size - 3, size),
         (size, 2 * size),
         (2 * size, 2 * size + 2),

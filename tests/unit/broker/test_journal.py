@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fusionai.broker import journal as journals
-from fusionai.broker.journal import Journal, Remembered, Superseded, mirror_path
+from fusionai.broker.journal import Journal, JournalTaken, Remembered, mirror_path
 from fusionai.coordination.broker.events import JobNoted
 from fusionai.primitives.errors import StorageError, UsageError
 
@@ -96,14 +96,14 @@ def test_every_opening_is_a_new_term(path: Path):
 def test_an_append_elsewhere_in_the_order_is_refused_and_writes_nothing(journal: Journal):
     journal.append(0, [note(0)])
     for wrong in (0, 2):
-        with pytest.raises(Superseded):
+        with pytest.raises(JournalTaken):
             journal.append(wrong, [note(9)])
     assert kept(journal) == (1, (note(0),))
 
 
 def test_an_older_term_is_refused(journal: Journal):
     journal._table.connection.execute("UPDATE head SET term = term + 1")
-    with pytest.raises(Superseded, match="another broker has written"):
+    with pytest.raises(JournalTaken, match="another broker has written"):
         journal.append(0, [note(0)])
     assert kept(journal) == (0, ())
 

@@ -10,7 +10,7 @@ from fusionai.broker.reachability import Introducer
 from fusionai.coordination.broker.membership import Member
 from fusionai.coordination.broker.pool import Pool
 from fusionai.coordination.broker.requests import Refusal
-from fusionai.coordination.broker.state import Desk, DeskRules
+from fusionai.coordination.broker.state import BrokerRules, BrokerState
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.authority import Authority, load_authority
 from fusionai.transport.identity import peer_of
@@ -28,10 +28,10 @@ def member(peer: PeerId, addresses: tuple[str, ...], phase: str = "idle") -> Mem
     return Member(entity="member", phase=phase, peer=peer, addresses=addresses)
 
 
-def desk() -> Desk:
+def desk() -> BrokerState:
     members = [member(ASKING, ()), member(THERE, RELAYED), member(OLD, RELAYED[:1]), member(GONE, RELAYED)]
-    return Desk(
-        rules=DeskRules(pool="home", broker=peer_of(bytes(32))),
+    return BrokerState(
+        rules=BrokerRules(pool="home", broker=peer_of(bytes(32))),
         pool=Pool(members={one.peer: one for one in members}),
         links={ASKING: 1, THERE: 2, OLD: 3},
     )

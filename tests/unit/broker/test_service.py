@@ -13,12 +13,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.broker.journal import Journal
 from fusionai.broker.server import BrokerServer
-from fusionai.broker.service import MAX_PROFILE_BYTES, BrokerService, Outcome, remembered
-from fusionai.coordination.broker.state import DeskRules
+from fusionai.broker.service import MAX_PROFILE_BYTES, BrokerService, Replies, remembered
+from fusionai.coordination.broker.state import BrokerRules
 from fusionai.primitives.errors import ChannelClosed, StorageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import host_tensor
-from fusionai.scheduling.problem.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement, Standby
 from fusionai.transport.authority import Authority, load_authority, verify_certificate
 from fusionai.transport.enrolment import parse_invitation
 from fusionai.transport.identity import peer_of, public_bytes
@@ -64,7 +64,7 @@ from harness.virtual_clock import VirtualClock
 
 BROKER_KEY = public_bytes(Ed25519PrivateKey.from_private_bytes(bytes(32)).public_key())
 BROKER = peer_of(BROKER_KEY)
-RULES = DeskRules(pool="home", broker=BROKER)
+RULES = BrokerRules(pool="home", broker=BROKER)
 
 
 def key_of(number: int) -> bytes:
@@ -75,7 +75,7 @@ OWNER, A, B, C = (peer_of(key_of(number)) for number in (1, 2, 3, 4))
 
 
 def plan_of(
-    *peers: PeerId, owner: PeerId = OWNER, version: int = 0, guards: tuple[Guard, ...] = (), snapshot_every: int = 4
+    *peers: PeerId, owner: PeerId = OWNER, version: int = 0, guards: tuple[Standby, ...] = (), snapshot_every: int = 4
 ) -> msgspec.Raw:
     stages = [StagePlacement(stage=n, peer=peer, blocks=(n, n + 1)) for n, peer in enumerate(peers)]
     loss = StagePlacement(stage=len(peers), peer=owner, blocks=(len(peers), len(peers) + 1), roles=("loss",))
@@ -128,7 +128,7 @@ class Bench:
         self.authority: Authority = load_authority(directory, "home", now_wall_s=self.clock.wall_s())
         self.start()
 
-    def start(self, rules: DeskRules = RULES) -> None:
+    def start(self, rules: BrokerRules = RULES) -> None:
         self.journal = Journal.open(self.path, "home")
         self.service = BrokerService(rules=rules, journal=self.journal, authority=self.authority, clock=self.clock)
         self.service.addresses = ("memory://broker:1",)
@@ -430,7 +430,7 @@ def test_guards_are_reserved_shown_and_get_tickets(play):
         owner = await bench.member(1)
         for number, peer in ((2, A), (3, B), (4, C)):
             await (await bench.member(number)).ask(registration(peer))
-        guards = (Guard(stage=1, peer=C), Guard(stage=0, peer=C))
+        guards = (Standby(stage=1, peer=C), Standby(stage=0, peer=C))
         granted = await owner.ask(JobRequest(job="job-1", title="t", plan=plan_of(A, B, guards=guards)))
         assert isinstance(granted, JobGranted)
         assert [(member.peer, member.state, member.stages, member.guards) for member in granted.members] == [
@@ -465,15 +465,15 @@ def test_guards_are_reserved_shown_and_get_tickets(play):
 @pytest.mark.parametrize(
     ("guards", "every"),
     [
-        ((Guard(stage=0, peer=C), Guard(stage=0, peer=B)), 4),
-        ((Guard(stage=0, peer=A),), 4),
-        ((Guard(stage=7, peer=C),), 4),
-        ((Guard(stage=0, peer=C),), 0),
-        ((Guard(stage=0, peer=C),), -1),
+        ((Standby(stage=0, peer=C), Standby(stage=0, peer=B)), 4),
+        ((Standby(stage=0, peer=A),), 4),
+        ((Standby(stage=7, peer=C),), 4),
+        ((Standby(stage=0, peer=C),), 0),
+        ((Standby(stage=0, peer=C),), -1),
     ],
     ids=["twice", "of itself", "no such stage", "never", "negative"],
 )
-def test_guards_that_guard_nothing_are_refused(play, guards: tuple[Guard, ...], every: int):
+def test_guards_that_guard_nothing_are_refused(play, guards: tuple[Standby, ...], every: int):
     async def scene(bench: Bench) -> None:
         owner = await bench.member(1)
         for number, peer in ((2, A), (3, B), (4, C)):
@@ -496,7 +496,7 @@ def test_a_serving_plan_keeps_both_ends_with_its_owner_and_needs_no_snapshots(pl
             for stage, role in ((0, "feed"), (3, "loss"))
         ]
         layers = [StagePlacement(stage=n, peer=peer, blocks=(n, n + 1)) for n, peer in ((1, A), (2, B))]
-        guards = (Guard(stage=1, peer=C), Guard(stage=2, peer=C))
+        guards = (Standby(stage=1, peer=C), Standby(stage=2, peer=C))
         serving = msgspec.structs.replace(
             training, task="serve", stages=(ends[0], *layers, ends[1]), guards=guards, snapshot_every=0
         )
@@ -663,8 +663,8 @@ def test_the_timer_acts_when_a_lease_ends_unless_the_broker_itself_stood_still(
     play(scene)
 
 
-def _then(action: Callable[[], Outcome], afterwards: Callable[[], None]) -> Callable[[], Outcome]:
-    def both() -> Outcome:
+def _then(action: Callable[[], Replies], afterwards: Callable[[], None]) -> Callable[[], Replies]:
+    def both() -> Replies:
         outcome = action()
         afterwards()
         return outcome

@@ -12,14 +12,14 @@ from fusionai.broker.journal import Journal
 from fusionai.broker.main import BrokerOptions, _admission
 from fusionai.broker.service import BrokerService
 from fusionai.coordination.broker import requests
-from fusionai.coordination.broker.state import DeskRules
+from fusionai.coordination.broker.state import BrokerRules
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement
 from fusionai.transport.authority import load_authority
 from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.interface import Remote
-from fusionai.transport.trust import Circle, Revoked, Signer, endorse, keep_circle, key_text
+from fusionai.transport.trust import Revoked, Signer, TrustList, endorse, key_text, save_trust_list
 from fusionai.wire.messages import Done, Heartbeat, JobRequest, Message, Refused, Register, Registered
 from harness.virtual_clock import VirtualClock
 
@@ -43,7 +43,7 @@ class Bench:
         )
         self.journal = Journal.open(directory / "journal.sqlite", "home")
         self.service = BrokerService(
-            rules=DeskRules(pool="home", broker=BROKER),
+            rules=BrokerRules(pool="home", broker=BROKER),
             journal=self.journal,
             authority=load_authority(directory, "home", now_wall_s=self.clock.wall_s()),
             clock=self.clock,
@@ -116,11 +116,11 @@ def plan_with(peer: PeerId) -> msgspec.Raw:
 
 def test_a_trust_file_counts_with_its_revocations(tmp_path: Path):
     path = tmp_path / "trust.json"
-    keep_circle(path, Circle(signers=(Signer(key_text(PUBLIC)),)))
+    save_trust_list(path, TrustList(signers=(Signer(key_text(PUBLIC)),)))
     bench = Bench(tmp_path, trust_file=path)
     bench.enrol(ADA)
     assert isinstance(bench.says(ADA, registration(ADA, bench.endorsement(ADA))), Registered)
-    keep_circle(path, Circle(signers=(Signer(key_text(PUBLIC)),), revoked=(Revoked(ADA, 0),)))
+    save_trust_list(path, TrustList(signers=(Signer(key_text(PUBLIC)),), revoked=(Revoked(ADA, 0),)))
     assert "revoked" in untrusted(bench.says(ADA, Heartbeat(boot=1)))
     path.unlink()
     untrusted(bench.says(ADA, Heartbeat(boot=1)))

@@ -11,7 +11,7 @@ from fusionai.cli.planning.view import picture, show_expense, show_plan
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import Crossing, StageCosts, crossings
 from fusionai.scheduling.problem.types import BlockCost, Excluded, Link, PeerProfile, Plan, Problem
-from fusionai.scheduling.token_cost import Expense
+from fusionai.scheduling.token_cost import TokenCost
 
 NAMES = {"a" * 52: "desktop", "b" * 52: "laptop", "c" * 52: "attic", "o" * 52: "me"}
 
@@ -97,9 +97,9 @@ def test_a_stage_that_saves_memory_says_what_that_saves_and_costs(capsys: pytest
     assert "Stage 1 makes" not in shown
 
 
-def cost(**fields: object) -> Expense:
+def cost(**fields: object) -> TokenCost:
     told = {"power_w": 300.0, "joules": 2e6, "money": 0.25, "without_power": (), "without_price": (), **fields}
-    return Expense(currency="EUR", **told)  # type: ignore[arg-type]
+    return TokenCost(currency="EUR", **told)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def cost(**fields: object) -> Expense:
         ),
     ],
 )
-def test_energy_and_money_where_they_are_known(found: Expense, said: list[str], capsys: pytest.CaptureFixture[str]):
+def test_energy_and_money_where_they_are_known(found: TokenCost, said: list[str], capsys: pytest.CaptureFixture[str]):
     show_expense(found, NAMES)
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == len(said)

@@ -13,7 +13,7 @@ from fusionai.client.training.kills import Kill, Killed, PeerReturned
 from fusionai.client.training.train import Planned, TrainingResult
 from fusionai.dashboard.report_data import ReportData, Tenure
 from fusionai.primitives.ids import JobId
-from fusionai.scheduling.problem.types import Certificate, Guard, PeerProfile, Plan, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement, Standby
 from fusionai.training import progress
 from fusionai.wire.messages import CommitRecord, Fence
 
@@ -31,7 +31,7 @@ def plan(version: int, first: str, second: str, guard: str = "") -> Plan:
             StagePlacement(stage=2, peer=OWNER, blocks=(2, 3), roles=("loss",), fingerprint="x"),
         ),
         feed=OWNER,
-        guards=(Guard(stage=1, peer=guard),) if guard else (),
+        guards=(Standby(stage=1, peer=guard),) if guard else (),
         microbatches=2,
         step_time_s=1.0,
         tokens_per_s=1.0,

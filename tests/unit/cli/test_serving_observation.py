@@ -18,7 +18,7 @@ from fusionai.serving.interface import (
     EngineStatus,
     Finished,
     Generation,
-    Held,
+    GenerationPaused,
     PromptRead,
     StreamEvent,
     TokenStream,
@@ -185,7 +185,7 @@ def test_answers_at_once_share_what_the_plan_says(watching: Watching) -> None:
 
 def test_a_fault_or_another_plan_in_between_leaves_an_answer_out(watching: Watching) -> None:
     held = events(100.0, 1.0, 2.0)
-    held.insert(2, (101.5, Held("recovering", "bob is gone")))
+    held.insert(2, (101.5, GenerationPaused("recovering", "bob is gone")))
     watching.answer(held)
     assert (watching.rows(), watching.seen.left_out) == ((), 1)
 

@@ -31,7 +31,7 @@ def test_machines_are_called_by_name(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_faults_and_waits_are_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
-    waiting = progress.Waiting("waiting for a peer that lends 1 GB (stage 1)")
+    waiting = progress.ServingPaused("waiting for a peer that lends 1 GB (stage 1)")
     fault = progress.Fault(FaultNote(at_s=1.0, text="bob is gone; ada takes over stage 1", gap_s=0.5))
     assert lines(capsys, waiting, waiting, fault, progress.EngineReady(), waiting) == [
         "waiting for a peer that lends 1 GB (stage 1)",

@@ -11,25 +11,25 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.cli.pool import session
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.session import PoolMember
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.identity import peer_of, public_bytes
-from fusionai.transport.trust import Circle, Signer, endorse, keep_circle, key_text
+from fusionai.transport.trust import Signer, TrustList, endorse, key_text, save_trust_list
 from fusionai.wire.messages import MemberView
 
 
-def member(name: str, state: str) -> Member:
+def member(name: str, state: str) -> PoolMember:
     profile = PeerProfile(peer=name[0] * 52, name=name, flops_per_s=1e9, memory_bytes=2**30)
     raw = msgspec.Raw(msgspec.msgpack.encode(profile))
-    return Member(MemberView(peer=profile.peer, state=state, boot=1, addresses=(), profile=raw), profile)
+    return PoolMember(MemberView(peer=profile.peer, state=state, boot=1, addresses=(), profile=raw), profile)
 
 
 OWNER = PeerProfile(peer="o" * 52, name="this machine", flops_per_s=1e9, memory_bytes=2**30, roles=("owner",))
 
 
-def pool_of(monkeypatch: pytest.MonkeyPatch, *members: Member) -> None:
+def pool_of(monkeypatch: pytest.MonkeyPatch, *members: PoolMember) -> None:
     monkeypatch.setattr(session, "in_pool", lambda home, ask: members)
     key = Ed25519PrivateKey.from_private_bytes(b"o" * 32)
     known = SimpleNamespace(peer=OWNER.peer, credentials=SimpleNamespace(identity=SimpleNamespace(key=key)))
@@ -75,10 +75,10 @@ def test_for_trusted_peers_the_others_are_left_out_and_named(monkeypatch: pytest
     peer = peer_of(public_bytes(Ed25519PrivateKey.from_private_bytes(b"a" * 32).public_key()))
     known = member("attic", "idle")
     profile = msgspec.structs.replace(known.profile, peer=peer)
-    attic = Member(msgspec.structs.replace(known.view, peer=peer), profile)
+    attic = PoolMember(msgspec.structs.replace(known.view, peer=peer), profile)
     word = endorse(signer, PeerId(peer), name="", now_wall_s=time.time(), lifetime_s=60, serial=bytes(16))
-    circle = Circle(signers=(Signer(key_text(public_bytes(signer.public_key()))),), endorsements=(word,))
-    keep_circle(tmp_path / "trust.json", circle)
+    circle = TrustList(signers=(Signer(key_text(public_bytes(signer.public_key()))),), endorsements=(word,))
+    save_trust_list(tmp_path / "trust.json", circle)
     pool_of(monkeypatch, attic, member("barn", "idle"))
     found = session.pool_profiles(tmp_path, trusted=True)
     assert [one.name for one in found.peers] == ["attic"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fusionai.transport.identity import load_identity
-from fusionai.transport.trust import carried_endorsements, load_circle, parse_line
+from fusionai.transport.trust import carried_endorsements, load_trust_list, parse_line
 from harness.live_pool import Done, fusion
 
 
@@ -36,13 +36,13 @@ def test_a_circle_from_its_first_key_to_a_revocation(tmp_path: Path):
     written = tmp_path / "signed.json"
     assert "fusion trust carry" in done("sign", peer, "--name", "bob", "--home", home, "--json", written)
     line = json.loads(written.read_text())["endorsement"]
-    assert load_circle(home / "trust.json").endorsements == (parse_line(line),)
+    assert load_trust_list(home / "trust.json").endorsements == (parse_line(line),)
     assert "Carried until" in done("carry", line, "--home", member)
     assert carried_endorsements(member) == (parse_line(line),)
     # Another owner trusts the same signing key.
     other = tmp_path / "other"
     done("add", key, "--name", "alice", "--home", other)
-    load_circle(other / "trust.json").endorsement_of(peer, carried_endorsements(member), time.time())
+    load_trust_list(other / "trust.json").endorsement_of(peer, carried_endorsements(member), time.time())
     assert "valid until" in done("list", "--home", home)
     done("revoke", peer, "--home", home)
     assert "revoked" in done("list", "--home", home)

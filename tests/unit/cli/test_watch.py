@@ -13,7 +13,7 @@ from fusionai.training import progress
 def test_without_a_view_each_line_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with Watch("run", 3, FaultReport()) as watch:
         watch(PeerReturned("laptop", "b" * 52), ("laptop is started again",))
-        watch(progress.Waiting("nobody stands by"), ("the job waits",))
+        watch(progress.JobWaiting("nobody stands by"), ("the job waits",))
         watch(progress.Recovered(1, 1.0))
         watch(progress.Warned("low"))
     assert capsys.readouterr().out.splitlines() == ["laptop is started again", "the job waits", "warning: low"]

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from fusionai.client.pool.faults import FaultReport
-from fusionai.scheduling.problem.types import Certificate, Guard, PeerProfile, Plan, StagePlacement, TolerantTakeover
+from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement, Standby, TolerantTakeover
 from fusionai.training import progress
 from fusionai.wire.messages import CommitRecord, Fence
 
@@ -22,7 +22,7 @@ def plan(version: int, *peers: str, guards: dict[int, str] | None = None, odd: s
             for i, p in enumerate(peers)
         ),
         feed=peers[0],
-        guards=tuple(Guard(stage=stage, peer=peer) for stage, peer in (guards or {}).items()),
+        guards=tuple(Standby(stage=stage, peer=peer) for stage, peer in (guards or {}).items()),
         microbatches=4,
         step_time_s=1.0,
         tokens_per_s=1.0,
@@ -137,21 +137,21 @@ def test_a_rollback_is_called_so(story: FaultReport) -> None:
 
 def test_waiting_says_for_what_and_what_to_do_once(story: FaultReport) -> None:
     story.see(lost(), 5.0)
-    (line,) = story.see(progress.Waiting("waiting for a peer that lends 75 MB (stage 1)."), 5.1)
+    (line,) = story.see(progress.JobWaiting("waiting for a peer that lends 75 MB (stage 1)."), 5.1)
     assert line.startswith("step 12: the job waits for a peer that lends 75 MB (stage 1). It continues by itself")
-    (line,) = story.see(progress.Waiting("the broker can't be reached"), 5.15)
+    (line,) = story.see(progress.JobWaiting("the broker can't be reached"), 5.15)
     assert "the job waits: the broker can't be reached. It continues by itself when the broker is back;" in line
-    (line,) = story.see(progress.Waiting("no peer stands by for stage 1"), 5.2)
+    (line,) = story.see(progress.JobWaiting("no peer stands by for stage 1"), 5.2)
     assert "the job waits: no peer stands by for stage 1" in line
     assert "`fusion invite`" in line
-    assert story.see(progress.Waiting("no peer stands by for stage 1"), 6.2) == ()
+    assert story.see(progress.JobWaiting("no peer stands by for stage 1"), 6.2) == ()
     story.see(progress.PlanChanged(plan(2, TOWER, LAPTOP), "x"), 9.0)
     story.see(progress.Restored(11, 8, (1,), True), 9.2)
     assert "laptop is back and continues with all stages from the checkpoint of step 8" in story.sentence(
         story.episodes[0]
     )
     story.see(committed(11), 10.0)
-    assert story.see(progress.Waiting("no peer stands by for stage 1"), 11.0) != ()
+    assert story.see(progress.JobWaiting("no peer stands by for stage 1"), 11.0) != ()
 
 
 def test_the_broker_goes_and_comes(story: FaultReport) -> None:
@@ -191,18 +191,18 @@ def test_a_guard_that_accused_the_honest_stops_nothing(story: FaultReport) -> No
 def test_a_count_down_is_said_once_whole_and_then_in_short(story: FaultReport) -> None:
     story.see(lost(), 5.0)
     waits = "waiting for a peer that lends 1 GB (stage 1); cutting the model anew over 1 machine (tower) in {} s"
-    (first,) = story.see(progress.Waiting(waits.format(30)), 5.1)
+    (first,) = story.see(progress.JobWaiting(waits.format(30)), 5.1)
     assert first.startswith("step 12: the job waits for a peer that lends 1 GB (stage 1); cutting the model anew")
     assert "in 30 s. If such a machine joins before that" in first
-    assert story.see(progress.Waiting(waits.format(30)), 5.6) == ()
-    assert story.see(progress.Waiting(waits.format(20)), 15.1) == (
+    assert story.see(progress.JobWaiting(waits.format(30)), 5.6) == ()
+    assert story.see(progress.JobWaiting(waits.format(20)), 15.1) == (
         "step 12: cutting the model anew over 1 machine (tower) in 20 s",
     )
 
 
 def test_a_model_cut_anew_is_told_with_its_machines(story: FaultReport) -> None:
     story.see(lost(), 5.0)
-    story.see(progress.Waiting("waiting for a peer"), 5.1)
+    story.see(progress.JobWaiting("waiting for a peer"), 5.1)
     alone = plan(2, TOWER, HERON)
     whole = tuple(
         StagePlacement(stage=i, peer=peer, blocks=blocks, fingerprint="x")

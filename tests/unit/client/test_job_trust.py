@@ -17,7 +17,7 @@ from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import LEVELS, PrivacyLevel
 from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.signed import Seal
-from fusionai.transport.trust import Circle, CircleFile, Revoked, Signer, endorse, keep_circle, key_text
+from fusionai.transport.trust import Revoked, Signer, TrustList, TrustListFile, endorse, key_text, save_trust_list
 from harness.in_a_loop import in_a_loop
 from harness.told_pool import problem, profile
 
@@ -26,16 +26,16 @@ ME, ADA, EVE = (
     peer_of(public_bytes(Ed25519PrivateKey.from_private_bytes(letter * 32).public_key()))
     for letter in (b"m", b"a", b"e")
 )
-CIRCLE = Circle(
+CIRCLE = TrustList(
     signers=(Signer(key_text(public_bytes(KEY.public_key()))),),
     endorsements=(endorse(KEY, ADA, name="", now_wall_s=1000.0, lifetime_s=100, serial=bytes(16)),),
 )
 
 
 def trust_of(path: Path, level: PrivacyLevel = "trusted", now_s: float = 1000.0) -> JobTrust:
-    keep_circle(path / "trust.json", CIRCLE)
+    save_trust_list(path / "trust.json", CIRCLE)
     return JobTrust(
-        level=level, me=ME, seal=Seal(KEY, level), trust_list=CircleFile(path / "trust.json", lambda: now_s)
+        level=level, me=ME, seal=Seal(KEY, level), trust_list=TrustListFile(path / "trust.json", lambda: now_s)
     )
 
 
@@ -97,9 +97,9 @@ async def test_who_is_revoked_while_the_job_runs_is_shut_out(tmp_path: Path):
         for _ in range(20):
             await asyncio.sleep(0)
         assert driver.out == []
-        keep_circle(
+        save_trust_list(
             tmp_path / "trust.json",
-            Circle(signers=CIRCLE.signers, endorsements=CIRCLE.endorsements, revoked=(Revoked(ADA, 0),)),
+            TrustList(signers=CIRCLE.signers, endorsements=CIRCLE.endorsements, revoked=(Revoked(ADA, 0),)),
         )
         await asyncio.wait_for(driver.told.wait(), 5.0)
         watching.cancel()

@@ -218,7 +218,7 @@ def test_who_is_waited_for_comes_back_before_the_commit(tmp_path: Path) -> None:
         run = Run(tmp_path / "job", Kill(2, 1))
         run.commit(0)
         await run.until(Killed)
-        run.see(progress.Waiting("no peer stands by"))
+        run.see(progress.JobWaiting("no peer stands by"))
         await run.until(PeerReturned)
         assert run.pool.done == ["kill laptop", "start laptop"]
         await run.striker.close()

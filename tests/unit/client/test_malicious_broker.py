@@ -19,7 +19,7 @@ from fusionai.client.pool import replanning
 from fusionai.client.pool.beginning import first_deployment
 from fusionai.client.pool.job_trust import parts
 from fusionai.client.pool.replanning import PoolReplanner
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.session import PoolMember
 from fusionai.client.serving.watch import ServingReplanner
 from fusionai.execution.deployment import Deployment
 from fusionai.execution.links.peer_links import open_job
@@ -27,8 +27,8 @@ from fusionai.primitives.errors import FusionError, PlanError, RefusedError, Tra
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.scheduling.planner import plan as planned
-from fusionai.scheduling.problem.types import Guard, Plan, Problem, RolePlacement, ServingNeeds
-from fusionai.transport.trust import Revoked, keep_circle, load_circle
+from fusionai.scheduling.problem.types import Plan, Problem, RolePlacement, ServingNeeds, Standby
+from fusionai.transport.trust import Revoked, load_trust_list, save_trust_list
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Message
 from harness.in_a_loop import in_a_loop
@@ -49,7 +49,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusionai.client.pool.beginning.PLAN_PAUSE_S", 0.0)
 
 
-def problem_of(pool: MaliciousPool, task: Task, members: tuple[Member, ...]) -> Problem:
+def problem_of(pool: MaliciousPool, task: Task, members: tuple[PoolMember, ...]) -> Problem:
     made = msgspec.structs.replace(
         told_problem(*(one.profile for one in members)), owner=msgspec.structs.replace(OWNER, peer=pool.trust.me)
     )
@@ -82,7 +82,7 @@ def replanner_of(pool: MaliciousPool, task: Task) -> PoolReplanner:
 
 
 async def begun(pool: MaliciousPool, replanner: PoolReplanner, task: Task) -> Deployment:
-    async def plan_with(usable: tuple[Member, ...]) -> Plan:
+    async def plan_with(usable: tuple[PoolMember, ...]) -> Plan:
         return planned(problem_of(pool, task, usable))
 
     return await first_deployment(replanner, plan_with, pool_name="pool", note=lambda _text: None)
@@ -154,8 +154,8 @@ async def test_one_that_was_revoked_is_not_brought_back_by_its_old_endorsement(t
     async with MaliciousPool(tmp_path) as pool:
         await friends(pool)
         cyd = await pool.lend("cyd", pool.endorsement("cyd"))
-        circle = load_circle(pool.circle.path)
-        keep_circle(pool.circle.path, msgspec.structs.replace(circle, revoked=(Revoked(cyd.peer, 0),)))
+        circle = load_trust_list(pool.circle.path)
+        save_trust_list(pool.circle.path, msgspec.structs.replace(circle, revoked=(Revoked(cyd.peer, 0),)))
         deployment = await begun(pool, replanner_of(pool, task), task)
         assert others(pool, deployment.plan) == {"ada", "bob"}
         assert "revoked" in deployment.plan.excluded[0].reason
@@ -208,7 +208,7 @@ async def test_a_plan_that_the_broker_changes_is_not_obeyed_at_any_level(
     async with MaliciousPool(tmp_path, level=level) as pool:
         ada, _ = await friends(pool)
         eve = await pool.lend("eve", memory_bytes=1)
-        guard = Guard(stage=0, peer=eve.peer)
+        guard = Standby(stage=0, peer=eve.peer)
         for change in (
             lambda plan: _swapped(plan, ada.peer, eve.peer),
             lambda plan: msgspec.structs.replace(plan, guards=(guard,), snapshot_every=1),
@@ -311,7 +311,7 @@ async def test_without_a_trust_file_that_can_be_read_nobody_is_asked(tmp_path: P
         ada, _ = await friends(pool)
         replanner = replanner_of(pool, task)
         deployment = await begun(pool, replanner, task)
-        whole = load_circle(pool.circle.path)
+        whole = load_trust_list(pool.circle.path)
         opening = wire.OpenJob(job=JOB, fence=Fence(1, 1, 0), ticket=b"")
         for harm in BROKEN.values():
             harm(pool.circle.path)
@@ -321,7 +321,7 @@ async def test_without_a_trust_file_that_can_be_read_nobody_is_asked(tmp_path: P
                 await replanner.renewed(deployment)
             with pytest.raises(TrustError):
                 await open_job(pool.session.transport, ada.listener.addresses, ada.peer, "control", opening)
-            keep_circle(pool.circle.path, whole)
+            save_trust_list(pool.circle.path, whole)
         assert ada.heard == []
         await replanner.renewed(deployment)
 

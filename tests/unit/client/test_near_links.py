@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fusionai.client.pool.session import BETTER, MOST_MEMBERS, Member, near_links
+from fusionai.client.pool.session import BETTER, MOST_MEMBERS, PoolMember, near_links
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import Link
 from fusionai.wire.messages import LinkView, Way
@@ -18,9 +18,9 @@ def lan(peer: str, bytes_per_s: float = LAN_BYTES_PER_S, way: Way = "lan") -> Li
     return LinkView(peer, way, 0, 0.001, probed_bytes_per_s=bytes_per_s)
 
 
-def at_home(name: str, *links: LinkView) -> Member:
+def at_home(name: str, *links: LinkView) -> PoolMember:
     made = member(name, links=links)
-    return Member(made.view, msgspec.structs.replace(made.profile, uplink=LINE, downlink=LINE))
+    return PoolMember(made.view, msgspec.structs.replace(made.profile, uplink=LINE, downlink=LINE))
 
 
 def test_what_one_side_found_counts_both_ways() -> None:

@@ -14,14 +14,14 @@ import pytest
 
 from fusionai.client.pool import watch as pool_watch
 from fusionai.client.pool.replanning import FORGOTTEN_S, TrainingReplanner
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.session import PoolMember
 from fusionai.client.pool.watch import PoolWatch
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import RefusedError, TransportError
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan
-from fusionai.scheduling.standby.assignment import without_guards
+from fusionai.scheduling.standby.assignment import without_standbys
 from fusionai.scheduling.standby.promotion import ENOUGH, SETTLING
 from fusionai.scheduling.standby.straggling import Straggling
 from fusionai.storage.commits import CommitJournal
@@ -44,7 +44,7 @@ class FakeDriver:
 
     @property
     def plan(self) -> Plan:
-        return without_guards(self.deployment.plan, self.fallen)
+        return without_standbys(self.deployment.plan, self.fallen)
 
     def offer(self, deployment: Deployment, reason: str) -> None:
         self.offers.append((deployment, reason))
@@ -246,7 +246,7 @@ def test_one_offer_at_a_time_unless_it_is_never_taken(bench: Make):
 
 
 def test_who_leaves_hands_its_work_over_and_guards_it_meanwhile(bench: Make):
-    leaving: tuple[Member, ...] = (member("a", state="draining", job=JOB), working("b"), member("d"))
+    leaving: tuple[PoolMember, ...] = (member("a", state="draining", job=JOB), working("b"), member("d"))
     one = bench(leaving, guarded=False)
     before = places(one.driver.plan)
     stage = next(stage for stage, peer in before.items() if peer == "a")
@@ -367,10 +367,10 @@ def test_in_an_exact_job_no_stage_moves_among_unequal_machines(bench: Make):
 # ------------------------------------------------------------------------------------------------------- promotion
 
 
-def faster(name: str, times: float, *, fingerprint: str = "f") -> Member:
+def faster(name: str, times: float, *, fingerprint: str = "f") -> PoolMember:
     known = msgspec.structs.replace(profile(name, fingerprint=fingerprint), flops_per_s=1e9 * times)
     view = member(name).view
-    return Member(msgspec.structs.replace(view, profile=msgspec.Raw(msgspec.msgpack.encode(known))), known)
+    return PoolMember(msgspec.structs.replace(view, profile=msgspec.Raw(msgspec.msgpack.encode(known))), known)
 
 
 def ready(one: Bench, *stages: int) -> None:

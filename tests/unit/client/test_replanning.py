@@ -16,7 +16,7 @@ import pytest
 from fusionai.client.pool import replanning
 from fusionai.client.pool.job_files import distrusted, kept_deployment
 from fusionai.client.pool.replanning import TrainingReplanner
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.session import PoolMember
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import (
     ExecutionError,
@@ -62,7 +62,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     with CommitJournal(tmp_path / "journal.sqlite") as journal:
 
         def make(
-            *looks: tuple[Member, ...] | FusionError, policy: str = "exact", guarded: bool = True, **pool: Any
+            *looks: tuple[PoolMember, ...] | FusionError, policy: str = "exact", guarded: bool = True, **pool: Any
         ) -> Bench:
             peers = [profile("a"), profile("b"), *([profile("c")] if guarded else [])]
             base = problem(*peers, takeover=numerics(policy))  # pyright: ignore[reportArgumentType]
@@ -164,7 +164,7 @@ def test_a_lost_machine_serves_again_only_when_it_was_heard_since(bench: Make):
     one = bench((working("a"), silent), (working("a"), heard), guarded=False)
     look = one.pool.pool
 
-    async def later() -> tuple[Member, ...]:
+    async def later() -> tuple[PoolMember, ...]:
         one.clock.seconds += 2.0
         return await look()
 
@@ -209,7 +209,7 @@ def test_who_waits_for_nobody_else_does_not_ask_how_often_it_was_lost(bench: Mak
     one = bench((working("a"), working("b")), guarded=False)
     look, looks = one.pool.pool, [0]
 
-    async def later() -> tuple[Member, ...]:
+    async def later() -> tuple[PoolMember, ...]:
         one.clock.seconds += 1.0
         looks[0] += 1
         return await look()
@@ -308,7 +308,7 @@ def ticking(one: Bench, seconds: float = 1.0) -> None:
     """Each look at the pool takes so long."""
     look = one.pool.pool
 
-    async def later() -> tuple[Member, ...]:
+    async def later() -> tuple[PoolMember, ...]:
         one.clock.seconds += seconds
         return await look()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.session import PoolMember
 from fusionai.client.training.replica_crews import Crews
 from fusionai.primitives.ids import JobId
 from harness.told_pool import member
@@ -19,11 +19,11 @@ def crews() -> Crews:
     return made
 
 
-def works(name: str, job: str) -> Member:
+def works(name: str, job: str) -> PoolMember:
     return member(name, state="active", job=job)
 
 
-def kept_out(made: Crews, number: int, *members: Member, in_need: bool = False) -> set[str]:
+def kept_out(made: Crews, number: int, *members: PoolMember, in_need: bool = False) -> set[str]:
     return set(made.kept_out(number, members, in_need=in_need))
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.session import PoolMember
 from fusionai.client.serving.watch import ServingReplanner
 from fusionai.execution.deployment import Deployment
 from fusionai.scheduling.planner import plan as planned
@@ -18,7 +18,7 @@ from harness.told_pool import JOB, FakeClock, FakePool, member, problem, profile
 class Bench:
     """Stages on `a` and `b`, both guarded by `c`; `d` was lost as a guard ten seconds ago."""
 
-    def __init__(self, *there: Member) -> None:
+    def __init__(self, *there: PoolMember) -> None:
         base = problem(profile("a"), profile("b"), profile("c"))
         present = msgspec.structs.replace(planned(msgspec.structs.replace(base, required=("a", "b"))), version=1)
         assert {guard.peer for guard in present.guards} == {"c"}

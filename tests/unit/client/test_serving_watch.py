@@ -8,7 +8,7 @@ from typing import cast
 
 import msgspec
 
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.session import PoolMember
 from fusionai.client.serving.watch import ServingReplanner, ServingWatch
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.ids import PeerId
@@ -92,7 +92,7 @@ def profile(name: str) -> PeerProfile:
     return msgspec.structs.replace(OWNER, peer=name, name=name, flops_per_s=1e9 * speed, roles=("stage",))
 
 
-def seen(name: str, *, works: bool) -> Member:
+def seen(name: str, *, works: bool) -> PoolMember:
     return replace((working if works else member)(name), profile=profile(name))
 
 

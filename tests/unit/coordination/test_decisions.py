@@ -9,26 +9,26 @@ import pytest
 from fusionai.coordination.broker import events, requests, views
 from fusionai.coordination.broker.admission import MAX_VOUCHED
 from fusionai.coordination.broker.decisions import handle
-from fusionai.coordination.broker.events import Placement
+from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.pool import Pool, replay
 from fusionai.coordination.broker.requests import Answer, Certify, IssueTickets, Notify, Request
-from fusionai.coordination.broker.state import Decision, Desk, DeskRules, recovered
+from fusionai.coordination.broker.state import BrokerRules, BrokerState, Decision, recovered
 from fusionai.peer.door import ORPHANED_S
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import Done, LeaveNotice, Refused, StopNotice
 
 BROKER, OWNER, A, B, C, STRANGE = (PeerId(letter * 52) for letter in "yoabcx")
 JOB = JobId("job-1")
-RULES = DeskRules(pool="home", broker=BROKER)
+RULES = BrokerRules(pool="home", broker=BROKER)
 WALL_S = 1_000_000.0
 
 
 class Drive:
     """A desk with a clock. Every decision's facts are kept, to compare live state with replay."""
 
-    def __init__(self, rules: DeskRules = RULES) -> None:
+    def __init__(self, rules: BrokerRules = RULES) -> None:
         self.now_s = 0.0
-        self.desk: Desk = recovered(rules, Pool(), 0.0)
+        self.desk: BrokerState = recovered(rules, Pool(), 0.0)
         self.facts: list[events.Fact] = []
 
     def ask(self, request: Request) -> Decision:
@@ -73,12 +73,12 @@ class Drive:
         return [line.text for line in self.desk.pool.jobs[JOB].told]
 
 
-def register(peer: PeerId, *, boot: int = 1, connection: int | None = None) -> requests.Register:
-    return requests.Register(peer, ord(peer[0]) if connection is None else connection, boot, b"", ())
+def register(peer: PeerId, *, boot: int = 1, connection: int | None = None) -> requests.RegisterMember:
+    return requests.RegisterMember(peer, ord(peer[0]) if connection is None else connection, boot, b"", ())
 
 
 def want(*peers: PeerId, job: JobId = JOB, owner: PeerId = OWNER, version: int = 0) -> requests.RequestJob:
-    members = tuple(Placement(peer, (stage,)) for stage, peer in enumerate(peers))
+    members = tuple(MemberPlacement(peer, (stage,)) for stage, peer in enumerate(peers))
     return requests.RequestJob(owner, 500, job, "title", 10, b"plan", version, members)
 
 
@@ -135,7 +135,7 @@ def test_members_that_left_fill_no_pool_and_a_forgotten_one_comes_in_anew(monkey
     drive.ask(requests.Invite(BROKER, "d", 9, 60.0))
     for peer in (A, B, A):
         drive.ask(requests.Enrol("d", peer, "provider"))
-        drive.ask(requests.Register(peer, 1, 1, b"", ()))
+        drive.ask(requests.RegisterMember(peer, 1, 1, b"", ()))
         drive.ask(requests.AskLeave(peer, 1, False))
     assert [peer for peer in drive.desk.pool.members if drive.phase(peer) == "left"] == [A]
 
@@ -396,7 +396,7 @@ def test_a_plan_with_a_member_that_is_not_free_reserves_nobody(drive: Drive, pre
 
 
 def test_guards_are_reserved_and_no_other_job_takes_them(drive: Drive):
-    guarded = replace(want(A), members=(Placement(A, (0,)), Placement(B, (), (0,))))
+    guarded = replace(want(A), members=(MemberPlacement(A, (0,)), MemberPlacement(B, (), (0,))))
     drive.ask(guarded)
     assert (drive.phase(B), drive.desk.pool.members[B].guards) == ("active", (0,))
     drive.refused(want(B, job=JobId("other")), "busy")
@@ -406,7 +406,7 @@ def test_guards_are_reserved_and_no_other_job_takes_them(drive: Drive):
         ("b", "active", (), (0,)),
         ("c", "idle", (), ()),
     ]
-    drive.ask(replace(want(B), members=(Placement(B, (0,)), Placement(C, (), (0,)))))
+    drive.ask(replace(want(B), members=(MemberPlacement(B, (0,)), MemberPlacement(C, (), (0,)))))
     assert (drive.phase(A), drive.phase(B), drive.phase(C)) == ("idle", "active", "active")
     drive.ask(report("done"))
     assert (drive.phase(B), drive.phase(C)) == ("idle", "idle")
@@ -414,7 +414,7 @@ def test_guards_are_reserved_and_no_other_job_takes_them(drive: Drive):
 
 def test_a_guard_that_is_gone_is_refused_like_any_member(drive: Drive):
     drive.ask(requests.AskLeave(B, 98, drain=False))
-    drive.refused(replace(want(A), members=(Placement(A, (0,)), Placement(B, (), (0,)))), "unknown_peer")
+    drive.refused(replace(want(A), members=(MemberPlacement(A, (0,)), MemberPlacement(B, (), (0,)))), "unknown_peer")
 
 
 def test_an_incumbent_that_drains_may_stay_and_leaves_when_a_plan_leaves_it_out(drive: Drive):

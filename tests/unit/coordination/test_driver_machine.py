@@ -19,10 +19,13 @@ from fusionai.coordination.training.commands import (
     DriverCommand,
     EndJob,
     Evaluate,
-    Feed,
+    FeedMicrobatch,
     JournalCommit,
     NameBest,
     PassSnapshot,
+    ReportCheck,
+    ReportFault,
+    ReportRestored,
     Rewind,
     SendAttach,
     SendCommit,
@@ -30,9 +33,6 @@ from fusionai.coordination.training.commands import (
     SendResume,
     StartCheck,
     StepCommitted,
-    TellCheck,
-    TellFault,
-    TellRestored,
     WarnTolerant,
     WriteCheckpoint,
 )
@@ -179,7 +179,7 @@ def commit(machine: DriverMachine, step: int, loss: float = 1.0) -> list[DriverC
 
 
 def fed(commands: list[DriverCommand]) -> list[tuple[int, int]]:
-    return [(c.step, c.microbatch) for c in commands if isinstance(c, Feed)]
+    return [(c.step, c.microbatch) for c in commands if isinstance(c, FeedMicrobatch)]
 
 
 def kinds(commands: list[DriverCommand]) -> list[type]:
@@ -277,7 +277,7 @@ def test_all_status_then_resume_then_all_ready_then_work():
     assert machine.handle(StageReported(1, -1, -1)) == [], "twice is not two"
     both = frozenset({0, 1})
     assert machine.handle(StageReported(0, -1, -1)) == [
-        TellRestored(committed=3, base=3, restored=(0, 1), rollback=False),
+        ReportRestored(committed=3, base=3, restored=(0, 1), rollback=False),
         *[SendResume(stage, committed=3, source="import", base=3, replaying=both) for stage in (0, 1)],
     ]
     assert machine.phase is DriverPhase.LOADING
@@ -296,7 +296,7 @@ def test_a_guard_that_has_not_answered_holds_the_round_up():
     report(machine, -1)
     for peer in ("p0", "p1", "g0"):
         assert machine.handle(MemberEnlisted(peer)) == []
-    assert isinstance(machine.handle(MemberEnlisted("g1"))[0], TellRestored)
+    assert isinstance(machine.handle(MemberEnlisted("g1"))[0], ReportRestored)
 
 
 def test_a_stage_that_is_not_of_the_plan_does_not_complete_a_barrier():
@@ -377,7 +377,9 @@ def test_a_job_whose_steps_are_all_in_the_checkpoint_ends_when_it_is_ready():
 def test_a_driver_that_died_at_the_end_saves_and_ends():
     commands = ready(driver(steps=4, official=4, saved=2))
     assert [record.step for record in running(official=4, saved=2).records.values()] == [1, 2, 3]
-    assert commands == [AnnounceReady(2), Feed(2, 0), Feed(2, 1)], "nobody is there: all is done again from 2"
+    assert commands == [AnnounceReady(2), FeedMicrobatch(2, 0), FeedMicrobatch(2, 1)], (
+        "nobody is there: all is done again from 2"
+    )
     machine = driver(steps=4, official=4, saved=2)
     machine.start()
     enlist(machine)
@@ -574,7 +576,7 @@ def promoted(steps: int = 3, **changes: object) -> DriverMachine:
             for stage, guard in GUARDS.items():
                 machine.handle(SnapshotStored(stage, 2, guard))
     assert machine.handle(PeerLost("p1", "gone")) == [
-        TellFault("peer", "p1", (1,), steps, "gone"),
+        ReportFault("peer", "p1", (1,), steps, "gone"),
         AskPlan(frozenset({"p1"}), "gone"),
     ]
     new = plan(2, places={0: "p0", 1: "g1"}, guards={0: "g0"})
@@ -587,7 +589,7 @@ def test_a_lost_stage_starts_from_its_snapshot_with_the_records_and_then_its_nei
     enlist(machine, {"g0": {(0, 2)}, "g1": {(1, 2)}})
     replaying = frozenset({1})
     assert report(machine, 3, 2, s1=-1) == [
-        TellRestored(committed=3, base=2, restored=(1,), rollback=False),
+        ReportRestored(committed=3, base=2, restored=(1,), rollback=False),
         SendResume(1, committed=3, source="snapshot", base=2, records=(machine.records[2],), replaying=replaying),
     ]
     assert machine.handle(StageReady(1, 2)) == [
@@ -621,7 +623,7 @@ def test_a_guard_nobody_waits_for_may_go_while_others_load():
     machine = promoted()
     enlist(machine, {"g0": {(0, 2)}, "g1": {(1, 2)}})
     report(machine, 3, 2, s1=-1)
-    assert kinds(machine.handle(PeerLost("g0", "gone"))) == [TellFault]
+    assert kinds(machine.handle(PeerLost("g0", "gone"))) == [ReportFault]
     assert machine.phase is DriverPhase.LOADING
 
 
@@ -633,7 +635,7 @@ def replaying(steps: int = 8, **changes: object) -> DriverMachine:
     report(machine, steps, 0, s0=-1)
     commands = machine.handle(StageReady(0, 0))
     assert fed(commands) == [(step, microbatch) for step in range(2) for microbatch in range(2)]
-    assert all(command.only == {0} for command in commands if isinstance(command, Feed))
+    assert all(command.only == {0} for command in commands if isinstance(command, FeedMicrobatch))
     return machine
 
 
@@ -736,7 +738,9 @@ def test_a_lost_guard_is_struck_out_without_a_round():
     machine.handle(SnapshotStored(1, 2, "g1"))
     attempt = machine.attempt
     commands = machine.handle(PeerLost("g0", "gone"))
-    assert commands == [TellFault("guard", "g0", (), 2, "gone"), Feed(2, 0), Feed(2, 1)], "it is waited for no more"
+    assert commands == [ReportFault("guard", "g0", (), 2, "gone"), FeedMicrobatch(2, 0), FeedMicrobatch(2, 1)], (
+        "it is waited for no more"
+    )
     assert (machine.attempt, machine.line) == (attempt, 2)
     assert machine.handle(PeerLost("g0", "gone")) == [], "once"
     assert machine.handle(SnapshotStored(0, 2, "g0")) == []
@@ -749,7 +753,7 @@ def test_a_guard_lost_while_all_report_does_not_hold_the_round_up():
     for peer in ("p0", "p1", "g0"):
         machine.handle(MemberEnlisted(peer))
     commands = machine.handle(PeerLost("g1", "gone"))
-    assert kinds(commands)[:2] == [TellFault, TellRestored]
+    assert kinds(commands)[:2] == [ReportFault, ReportRestored]
 
 
 def test_a_guard_lost_while_a_plan_is_waited_for_must_not_be_in_it():
@@ -808,7 +812,7 @@ def test_a_roll_back_takes_the_line_back_and_snapshots_of_later_steps_do_not_cou
     machine.handle(PlanGranted(plan(2, places={0: "p0", 1: "new"}, guards={0: "g0"}, snapshot_every=1)))
     enlist(machine, {"g0": {(0, 1)}})
     commands = report(machine, 1, 1, s1=-1)
-    assert commands[0] == TellRestored(committed=1, base=0, restored=(0, 1), rollback=True)
+    assert commands[0] == ReportRestored(committed=1, base=0, restored=(0, 1), rollback=True)
     assert (machine.step, machine.official, machine.line) == (0, 1, 0)
     assert [c.snapshot for c in commands if isinstance(c, SendResume)] == [True, False]
 
@@ -906,7 +910,7 @@ def test_a_state_that_is_no_better_is_not_saved():
     evaluate(machine, 1, 1.0)
     machine.handle(CheckpointWritten(1))
     commands = evaluate(machine, 2, 1.0)
-    assert kinds(commands) == [Feed, Feed]
+    assert kinds(commands) == [FeedMicrobatch, FeedMicrobatch]
     assert evaluate(machine, 3, 0.9) == [WriteCheckpoint(3, ask=True)]
 
 
@@ -1061,7 +1065,7 @@ def test_a_fault_voids_the_step_under_way_and_begins_a_round_with_a_higher_fence
     machine.handle(LossArrived(0, 0, 1.0))
     machine.handle(StagePrepared(0, 0, NORMS[0]))
     commands = machine.handle(LinkBroken("p0", "p1", "cut"))
-    assert commands == [TellFault("link", "p1", (1,), 0, "cut"), SendAttach(Fence(1, 1, 1), machine.roles, {})]
+    assert commands == [ReportFault("link", "p1", (1,), 0, "cut"), SendAttach(Fence(1, 1, 1), machine.roles, {})]
     enlist(machine)
     report(machine, 0)
     assert fed(all_ready(machine)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -1089,7 +1093,7 @@ def test_a_round_waits_for_a_commit_on_its_way_to_the_disk_and_stages_learn_it_f
         assert machine.handle(StageReported(stage, 0, 0)) == []
     told, restored, *resumes = machine.handle(CommitJournalled(written))
     assert told == StepCommitted(written, (1.0, 2.0), replayed=False)
-    assert isinstance(restored, TellRestored)
+    assert isinstance(restored, ReportRestored)
     assert (restored.committed, machine.official) == (1, 1)
     assert [r.records for r in resumes if isinstance(r, SendResume)] == [(written,), (written,)]
     assert Evaluate(1) in all_ready(machine), "it has become due"
@@ -1120,7 +1124,7 @@ def test_a_link_that_breaks_again_before_a_commit_costs_one_of_its_ends():
     machine.handle(LinkBroken("p0", "p1", "cut"))
     again(machine)
     commit(machine, 0)
-    assert kinds(machine.handle(LinkBroken("p0", "p1", "cut"))) == [TellFault, SendAttach], "it did carry a step"
+    assert kinds(machine.handle(LinkBroken("p0", "p1", "cut"))) == [ReportFault, SendAttach], "it did carry a step"
 
 
 @pytest.mark.parametrize(
@@ -1138,15 +1142,15 @@ def test_links_of_strangers_mean_nothing(event: LinkBroken, changes: dict[str, o
 
 def test_the_owner_is_never_blamed_for_a_link_and_its_feed_counts():
     machine = running()
-    assert kinds(machine.handle(LinkBroken("owner", "p0", "cut"))) == [TellFault, SendAttach]
+    assert kinds(machine.handle(LinkBroken("owner", "p0", "cut"))) == [ReportFault, SendAttach]
     again(machine)
     assert machine.handle(LinkBroken("p0", "owner", "cut"))[-1] == AskPlan(frozenset({"p0"}), "cut")
 
 
 def test_the_owner_s_feed_counts_also_when_its_machine_guards_no_more():
     machine = running(guards={1: "owner"})
-    assert machine.handle(PeerLost("owner", "gone"))[0] == TellFault("guard", "owner", (), 0, "gone")
-    assert kinds(machine.handle(LinkBroken("owner", "p0", "cut"))) == [TellFault, SendAttach]
+    assert machine.handle(PeerLost("owner", "gone"))[0] == ReportFault("guard", "owner", (), 0, "gone")
+    assert kinds(machine.handle(LinkBroken("owner", "p0", "cut"))) == [ReportFault, SendAttach]
 
 
 def test_who_has_trouble_with_several_is_blamed_and_else_who_is_guarded():
@@ -1163,16 +1167,16 @@ def test_who_has_trouble_with_several_is_blamed_and_else_who_is_guarded():
 
 def test_a_guard_whose_link_breaks_again_before_a_snapshot_came_through_is_struck_out():
     machine = guarded(snapshot_every=3)
-    assert kinds(machine.handle(LinkBroken("p0", "g0", "cut"))) == [TellFault, SendAttach]
+    assert kinds(machine.handle(LinkBroken("p0", "g0", "cut"))) == [ReportFault, SendAttach]
     again(machine)
     commit(machine, 0)
-    assert machine.handle(LinkBroken("g0", "p0", "cut"))[0] == TellFault("guard", "g0", (), 1, "cut")
+    assert machine.handle(LinkBroken("g0", "p0", "cut"))[0] == ReportFault("guard", "g0", (), 1, "cut")
     assert machine.phase is DriverPhase.RUNNING
     machine = guarded(snapshot_every=3)
     machine.handle(LinkBroken("p0", "g0", "cut"))
     again(machine)
     machine.handle(SnapshotStored(0, 0, "g0"))
-    assert kinds(machine.handle(LinkBroken("p0", "g0", "cut"))) == [TellFault, SendAttach]
+    assert kinds(machine.handle(LinkBroken("p0", "g0", "cut"))) == [ReportFault, SendAttach]
 
 
 def test_a_guard_struck_out_for_its_link_while_all_report_does_not_hold_the_round_up():
@@ -1181,15 +1185,15 @@ def test_a_guard_struck_out_for_its_link_while_all_report_does_not_hold_the_roun
     for peer in ("p0", "p1", "g1"):
         machine.handle(MemberEnlisted(peer))
     report(machine, 0)
-    assert kinds(machine.handle(LinkBroken("p0", "g0", "cut")))[:2] == [TellFault, TellRestored]
+    assert kinds(machine.handle(LinkBroken("p0", "g0", "cut")))[:2] == [ReportFault, ReportRestored]
 
 
 def test_a_stage_that_fails_is_retried_once_then_moved_then_the_job_fails():
     machine = running()
-    assert kinds(machine.handle(StageFailed(1, "no memory"))) == [TellFault, SendAttach]
+    assert kinds(machine.handle(StageFailed(1, "no memory"))) == [ReportFault, SendAttach]
     again(machine)
     commands = machine.handle(StageFailed(1, "no memory"))
-    assert commands == [TellFault("stage", "p1", (1,), 0, "no memory"), AskPlan(frozenset({"p1"}), "no memory")]
+    assert commands == [ReportFault("stage", "p1", (1,), 0, "no memory"), AskPlan(frozenset({"p1"}), "no memory")]
     machine.handle(PlanGranted(plan(2, places={0: "p0", 1: "new"})))
     assert failure(machine.handle(StageFailed(1, "no memory"))) == "stage 1 failed: no memory"
 
@@ -1199,7 +1203,7 @@ def test_failures_are_forgiven_by_a_commit_and_fatal_ones_never():
     machine.handle(StageFailed(1, "no memory"))
     again(machine)
     commit(machine, 0)
-    assert kinds(machine.handle(StageFailed(1, "no memory"))) == [TellFault, SendAttach]
+    assert kinds(machine.handle(StageFailed(1, "no memory"))) == [ReportFault, SendAttach]
     assert "nobody can" in failure(running().handle(StageFailed(1, "nobody can", fatal=True)))
 
 
@@ -1344,7 +1348,7 @@ def test_a_plan_brings_a_lost_guard_back():
     machine.handle(PlanGranted(plan(2, guards=GUARDS)))
     assert commit(machine, 0)[-1] == SendAttach(Fence(2, 1, 1), plan(2, guards=GUARDS), GUARDS)
     assert machine.guards == GUARDS
-    assert machine.handle(PeerLost("g0", "again"))[0] == TellFault("guard", "g0", (), 1, "again")
+    assert machine.handle(PeerLost("g0", "again"))[0] == ReportFault("guard", "g0", (), 1, "again")
     assert machine.guards == {1: "g1"}
 
 
@@ -1418,7 +1422,7 @@ def test_an_evaluation_of_the_state_that_is_restored_is_done_again():
     machine.handle(PlanGranted(plan(2, partition="other")))
     enlist(machine)
     (told, *_) = report(machine, -1)
-    assert told == TellRestored(committed=1, base=1, restored=(0, 1), rollback=False)
+    assert told == ReportRestored(committed=1, base=1, restored=(0, 1), rollback=False)
     assert Evaluate(1) in all_ready(machine)
 
 
@@ -1462,10 +1466,10 @@ def test_a_stretch_is_checked_when_all_guards_have_what_followed_and_the_line_wa
     assert started == {stage: Check(stage, PLACES[stage], GUARDS[stage], 0, 2) for stage in PLACES}
     assert machine.line == 0
     commit(machine, 2)
-    assert machine.handle(StageChecked(started[0], Opinion()))[0] == TellCheck(started[0], "valid", "")
+    assert machine.handle(StageChecked(started[0], Opinion()))[0] == ReportCheck(started[0], "valid", "")
     assert machine.line == 0
     commands = machine.handle(StageChecked(started[1], Opinion(void="it left")))
-    assert isinstance(commands[0], TellCheck)
+    assert isinstance(commands[0], ReportCheck)
     assert machine.line == 2
     assert 2 in machine.records
 
@@ -1498,9 +1502,9 @@ def test_a_liar_goes_and_its_steps_are_taken_back():
     started = checks(kept(machine, 2))
     commit(machine, 2)
     commands = found_out(machine, started, 1)
-    assert kinds(commands) == [TellCheck, Distrust, TellFault, Rewind, AskPlan]
+    assert kinds(commands) == [ReportCheck, Distrust, ReportFault, Rewind, AskPlan]
     fault = commands[2]
-    assert isinstance(fault, TellFault)
+    assert isinstance(fault, ReportFault)
     assert (fault.kind, fault.peer, fault.stages, fault.step) == ("liar", "p1", (1,), 3)
     assert commands[3] == Rewind(0)
     assert isinstance(commands[4], AskPlan)
@@ -1532,7 +1536,7 @@ def test_nobody_goes_while_a_commit_is_on_its_way_to_the_disk():
         commit(machine, step)
     started = checks(kept(machine, 2))
     record = journalled(machine, 2)
-    assert kinds(found_out(machine, started, 0)) == [TellCheck]
+    assert kinds(found_out(machine, started, 0)) == [ReportCheck]
     commands = machine.handle(CommitJournalled(record))
     assert Rewind(0) in commands
     assert machine.official == 0

@@ -16,7 +16,9 @@ OWNER = PeerId("o" * 52)
 ASKED = events.JobRequested(at_s=10.0, job="job-1", title="a title", owner=OWNER, steps=100)
 EVENTS = {
     "request": ASKED,
-    "plan": events.PlanMinted(at_s=11.0, job="job-1", version=3, plan=b"", members=(events.Placement("p", (0,)),)),
+    "plan": events.PlanMinted(
+        at_s=11.0, job="job-1", version=3, plan=b"", members=(events.MemberPlacement("p", (0,)),)
+    ),
     "start": events.JobStarted(at_s=12.0, job="job-1"),
     "stop": events.JobStopAsked(at_s=13.0, job="job-1", by=OWNER),
     "unattend": events.JobUnattended(at_s=14.0, job="job-1", reason="gone"),
@@ -77,7 +79,7 @@ def test_a_job_tells_its_story():
 
 
 def test_a_guarded_plan_says_so():
-    members = (events.Placement("p", (0,)), events.Placement("q", (), (0,)))
+    members = (events.MemberPlacement("p", (0,)), events.MemberPlacement("q", (), (0,)))
     job, _ = JOB.advance(
         requested(ASKED), events.PlanMinted(at_s=1.0, job="job-1", version=4, plan=b"", members=members)
     )

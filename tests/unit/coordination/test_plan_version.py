@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.broker.events import Placement, PlanMinted
+from fusionai.coordination.broker.events import MemberPlacement, PlanMinted
 from fusionai.coordination.broker.plan_version import PLAN_VERSION, Retired, Superseded, mint
 from fusionai.coordination.machine import ForbiddenTransition
 from fusionai.primitives.errors import FusionError
 
-FACT = PlanMinted(at_s=1.0, job="job-1", version=4, plan=b"plan", members=(Placement("p", (0,)),))
+FACT = PlanMinted(at_s=1.0, job="job-1", version=4, plan=b"plan", members=(MemberPlacement("p", (0,)),))
 
 
 def test_the_next_version_is_minted_as_the_fact_says():
@@ -19,7 +19,7 @@ def test_the_next_version_is_minted_as_the_fact_says():
         4,
         "job-1",
         b"plan",
-        (Placement("p", (0,)),),
+        (MemberPlacement("p", (0,)),),
     )
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fusionai.coordination.broker import events
-from fusionai.coordination.broker.events import Fact, Placement, decode, encode
+from fusionai.coordination.broker.events import Fact, MemberPlacement, decode, encode
 from fusionai.coordination.broker.pool import (
     DEPARTED_KEPT,
     ENDED_JOBS_KEPT,
@@ -40,7 +40,7 @@ def asked(job: str = "job-1") -> Fact:
 
 
 def planned(version: int, *peers: PeerId, job: str = "job-1") -> Fact:
-    members = tuple(Placement(peer, (stage,)) for stage, peer in enumerate(peers))
+    members = tuple(MemberPlacement(peer, (stage,)) for stage, peer in enumerate(peers))
     return events.PlanMinted(at_s=4.0, job=job, version=version, plan=b"plan", members=members)
 
 
@@ -68,12 +68,12 @@ def test_a_new_plan_releases_whom_it_leaves_out_and_supersedes_the_old_one():
     pool = replay([*START, asked(), planned(1, A, C), planned(2, B, C)])
     assert phases(pool) == {"a": "idle", "b": "active", "c": "active"}
     assert {version: plan.phase for version, plan in pool.plans.items()} == {2: "current"}
-    assert pool.plans[2].members == (Placement(B, (0,)), Placement(C, (1,)))
+    assert pool.plans[2].members == (MemberPlacement(B, (0,)), MemberPlacement(C, (1,)))
 
 
 def test_guards_are_reserved_and_released_like_those_that_run_stages():
     guarded = events.PlanMinted(
-        at_s=4.0, job="job-1", version=1, plan=b"plan", members=(Placement(A, (0,)), Placement(C, (), (0,)))
+        at_s=4.0, job="job-1", version=1, plan=b"plan", members=(MemberPlacement(A, (0,)), MemberPlacement(C, (), (0,)))
     )
     pool = replay([*START, asked(), guarded])
     assert phases(pool) == {"a": "active", "b": "idle", "c": "active"}
@@ -196,7 +196,7 @@ def test_a_frozen_pool_is_the_same_pool_and_goes_on():
 
 
 def test_a_placement_of_an_earlier_version_reads_as_one_without_guards():
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode([A, [1]]), type=Placement) == Placement(A, (1,))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode([A, [1]]), type=MemberPlacement) == MemberPlacement(A, (1,))
 
 
 def test_facts_survive_encoding():

@@ -33,7 +33,7 @@ def test_a_warm_guard_reads_the_text_again_under_the_fence_it_goes_by() -> None:
     assert job.machine.next_checks() == ()
     told(job, begun, FINE)
     (command,) = job.given
-    assert isinstance(command, commands.TellCheck)
+    assert isinstance(command, commands.ReportCheck)
     assert command.outcome == "valid"
     job.tell(events.PlanGiven(roles(2, guards={2: "h"})))
     (brought,) = job.of(commands.EnlistStandby)
@@ -64,7 +64,7 @@ def test_what_a_guard_takes_exception_to_the_owner_reads_and_the_liar_goes_and_a
     told(job, again, WRONG)
     (distrusted,) = job.of(commands.Distrust)
     assert distrusted.peer == "b"
-    (fault,) = job.of(commands.TellFault)
+    (fault,) = job.of(commands.ReportFault)
     assert (fault.kind, fault.peer, fault.stages, fault.heirs) == ("liar", "b", (2,), {2: "g"})
     assert job.phase is ServingPhase.ENLISTING
     job.enlist()
@@ -84,7 +84,7 @@ def test_a_guard_whose_word_did_not_hold_goes_and_no_round_begins() -> None:
     (again,) = job.of(commands.BeginCheck)
     told(job, again, FINE)
     assert [one.peer for one in job.of(commands.Distrust)] == ["g"]
-    (fault,) = job.of(commands.TellFault)
+    (fault,) = job.of(commands.ReportFault)
     assert (fault.kind, fault.peer, fault.stages) == ("liar", "g", ())
     assert job.phase is ServingPhase.RUNNING
     assert 2 not in job.machine.roles.guards

@@ -9,7 +9,7 @@ import pytest
 from fusionai.coordination.serving import commands, events
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.sessions import SessionSpec
-from fusionai.coordination.serving.stage_times import ATTEMPTS, Work
+from fusionai.coordination.serving.stage_times import ATTEMPTS, PassWork
 from fusionai.coordination.serving.state import ServingPhase
 from harness.serving_job import Job, decoding, rebuilding, roles, running
 
@@ -35,11 +35,11 @@ def stage_fails(job: Job, stage: int, *, fatal: bool = False) -> None:
 def test_a_stage_that_fails_gets_another_round_then_another_peer() -> None:
     job = running()
     stage_fails(job, 2)
-    assert [(told.kind, told.peer, told.stages) for told in job.of(commands.TellFault)] == [("stage", "b", (2,))]
+    assert [(told.kind, told.peer, told.stages) for told in job.of(commands.ReportFault)] == [("stage", "b", (2,))]
     assert (job.phase, job.machine.roles.places[2]) == (ServingPhase.ENLISTING, "b")
     again(job)
     stage_fails(job, 2)
-    assert [(told.kind, told.heirs) for told in job.of(commands.TellFault)] == [("stage", {2: "g"})]
+    assert [(told.kind, told.heirs) for told in job.of(commands.ReportFault)] == [("stage", {2: "g"})]
     again(job)
     stage_fails(job, 2)
     assert job.phase is ServingPhase.WAITING, "a third peer, where the job has been ready: it is not ended"
@@ -137,7 +137,7 @@ def test_what_a_command_could_not_do_ends_the_job() -> None:
 def test_a_guard_that_fails_is_replaced_and_passes_go_on() -> None:
     job = running(warm=False)
     job.tell(events.StageFailed(job.fence, "g", 2, "no room"))
-    assert [(told.kind, told.peer) for told in job.of(commands.TellFault)] == [("guard", "g")]
+    assert [(told.kind, told.peer) for told in job.of(commands.ReportFault)] == [("guard", "g")]
     assert [asked.urgent for asked in job.of(commands.AskPlan)] == [False]
     assert (job.phase, job.machine.roles.guards) == (ServingPhase.RUNNING, {})
 
@@ -211,7 +211,7 @@ def test_a_lost_stage_goes_to_whoever_was_about_to_take_it_if_it_has_loaded(warm
     if warm:
         job.tell(events.StandbyLoaded(fence, "n", 2))
     job.tell(events.PeerLost("b", "x"))
-    assert job.of(commands.TellFault)[0].heirs == ({2: "n"} if warm else {})
+    assert job.of(commands.ReportFault)[0].heirs == ({2: "n"} if warm else {})
     assert job.phase is (ServingPhase.ENLISTING if warm else ServingPhase.WAITING)
 
 
@@ -298,7 +298,7 @@ def test_a_phase_may_go_so_long_without_progress_and_no_longer(phase: ServingPha
     job.tell(events.Tick(50.0), events.Tick(50.0 + limit_s))
     assert job.given == []
     job.tell(events.Tick(50.1 + limit_s))
-    assert job.of(commands.TellFault)[0].kind == "late"
+    assert job.of(commands.ReportFault)[0].kind == "late"
 
 
 def test_a_pass_may_take_its_time_and_no_longer() -> None:
@@ -409,18 +409,18 @@ def test_a_stage_that_says_that_it_works_is_waited_for_within_its_limit() -> Non
 
 def test_a_stage_beyond_its_limit_is_stuck_and_the_next_attempt_is_shorter_and_has_more_time() -> None:
     job, number = slow_job(slow_roles(1.0))
-    limit_s = job.machine.patience.limit_s(1, Work(8, 8.0))
+    limit_s = job.machine.patience.limit_s(1, PassWork(8, 8.0))
     assert limit_s > 4 * 8.0
     assert job.tell(events.StageWorking(job.fence, "a", 1, number, limit_s)) == []
     job.tell(events.StageWorking(job.fence, "a", 1, number, limit_s + 1.0))
     assert job.phase is ServingPhase.ENLISTING
-    (told,) = job.of(commands.TellFault)
+    (told,) = job.of(commands.ReportFault)
     assert told.kind == "late"
     assert f"stage 1 on a works on a piece of 8 positions for {limit_s + 1:.0f} s" in told.reason
     again(job)
     plan = job.machine.next_pass(1000.0)
     assert plan is not None
-    assert job.machine.patience.limit_s(1, Work(8, 8.0)) > 2 * limit_s, "and what it took is known"
+    assert job.machine.patience.limit_s(1, PassWork(8, 8.0)) > 2 * limit_s, "and what it took is known"
 
 
 def test_without_a_word_passes_are_given_up_sooner_than_a_stage_that_works() -> None:
@@ -438,7 +438,7 @@ def test_a_stage_that_is_stuck_again_and_again_goes_to_its_guard() -> None:
         job.batcher.submit(SessionSpec(number=attempt + 1, scope="", prompt=(7,) * 8, max_tokens=3), 0.0)
         plan = job.machine.next_pass(1000.0 * attempt)
         assert plan is not None
-        limit_s = job.machine.patience.limit_s(2, Work(8, 8.0))
+        limit_s = job.machine.patience.limit_s(2, PassWork(8, 8.0))
         job.tell(events.StageWorking(job.fence, "b", 2, plan.number, limit_s + 1.0))
         if attempt < 2:
             assert job.machine.lost == frozenset()

@@ -27,7 +27,7 @@ def test_passes_go_only_when_all_is_loaded_and_two_probes_are_equal() -> None:
     assert len(job.of(commands.SendProbe)) == 2
     assert job.machine.next_pass(0.0) is None
     job.probe("x", "x")
-    assert job.of(commands.TellState)[0].state == "ready"
+    assert job.of(commands.ReportState)[0].state == "ready"
     assert [(load.peer, load.stage, load.standby) for load in job.of(commands.SendLoad)] == [("g", 2, True)]
     assert job.machine.next_pass(0.0) is not None
 
@@ -65,7 +65,7 @@ def test_a_guard_takes_over_at_once_and_its_cache_is_rebuilt_from_the_stage_befo
     job = running()
     computed = decoding(job)
     job.tell(events.PeerLost("b", "silent"))
-    told, begun, asked = job.of(commands.TellFault)[0], job.of(commands.BeginRound)[0], job.of(commands.AskPlan)[0]
+    told, begun, asked = job.of(commands.ReportFault)[0], job.of(commands.BeginRound)[0], job.of(commands.AskPlan)[0]
     assert told.heirs == {2: "g"}
     assert begun.fence == Fence(1, 7, 1)
     assert begun.roles.places[2] == "g"
@@ -146,10 +146,10 @@ def test_a_stage_that_moved_away_and_back_before_passes_ran_has_no_cache(cut: st
 def test_who_waits_is_told_for_what_and_whose_loss_it_is() -> None:
     job = running(roles(guards={3: "g"}))
     job.tell(events.PeerLost("c", "it ended a connection."))
-    (told,) = job.of(commands.TellState)
+    (told,) = job.of(commands.ReportState)
     assert (told.state, told.detail) == ("recovering", "lost c (it ended a connection)")
     job.tell(events.PeerLost("b", "frozen"))
-    (told,) = job.of(commands.TellState)
+    (told,) = job.of(commands.ReportState)
     assert (told.state, told.detail) == ("waiting", "waiting for a machine to run stage 2: lost b (frozen)")
 
 
@@ -162,7 +162,7 @@ def test_a_broken_link_is_a_round_without_rebuild_or_probe_and_the_second_costs_
     job.load(dict.fromkeys((1, 2, 3), ((1, computed),)))
     assert job.phase is ServingPhase.RUNNING
     job.tell(events.LinkBroken(job.fence, "b", "a", "reset"))
-    assert job.of(commands.TellFault)[0].peer == "b"
+    assert job.of(commands.ReportFault)[0].peer == "b"
     assert job.machine.roles.places[2] == "g"
 
 
@@ -212,7 +212,7 @@ def test_a_probe_too_far_off_counts_while_caches_are_rebuilt_too() -> None:
     job = rebuilding()
     job.probe("z", distance=float("nan"))
     assert job.phase is ServingPhase.WAITING
-    assert job.of(commands.TellFault)[0].kind == "probe"
+    assert job.of(commands.ReportFault)[0].kind == "probe"
 
 
 def test_a_probe_that_fails_while_caches_are_rebuilt_is_a_fault_of_that_stage() -> None:
@@ -220,7 +220,7 @@ def test_a_probe_that_fails_while_caches_are_rebuilt_is_a_fault_of_that_stage() 
     (number,) = job.machine.rounds.probes
     job.tell(events.PassFailed(job.fence, number, 3, "no pages"))
     assert job.phase is ServingPhase.ENLISTING
-    assert job.of(commands.TellFault)[0].stages == (3,)
+    assert job.of(commands.ReportFault)[0].stages == (3,)
 
 
 def test_a_probe_too_far_off_after_a_takeover_costs_whoever_is_new() -> None:
@@ -230,7 +230,7 @@ def test_a_probe_too_far_off_after_a_takeover_costs_whoever_is_new() -> None:
     job.load()
     job.probe("z", distance=float("nan"))
     assert job.phase is ServingPhase.WAITING
-    assert job.of(commands.TellFault)[0].kind == "probe"
+    assert job.of(commands.ReportFault)[0].kind == "probe"
     assert job.of(commands.AskPlan)[0].without == {"b", "g"}
 
 
@@ -358,9 +358,9 @@ def test_a_rebuild_is_over_when_the_last_position_of_each_session_is_there() -> 
     job = rebuilding()
     ((number, (_, left)),) = job.machine.rounds.rebuilds.items()
     ((session, end),) = left.items()
-    job.tell(events.Rebuilt(job.fence, number, session, end - 1))
+    job.tell(events.CacheRebuilt(job.fence, number, session, end - 1))
     assert job.machine.rounds.rebuilds
-    job.tell(events.Rebuilt(job.fence, number, session, end))
+    job.tell(events.CacheRebuilt(job.fence, number, session, end))
     assert not job.machine.rounds.rebuilds
 
 
@@ -387,9 +387,9 @@ def test_whoever_does_not_come_along_in_time_is_replaced(phase: str) -> None:
     else:
         job.tell(*(events.MemberEnlisted(job.fence, peer) for peer in ("me", "a", "c", "g")))
     job.tell(events.Tick(100.0))
-    assert not job.of(commands.TellFault)
+    assert not job.of(commands.ReportFault)
     job.tell(events.Tick(161.0))
-    assert [(told.kind, told.peer) for told in job.of(commands.TellFault)] == [("late", "b")]
+    assert [(told.kind, told.peer) for told in job.of(commands.ReportFault)] == [("late", "b")]
     assert job.machine.roles.places[2] == "g"
 
 
@@ -398,7 +398,7 @@ def test_signs_of_loading_put_the_deadline_off() -> None:
     job.enlist()
     for second in range(0, 300, 50):
         job.tell(events.Tick(float(second)), events.LoadProgressed(job.fence, "b", 2))
-        assert not job.of(commands.TellFault)
+        assert not job.of(commands.ReportFault)
 
 
 def test_a_stage_that_only_says_that_it_loads_is_not_waited_for_for_ever() -> None:
@@ -406,7 +406,7 @@ def test_a_stage_that_only_says_that_it_loads_is_not_waited_for_for_ever() -> No
     job.enlist()
     for second in range(0, 1800, 50):
         job.tell(events.Tick(float(second)), events.LoadProgressed(job.fence, "b", 2, 700))
-        assert not job.of(commands.TellFault)
+        assert not job.of(commands.ReportFault)
     for second in range(1800, 2000, 50):
         job.tell(events.LoadProgressed(job.fence, "b", 2, 700), events.Tick(float(second)))
     assert "b" in job.machine.lost

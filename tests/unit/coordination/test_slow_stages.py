@@ -9,7 +9,7 @@ import pytest
 
 from fusionai.coordination.serving.piece_sizes import FILLING, FIXED_TIMES, TARGET_S, PieceSizes
 from fusionai.coordination.serving.roles import ServingRoles
-from fusionai.coordination.serving.stage_times import FEW, MARGIN, Patience, StageTimes, Work
+from fusionai.coordination.serving.stage_times import FEW, MARGIN, PassWork, Patience, StageTimes
 from fusionai.wire.serving import Segment
 
 TILE = 32
@@ -33,14 +33,14 @@ def times(balance_tokens: float = inf, token_s: float = 0.0) -> StageTimes:
     return found
 
 
-def plain(rows: int) -> Work:
-    return Work(rows, float(rows))
+def plain(rows: int) -> PassWork:
+    return PassWork(rows, float(rows))
 
 
 def test_work_counts_positions_by_what_they_look_at() -> None:
     found = times(balance_tokens=1000.0)
-    assert found.work_of([Segment(1, 0, 100)]) == Work(100, 105.0)
-    assert found.work_of([Segment(1, 1000, 100), Segment(2, 0, 100)]) == Work(200, 205.0 + 105.0)
+    assert found.work_of([Segment(1, 0, 100)]) == PassWork(100, 105.0)
+    assert found.work_of([Segment(1, 1000, 100), Segment(2, 0, 100)]) == PassWork(200, 205.0 + 105.0)
     assert found.work_of([Segment(1, 3000, 1)]).amount == pytest.approx(4.0, rel=1e-3)
     assert times().work_of([Segment(1, 3000, 50)]) == plain(50)
 

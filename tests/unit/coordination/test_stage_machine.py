@@ -12,7 +12,6 @@ from fusionai.coordination.training.exchanges import Exchanges
 from fusionai.coordination.training.stage import (
     EVERY_STEP,
     TABLE,
-    AgreementArrived,
     Attached,
     BackwardArrived,
     Committed,
@@ -24,6 +23,7 @@ from fusionai.coordination.training.stage import (
     ExportAsked,
     ForwardArrived,
     LoadSnapshot,
+    OuterUpdateArrived,
     Refuse,
     ReportApplied,
     ReportPrepared,
@@ -37,9 +37,9 @@ from fusionai.coordination.training.stage import (
     StageMachine,
     StagePhase,
     StageShape,
+    StageWork,
     StateArrived,
     TakeSnapshot,
-    Work,
     WorkDone,
     WorkFailed,
 )
@@ -73,7 +73,7 @@ def record(step: int, scale: float = 1.0) -> CommitRecord:
     )
 
 
-def work_of(commands: Iterable[StageCommand]) -> Work | None:
+def work_of(commands: Iterable[StageCommand]) -> StageWork | None:
     found = [command.work for command in commands if isinstance(command, Compute)]
     assert len(found) <= 1
     return found[0] if found else None
@@ -101,7 +101,7 @@ def backward(machine: StageMachine, microbatch: int, step: int = 0, consumer: in
     return machine.handle(BackwardArrived(step, microbatch, consumer))
 
 
-def done(machine: StageMachine, work: Work) -> list[StageCommand]:
+def done(machine: StageMachine, work: StageWork) -> list[StageCommand]:
     return machine.handle(WorkDone(work))
 
 
@@ -109,13 +109,13 @@ def prepare(machine: StageMachine, step: int = 0) -> list[StageCommand]:
     """All microbatches forward and backward, and the norms."""
     for microbatch in range(machine.shape.microbatches):
         work = work_of(forward(machine, microbatch, step))
-        assert work == Work("forward", step, microbatch)
+        assert work == StageWork("forward", step, microbatch)
         done(machine, work)
         work = work_of(backward(machine, microbatch, step))
-        assert work == Work("backward", step, microbatch)
+        assert work == StageWork("backward", step, microbatch)
         last = done(machine, work)
-    assert work_of(last) == Work("norms", step)
-    return done(machine, Work("norms", step))
+    assert work_of(last) == StageWork("norms", step)
+    return done(machine, StageWork("norms", step))
 
 
 # ------------------------------------------------------------------------------------------------- every pair refused
@@ -128,10 +128,10 @@ EVENTS: tuple[StageEvent, ...] = (
     BackwardArrived(0, 0, 2),
     SharedArrived(0, 2, "partial"),
     Committed(record(0), 0),
-    AgreementArrived(0),
+    OuterUpdateArrived(0),
     ExportAsked(0),
-    WorkDone(Work("initialise")),
-    WorkFailed(Work("forward")),
+    WorkDone(StageWork("initialise")),
+    WorkFailed(StageWork("forward")),
     Detached("over"),
 )
 
@@ -192,24 +192,24 @@ def test_the_table_has_a_row_for_every_event_and_phase_somewhere():
 
 def test_credit_is_never_exceeded_and_returns_with_each_backward():
     machine = running(in_flight=2)
-    assert work_of(forward(machine, 0)) == Work("forward", 0, 0)
+    assert work_of(forward(machine, 0)) == StageWork("forward", 0, 0)
     assert work_of(forward(machine, 1)) is None, "one piece of work at a time"
-    assert work_of(done(machine, Work("forward", 0, 0))) == Work("forward", 0, 1)
+    assert work_of(done(machine, StageWork("forward", 0, 0))) == StageWork("forward", 0, 1)
     assert work_of(forward(machine, 2)) is None
-    assert work_of(done(machine, Work("forward", 0, 1))) is None, "two are in flight"
+    assert work_of(done(machine, StageWork("forward", 0, 1))) is None, "two are in flight"
     assert machine.in_flight == 2
-    assert work_of(backward(machine, 0)) == Work("backward", 0, 0)
-    assert work_of(done(machine, Work("backward", 0, 0))) == Work("forward", 0, 2)
+    assert work_of(backward(machine, 0)) == StageWork("backward", 0, 0)
+    assert work_of(done(machine, StageWork("backward", 0, 0))) == StageWork("forward", 0, 2)
 
 
 def test_backward_comes_before_forward():
     machine = running(in_flight=3)
     forward(machine, 0)
-    done(machine, Work("forward", 0, 0))
-    assert work_of(forward(machine, 1)) == Work("forward", 0, 1)
+    done(machine, StageWork("forward", 0, 0))
+    assert work_of(forward(machine, 1)) == StageWork("forward", 0, 1)
     forward(machine, 2)
     backward(machine, 0)
-    assert work_of(done(machine, Work("forward", 0, 1))) == Work("backward", 0, 0)
+    assert work_of(done(machine, StageWork("forward", 0, 1))) == StageWork("backward", 0, 0)
 
 
 def test_backwards_that_come_in_a_bunch_hold_up_no_forward():
@@ -218,10 +218,10 @@ def test_backwards_that_come_in_a_bunch_hold_up_no_forward():
     for microbatch in range(5):
         forward(machine, microbatch)
     for microbatch in range(2):
-        done(machine, Work("forward", 0, microbatch))
+        done(machine, StageWork("forward", 0, microbatch))
     for microbatch in range(2):
         backward(machine, microbatch)
-    order = [work_of(done(machine, Work("forward", 0, 2)))]
+    order = [work_of(done(machine, StageWork("forward", 0, 2)))]
     backward(machine, 2)
     while len(order) < 5:
         before = order[-1]
@@ -236,53 +236,53 @@ def test_microbatches_run_in_strict_order_however_they_arrive():
     machine = running(in_flight=3)
     assert work_of(forward(machine, 2)) is None
     assert work_of(forward(machine, 1)) is None
-    assert work_of(forward(machine, 0)) == Work("forward", 0, 0)
-    assert work_of(done(machine, Work("forward", 0, 0))) == Work("forward", 0, 1)
-    assert work_of(done(machine, Work("forward", 0, 1))) == Work("forward", 0, 2)
-    assert work_of(done(machine, Work("forward", 0, 2))) is None
+    assert work_of(forward(machine, 0)) == StageWork("forward", 0, 0)
+    assert work_of(done(machine, StageWork("forward", 0, 0))) == StageWork("forward", 0, 1)
+    assert work_of(done(machine, StageWork("forward", 0, 1))) == StageWork("forward", 0, 2)
+    assert work_of(done(machine, StageWork("forward", 0, 2))) is None
     assert work_of(backward(machine, 2)) is None
     assert work_of(backward(machine, 1)) is None
-    assert work_of(backward(machine, 0)) == Work("backward", 0, 0)
-    assert work_of(done(machine, Work("backward", 0, 0))) == Work("backward", 0, 1)
+    assert work_of(backward(machine, 0)) == StageWork("backward", 0, 0)
+    assert work_of(done(machine, StageWork("backward", 0, 0))) == StageWork("backward", 0, 1)
 
 
 def test_a_forward_waits_for_all_its_producers_and_a_backward_for_all_its_consumers():
     machine = running(producers={"train": frozenset({FEED, 0})}, consumers=frozenset({2, 3}))
     assert work_of(forward(machine, 0, producer=FEED)) is None
-    assert work_of(forward(machine, 0, producer=0)) == Work("forward", 0, 0)
-    done(machine, Work("forward", 0, 0))
+    assert work_of(forward(machine, 0, producer=0)) == StageWork("forward", 0, 0)
+    done(machine, StageWork("forward", 0, 0))
     assert work_of(backward(machine, 0, consumer=3)) is None
-    assert work_of(backward(machine, 0, consumer=2)) == Work("backward", 0, 0)
+    assert work_of(backward(machine, 0, consumer=2)) == StageWork("backward", 0, 0)
 
 
 def test_without_consumers_a_backward_follows_its_forward_at_once():
     machine = running(consumers=frozenset())
     forward(machine, 0)
     forward(machine, 1)
-    assert work_of(done(machine, Work("forward", 0, 0))) == Work("backward", 0, 0)
+    assert work_of(done(machine, StageWork("forward", 0, 0))) == StageWork("backward", 0, 0)
 
 
 def both_ways(machine: StageMachine, microbatch: int) -> list[StageCommand]:
     forward(machine, microbatch)
-    done(machine, Work("forward", 0, microbatch))
+    done(machine, StageWork("forward", 0, microbatch))
     backward(machine, microbatch)
-    return done(machine, Work("backward", 0, microbatch))
+    return done(machine, StageWork("backward", 0, microbatch))
 
 
 def test_without_producers_a_stage_runs_its_microbatches_and_not_one_more():
     machine = StageMachine(shape(producers={"train": frozenset()}, microbatches=2, in_flight=9))
     machine.handle(Attached(FIRST))
     machine.handle(Resumed(0, "import", 0))
-    assert work_of(machine.handle(StateArrived(0))) == Work("forward", 0, 0)
-    assert work_of(done(machine, Work("forward", 0, 0))) == Work("forward", 0, 1)
-    assert work_of(done(machine, Work("forward", 0, 1))) is None
+    assert work_of(machine.handle(StateArrived(0))) == StageWork("forward", 0, 0)
+    assert work_of(done(machine, StageWork("forward", 0, 0))) == StageWork("forward", 0, 1)
+    assert work_of(done(machine, StageWork("forward", 0, 1))) is None
 
 
 def test_weight_gradients_put_off_fill_a_pause_in_their_order():
     machine = running(weight_lag=2)
-    assert work_of(both_ways(machine, 0)) == Work("weights", 0, 0), "there is nothing better to do"
+    assert work_of(both_ways(machine, 0)) == StageWork("weights", 0, 0), "there is nothing better to do"
     forward(machine, 1)
-    assert work_of(done(machine, Work("weights", 0, 0))) == Work("forward", 0, 1)
+    assert work_of(done(machine, StageWork("weights", 0, 0))) == StageWork("forward", 0, 1)
 
 
 def test_weight_gradients_are_put_off_no_further_than_allowed():
@@ -290,30 +290,32 @@ def test_weight_gradients_are_put_off_no_further_than_allowed():
     for microbatch in range(3):
         forward(machine, microbatch)
     for microbatch in range(2):
-        done(machine, Work("forward", 0, microbatch))
+        done(machine, StageWork("forward", 0, microbatch))
     backward(machine, 0)
-    assert work_of(done(machine, Work("forward", 0, 2))) == Work("backward", 0, 0)
+    assert work_of(done(machine, StageWork("forward", 0, 2))) == StageWork("backward", 0, 0)
     for microbatch in (1, 2):
         backward(machine, microbatch)
-    assert work_of(done(machine, Work("backward", 0, 0))) == Work("backward", 0, 1), "a neighbour waits for it"
+    assert work_of(done(machine, StageWork("backward", 0, 0))) == StageWork("backward", 0, 1), (
+        "a neighbour waits for it"
+    )
     forward(machine, 3)
-    assert work_of(done(machine, Work("backward", 0, 1))) == Work("weights", 0, 0), "before another forward"
-    assert work_of(done(machine, Work("weights", 0, 0))) == Work("forward", 0, 3)
+    assert work_of(done(machine, StageWork("backward", 0, 1))) == StageWork("weights", 0, 0), "before another forward"
+    assert work_of(done(machine, StageWork("weights", 0, 0))) == StageWork("forward", 0, 3)
 
 
 def test_no_vote_before_every_weight_gradient_is_summed():
     machine = running(weight_lag=9, microbatches=1)
-    assert work_of(both_ways(machine, 0)) == Work("weights", 0, 0)
-    assert work_of(done(machine, Work("weights", 0, 0))) == Work("norms", 0)
+    assert work_of(both_ways(machine, 0)) == StageWork("weights", 0, 0)
+    assert work_of(done(machine, StageWork("weights", 0, 0))) == StageWork("norms", 0)
 
 
 def test_weight_gradients_put_off_die_with_the_fence():
     machine = running(weight_lag=2)
     both_ways(machine, 0)
     machine.handle(Attached(SECOND))
-    assert DropSums() in done(machine, Work("weights", 0, 0))
+    assert DropSums() in done(machine, StageWork("weights", 0, 0))
     machine.handle(Resumed(0, "keep", 0))
-    assert work_of(forward(machine, 0)) == Work("forward", 0, 0)
+    assert work_of(forward(machine, 0)) == StageWork("forward", 0, 0)
 
 
 # ------------------------------------------------------------------------------------------------- votes and commits
@@ -324,9 +326,9 @@ def test_a_stage_votes_when_all_microbatches_are_summed_and_applies_only_on_comm
     commands = prepare(machine)
     assert commands == [ReportPrepared(0)]
     assert (machine.applied, machine.prepared) == (0, 0)
-    assert work_of(machine.handle(Committed(record(0), line=1))) == Work("apply", 0, record=record(0))
+    assert work_of(machine.handle(Committed(record(0), line=1))) == StageWork("apply", 0, record=record(0))
     assert machine.applied == 0, "not before the work is done"
-    assert done(machine, Work("apply", 0, record=record(0))) == [ReportApplied(0)]
+    assert done(machine, StageWork("apply", 0, record=record(0))) == [ReportApplied(0)]
     assert (machine.applied, machine.prepared, machine.line) == (1, 0, 1)
 
 
@@ -334,7 +336,7 @@ def test_a_commit_of_the_step_after_the_prepared_one_is_refused():
     machine = running()
     prepare(machine)
     assert "can't apply a commit of step 1" in refusal(machine.handle(Committed(record(1), line=2)))
-    assert work_of(machine.handle(Committed(record(0), line=1))) == Work("apply", 0, record=record(0))
+    assert work_of(machine.handle(Committed(record(0), line=1))) == StageWork("apply", 0, record=record(0))
 
 
 @pytest.mark.parametrize("step", [0, 1, 7])
@@ -350,10 +352,10 @@ def test_a_commit_counts_once_before_during_and_after_its_application():
     prepare(machine)
     machine.handle(Committed(record(0), line=1, save=True))
     assert machine.handle(Committed(record(0), line=1, save=True)) == [], "while it is being applied"
-    commands = done(machine, Work("apply", 0, record=record(0)))
-    assert work_of(commands) == Work("export", 1)
+    commands = done(machine, StageWork("apply", 0, record=record(0)))
+    assert work_of(commands) == StageWork("export", 1)
     assert machine.handle(Committed(record(0), line=1, save=True)) == [], "after it was applied"
-    assert work_of(done(machine, Work("export", 1))) is None, "saved once"
+    assert work_of(done(machine, StageWork("export", 1))) is None, "saved once"
     assert machine.applied == 1
 
 
@@ -368,7 +370,7 @@ def test_the_line_only_rises_and_drops_what_is_retained_below_it():
     machine = running()
     prepare(machine)
     assert DropRetained(1) in machine.handle(Committed(record(0), line=1))
-    done(machine, Work("apply", 0, record=record(0)))
+    done(machine, StageWork("apply", 0, record=record(0)))
     prepare(machine, 1)
     assert not any(isinstance(c, DropRetained) for c in machine.handle(Committed(record(1), line=0)))
     assert machine.line == 1
@@ -382,7 +384,7 @@ def test_a_tensor_of_the_next_step_waits_until_the_commit_is_applied():
     assert work_of(forward(machine, 0, step=1)) is None
     prepare(machine)
     machine.handle(Committed(record(0), line=1))
-    assert work_of(done(machine, Work("apply", 0, record=record(0)))) == Work("forward", 1, 0)
+    assert work_of(done(machine, StageWork("apply", 0, record=record(0)))) == StageWork("forward", 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -425,15 +427,15 @@ def test_duplicates_are_dropped_before_during_and_after_their_work():
     assert machine.wants(again)
     machine.handle(again)
     assert not machine.wants(again), "one producer has delivered"
-    assert work_of(forward(machine, 0, producer=FEED)) == Work("forward", 0, 0)
+    assert work_of(forward(machine, 0, producer=FEED)) == StageWork("forward", 0, 0)
     assert not machine.wants(again), "under way"
-    done(machine, Work("forward", 0, 0))
+    done(machine, StageWork("forward", 0, 0))
     assert not machine.wants(again), "done"
     gradient = BackwardArrived(0, 0, 2)
     assert machine.wants(gradient)
     machine.handle(gradient)
     assert not machine.wants(gradient), "under way"
-    done(machine, Work("backward", 0, 0))
+    done(machine, StageWork("backward", 0, 0))
     assert not machine.wants(gradient), "done"
     machine.handle(again)
     machine.handle(gradient)
@@ -451,7 +453,7 @@ def test_before_a_stage_is_told_to_resume_it_wants_no_tensor(phase: StagePhase):
 @pytest.mark.parametrize("mode", ["eval", "infer"])
 def test_side_forwards_run_on_exactly_their_state_and_leave_no_trace(mode: str):
     machine = running(microbatches=1)
-    side = Work("forward", 0, 9, mode)  # pyright: ignore[reportArgumentType]
+    side = StageWork("forward", 0, 9, mode)  # pyright: ignore[reportArgumentType]
     assert work_of(machine.handle(ForwardArrived(side.mode, 0, 9, 0))) == side
     later = ForwardArrived(side.mode, 1, 4, 0)
     machine.handle(later)
@@ -459,7 +461,7 @@ def test_side_forwards_run_on_exactly_their_state_and_leave_no_trace(mode: str):
     assert machine.in_flight == 0
     prepare(machine)
     machine.handle(Committed(record(0), line=1))
-    assert work_of(done(machine, Work("apply", 0, record=record(0)))) == Work("forward", 1, 4, side.mode)
+    assert work_of(done(machine, StageWork("apply", 0, record=record(0)))) == StageWork("forward", 1, 4, side.mode)
 
 
 def test_a_backward_that_is_due_comes_before_evaluation_and_that_before_a_forward():
@@ -467,9 +469,9 @@ def test_a_backward_that_is_due_comes_before_evaluation_and_that_before_a_forwar
     forward(machine, 0)
     forward(machine, 1)
     machine.handle(ForwardArrived("eval", 0, 0, 0))
-    assert work_of(done(machine, Work("forward", 0, 0))) == Work("forward", 0, 0, "eval")
+    assert work_of(done(machine, StageWork("forward", 0, 0))) == StageWork("forward", 0, 0, "eval")
     backward(machine, 0)
-    assert work_of(done(machine, Work("forward", 0, 0, "eval"))) == Work("backward", 0, 0)
+    assert work_of(done(machine, StageWork("forward", 0, 0, "eval"))) == StageWork("backward", 0, 0)
 
 
 def test_side_work_of_a_state_that_is_gone_is_forgotten():
@@ -478,7 +480,7 @@ def test_side_work_of_a_state_that_is_gone_is_forgotten():
     machine.handle(ForwardArrived("eval", 0, 0, 0))  # its other producer never delivers
     prepare(machine)
     machine.handle(Committed(record(0), line=1))
-    assert DropHeld(below=1) in done(machine, Work("apply", 0, record=record(0)))
+    assert DropHeld(below=1) in done(machine, StageWork("apply", 0, record=record(0)))
     assert not machine.wants(ForwardArrived("eval", 0, 0, FEED))
 
 
@@ -488,7 +490,7 @@ def test_side_work_that_waits_is_bounded_and_takes_no_place_from_training():
         assert machine.handle(ForwardArrived("eval", 1, index, 0)) == []
     assert "holds 1024 microbatches beside training" in refusal(machine.handle(ForwardArrived("eval", 1, 1024, 0)))
     assert machine.handle(ForwardArrived("eval", 1, 7, FEED)) == [], "the other half of one that is held"
-    assert work_of(forward(machine, 0)) == Work("forward", 0, 0)
+    assert work_of(forward(machine, 0)) == StageWork("forward", 0, 0)
 
 
 # -------------------------------------------------------------------------------------------------------- exporting
@@ -499,19 +501,19 @@ def test_save_rides_on_the_commit_and_comes_before_any_forward():
     prepare(machine)
     forward(machine, 0, step=1)
     machine.handle(Committed(record(0), line=1, save=True))
-    assert work_of(done(machine, Work("apply", 0, record=record(0)))) == Work("export", 1)
-    assert work_of(done(machine, Work("export", 1))) == Work("forward", 1, 0)
+    assert work_of(done(machine, StageWork("apply", 0, record=record(0)))) == StageWork("export", 1)
+    assert work_of(done(machine, StageWork("export", 1))) == StageWork("forward", 1, 0)
 
 
 def test_an_export_is_of_the_present_state_and_before_anything_of_the_step_has_begun():
     machine = running(at=3)
     assert "can't export step 2" in refusal(machine.handle(ExportAsked(2)))
-    assert work_of(machine.handle(ExportAsked(3))) == Work("export", 3)
+    assert work_of(machine.handle(ExportAsked(3))) == StageWork("export", 3)
     assert "can't export" in refusal(machine.handle(ExportAsked(3))), "asked twice"
-    done(machine, Work("export", 3))
+    done(machine, StageWork("export", 3))
     forward(machine, 0, step=3)
     assert "can't export" in refusal(machine.handle(ExportAsked(3))), "a forward is under way"
-    done(machine, Work("forward", 3, 0))
+    done(machine, StageWork("forward", 3, 0))
     assert "can't export" in refusal(machine.handle(ExportAsked(3))), "a forward is done"
 
 
@@ -530,11 +532,11 @@ def test_only_exactly_the_own_fence_counts():
 def test_an_attach_while_busy_waits_and_reports_of_the_old_fence_die_with_it():
     machine = running(microbatches=1, consumers=frozenset())
     forward(machine, 0)
-    done(machine, Work("forward", 0, 0))
-    done(machine, Work("backward", 0, 0))
+    done(machine, StageWork("forward", 0, 0))
+    done(machine, StageWork("backward", 0, 0))
     assert machine.handle(Attached(SECOND)) == [], "norms are being taken"
     assert machine.accepts(FIRST)
-    commands = done(machine, Work("norms", 0))
+    commands = done(machine, StageWork("norms", 0))
     assert ReportPrepared(0) not in commands
     assert commands == [DropHeld(), ReportStatus(applied=0, prepared=0, retained_from=1)]
     assert machine.accepts(SECOND)
@@ -545,7 +547,7 @@ def test_two_attaches_while_busy_lose_nothing_of_the_newer():
     forward(machine, 0)
     machine.handle(Attached(Fence(1, 3, 0)))
     machine.handle(Attached(SECOND))
-    commands = done(machine, Work("forward", 0, 0))
+    commands = done(machine, StageWork("forward", 0, 0))
     assert [type(command) for command in commands] == [DropSums, DropHeld, ReportStatus, Refuse]
     assert machine.accepts(Fence(1, 3, 0))
 
@@ -556,7 +558,7 @@ def test_a_stale_attach_while_busy_is_refused_at_once_and_takes_no_report_with_i
     machine.handle(Resumed(0, "initialise", 0))
     assert "already obeys" in refusal(machine.handle(Attached(FIRST)))
     assert "already obeys" in refusal(machine.handle(Attached(SECOND))), "once"
-    assert done(machine, Work("initialise")) == [ReportReady(0)]
+    assert done(machine, StageWork("initialise")) == [ReportReady(0)]
 
 
 def test_a_detach_while_busy_waits_for_the_work():
@@ -564,7 +566,7 @@ def test_a_detach_while_busy_waits_for_the_work():
     forward(machine, 0)
     assert machine.handle(Detached("over")) == []
     assert machine.phase is StagePhase.RUNNING
-    assert DropSums() in done(machine, Work("forward", 0, 0))
+    assert DropSums() in done(machine, StageWork("forward", 0, 0))
     assert machine.phase is StagePhase.DETACHED
     assert machine.applied == -1
 
@@ -579,32 +581,32 @@ def test_sums_of_a_step_under_way_are_not_those_of_the_step_prepared_before_it()
     machine = running(at=5)
     prepare(machine, 5)
     machine.handle(Committed(record(5), line=6))
-    done(machine, Work("apply", 5, record=record(5)))
+    done(machine, StageWork("apply", 5, record=record(5)))
     forward(machine, 0, step=6)
-    done(machine, Work("forward", 6, 0))
+    done(machine, StageWork("forward", 6, 0))
     assert machine.handle(Attached(SECOND)) == [DropSums(), DropHeld(), ReportStatus(6, 5, 7)]
     machine.handle(Resumed(6, "keep", 6))
-    assert work_of(forward(machine, 0, step=6)) == Work("forward", 6, 0)
+    assert work_of(forward(machine, 0, step=6)) == StageWork("forward", 6, 0)
 
 
 def test_partial_sums_die_with_the_fence():
     machine = running()
     forward(machine, 0)
-    done(machine, Work("forward", 0, 0))
+    done(machine, StageWork("forward", 0, 0))
     forward(machine, 1, step=1)
     commands = machine.handle(Attached(SECOND))
     assert commands == [DropSums(), DropHeld(), ReportStatus(applied=0, prepared=-1, retained_from=1)]
     machine.handle(Resumed(0, "keep", 0))
     assert machine.in_flight == 0
-    assert work_of(forward(machine, 0)) == Work("forward", 0, 0), "from the first microbatch on"
+    assert work_of(forward(machine, 0)) == StageWork("forward", 0, 0), "from the first microbatch on"
 
 
 def test_what_is_prepared_survives_an_attach_and_is_applied_by_the_record_in_resume():
     machine = running()
     prepare(machine)
     assert machine.handle(Attached(SECOND)) == [DropHeld(), ReportStatus(applied=0, prepared=0, retained_from=1)]
-    assert work_of(machine.handle(Resumed(1, "keep", 0, (record(0),)))) == Work("apply", 0, record=record(0))
-    assert done(machine, Work("apply", 0, record=record(0))) == [ReportReady(1)]
+    assert work_of(machine.handle(Resumed(1, "keep", 0, (record(0),)))) == StageWork("apply", 0, record=record(0))
+    assert done(machine, StageWork("apply", 0, record=record(0))) == [ReportReady(1)]
     assert machine.applied == 1
 
 
@@ -644,9 +646,9 @@ def test_initialise_makes_state_zero_and_import_takes_the_step_that_was_asked_fo
     machine = StageMachine(shape())
     machine.handle(Attached(FIRST))
     commands = machine.handle(Resumed(0, "initialise", 0))
-    assert commands == [DropSums(), DropRetained(EVERY_STEP), Compute(Work("initialise"))]
+    assert commands == [DropSums(), DropRetained(EVERY_STEP), Compute(StageWork("initialise"))]
     assert not machine.expects_state
-    assert done(machine, Work("initialise")) == [ReportReady(0)]
+    assert done(machine, StageWork("initialise")) == [ReportReady(0)]
 
     machine = StageMachine(shape())
     machine.handle(Attached(FIRST))
@@ -678,14 +680,14 @@ def test_inputs_that_come_while_a_state_is_restored_are_held():
     machine.handle(Resumed(1, "keep", 1, (record(0),)))
     assert machine.phase is StagePhase.RESTORING
     assert forward(machine, 0, step=1) == []
-    assert work_of(done(machine, Work("apply", 0, record=record(0)))) == Work("forward", 1, 0)
+    assert work_of(done(machine, StageWork("apply", 0, record=record(0)))) == StageWork("forward", 1, 0)
 
 
 def test_going_back_to_a_checkpoint_lowers_the_line_and_drops_what_was_sent_beyond_it():
     machine = running(at=5)
     prepare(machine, 5)
     machine.handle(Committed(record(5), line=6))
-    done(machine, Work("apply", 5, record=record(5)))
+    done(machine, StageWork("apply", 5, record=record(5)))
     machine.handle(Attached(SECOND))
     assert DropRetained(EVERY_STEP) in machine.handle(Resumed(2, "import", 2))
     machine.handle(StateArrived(2))
@@ -708,34 +710,34 @@ def test_whoever_loses_its_state_has_nothing_prepared():
 def summed(machine: StageMachine) -> list[StageCommand]:
     """One microbatch, forward and backward."""
     forward(machine, 0)
-    done(machine, Work("forward", 0, 0))
+    done(machine, StageWork("forward", 0, 0))
     backward(machine, 0)
-    return done(machine, Work("backward", 0, 0))
+    return done(machine, StageWork("backward", 0, 0))
 
 
 def test_the_home_of_a_shared_weight_waits_for_every_partial_sum():
     machine = running(microbatches=1, sums_of=frozenset({3, 4}), totals_to=frozenset({3, 4}))
     machine.handle(SharedArrived(0, 4, "partial"))
     assert work_of(summed(machine)) is None
-    assert work_of(machine.handle(SharedArrived(0, 3, "partial"))) == Work("total", 0)
+    assert work_of(machine.handle(SharedArrived(0, 3, "partial"))) == StageWork("total", 0)
     assert not machine.wants(SharedArrived(0, 3, "partial")), "once"
-    assert work_of(done(machine, Work("total", 0))) == Work("norms", 0)
+    assert work_of(done(machine, StageWork("total", 0))) == StageWork("norms", 0)
 
 
 def test_away_from_home_the_partial_sum_goes_out_and_the_total_comes_before_the_norms():
     machine = running(microbatches=1, summed_by=frozenset({0}), parts_to=frozenset({0}))
     assert not machine.wants(SharedArrived(0, 0, "total")), "nothing was sent yet"
-    assert work_of(summed(machine)) == Work("share", 0)
-    assert work_of(done(machine, Work("share", 0))) is None
+    assert work_of(summed(machine)) == StageWork("share", 0)
+    assert work_of(done(machine, StageWork("share", 0))) is None
     assert not machine.wants(SharedArrived(0, 0, "partial")), "this is not the home"
-    assert work_of(machine.handle(SharedArrived(0, 0, "total"))) == Work("norms", 0)
+    assert work_of(machine.handle(SharedArrived(0, 0, "total"))) == StageWork("norms", 0)
     assert not machine.wants(SharedArrived(0, 0, "total")), "once"
 
 
 def test_a_home_that_got_gradients_with_each_microbatch_sends_totals_without_waiting():
     machine = running(microbatches=1, totals_to=frozenset({3}))
-    assert work_of(summed(machine)) == Work("total", 0)
-    assert work_of(done(machine, Work("total", 0))) == Work("norms", 0)
+    assert work_of(summed(machine)) == StageWork("total", 0)
+    assert work_of(done(machine, StageWork("total", 0))) == StageWork("norms", 0)
 
 
 def test_whose_gradients_went_with_each_microbatch_waits_for_the_total_alone():
@@ -743,7 +745,7 @@ def test_whose_gradients_went_with_each_microbatch_waits_for_the_total_alone():
     assert machine.wants(SharedArrived(1, 0, "total")), "the home may be a step ahead"
     assert machine.wants(SharedArrived(0, 0, "total"))
     assert work_of(summed(machine)) is None
-    assert work_of(machine.handle(SharedArrived(0, 0, "total"))) == Work("norms", 0)
+    assert work_of(machine.handle(SharedArrived(0, 0, "total"))) == StageWork("norms", 0)
 
 
 def test_shared_sums_of_another_step_or_of_strangers_are_dropped():
@@ -758,16 +760,16 @@ def test_another_replica_may_have_summed_the_next_step_before_this_home_applied_
     """Nothing of it waits for this stage; what comes is not sent again, and the home would wait for ever."""
     machine = running(microbatches=1, sums_of=frozenset({3}), totals_to=frozenset({3}))
     machine.handle(SharedArrived(0, 3, "partial"))
-    assert work_of(summed(machine)) == Work("total", 0)
-    done(machine, Work("total", 0))
-    done(machine, Work("norms", 0))
-    assert work_of(machine.handle(Committed(record(0), line=1))) == Work("apply", 0, record=record(0))
+    assert work_of(summed(machine)) == StageWork("total", 0)
+    done(machine, StageWork("total", 0))
+    done(machine, StageWork("norms", 0))
+    assert work_of(machine.handle(Committed(record(0), line=1))) == StageWork("apply", 0, record=record(0))
     assert machine.handle(SharedArrived(1, 3, "partial")) == []
-    done(machine, Work("apply", 0, record=record(0)))
+    done(machine, StageWork("apply", 0, record=record(0)))
     forward(machine, 0, step=1)
-    done(machine, Work("forward", 1, 0))
+    done(machine, StageWork("forward", 1, 0))
     backward(machine, 0, step=1)
-    assert work_of(done(machine, Work("backward", 1, 0))) == Work("total", 1)
+    assert work_of(done(machine, StageWork("backward", 1, 0))) == StageWork("total", 1)
 
 
 def test_a_total_dies_with_the_sums_that_were_prepared():
@@ -776,15 +778,15 @@ def test_a_total_dies_with_the_sums_that_were_prepared():
         machine = running(microbatches=1, sums_of=frozenset({3}), totals_to=frozenset({3}))
         machine.handle(SharedArrived(0, 3, "partial"))
         summed(machine)
-        done(machine, Work("total", 0))
-        done(machine, Work("norms", 0))
+        done(machine, StageWork("total", 0))
+        done(machine, StageWork("norms", 0))
         machine.handle(Attached(SECOND))
         machine.handle(Resumed(0, "import" if lost else "keep", 0))
         if lost:
             machine.handle(StateArrived(0))
         assert machine.wants(SharedArrived(0, 3, "partial"))
         assert work_of(summed(machine)) is None, "the other part is missing again"
-        assert work_of(machine.handle(SharedArrived(0, 3, "partial"))) == Work("total", 0)
+        assert work_of(machine.handle(SharedArrived(0, 3, "partial"))) == StageWork("total", 0)
 
 
 def test_a_stage_may_sum_some_weights_and_have_others_summed_by_several():
@@ -797,14 +799,14 @@ def test_a_stage_may_sum_some_weights_and_have_others_summed_by_several():
     )
     assert machine.shape.shares_with == {0, 2, 3}
     machine.handle(SharedArrived(0, 3, "partial"))
-    assert work_of(summed(machine)) == Work("share", 0), "others wait for it"
-    assert work_of(done(machine, Work("share", 0))) == Work("total", 0)
+    assert work_of(summed(machine)) == StageWork("share", 0), "others wait for it"
+    assert work_of(done(machine, StageWork("share", 0))) == StageWork("total", 0)
     assert machine.wants(SharedArrived(0, 0, "total"))
-    assert work_of(done(machine, Work("total", 0))) is None
+    assert work_of(done(machine, StageWork("total", 0))) is None
     assert work_of(machine.handle(SharedArrived(0, 2, "total"))) is None
     assert not machine.wants(SharedArrived(0, 2, "total")), "once"
     assert not machine.wants(SharedArrived(0, 3, "total")), "it sums nothing for this stage"
-    assert work_of(machine.handle(SharedArrived(0, 0, "total"))) == Work("norms", 0)
+    assert work_of(machine.handle(SharedArrived(0, 0, "total"))) == StageWork("norms", 0)
 
 
 # -------------------------------------------------------------------------------------------------------- replicas
@@ -815,17 +817,17 @@ def test_a_stage_of_a_replica_runs_its_microbatches_by_their_numbers_in_the_step
     for foreign in (0, 2, 3, 7):  # 7 would be its third
         assert not machine.wants(ForwardArrived("train", 0, foreign, 0))
     assert work_of(forward(machine, 4)) is None, "1 comes first"
-    assert work_of(forward(machine, 1)) == Work("forward", 0, 1)
+    assert work_of(forward(machine, 1)) == StageWork("forward", 0, 1)
     assert not machine.wants(ForwardArrived("train", 0, 1, 0)), "under way"
     assert not machine.wants(BackwardArrived(0, 4, 2)), "not forwarded"
     assert not machine.wants(BackwardArrived(0, 0, 2)), "another replica's"
-    assert work_of(done(machine, Work("forward", 0, 1))) is None, "its credit is spent"
-    assert work_of(backward(machine, 1)) == Work("backward", 0, 1)
-    assert work_of(done(machine, Work("backward", 0, 1))) == Work("forward", 0, 4)
+    assert work_of(done(machine, StageWork("forward", 0, 1))) is None, "its credit is spent"
+    assert work_of(backward(machine, 1)) == StageWork("backward", 0, 1)
+    assert work_of(done(machine, StageWork("backward", 0, 1))) == StageWork("forward", 0, 4)
     assert not machine.wants(BackwardArrived(0, 1, 2)), "returned"
-    done(machine, Work("forward", 0, 4))
-    assert work_of(backward(machine, 4)) == Work("backward", 0, 4)
-    assert work_of(done(machine, Work("backward", 0, 4))) == Work("norms", 0)
+    done(machine, StageWork("forward", 0, 4))
+    assert work_of(backward(machine, 4)) == StageWork("backward", 0, 4)
+    assert work_of(done(machine, StageWork("backward", 0, 4))) == StageWork("norms", 0)
 
 
 # --------------------------------------------------------------------------------------------------- local updates
@@ -838,39 +840,39 @@ def agreeing(at: int = 0, **changes: object) -> StageMachine:
 
 def voted(machine: StageMachine, step: int) -> None:
     forward(machine, 0, step)
-    done(machine, Work("forward", step, 0))
+    done(machine, StageWork("forward", step, 0))
     backward(machine, 0, step)
-    done(machine, Work("backward", step, 0))
-    assert ReportPrepared(step) in done(machine, Work("norms", step))
+    done(machine, StageWork("backward", step, 0))
+    assert ReportPrepared(step) in done(machine, StageWork("norms", step))
 
 
 def test_a_step_that_ends_in_an_exchange_counts_once_the_agreement_is_adopted():
     machine = agreeing()
     voted(machine, 0)
-    apply = Work("apply", 0, record=record(0))
+    apply = StageWork("apply", 0, record=record(0))
     assert work_of(machine.handle(Committed(record(0), 0))) == apply
     assert ReportApplied(0) in done(machine, apply), "the first step ends in none"
     voted(machine, 1)
-    apply = Work("apply", 1, record=record(1))
+    apply = StageWork("apply", 1, record=record(1))
     assert work_of(machine.handle(Committed(record(1), 0))) == apply
-    assert work_of(done(machine, apply)) == Work("difference", 1)
+    assert work_of(done(machine, apply)) == StageWork("difference", 1)
     assert machine.applied == 1
-    assert done(machine, Work("difference", 1)) == []
+    assert done(machine, StageWork("difference", 1)) == []
     assert machine.wants(ForwardArrived("train", 2, 0, 0))
     assert work_of(forward(machine, 0, 2)) is None, "of the state that is still to come"
-    assert work_of(machine.handle(AgreementArrived(1))) == Work("adopt", 1)
-    commands = done(machine, Work("adopt", 1))
+    assert work_of(machine.handle(OuterUpdateArrived(1))) == StageWork("adopt", 1)
+    commands = done(machine, StageWork("adopt", 1))
     assert ReportApplied(1) in commands
-    assert work_of(commands) == Work("forward", 2, 0)
+    assert work_of(commands) == StageWork("forward", 2, 0)
 
 
 def test_an_agreement_that_nobody_needs_is_dropped():
     machine = agreeing(at=4)
     for step in (3, 4, 6):  # gone, and two that end in none
-        assert machine.handle(AgreementArrived(step)) == []
+        assert machine.handle(OuterUpdateArrived(step)) == []
     assert machine.dropped == 3
-    machine.handle(AgreementArrived(5))
-    machine.handle(AgreementArrived(5))
+    machine.handle(OuterUpdateArrived(5))
+    machine.handle(OuterUpdateArrived(5))
     assert machine.dropped == 4, "once"
 
 
@@ -878,14 +880,14 @@ def test_a_fault_during_an_exchange_has_the_difference_sent_again_and_takes_no_s
     machine = agreeing(at=1)
     voted(machine, 1)
     machine.handle(Committed(record(1), 0))
-    done(machine, Work("apply", 1, record=record(1)))
-    done(machine, Work("difference", 1))
+    done(machine, StageWork("apply", 1, record=record(1)))
+    done(machine, StageWork("difference", 1))
     assert ReportStatus(1, 1, 2) in machine.handle(Attached(SECOND))
     commands = machine.handle(Resumed(2, "keep", 2, (record(1),)))
-    assert work_of(commands) == Work("difference", 1)
-    done(machine, Work("difference", 1))
-    assert work_of(machine.handle(AgreementArrived(1))) == Work("adopt", 1)
-    assert ReportReady(2) in done(machine, Work("adopt", 1))
+    assert work_of(commands) == StageWork("difference", 1)
+    done(machine, StageWork("difference", 1))
+    assert work_of(machine.handle(OuterUpdateArrived(1))) == StageWork("adopt", 1)
+    assert ReportReady(2) in done(machine, StageWork("adopt", 1))
 
 
 def test_a_replay_adopts_what_it_is_given_and_says_nothing_again():
@@ -893,25 +895,25 @@ def test_a_replay_adopts_what_it_is_given_and_says_nothing_again():
     machine.handle(Attached(FIRST))
     machine.handle(Resumed(2, "import", 1, (record(1),)))
     machine.handle(StateArrived(1))
-    machine.handle(AgreementArrived(1))
+    machine.handle(OuterUpdateArrived(1))
     forward(machine, 0, 1)
-    done(machine, Work("forward", 1, 0))
+    done(machine, StageWork("forward", 1, 0))
     backward(machine, 0, 1)
-    done(machine, Work("backward", 1, 0))
-    apply = Work("apply", 1, record=record(1))
-    assert work_of(done(machine, Work("norms", 1))) == apply
-    assert work_of(done(machine, apply)) == Work("adopt", 1)
-    assert ReportReady(2) in done(machine, Work("adopt", 1))
+    done(machine, StageWork("backward", 1, 0))
+    apply = StageWork("apply", 1, record=record(1))
+    assert work_of(done(machine, StageWork("norms", 1))) == apply
+    assert work_of(done(machine, apply)) == StageWork("adopt", 1)
+    assert ReportReady(2) in done(machine, StageWork("adopt", 1))
 
 
 def test_an_adoption_that_failed_leaves_no_state():
     machine = agreeing(at=1)
     voted(machine, 1)
     machine.handle(Committed(record(1), 0))
-    done(machine, Work("apply", 1, record=record(1)))
-    done(machine, Work("difference", 1))
-    machine.handle(AgreementArrived(1))
-    assert DropSums() in machine.handle(WorkFailed(Work("adopt", 1)))
+    done(machine, StageWork("apply", 1, record=record(1)))
+    done(machine, StageWork("difference", 1))
+    machine.handle(OuterUpdateArrived(1))
+    assert DropSums() in machine.handle(WorkFailed(StageWork("adopt", 1)))
     assert machine.applied == -1
 
 
@@ -923,7 +925,7 @@ def training_on(at: int = 0) -> StageMachine:
 def taken(machine: StageMachine, step: int) -> list[StageCommand]:
     """A step up to what follows the optimizer's."""
     voted(machine, step)
-    apply = Work("apply", step, record=record(step))
+    apply = StageWork("apply", step, record=record(step))
     assert work_of(machine.handle(Committed(record(step), 0))) == apply
     return done(machine, apply)
 
@@ -932,48 +934,48 @@ def test_steps_go_on_while_a_difference_travels():
     machine = training_on(at=2)
     commands = taken(machine, 2)
     assert ReportApplied(2) in commands, "it does not wait"
-    assert work_of(commands) == Work("difference", 2)
-    done(machine, Work("difference", 2))
+    assert work_of(commands) == StageWork("difference", 2)
+    done(machine, StageWork("difference", 2))
     assert ReportApplied(3) in taken(machine, 3)
     assert ReportApplied(4) not in taken(machine, 4), "so far it may go alone"
     assert machine.wants_agreement(2)
     assert work_of(forward(machine, 0, 5)) is None
-    assert work_of(machine.handle(AgreementArrived(2))) == Work("adopt", 2)
-    commands = done(machine, Work("adopt", 2))
+    assert work_of(machine.handle(OuterUpdateArrived(2))) == StageWork("adopt", 2)
+    commands = done(machine, StageWork("adopt", 2))
     assert ReportApplied(4) in commands
-    assert work_of(commands) == Work("forward", 5, 0)
+    assert work_of(commands) == StageWork("forward", 5, 0)
     assert not machine.wants_agreement(2)
 
 
 def test_an_agreement_that_comes_early_waits_for_its_step():
     machine = training_on(at=2)
     taken(machine, 2)
-    done(machine, Work("difference", 2))
-    assert machine.handle(AgreementArrived(2)) == []
+    done(machine, StageWork("difference", 2))
+    assert machine.handle(OuterUpdateArrived(2)) == []
     assert ReportApplied(3) in taken(machine, 3)
-    assert work_of(taken(machine, 4)) == Work("adopt", 2)
-    assert ReportApplied(4) in done(machine, Work("adopt", 2))
+    assert work_of(taken(machine, 4)) == StageWork("adopt", 2)
+    assert ReportApplied(4) in done(machine, StageWork("adopt", 2))
 
 
 def test_after_the_last_step_nobody_trains_on():
     machine = training_on(at=8)
-    assert work_of(taken(machine, 8)) == Work("difference", 8)
+    assert work_of(taken(machine, 8)) == StageWork("difference", 8)
     assert machine.applied == 8
-    done(machine, Work("difference", 8))
-    assert work_of(machine.handle(AgreementArrived(8))) == Work("adopt", 8)
-    assert ReportApplied(8) in done(machine, Work("adopt", 8))
+    done(machine, StageWork("difference", 8))
+    assert work_of(machine.handle(OuterUpdateArrived(8))) == StageWork("adopt", 8)
+    assert ReportApplied(8) in done(machine, StageWork("adopt", 8))
 
 
 def test_a_fault_while_a_difference_travels_has_it_sent_again():
     machine = training_on(at=2)
     taken(machine, 2)
-    done(machine, Work("difference", 2))
+    done(machine, StageWork("difference", 2))
     taken(machine, 3)
     assert ReportStatus(4, 3, 4) in machine.handle(Attached(SECOND))
-    assert work_of(machine.handle(Resumed(4, "keep", 4, (record(3),)))) == Work("difference", 2)
-    done(machine, Work("difference", 2))
-    machine.handle(AgreementArrived(2))
-    assert work_of(taken(machine, 4)) == Work("adopt", 2)
+    assert work_of(machine.handle(Resumed(4, "keep", 4, (record(3),)))) == StageWork("difference", 2)
+    done(machine, StageWork("difference", 2))
+    machine.handle(OuterUpdateArrived(2))
+    assert work_of(taken(machine, 4)) == StageWork("adopt", 2)
 
 
 # ------------------------------------------------------------------------------------------------ retained, the line
@@ -990,7 +992,7 @@ def guarded(at: int = 0, *, every: int = 2, snapshot: bool = False, **changes: o
 def step_done(machine: StageMachine, step: int, line: int) -> list[StageCommand]:
     prepare(machine, step)
     machine.handle(Committed(record(step), line=line))
-    return done(machine, Work("apply", step, record=record(step)))
+    return done(machine, StageWork("apply", step, record=record(step)))
 
 
 def retained_from(machine: StageMachine, fence: Fence, *, retain: bool = True) -> int:
@@ -1011,7 +1013,7 @@ def test_what_is_sent_while_nobody_is_guarded_is_not_retained():
     assert retained_from(machine, SECOND, retain=False) == 0, "nothing was sent"
     machine.handle(Resumed(0, "keep", 0))
     forward(machine, 0)
-    done(machine, Work("forward", 0, 0))
+    done(machine, StageWork("forward", 0, 0))
     assert retained_from(machine, Fence(1, 3, 0)) == 1
     machine.handle(Resumed(0, "keep", 0))
     step_done(machine, 0, line=0)
@@ -1021,7 +1023,7 @@ def test_what_is_sent_while_nobody_is_guarded_is_not_retained():
 def test_evaluation_sends_nothing_that_would_be_missed():
     machine = running()
     machine.handle(ForwardArrived("eval", 0, 0, 0))
-    done(machine, Work("forward", 0, 0, "eval"))
+    done(machine, StageWork("forward", 0, 0, "eval"))
     assert retained_from(machine, SECOND) == 0
 
 
@@ -1070,13 +1072,13 @@ def test_the_line_of_a_resume_stops_at_what_a_neighbour_that_replays_still_needs
 def forward_and_total(machine: StageMachine, step: int) -> None:
     for microbatch in range(machine.shape.microbatches):
         forward(machine, microbatch, step)
-        done(machine, Work("forward", step, microbatch))
+        done(machine, StageWork("forward", step, microbatch))
         backward(machine, microbatch, step)
-        done(machine, Work("backward", step, microbatch))
-    done(machine, Work("total", step))
-    done(machine, Work("norms", step))
+        done(machine, StageWork("backward", step, microbatch))
+    done(machine, StageWork("total", step))
+    done(machine, StageWork("norms", step))
     machine.handle(Committed(record(step), line=0))
-    done(machine, Work("apply", step, record=record(step)))
+    done(machine, StageWork("apply", step, record=record(step)))
 
 
 def test_a_stage_refuses_to_stream_what_it_no_longer_has():
@@ -1136,7 +1138,7 @@ def test_a_commit_that_was_missed_is_applied_before_the_snapshot_is_given():
     prepare(machine)
     machine.handle(Attached(SECOND, retain=True, snapshot_every=2))
     assert work_of(machine.handle(Resumed(1, "keep", 1, (record(0),), snapshot=True))) is not None
-    assert done(machine, Work("apply", 0, record=record(0))) == [ReportReady(1), TakeSnapshot(1)]
+    assert done(machine, StageWork("apply", 0, record=record(0))) == [ReportReady(1), TakeSnapshot(1)]
 
 
 # ---------------------------------------------------------------------------------------------------------- replaying
@@ -1156,15 +1158,15 @@ def replaying(first: int = 2, below: int = 4, others: frozenset[int] = frozenset
 def test_a_replay_uses_the_records_and_asks_nobody():
     machine = replaying()
     for step in (2, 3):
-        assert work_of(forward(machine, 0, step)) == Work("forward", step, 0)
-        done(machine, Work("forward", step, 0))
-        assert work_of(backward(machine, 0, step)) == Work("backward", step, 0)
-        assert work_of(done(machine, Work("backward", step, 0))) == Work("norms", step)
-        commands = done(machine, Work("norms", step))
+        assert work_of(forward(machine, 0, step)) == StageWork("forward", step, 0)
+        done(machine, StageWork("forward", step, 0))
+        assert work_of(backward(machine, 0, step)) == StageWork("backward", step, 0)
+        assert work_of(done(machine, StageWork("backward", step, 0))) == StageWork("norms", step)
+        commands = done(machine, StageWork("norms", step))
         assert commands[0] == ReportPrepared(step)
-        assert work_of(commands) == Work("apply", step, record=record(step))
+        assert work_of(commands) == StageWork("apply", step, record=record(step))
         assert machine.phase is StagePhase.REPLAYING
-        commands = done(machine, Work("apply", step, record=record(step)))
+        commands = done(machine, StageWork("apply", step, record=record(step)))
     assert commands == [ReportReady(4), TakeSnapshot(4)], "no report of a commit, no snapshot on the way"
     assert machine.phase is StagePhase.RUNNING
     assert retained_from(machine, SECOND) == 2, "what a replay sends is retained"
@@ -1181,8 +1183,8 @@ def test_a_replay_takes_all_that_is_streamed_at_once_and_nothing_beyond():
     assert not machine.wants(BackwardArrived(2, 0, 2)), "once"
     assert not machine.wants(BackwardArrived(2, 1, 2)), "there is one microbatch"
     forward(machine, 0, 2)
-    done(machine, Work("forward", 2, 0))
-    done(machine, Work("backward", 2, 0))
+    done(machine, StageWork("forward", 2, 0))
+    done(machine, StageWork("backward", 2, 0))
     assert not machine.wants(BackwardArrived(2, 0, 2)), "it has been used"
 
 
@@ -1192,9 +1194,9 @@ def test_gradients_of_later_steps_are_wanted_whatever_of_this_one_has_returned()
     machine.handle(Resumed(4, "snapshot", 2, (record(2), record(3)), frozenset({1})))
     machine.handle(StateArrived(2))
     forward(machine, 0, 2)
-    done(machine, Work("forward", 2, 0))
+    done(machine, StageWork("forward", 2, 0))
     backward(machine, 0, 2)
-    done(machine, Work("backward", 2, 0))
+    done(machine, StageWork("backward", 2, 0))
     assert machine.wants(BackwardArrived(3, 0, 2))
     assert not machine.wants(BackwardArrived(2, 0, 2))
     assert not machine.wants(BackwardArrived(3, 0, 7)), "that is no consumer"
@@ -1209,8 +1211,8 @@ def test_the_home_of_a_shared_weight_takes_no_total_not_even_in_a_replay():
 def test_gradients_that_came_early_wait_for_their_forward():
     machine = replaying()
     assert work_of(backward(machine, 0, 2)) is None
-    assert work_of(forward(machine, 0, 2)) == Work("forward", 2, 0)
-    assert work_of(done(machine, Work("forward", 2, 0))) == Work("backward", 2, 0)
+    assert work_of(forward(machine, 0, 2)) == StageWork("forward", 2, 0)
+    assert work_of(done(machine, StageWork("forward", 2, 0))) == StageWork("backward", 2, 0)
 
 
 def test_a_replay_sends_only_to_those_that_replay_with_it():
@@ -1227,10 +1229,10 @@ def test_totals_may_come_before_the_part_they_answer_in_a_replay():
     machine.handle(SharedArrived(2, 0, "total"))
     assert not machine.wants(SharedArrived(2, 0, "total"))
     forward(machine, 0, 2)
-    done(machine, Work("forward", 2, 0))
+    done(machine, StageWork("forward", 2, 0))
     backward(machine, 0, 2)
-    assert work_of(done(machine, Work("backward", 2, 0))) == Work("share", 2)
-    assert work_of(done(machine, Work("share", 2))) == Work("norms", 2)
+    assert work_of(done(machine, StageWork("backward", 2, 0))) == StageWork("share", 2)
+    assert work_of(done(machine, StageWork("share", 2))) == StageWork("norms", 2)
 
 
 def test_a_replay_without_all_its_records_is_refused():
@@ -1252,7 +1254,7 @@ def test_after_a_failure_a_stage_stands_and_only_half_changed_states_are_forgott
         machine.handle(Committed(record(0), line=0))
     else:
         forward(machine, 0)
-    commands = machine.handle(WorkFailed(Work(kind)))  # pyright: ignore[reportArgumentType]
+    commands = machine.handle(WorkFailed(StageWork(kind)))  # pyright: ignore[reportArgumentType]
     assert machine.phase is StagePhase.ATTACHED
     assert machine.applied == (0 if kind == "forward" else -1)
     assert commands == ([] if kind == "forward" else [DropSums(), DropRetained(EVERY_STEP)])
@@ -1263,7 +1265,7 @@ def test_after_a_failure_a_stage_stands_and_only_half_changed_states_are_forgott
 def test_after_a_failure_in_a_replay_a_stage_stands_too():
     machine = replaying()
     forward(machine, 0, 2)
-    assert machine.handle(WorkFailed(Work("forward", 2, 0))) == []
+    assert machine.handle(WorkFailed(StageWork("forward", 2, 0))) == []
     assert (machine.phase, machine.applied) == (StagePhase.ATTACHED, 2)
 
 
@@ -1275,4 +1277,4 @@ def test_a_state_may_be_asked_for_while_the_commit_that_leads_to_it_is_applied()
     assert machine.handle(ExportAsked(1)) == []
     assert "can't export step 1" in refusal(machine.handle(ExportAsked(1))), "once"
     forward(machine, 0, step=1)
-    assert work_of(done(machine, Work("apply", 0, record=record(0)))) == Work("export", 1)
+    assert work_of(done(machine, StageWork("apply", 0, record=record(0)))) == StageWork("export", 1)

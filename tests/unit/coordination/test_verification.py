@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.coordination.round.reputation import NEEDED, Reputation
-from fusionai.coordination.round.verification import OUTCOMES, Check, Found, Inspector, Opinion, outcome_of
+from fusionai.coordination.round.verification import OUTCOMES, Check, CheckVerdict, Inspector, Opinion, outcome_of
 
 OWNER = "owner"
 PLACES = {0: "a", 1: "b", 2: "c", 3: OWNER}
@@ -26,7 +26,7 @@ def due(of: Inspector, first: int = 0) -> dict[int, Check]:
     return {check.stage: check for check in of.due(PLACES, GUARDS, first, first + 2)}
 
 
-def answer(of: Inspector, check: Check, *opinions: Opinion) -> Found:
+def answer(of: Inspector, check: Check, *opinions: Opinion) -> CheckVerdict:
     """The referee's, and the owner's where that is asked."""
     found = of.answered(check, opinions[0])
     for opinion in opinions[1:]:

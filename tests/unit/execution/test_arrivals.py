@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionai.execution.training.arrivals import Arrivals, Held
+from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
 from fusionai.execution.training.boundary import FEED, boundaries
 from fusionai.execution.training.codecs import Carried, pack
 from fusionai.ir.partition import cut_blocks
@@ -92,8 +92,8 @@ class Anything(Arrivals):
         return
 
 
-def held(limit_bytes: int = 1000) -> Held:
-    return Held(0, Anything(), limit_bytes)
+def held(limit_bytes: int = 1000) -> WaitingTensors:
+    return WaitingTensors(0, Anything(), limit_bytes)
 
 
 def part(number: int, parts: int, *, sender: int = 2, phase: str = "partial") -> wire.SharedGradient:

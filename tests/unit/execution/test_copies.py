@@ -10,7 +10,7 @@ import pytest
 
 from fusionai.backends.interface import StageProgram
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.training.copies import FAILURES_TOLD, Chunk, Copies, Entries, StateCopy
+from fusionai.execution.training.copies import FAILURES_TOLD, Chunk, Entries, SnapshotCopier, StateCopy
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 
@@ -41,7 +41,7 @@ async def told_of(program: Program, *, applied: bool, send_fails: bool = False) 
             whole.append(copy.step)
 
     entries = Entries(fixed=[], moving=["model/a", "model/b"])
-    copies = Copies(0, cast(StageProgram, program), entries, compute, send, told.append)
+    copies = SnapshotCopier(0, cast(StageProgram, program), entries, compute, send, told.append)
     for step in range(FAILURES_TOLD):
         copies.begin(step)
         if applied:
@@ -87,7 +87,7 @@ def test_what_never_changes_is_sent_once_until_something_goes_wrong():
                 sent.append((copy.step, copy.rest_of, [name for name, _ in chunk]))
 
         entries = Entries(fixed=["model/frozen"], moving=["model/a"])
-        copies = Copies(0, cast(StageProgram, Program(broken=False)), entries, compute, send, [].append)
+        copies = SnapshotCopier(0, cast(StageProgram, Program(broken=False)), entries, compute, send, [].append)
 
         async def snapshot(step: int) -> None:
             copies.begin(step)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.execution.sketches import SIZE, mark, step_key
+from fusionai.execution.sketches import SIZE, sketch, step_key
 from fusionai.execution.state import as_bytes
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from harness.pool import tensor
@@ -23,7 +23,7 @@ def made(seed: int = 0) -> np.ndarray:
 
 
 def of(array: np.ndarray, key: bytes = KEY, what: str = "0>1/0") -> np.ndarray:
-    return np.array(mark({"x": tensor(array)}, key, what=what))
+    return np.array(sketch({"x": tensor(array)}, key, what=what))
 
 
 def apart(one: np.ndarray, other: np.ndarray) -> float:
@@ -65,33 +65,33 @@ def test_key_step_message_and_name_are_part_of_it():
         of(x, step_key(b"k" * 32, 4)),
         of(x, step_key(b"l" * 32, 3)),
         of(x, what="0>1/1"),
-        np.array(mark({"y": tensor(x)}, KEY, what="0>1/0")),
+        np.array(sketch({"y": tensor(x)}, KEY, what="0>1/0")),
     ]
     assert all(not np.array_equal(of(x), other) for other in others)
 
 
 def test_several_values_are_marked_together_in_whatever_order_they_come():
     x, y = tensor(made()), tensor(made(1))
-    assert mark({"x": x, "y": y}, KEY, what="w") == mark({"y": y, "x": x}, KEY, what="w")
-    assert mark({"x": x, "y": y}, KEY, what="w") != mark({"x": y, "y": x}, KEY, what="w")
+    assert sketch({"x": x, "y": y}, KEY, what="w") == sketch({"y": y, "x": x}, KEY, what="w")
+    assert sketch({"x": x, "y": y}, KEY, what="w") != sketch({"x": y, "y": x}, KEY, what="w")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "int64", "int32", "bool", "uint8"])
 def test_every_dtype_has_marks(dtype: str):
     values = (np.arange(24) % 2).astype(dtype).reshape(4, 6)
-    same = mark({"x": tensor(values.astype(np.float64))}, KEY, what="w")
-    assert mark({"x": tensor(values)}, KEY, what="w") == same
+    same = sketch({"x": tensor(values.astype(np.float64))}, KEY, what="w")
+    assert sketch({"x": tensor(values)}, KEY, what="w") == same
 
 
 def test_bfloat16_is_marked_as_the_numbers_it_holds():
     x = np.array([1.0, -2.5, 0.0, 3.0], np.float32)
     half = host_tensor("bfloat16", (4,), as_bytes(x, "bfloat16"))
-    assert mark({"x": half}, KEY, what="w") == mark({"x": tensor(x)}, KEY, what="w")
+    assert sketch({"x": half}, KEY, what="w") == sketch({"x": tensor(x)}, KEY, what="w")
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5,)])
 def test_small_and_empty_tensors_have_marks(shape: tuple[int, ...]):
-    made = mark({"x": tensor(np.ones(shape, np.float32))}, KEY, what="w")
+    made = sketch({"x": tensor(np.ones(shape, np.float32))}, KEY, what="w")
     assert len(made) == SIZE
     assert any(made) == (0 not in shape)
 
@@ -103,7 +103,7 @@ def test_what_is_not_finite_shows():
 
 
 def test_nothing_at_all_is_zeros():
-    assert mark(dict[str, HostTensor](), KEY, what="w") == (0.0,) * SIZE
+    assert sketch(dict[str, HostTensor](), KEY, what="w") == (0.0,) * SIZE
 
 
 @pytest.mark.parametrize("offset", [0.0, 3.0])
@@ -112,5 +112,5 @@ def test_marks_of_many_rows_are_exact_whatever_the_order_of_sums(offset: float):
     rows = (np.random.default_rng(6).standard_normal((40_000, 3)) + offset).astype(np.float32)
     tensor = host_tensor("float32", rows.shape, rows.tobytes())
     wide = host_tensor("float64", rows.shape, rows.astype(np.float64).tobytes())
-    made, exact = (np.array(mark({"x": one}, KEY, what="m")) for one in (tensor, wide))
+    made, exact = (np.array(sketch({"x": one}, KEY, what="m")) for one in (tensor, wide))
     assert np.linalg.norm(made - exact) <= 3e-6 * np.linalg.norm(exact)

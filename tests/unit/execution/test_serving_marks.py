@@ -9,7 +9,7 @@ import pytest
 
 from fusionai.execution.serving import sketches as serving_marks
 from fusionai.execution.serving.boundary import RowSpec
-from fusionai.execution.serving.sketches import TOGETHER, MarkBook, Projection, text_key
+from fusionai.execution.serving.sketches import TOGETHER, Projection, SketchBook, text_key
 from fusionai.execution.sketches import SIZE
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire.messages import Segment
@@ -39,8 +39,8 @@ def marks(tensors: dict[str, HostTensor], session: int = 1) -> np.ndarray:
     return Projection(SPECS, text_key(SECRET, session)).marks(tensors)
 
 
-def book(capacity: int = 1000) -> MarkBook:
-    return MarkBook(SECRET, SPECS, SPECS[:1], capacity)
+def book(capacity: int = 1000) -> SketchBook:
+    return SketchBook(SECRET, SPECS, SPECS[:1], capacity)
 
 
 def test_the_distance_of_marks_is_that_of_rows_by_their_length():

@@ -174,7 +174,7 @@ def test_what_a_check_asks_of_a_stage_that_is_not_here_fails_the_check_alone(mon
         await bench.enlist(1, guards=(1,))
         fence, number = Fence(1, 1, 1), 5
         asked = (
-            wire.TellMarks(fence=fence, stage=1, number=number, session=1, start=0, length=4),
+            wire.RequestSketches(fence=fence, stage=1, number=number, session=1, start=0, length=4),
             wire.ReadAgain(
                 fence=fence, stage=1, number=number, session=1, length=4, keys=(b"k" * 32, b"l" * 32), reply=fence
             ),

@@ -12,7 +12,7 @@ import pytest
 
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.serving.boundary import RowSpec, ServingBoundary
-from fusionai.execution.serving.stage import Identity, ServingStage
+from fusionai.execution.serving.stage import ServingStage, StageIdentity
 from fusionai.execution.state import headers
 from fusionai.ir.schema import Graph, Node, ValueSpec
 from fusionai.primitives.errors import ExecutionError
@@ -103,7 +103,7 @@ class Bench:
 
     def __init__(self, **identity: bool) -> None:
         self.program, self.postman, self.compute = Program(), Postman(), ComputeThread()
-        described = Identity(
+        described = StageIdentity(
             graph_hash="",
             boundary=b"",
             options=OPTIONS,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fusionai.execution.state import headers
-from fusionai.execution.training.arrivals import Held
-from fusionai.execution.training.retained import Retained
+from fusionai.execution.training.arrivals import WaitingTensors
+from fusionai.execution.training.retained import RetainedMessages
 from fusionai.execution.training.snapshots import SnapshotStore
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
@@ -190,7 +190,7 @@ def shared(step: int, phase: str, receiver: int = 5) -> wire.SharedGradient:
 
 
 def test_what_was_sent_is_sent_again_step_by_step_under_the_new_fence():
-    retained = Retained()
+    retained = RetainedMessages()
     for step in (2, 1):
         retained.keep(shared(step, "total"), ())
         for microbatch in (1, 0):
@@ -206,7 +206,7 @@ def test_what_was_sent_is_sent_again_step_by_step_under_the_new_fence():
 
 
 def test_a_step_that_is_run_again_replaces_what_it_sent():
-    retained = Retained()
+    retained = RetainedMessages()
     for value in (1.0, 2.0):
         retained.keep(forward(step=3)[0], (rows(value),))
     ((_, _, (only,)),) = retained.again(LATER, {0}, 0, 9)
@@ -215,7 +215,7 @@ def test_a_step_that_is_run_again_replaces_what_it_sent():
 
 
 def test_retained_tensors_go_below_the_line_only():
-    retained = Retained()
+    retained = RetainedMessages()
     for step in range(4):
         retained.keep(forward(step=step)[0], (rows(),))
         retained.keep(shared(step, "partial"), ())
@@ -235,7 +235,7 @@ class Anything:
 
 
 def test_a_replay_holds_gradients_and_shared_parts_of_many_steps():
-    held = Held(0, Anything(), 10_000)  # pyright: ignore[reportArgumentType]
+    held = WaitingTensors(0, Anything(), 10_000)  # pyright: ignore[reportArgumentType]
     for step in (1, 2):
         held.keep(backward(step=step)[0], {"y0": rows(step)})
         for sender in (5, 4):
@@ -254,7 +254,7 @@ def test_a_replay_holds_gradients_and_shared_parts_of_many_steps():
 
 
 def test_what_is_held_is_bounded_over_everything():
-    held = Held(0, Anything(), 2 * rows().nbytes)  # pyright: ignore[reportArgumentType]
+    held = WaitingTensors(0, Anything(), 2 * rows().nbytes)  # pyright: ignore[reportArgumentType]
     held.keep(forward()[0], {"x": rows()})
     held.keep(backward()[0], {"y0": rows()})
     with pytest.raises(ExecutionError, match="for later work"):

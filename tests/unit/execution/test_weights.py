@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fusionai.execution.weights.fetching import FetchLimits, WeightInlet, fetch
-from fusionai.execution.weights.server import MAX_CONNECTIONS, WeightDesk
+from fusionai.execution.weights.server import MAX_CONNECTIONS, WeightServer
 from fusionai.primitives.errors import ExecutionError, StorageError, TransportError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
@@ -82,7 +82,7 @@ class Members:
     def __init__(self, directory: Path) -> None:
         self.network = MemoryNetwork()
         self.directory = directory
-        self.desks: dict[PeerId, WeightDesk] = {}
+        self.desks: dict[PeerId, WeightServer] = {}
         self.refused: list[tuple[PeerId, str]] = []
         self.dials: list[str] = []
 
@@ -91,7 +91,7 @@ class Members:
         return WeightSource(peer=peer, addresses=listener.addresses, digests=digests)
 
     async def desk(self, peer: PeerId, store: WeightStore, digests: tuple[bytes, ...] = ()) -> WeightSource:
-        desk = self.desks[peer] = WeightDesk(store, [spec.digest for spec in SPECS])
+        desk = self.desks[peer] = WeightServer(store, [spec.digest for spec in SPECS])
 
         async def serve(channel: Channel) -> None:
             assert channel.remote.peer is not None
@@ -218,7 +218,7 @@ def test_a_member_gives_what_it_has_while_it_fetches_itself(tmp_path: Path) -> N
 def test_two_that_fetch_at_the_same_time_take_from_each_other(tmp_path: Path) -> None:
     async def body(members: Members) -> None:
         specs = [described(f"layer {number}", 2 * MIB) for number in range(12)]
-        holder = WeightDesk(filled(tmp_path / "owner", specs), [spec.digest for spec in specs])
+        holder = WeightServer(filled(tmp_path / "owner", specs), [spec.digest for spec in specs])
 
         async def serve(channel: Channel) -> None:
             await holder.answer(PeerId(str(channel.remote.peer)), channel)
@@ -501,7 +501,7 @@ def test_whoever_breaks_the_protocol_is_shown_out(tmp_path: Path) -> None:
 
 def test_who_does_not_read_holds_up_nobody_else(tmp_path: Path) -> None:
     async def body(members: Members) -> None:
-        desk = WeightDesk(filled(tmp_path / "owner"), [spec.digest for spec in SPECS], patience_s=0.2)
+        desk = WeightServer(filled(tmp_path / "owner"), [spec.digest for spec in SPECS], patience_s=0.2)
         ended = asyncio.Event()
 
         async def serve(channel: Channel) -> None:
@@ -527,7 +527,7 @@ def test_a_connection_that_ends_and_is_given_up_at_the_same_time_leaves_its_plac
     """A member that dies ends all its connections: whoever sees the first of them end gives up the others."""
 
     async def body(members: Members) -> None:
-        desk = WeightDesk(filled(tmp_path / "owner"), [spec.digest for spec in SPECS])
+        desk = WeightServer(filled(tmp_path / "owner"), [spec.digest for spec in SPECS])
         theirs: asyncio.Queue[Channel] = asyncio.Queue()
 
         async def member(channel: Channel) -> None:
@@ -557,7 +557,7 @@ def test_members_ask_the_owner_on_the_connection_it_made(tmp_path: Path) -> None
     """One fetch after the other, the first of them cancelled with answers still on their way."""
 
     async def body(members: Members) -> None:
-        desk = WeightDesk(filled(tmp_path / "owner"), [spec.digest for spec in SPECS])
+        desk = WeightServer(filled(tmp_path / "owner"), [spec.digest for spec in SPECS])
         inlets: asyncio.Queue[WeightInlet] = asyncio.Queue()
 
         async def accept(channel: Channel) -> None:
@@ -613,7 +613,7 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     big = described("big", 96 * MIB)
 
     async def body(members: Members) -> None:
-        desk = WeightDesk(filled(tmp_path / "owner", [big]), [big.digest])
+        desk = WeightServer(filled(tmp_path / "owner", [big]), [big.digest])
 
         async def serve(channel: Channel) -> None:
             await desk.answer(SECOND, channel)

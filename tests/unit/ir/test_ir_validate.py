@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from fusionai.ir.schema import FloatArg, Graph, InitOp, ListArg, Ref, ValueSpec, encode
-from fusionai.ir.validate import Limits, parse, validate
+from fusionai.ir.validate import GraphLimits, parse, validate
 from fusionai.primitives.errors import GraphError
 
 replace = msgspec.structs.replace
@@ -115,7 +115,7 @@ def test_brackets_in_strings_do_not_nest(model: Graph) -> None:
 
 def test_huge_json() -> None:
     with pytest.raises(GraphError, match="above the limit"):
-        parse(b'{"ir": 2, "name": "' + b"x" * 2**20 + b'"}', Limits(json_bytes=2**20))
+        parse(b'{"ir": 2, "name": "' + b"x" * 2**20 + b'"}', GraphLimits(json_bytes=2**20))
 
 
 def test_lists_of_the_grammar_nest_little(model: Graph) -> None:
@@ -443,12 +443,12 @@ def test_initialisation_is_finite(model: Graph) -> None:
 
 def test_parameter_and_constant_bytes(model: Graph) -> None:
     with pytest.raises(GraphError, match="parameters take"):
-        validate(model, Limits(parameter_bytes=100))
+        validate(model, GraphLimits(parameter_bytes=100))
     spec = replace(model.params["p_rotary_inv_freq"], kind="constant")
     constant = replace(model, params={**model.params, "p_rotary_inv_freq": spec})
     validate(constant)
     with pytest.raises(GraphError, match="constants take 32 bytes"):
-        validate(constant, Limits(constant_bytes=31))
+        validate(constant, GraphLimits(constant_bytes=31))
 
 
 def test_state_writes(make: Callable[..., Any]) -> None:
@@ -471,16 +471,16 @@ def test_state_writes(make: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     "limits",
     [
-        Limits(nodes=3),
-        Limits(values=3),
-        Limits(params=3),
-        Limits(symbols=1),
-        Limits(interface=1),
-        Limits(value_bytes=64),
-        Limits(rank=2),
+        GraphLimits(nodes=3),
+        GraphLimits(values=3),
+        GraphLimits(params=3),
+        GraphLimits(symbols=1),
+        GraphLimits(interface=1),
+        GraphLimits(value_bytes=64),
+        GraphLimits(rank=2),
     ],
 )
-def test_every_limit_holds(model: Graph, limits: Limits) -> None:
+def test_every_limit_holds(model: Graph, limits: GraphLimits) -> None:
     with pytest.raises(GraphError):
         validate(model, limits)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusionai.privacy.white_box import Part, calibrated
+from fusionai.privacy.white_box import DepthComparison, calibrated
 
 WIDTH, WORDS = 12, 200
 DICE = torch.Generator().manual_seed(4)
@@ -18,7 +18,7 @@ def disguised(rows: Tensor) -> Tensor:
     return rows @ TURN + SHIFT
 
 
-def right(part: Part) -> float:
+def right(part: DepthComparison) -> float:
     """Of the table's own rows, seen in disguise."""
     assert part.projection is not None
     badness = torch.cdist(part.target[0], TABLE @ part.projection.T)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fusionai.privacy.findings import Boundary, Control
+from fusionai.privacy.findings import BoundaryFindings, Control
 from harness.audited import boundary, findings, recovered
 
 
 def test_a_learned_figure_can_not_stand_alone():
     with pytest.raises(TypeError, match="white_box"):
-        Boundary(depth=0, defence="clean", loss=1.0, others=(recovered("inverter", 0.1),))  # pyright: ignore[reportCallIssue]
+        BoundaryFindings(depth=0, defence="clean", loss=1.0, others=(recovered("inverter", 0.1),))  # pyright: ignore[reportCallIssue]
     with pytest.raises(ValueError, match="white-box"):
-        Boundary(depth=0, defence="clean", loss=1.0, white_box=recovered("inverter", 0.1))
+        BoundaryFindings(depth=0, defence="clean", loss=1.0, white_box=recovered("inverter", 0.1))
     with pytest.raises(ValueError, match="white-box"):
         boundary(0, "clean", 1.0, **{"white-box": 0.5})
     alone = msgspec.json.encode({"depth": 0, "defence": "clean", "loss": 1.0, "others": [recovered("ridge", 0.1)]})
     with pytest.raises(msgspec.ValidationError, match="white_box"):
-        msgspec.json.decode(alone, type=Boundary)
+        msgspec.json.decode(alone, type=BoundaryFindings)
 
 
 def test_the_worst_attack_tells_a_boundary():

@@ -9,7 +9,7 @@ import pytest
 
 from fusionai.primitives.privacy import LEVELS
 from fusionai.privacy.findings import CONTROL, Findings
-from fusionai.privacy.measured import ADVERSARIES, SENT, STANDS, read, sentence, shipped, told
+from fusionai.privacy.measured import ADVERSARIES, SENT, STANDS, measured_leakage, read, sentence, shipped
 from harness.audited import boundary, findings
 
 FOUND = findings(
@@ -21,11 +21,11 @@ FOUND = findings(
 
 
 def test_a_level_is_told_by_the_strongest_attack_over_its_depths():
-    split = told("split", FOUND)
+    split = measured_leakage("split", FOUND)
     assert (split.most.depth, split.least.depth, split.spelled) == (0, 2, "80% to 100%")
-    within = told("split-k", FOUND)
+    within = measured_leakage("split-k", FOUND)
     assert (within.most.depth, within.least.depth, within.spelled) == (1, 2, "80% to 95%")
-    assert told("split", FOUND, "int4").spelled == "70%"
+    assert measured_leakage("split", FOUND, "int4").spelled == "70%"
 
 
 def test_every_level_says_what_it_does_about_everybody():
@@ -58,4 +58,4 @@ def test_a_sentence_for_each_level(level):
     assert "your text" in said
     assert ("measured" in said) == (level not in ("open", "encrypted"))
     if "measured" in said:
-        assert told(level, shipped(), SENT[0]).spelled in said
+        assert measured_leakage(level, shipped(), SENT[0]).spelled in said

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusionai.privacy.subject import AttackedModel, Prefixes
-from fusionai.privacy.white_box import Matcher, Part, matched, reconstructed
+from fusionai.privacy.white_box import DepthComparison, Matcher, matched, reconstructed
 from harness.attacked import tiny
 
 
@@ -22,7 +22,7 @@ def trial(attacked: AttackedModel) -> Tensor:
 
 def whole(attacked: AttackedModel, ids: Tensor) -> dict[int, Matcher]:
     seen = attacked.boundaries(ids)
-    return {depth: Matcher((Part(depth, seen[depth]),)) for depth in range(attacked.depth + 1)}
+    return {depth: Matcher((DepthComparison(depth, seen[depth]),)) for depth in range(attacked.depth + 1)}
 
 
 def test_a_tried_token_has_the_boundary_it_has_in_the_text(attacked: AttackedModel):
@@ -58,6 +58,6 @@ def test_another_models_boundaries_give_little(attacked: AttackedModel):
 
 def test_what_the_model_expects_decides_where_the_boundary_says_nothing(attacked: AttackedModel):
     ids = trial(attacked)
-    nothing = Part(0, torch.zeros(3, 9, 1), torch.zeros(1, attacked.width))
+    nothing = DepthComparison(0, torch.zeros(3, 9, 1), torch.zeros(1, attacked.width))
     found = matched(attacked, ids, 1, {0: Matcher((nothing,), expected=True)}, lambda _: None)
     assert torch.equal(found[0], attacked.expectations(ids)[:, 1:].argmax(-1))

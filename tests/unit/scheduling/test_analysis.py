@@ -31,10 +31,10 @@ from fusionai.scheduling.analysis.closed_form import GenerationTerms, PipelineTe
 from fusionai.scheduling.analysis.fleets import (
     Assumptions,
     Fleet,
-    Levers,
+    FleetNetwork,
+    LinkMeasures,
     Misfit,
-    Network,
-    Outcome,
+    PredictedSpeed,
     Shape,
     forward,
     forward_in_one_box,
@@ -49,8 +49,8 @@ from harness.closed_form_plans import problem_of
 
 INT8 = "overlap, 8-bit, local updates"
 FULL = "overlap, 2-bit, local updates, no recomputation"
-HALVED = Levers(overlap=True, boundary_part=1 / 2, local_steps=50, sync_part=1 / 2)
-SIXTY_FOURTH = Levers(overlap=True, boundary_part=1 / 64, local_steps=50, sync_part=1 / 2)
+HALVED = LinkMeasures(overlap=True, boundary_part=1 / 2, local_steps=50, sync_part=1 / 2)
+SIXTY_FOURTH = LinkMeasures(overlap=True, boundary_part=1 / 64, local_steps=50, sync_part=1 / 2)
 """What the earlier figures are for, which this software's codecs are not exactly."""
 KNOWN = Assumptions()
 
@@ -88,7 +88,7 @@ def test_attention_counts_for_what_it_computes():
     # Causal: half of 4,096 keys on average. 6.7 % more than the parameters' products.
     assert llama.sequence_flops == 2 * 8.03e9 + 32 * 2048 * 4096 * 4
     box = train_in_one_box(llama, fleet("H100 SXM", 4), KNOWN)
-    assert isinstance(box, Outcome)
+    assert isinstance(box, PredictedSpeed)
     # Forward once, backward twice, attention too.
     assert box.tokens_per_s == pytest.approx(4 * 989e12 * KNOWN.reference_training_part / (3 * llama.sequence_flops))
 
@@ -99,13 +99,13 @@ def ratio(comparison: Comparison, task: str, model: str, levers: str, mbit: int,
     return found
 
 
-def trained_ratio(model: str, levers: Levers, mbit: int, ms: int) -> float:
+def trained_ratio(model: str, levers: LinkMeasures, mbit: int, ms: int) -> float:
     shape = next(one for one in TRAINED if one.name == model)
-    network = Network(bandwidth_bytes_per_s=mbit * analysis_cases.MBIT, latency_s=ms / 1e3)
+    network = FleetNetwork(bandwidth_bytes_per_s=mbit * analysis_cases.MBIT, latency_s=ms / 1e3)
     ours = train(shape, fleet("RTX 3080", 50), network, levers, KNOWN)
     theirs = train_in_one_box(shape, fleet("H100 SXM", 4), KNOWN)
-    assert isinstance(ours, Outcome)
-    assert isinstance(theirs, Outcome)
+    assert isinstance(ours, PredictedSpeed)
+    assert isinstance(theirs, PredictedSpeed)
     return ours.tokens_per_s / theirs.tokens_per_s
 
 
@@ -135,7 +135,7 @@ def test_training_is_what_was_worked_out_before(model: str, worked_out: tuple[fl
     """Independent figures for the same comparison, to two digits. Within rounding but for two: BERT-Large as it stands,
     0.01 higher on fast links, since the earlier figures don't say how they rounded microbatches; and where links set
     the pace of the GPT-3 type, 0.01 higher, since they count a hop more than the busiest uplink waits for."""
-    textbook = Levers()
+    textbook = LinkMeasures()
     places = (
         (textbook, 100, 50),
         (HALVED, 100, 50),
@@ -164,14 +164,14 @@ def test_neither_side_trains_the_largest_model_whole():
     ("levers", "mbit", "ms", "worked_out"),
     [
         # The earlier figures left out the pipeline's fill, 9 % here.
-        (Levers(overlap=True), 100, 50, 0.13),
+        (LinkMeasures(overlap=True), 100, 50, 0.13),
         (HALVED, 100, 50, 0.24),
         (SIXTY_FOURTH, 100, 50, 0.45),
-        (Levers(overlap=True), 1_000, 20, 0.44),
+        (LinkMeasures(overlap=True), 1_000, 20, 0.44),
         (HALVED, 1_000, 20, 0.45),
     ],
 )
-def test_adapters_are_what_was_worked_out_less_the_fill(levers: Levers, mbit: int, ms: int, worked_out: float):
+def test_adapters_are_what_was_worked_out_less_the_fill(levers: LinkMeasures, mbit: int, ms: int, worked_out: float):
     found = trained_ratio("Llama-3-70B, adapters", levers, mbit, ms)
     assert 0.85 * worked_out <= found <= worked_out
 
@@ -190,14 +190,14 @@ def test_adapters_are_what_was_worked_out_less_the_fill(levers: Levers, mbit: in
 def test_decoding_is_what_was_worked_out_before(model: str, levers: str, worked_out: tuple[float, ...], slack: float):
     for (mbit, ms), expected in zip(((100, 50), (1_000, 20), (1_000, 1)), worked_out, strict=True):
         ours = shipped().cell("decode", model, levers, mbit, ms).ours
-        assert isinstance(ours, Outcome)
+        assert isinstance(ours, PredictedSpeed)
         assert ours.tokens_per_s == pytest.approx(expected, rel=slack), (mbit, ms)
 
 
 @pytest.mark.parametrize(("model", "worked_out"), [("Llama-3-8B", 57_000), ("Llama-3-70B", 14_330)])
 def test_the_box_decodes_what_was_worked_out_before(model: str, worked_out: float):
     theirs = shipped().cell("decode", model, HALF, 100, 50).theirs
-    assert isinstance(theirs, Outcome)
+    assert isinstance(theirs, PredictedSpeed)
     assert theirs.tokens_per_s == pytest.approx(worked_out, rel=0.05)
 
 
@@ -214,11 +214,11 @@ def test_the_box_decodes_what_was_worked_out_before(model: str, worked_out: floa
 )
 def test_forward_passes_are_what_was_worked_out_before(model: str, boundary_part: float, worked_out: float):
     shape = next(one for one in FORWARDED if one.name == model)
-    home = Network(bandwidth_bytes_per_s=100 * analysis_cases.MBIT, latency_s=0.05)
-    ours = forward(shape, fleet("RTX 3080", 50), home, Levers(boundary_part=boundary_part), KNOWN)
-    theirs = forward_in_one_box(shape, fleet("H100 SXM", 4), Levers(), KNOWN)
-    assert isinstance(ours, Outcome)
-    assert isinstance(theirs, Outcome)
+    home = FleetNetwork(bandwidth_bytes_per_s=100 * analysis_cases.MBIT, latency_s=0.05)
+    ours = forward(shape, fleet("RTX 3080", 50), home, LinkMeasures(boundary_part=boundary_part), KNOWN)
+    theirs = forward_in_one_box(shape, fleet("H100 SXM", 4), LinkMeasures(), KNOWN)
+    assert isinstance(ours, PredictedSpeed)
+    assert isinstance(theirs, PredictedSpeed)
     assert ours.tokens_per_s / theirs.tokens_per_s == pytest.approx(worked_out, abs=0.005)
 
 
@@ -242,8 +242,8 @@ def test_more_memory_holds_the_model_in_fewer_stages_and_more_sessions(monkeypat
     monkeypatch.setattr(analysis_cases, "DECODED", (LLAMA_70B,))
     larger = compare(fleet("RTX 3080", 50, memory_bytes=2), fleet("H100 SXM", 4), KNOWN)
     after = larger.cell("train", LLAMA_8B.name, INT8, 100, 50).ours
-    assert isinstance(before, Outcome)
-    assert isinstance(after, Outcome)
+    assert isinstance(before, PredictedSpeed)
+    assert isinstance(after, PredictedSpeed)
     assert after.stages < before.stages
     decode = ("decode", LLAMA_70B.name, HALF, 100, 50)
     assert ratio(larger, *decode) > 2 * ratio(shipped(), *decode)
@@ -263,7 +263,7 @@ def test_memory_bandwidth_moves_decoding_and_nothing_else():
 def test_power_and_price_move_energy_and_money_and_no_ratio():
     cheap = compare(fleet("RTX 3080", 50, power_w=0.5, price_usd=0.5), fleet("H100 SXM", 4), KNOWN)
     cell = cheap.cell("train", LLAMA_8B.name, BEST, 100, 50)
-    assert isinstance(cell.ours, Outcome)
+    assert isinstance(cell.ours, PredictedSpeed)
     assert [c.ratio for c in cheap.cells] == [c.ratio for c in shipped().cells]
     assert cheap.joules_per_million_tokens("ours", cell.ours) == pytest.approx(
         shipped().joules_per_million_tokens("ours", cell.ours) / 2
@@ -294,18 +294,18 @@ def test_better_links_never_hurt():
 
 @pytest.mark.parametrize("shape", TRAINED, ids=lambda shape: shape.name)
 def test_levers_that_take_off_work_never_hurt(shape):
-    ours, network = fleet("RTX 3080", 50), Network(bandwidth_bytes_per_s=12.5e6, latency_s=0.05)
-    plain = train(shape, ours, network, Levers(), KNOWN)
+    ours, network = fleet("RTX 3080", 50), FleetNetwork(bandwidth_bytes_per_s=12.5e6, latency_s=0.05)
+    plain = train(shape, ours, network, LinkMeasures(), KNOWN)
     for lever in (
-        Levers(overlap=True),
-        Levers(boundary_part=0.5),
-        Levers(local_steps=50),
-        Levers(sync_part=0.5),
-        Levers(recompute=False),
+        LinkMeasures(overlap=True),
+        LinkMeasures(boundary_part=0.5),
+        LinkMeasures(local_steps=50),
+        LinkMeasures(sync_part=0.5),
+        LinkMeasures(recompute=False),
     ):
         pulled = train(shape, ours, network, lever, KNOWN)
         assert isinstance(plain, Misfit) == isinstance(pulled, Misfit)
-        if isinstance(plain, Outcome) and isinstance(pulled, Outcome):
+        if isinstance(plain, PredictedSpeed) and isinstance(pulled, PredictedSpeed):
             assert pulled.tokens_per_s >= plain.tokens_per_s
 
 
@@ -382,9 +382,9 @@ def test_a_round_of_generation_by_hand():
 
 
 def test_the_chosen_number_of_passes_is_the_best_there_is():
-    ours, network = fleet("RTX 3080", 50), Network(bandwidth_bytes_per_s=12.5e6, latency_s=0.05)
-    outcome = generate(LLAMA_8B, ours, network, Levers(), KNOWN)
-    assert isinstance(outcome, Outcome)
+    ours, network = fleet("RTX 3080", 50), FleetNetwork(bandwidth_bytes_per_s=12.5e6, latency_s=0.05)
+    outcome = generate(LLAMA_8B, ours, network, LinkMeasures(), KNOWN)
+    assert isinstance(outcome, PredictedSpeed)
     chosen = outcome.terms
     assert isinstance(chosen, GenerationTerms)
     sessions = chosen.passes * chosen.rows
@@ -434,14 +434,14 @@ def test_a_number_that_is_wrong_by_a_fifth_moves_what_hangs_on_it():
 def test_what_is_in_flight_may_crowd_a_stage():
     """16 stages of the 8B model hold 8 GB of state each; 44 microbatches of two layers' inputs are 3 GB more."""
     outcome = shipped().cell("train", LLAMA_8B.name, "overlap, 8-bit", 100, 50).ours
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, PredictedSpeed)
     assert isinstance(outcome.terms, PipelineTerms)
     assert outcome.stages == 16
     assert outcome.in_flight_bytes == outcome.terms.in_flight * 2 * 4096 * 4096 * 2
     assert outcome.crowded
     roomy = compare(fleet("RTX 3090", 50), fleet("H100 SXM", 4), KNOWN)
     roomier = roomy.cell("train", LLAMA_8B.name, BEST, 1_000, 20).ours
-    assert isinstance(roomier, Outcome)
+    assert isinstance(roomier, PredictedSpeed)
     assert not roomier.crowded
 
 

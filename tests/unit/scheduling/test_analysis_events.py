@@ -26,9 +26,9 @@ from fusionai.scheduling.analysis.closed_form import GenerationTerms, PipelineTe
 from fusionai.scheduling.analysis.fleets import (
     Assumptions,
     Fleet,
+    FleetNetwork,
     Misfit,
-    Network,
-    Outcome,
+    PredictedSpeed,
     Shape,
     forward,
     generate,
@@ -48,8 +48,8 @@ def fleet() -> Fleet:
     return Fleet(device=shipped_catalogue().find("RTX 3080"), count=50)
 
 
-def network(place: tuple[int, int]) -> Network:
-    return Network(bandwidth_bytes_per_s=place[0] * MBIT, latency_s=place[1] / 1e3)
+def network(place: tuple[int, int]) -> FleetNetwork:
+    return FleetNetwork(bandwidth_bytes_per_s=place[0] * MBIT, latency_s=place[1] / 1e3)
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def network(place: tuple[int, int]) -> Network:
 @pytest.mark.parametrize("shape", [BERT, GPT3_24, LLAMA_8B, LLAMA_70B_ADAPTERS], ids=lambda shape: shape.name)
 def test_a_step_takes_as_long_event_by_event(shape: Shape, levers: str, place: tuple[int, int]):
     outcome = train(shape, fleet(), network(place), TRAINING_LEVERS[levers], Assumptions())
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, PredictedSpeed)
     terms = outcome.terms
     assert isinstance(terms, PipelineTerms)
     run = simulate_steps(plan_of(terms), problem_of(terms), BARE)
@@ -104,7 +104,7 @@ def test_decoding_gives_as_many_tokens_event_by_event(shape: Shape, place: tuple
     found: set[GenerationTerms] = set()
     for levers in (DECODING_LEVERS[HALF], DECODING_LEVERS[INT4_INT8]):
         outcome = generate(shape, fleet(), network(place), levers, Assumptions())
-        assert isinstance(outcome, Outcome)
+        assert isinstance(outcome, PredictedSpeed)
         assert isinstance(outcome.terms, GenerationTerms)
         assert outcome.tokens_per_s == outcome.terms.tokens_per_s
         found.add(outcome.terms)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.problem.types import BlockCost, Guard, Link, PeerProfile, Plan, Problem
-from fusionai.scheduling.standby.assignment import guarding, matched, with_guards, without_guards
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, Standby
+from fusionai.scheduling.standby.assignment import assign_standbys, matched, with_standbys, without_standbys
 
 STATE = 1_000_000 + 2 * 1_000_000
 """Of one block: parameters and two AdamW slots."""
@@ -83,7 +83,7 @@ def test_one_spare_guards_all_if_it_has_room_and_else_what_fits() -> None:
     assert len(plan(problem(peer("s0", memory_bytes=two - 1))).guards) == 1
     one = max(3 * STATE, stage.memory_bytes + 2 * STATE)
     posed = problem(peer("s0", memory_bytes=one - 50_000))
-    found = guarding(plan(posed), posed)
+    found = assign_standbys(plan(posed), posed)
     assert found.plan.guards == ()
     assert [entry.stage for entry in found.unguarded] == [0, 1, 2]
     assert "it lends 10" in found.unguarded[0].reasons[0].reason
@@ -102,7 +102,7 @@ def test_other_fingerprints_guard_only_where_that_is_tolerated() -> None:
     spares = (peer("alike"), peer("other", fingerprint="gpu"), peer("unknown", fingerprint=""))
     small = tuple(msgspec.structs.replace(spare, memory_bytes=11_000_000) for spare in spares)
     posed = problem(*small)
-    found = guarding(plan(posed), posed)
+    found = assign_standbys(plan(posed), posed)
     assert {(guard.peer, guard.exact) for guard in found.plan.guards} == {("alike", True)}
     assert len(found.unguarded) == 2
     assert {entry.peer for entry in found.unguarded[0].reasons} == {"alike", "other", "unknown"}
@@ -128,9 +128,9 @@ def test_the_numerics_a_stage_began_with_count_not_its_peers_present_ones() -> N
     posed = problem(peer("s0"))
     placed = plan(posed)
     changed = tuple(peer(name, flops_per_s=1e12, fingerprint="new") for name in "abc")
-    again = with_guards(placed, msgspec.structs.replace(posed, peers=(*changed, peer("s0"))))
+    again = with_standbys(placed, msgspec.structs.replace(posed, peers=(*changed, peer("s0"))))
     assert again.guards == placed.guards
-    gone = with_guards(placed, msgspec.structs.replace(posed, peers=(peer("s0"),), required=()))
+    gone = with_standbys(placed, msgspec.structs.replace(posed, peers=(peer("s0"),), required=()))
     assert gone.guards == placed.guards
 
 
@@ -139,15 +139,15 @@ def test_what_the_owner_runs_is_not_guarded_and_the_owner_guards_nothing() -> No
     found = plan(posed)
     at_a = msgspec.structs.replace(found, feed="a", guards=())
     mine = next(stage.stage for stage in found.stages if stage.peer == "a")
-    assert mine not in guards(with_guards(at_a, posed))
+    assert mine not in guards(with_standbys(at_a, posed))
     own_spare = msgspec.structs.replace(found, feed="s0", guards=())
-    assert with_guards(own_spare, posed).guards == ()
+    assert with_standbys(own_spare, posed).guards == ()
 
 
 def test_a_link_that_takes_longer_than_the_longest_interval_is_refused() -> None:
     slow = peer("s0", downlink=Link(bandwidth_bytes_per_s=1e3))
     posed = problem(slow)
-    found = guarding(plan(posed), posed)
+    found = assign_standbys(plan(posed), posed)
     assert found.plan.guards == ()
     assert "its link is too slow" in found.unguarded[0].reasons[0].reason
 
@@ -163,8 +163,8 @@ def test_operators_and_settings_that_keep_a_peer_from_stages_keep_it_from_guardi
         peer("s0", flops_per_s=0.0),
     ):
         changed = msgspec.structs.replace(posed, peers=(*posed.peers[:3], spare))
-        assert with_guards(placed, changed).guards == ()
-    assert with_guards(placed, msgspec.structs.replace(posed, excluded=("s0",))).guards == ()
+        assert with_standbys(placed, changed).guards == ()
+    assert with_standbys(placed, msgspec.structs.replace(posed, excluded=("s0",))).guards == ()
 
 
 def test_who_guards_already_goes_on() -> None:
@@ -173,29 +173,29 @@ def test_who_guards_already_goes_on() -> None:
     found = plan(posed)
     turned = {0: guards(found)[1], 1: guards(found)[2], 2: guards(found)[0]}
     running = msgspec.structs.replace(
-        found, guards=tuple(Guard(stage=stage, peer=name) for stage, name in turned.items())
+        found, guards=tuple(Standby(stage=stage, peer=name) for stage, name in turned.items())
     )
-    assert guards(with_guards(running, posed)) == turned
+    assert guards(with_standbys(running, posed)) == turned
     # One that computes other bits gives way to one that does not, and only to that.
     other = (peer("s0", fingerprint="gpu"), peer("s1", fingerprint="gpu"))
     tolerant = problem(*other, takeover="tolerant")
     inexact = plan(tolerant)
     assert not any(guard.exact for guard in inexact.guards)
-    assert with_guards(inexact, tolerant) == inexact
+    assert with_standbys(inexact, tolerant) == inexact
     joined = msgspec.structs.replace(tolerant, peers=(*tolerant.peers, peer("s2")))
-    better = with_guards(msgspec.structs.replace(inexact, spares=("s0", "s1", "s2")), joined)
+    better = with_standbys(msgspec.structs.replace(inexact, spares=("s0", "s1", "s2")), joined)
     assert {(guard.peer, guard.exact) for guard in better.guards} == {("s2", True)}
 
 
 def test_lost_guards_are_struck_out_of_the_same_version() -> None:
     found = msgspec.structs.replace(plan(problem(peer("s0"), peer("s1"))), version=7)
     one, other = sorted({guard.peer for guard in found.guards})
-    left = without_guards(found, {one})
+    left = without_standbys(found, {one})
     assert left.version == 7
     assert {guard.peer for guard in left.guards} == {other}
     assert left.spares == (other,)
     assert left.snapshot_every == found.snapshot_every
-    nobody = without_guards(left, {other})
+    nobody = without_standbys(left, {other})
     assert (nobody.guards, nobody.snapshot_every) == ((), 0)
     assert nobody.stages == found.stages
 
@@ -208,7 +208,7 @@ def test_without_room_to_retain_nobody_is_guarded_and_that_is_said() -> None:
         msgspec.structs.replace(profile, memory_bytes=tight.memory_bytes + 1) if profile.peer == tight.peer else profile
         for profile in posed.peers
     )
-    found = guarding(placed, msgspec.structs.replace(posed, peers=peers))
+    found = assign_standbys(placed, msgspec.structs.replace(posed, peers=peers))
     assert found.plan.guards == ()
     assert [entry.stage for entry in found.unguarded] == [0, 1, 2]
     assert found.unguarded[0].reasons[0].peer == tight.peer

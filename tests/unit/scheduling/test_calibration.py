@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionai.primitives.pace import Pace
+from fusionai.primitives.pace import TrainingSpeed
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.stage_costs import StageCosts
@@ -39,7 +39,7 @@ def peer(
         peer=name,
         name=name,
         flops_per_s=2e9,
-        pace=Pace(flops_per_s=block_flops_per_s, call_s=call_s, byte_s=byte_s),
+        pace=TrainingSpeed(flops_per_s=block_flops_per_s, call_s=call_s, byte_s=byte_s),
         memory_bytes=10**9,
         fingerprint="cpu",
     )

@@ -7,13 +7,13 @@ import msgspec
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import (
     BlockCost,
-    Guard,
     Link,
     PeerProfile,
     Plan,
     Problem,
     RolePlacement,
     ServingNeeds,
+    Standby,
 )
 from fusionai.scheduling.standby.continuation import (
     MOST_TAKEOVERS,
@@ -26,7 +26,7 @@ from fusionai.scheduling.standby.continuation import (
     recorded,
     stand_in,
 )
-from fusionai.scheduling.standby.takeover import Waiting
+from fusionai.scheduling.standby.takeover import WaitingForMachines
 
 BLOCK = BlockCost(
     block=0,
@@ -62,7 +62,7 @@ def went_on(posed: Problem, lost: str, *there: PeerProfile, takeover: Takeover, 
     """Those who are there, after `lost` of the first two is gone."""
     made = before or plan(msgspec.structs.replace(posed, peers=posed.peers[:2]))
     posed = msgspec.structs.replace(posed, takeover=numerics(takeover))
-    assert isinstance(stand_in(made, posed, frozenset({lost}), there, "exact"), Waiting)
+    assert isinstance(stand_in(made, posed, frozenset({lost}), there, "exact"), WaitingForMachines)
     return otherwise(made, posed, frozenset({lost}), there, takeover)
 
 
@@ -93,7 +93,7 @@ def test_a_state_that_an_unlike_guard_has_comes_before_bits() -> None:
     made = plan(msgspec.structs.replace(posed, peers=(A, B, odd), required=("a", "b")))
     assert made.guards
     lost = made.stages[1].peer
-    made = msgspec.structs.replace(made, guards=(Guard(stage=1, peer="e", exact=False),))
+    made = msgspec.structs.replace(made, guards=(Standby(stage=1, peer="e", exact=False),))
     found = went_on(posed, lost, *(one for one in (A, B) if one.peer != lost), odd, takeover="any", before=made)
     assert isinstance(found, Otherwise)
     assert (found.exact, found.recut, found.takers) == (False, False, {"e"})

@@ -6,9 +6,9 @@ import pytest
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.embedding_and_head import (
-    check_ends,
-    ends_of,
-    ends_stay,
+    check_embedding_and_head,
+    embedding_and_head_of,
+    embedding_and_head_stay,
     middle,
     owners_bytes,
     owners_part,
@@ -26,13 +26,13 @@ def split(*names: str, first: int = 1, last: int = 2, **more: object) -> Problem
 
 def test_counts_follow_roles_and_what_is_kept() -> None:
     asked = split("a", "b")
-    assert (ends_of(asked).first, ends_of(asked).last) == (1, 2)
+    assert (embedding_and_head_of(asked).first, embedding_and_head_of(asked).last) == (1, 2)
     assert [block.block for block in middle(asked)] == [1, 2]
     plain = msgspec.structs.replace(asked, kept_first=0, kept_last=0)
-    assert (ends_of(plain).first, ends_of(plain).last) == (0, 1)
+    assert (embedding_and_head_of(plain).first, embedding_and_head_of(plain).last) == (0, 1)
     pool = msgspec.structs.replace(asked, roles=(RolePlacement(role="feed"), RolePlacement(role="loss", place="pool")))
     with pytest.raises(PlanError, match="2 blocks at the loss's end must stay with the job owner"):
-        ends_of(pool)
+        embedding_and_head_of(pool)
     with pytest.raises(PlanError, match="nothing is left for the pool"):
         middle(split("a", first=3))
 
@@ -75,12 +75,12 @@ def test_ends_of_every_replica_lie_with_the_owner() -> None:
 def test_a_plan_that_moves_an_end_is_refused_whoever_made_it() -> None:
     asked = split("a", "b")
     found = plan(asked)
-    check_ends(found, asked)
-    assert ends_stay(found, asked)
+    check_embedding_and_head(found, asked)
+    assert embedding_and_head_stay(found, asked)
     moved = msgspec.structs.replace(
         found, stages=(msgspec.structs.replace(found.stages[0], peer="a"), *found.stages[1:])
     )
     with pytest.raises(PlanError, match="blocks 0, 3, 4 stay with the job owner"):
-        check_ends(moved, asked)
-    assert not ends_stay(moved, asked)
-    assert not ends_stay(found, msgspec.structs.replace(asked, kept_first=0, kept_last=0))
+        check_embedding_and_head(moved, asked)
+    assert not embedding_and_head_stay(moved, asked)
+    assert not embedding_and_head_stay(found, msgspec.structs.replace(asked, kept_first=0, kept_last=0))

@@ -12,7 +12,7 @@ from fusionai.scheduling.problem.levers import (
     COPY_BYTES_PER_S,
     DISK_BYTES_PER_S,
     SPARING,
-    Levers,
+    MemoryMeasures,
     choices_of_problem,
     offload_s,
     savings,
@@ -189,7 +189,7 @@ def test_below_weights_away_it_is_refused_with_what_is_missing() -> None:
 def test_weights_ask_for_activations_made_again() -> None:
     kept = problem(10**9, recompute="never", offload="auto", offload_weights="auto")
     assert not any(levers.offload_weights for levers in choices_of_problem(kept))
-    all_there_is = Levers(recompute=True, offload=True, offload_weights=True)
+    all_there_is = MemoryMeasures(recompute=True, offload=True, offload_weights=True)
     assert choices_of_problem(msgspec.structs.replace(kept, recompute="auto"))[-1] == all_there_is
 
 

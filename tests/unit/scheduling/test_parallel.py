@@ -12,8 +12,8 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, RolePlacement, ServingNeeds
-from fusionai.scheduling.serving.load import LoadedLine, bound_tokens_per_s, session_tokens
-from fusionai.scheduling.serving.parallel import ManyLines, many_lines
+from fusionai.scheduling.serving.load import LoadedPipeline, bound_tokens_per_s, session_tokens
+from fusionai.scheduling.serving.parallel import ServingPipelines, serving_pipelines
 from fusionai.scheduling.serving.planning import serving_plan
 from fusionai.scheduling.serving.prediction import round_trip_s
 
@@ -62,8 +62,8 @@ def problem(peers: int, *, memory_bytes: int = 35 * MB, owner: PeerProfile | Non
     )
 
 
-def compared(posed: Problem, *, sessions: int = 16, least: float | None = None) -> ManyLines | None:
-    return many_lines(posed, plan(posed), sessions, least)
+def compared(posed: Problem, *, sessions: int = 16, least: float | None = None) -> ServingPipelines | None:
+    return serving_pipelines(posed, plan(posed), sessions, least)
 
 
 def test_equal_machines_make_equal_lines() -> None:
@@ -85,7 +85,7 @@ def test_every_line_holds_the_model_within_memory_and_time() -> None:
     for seed in range(1, 7):
         posed = problem(14, seed=seed)
         chain = plan(posed)
-        found = many_lines(posed, chain, 16)
+        found = serving_pipelines(posed, chain, 16)
         assert found is not None
         costs = StageCosts(posed)
         for line in found.lines:
@@ -128,7 +128,7 @@ def test_no_lines_exceed_the_bound() -> None:
                 sum(_filled(posed, group, most_s) for group in groups) for groups in _parted(range(len(posed.peers)))
             )
             assert 0 < best <= bound
-            found = many_lines(posed, chain, 16, 1 / most_s)
+            found = serving_pipelines(posed, chain, 16, 1 / most_s)
             assert found is None or found.tokens_per_s <= bound
 
 
@@ -158,7 +158,7 @@ def _filled(posed: Problem, group: tuple[int, ...], most_s: float) -> float:
         for stages in (None, 1, 2, 3):
             part = msgspec.structs.replace(posed, peers=tuple(posed.peers[peer] for peer in group), stages=stages)
             try:
-                load = LoadedLine(serving_plan(part).stages, StageCosts(posed), needs).filled(16, most_s)
+                load = LoadedPipeline(serving_plan(part).stages, StageCosts(posed), needs).filled(16, most_s)
             except PlanError:
                 continue
             _KNOWN[key] = max(_KNOWN[key], 0.0 if load is None else load.tokens_per_s)
@@ -206,8 +206,8 @@ def test_nothing_is_said_where_one_line_is_all_there_is() -> None:
     posed = problem(12)
     chain = plan(posed)
     for wish in ({"stages": 2}, {"spares_wanted": 1}, {"required": ("peer00",)}, {"pinned": {0: "peer00"}}):
-        assert many_lines(msgspec.structs.replace(posed, **wish), chain, 16) is None
-    assert many_lines(msgspec.structs.replace(posed, task="train"), chain, 16) is None
+        assert serving_pipelines(msgspec.structs.replace(posed, **wish), chain, 16) is None
+    assert serving_pipelines(msgspec.structs.replace(posed, task="train"), chain, 16) is None
 
 
 def test_the_sessions_asked_for_may_be_few() -> None:
@@ -234,6 +234,6 @@ def test_the_same_pool_gives_the_same_lines() -> None:
     assert one == other
 
 
-def _lines(posed: Problem) -> ManyLines | None:
+def _lines(posed: Problem) -> ServingPipelines | None:
     chain: Plan = plan(posed)
-    return many_lines(posed, chain, 16)
+    return serving_pipelines(posed, chain, 16)

@@ -7,7 +7,7 @@ import msgspec
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem
 from fusionai.scheduling.standby.promotion import WORTH_STEPS, Promotion, promoted
-from fusionai.scheduling.standby.takeover import guarded_by, moved, replaced
+from fusionai.scheduling.standby.takeover import moved, replaced, with_standby
 
 
 def block(number: int, **changes: object) -> BlockCost:
@@ -176,13 +176,13 @@ def test_a_machine_without_room_for_it_is_neither_guard_nor_home() -> None:
     run = after_a_loss(base, A)
     stage = stage_of(run, "slow")
     small = peer("small", 1e12, memory_bytes=10**6)
-    assert guarded_by(run, base, stage, "small", (small,)) is None
+    assert with_standby(run, base, stage, "small", (small,)) is None
     assert moved(run, base, stage, "small", (small,)) is None
     assert looked(run, base, B, C, SLOW, small) is None
     # Room for the stage, none for snapshots: by way of a checkpoint then.
     needed = run.stages[stage].memory_bytes
     tight = peer("tight", 1e12, memory_bytes=needed + STATE_BYTES)
-    assert guarded_by(run, base, stage, "tight", (tight,)) is None
+    assert with_standby(run, base, stage, "tight", (tight,)) is None
     found = looked(run, base, B, C, SLOW, tight, rested=True)
     assert found is not None
     assert found.reason.endswith("and takes it over")

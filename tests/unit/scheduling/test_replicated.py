@@ -11,7 +11,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as one_chain
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Link, Plan, Problem, SharedWeight
-from fusionai.scheduling.standby.takeover import Waiting, replaced
+from fusionai.scheduling.standby.takeover import WaitingForMachines, replaced
 from fusionai.scheduling.training.prediction import predict, reduction_s
 from fusionai.scheduling.training.replicated import _chained, _of, plan, with_replicas
 from harness.examples import examples
@@ -132,7 +132,7 @@ def test_a_lost_stage_of_any_replica_is_taken_over() -> None:
     for stage in (one for one in found.stages if "stage" in one.roles):
         after = replaced(found, with_replicas(made, 2), frozenset((stage.peer,)))
         assert isinstance(after, Plan)
-        assert not isinstance(after, Waiting)
+        assert not isinstance(after, WaitingForMachines)
         assert after.stages[stage.stage].peer == spare
         assert [(one.replica, one.blocks) for one in after.stages] == [(s.replica, s.blocks) for s in found.stages]
         assert after.step_time_s == pytest.approx(found.step_time_s), "the spare is as fast"

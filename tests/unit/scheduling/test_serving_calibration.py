@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fusionai.primitives.pace import ServingPace
+from fusionai.primitives.pace import ServingSpeed
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.calibration import paced, typical_serving
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, RolePlacement, ServingNeeds
 from fusionai.scheduling.standby.straggling import slowed
 
 PACES = (
-    ServingPace(form="fp32", flops_per_s=4e9, bytes_per_s=8e9),
-    ServingPace(form="bf16", flops_per_s=1e9, bytes_per_s=2e9),
+    ServingSpeed(form="fp32", flops_per_s=4e9, bytes_per_s=8e9),
+    ServingSpeed(form="bf16", flops_per_s=1e9, bytes_per_s=2e9),
 )
 
 
@@ -24,7 +24,7 @@ def block(number: int) -> BlockCost:
     )  # fmt: skip
 
 
-def machine(name: str = "a", serving: tuple[ServingPace, ...] = PACES) -> PeerProfile:
+def machine(name: str = "a", serving: tuple[ServingSpeed, ...] = PACES) -> PeerProfile:
     return PeerProfile(
         peer=name, flops_per_s=1e12, memory_bandwidth_bytes_per_s=1e12, memory_bytes=10**9, serving=serving
     )

@@ -17,8 +17,8 @@ from fusionai.scheduling.problem.types import (
     ServingNeeds,
     StagePlacement,
 )
-from fusionai.scheduling.standby.assignment import guarding
-from fusionai.scheduling.standby.takeover import Waiting, replaced
+from fusionai.scheduling.standby.assignment import assign_standbys
+from fusionai.scheduling.standby.takeover import WaitingForMachines, replaced
 
 POOL_ENDS = (RolePlacement(role="feed", place="pool"), RolePlacement(role="loss", place="pool"))
 NEEDS = ServingNeeds(context_tokens=1000, sessions=4, page_tokens=10, pass_tokens=100, cache_tokens=2000)
@@ -173,7 +173,7 @@ def test_stages_are_evened_out_where_it_costs_one_session_little() -> None:
 
 def test_spares_guard_the_peers_stages_and_none_of_the_owners() -> None:
     posed = problem(*(peer(name) for name in ("ada", "bob", "cyd")), peer("odd", fingerprint="gpu"), stages=2)
-    watch = guarding(plan(posed), posed)
+    watch = assign_standbys(plan(posed), posed)
     assert [guard.stage for guard in watch.plan.guards] == [1, 2]
     # Same bits first: the odd one guards only where nobody of the same kind has room.
     assert "odd" not in {guard.peer for guard in watch.plan.guards}
@@ -186,7 +186,7 @@ def test_spares_guard_the_peers_stages_and_none_of_the_owners() -> None:
     small = problem(*(peer(name) for name in ("ada", "bob")), peer("cyd", memory_bytes=5_000_000), stages=2)
     small = msgspec.structs.replace(small, required=("ada", "bob"))
     assert plan(small).guards == ()
-    assert "it lends 5 MB" in guarding(plan(small), small).unguarded[0].reasons[0].reason
+    assert "it lends 5 MB" in assign_standbys(plan(small), small).unguarded[0].reasons[0].reason
 
 
 def test_a_lost_stage_goes_to_its_guard_and_the_others_stay() -> None:
@@ -201,7 +201,7 @@ def test_a_lost_stage_goes_to_its_guard_and_the_others_stay() -> None:
     assert after.serving == found.serving
     assert after.step_time_s == pytest.approx(found.step_time_s)
     again = replaced(after, posed, frozenset({after.stages[1].peer}), ())
-    assert isinstance(again, Waiting)
+    assert isinstance(again, WaitingForMachines)
     assert "waiting for a peer that lends" in again.sentence
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.problem.types import BlockCost, Guard, PeerProfile, Plan, Problem
-from fusionai.scheduling.standby.takeover import Waiting, reinforced, replaced
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, Standby
+from fusionai.scheduling.standby.takeover import WaitingForMachines, reinforced, replaced
 
 
 def block(number: int, **changes: object) -> BlockCost:
@@ -53,7 +53,7 @@ def guards(found: Plan) -> dict[int, str]:
     return {guard.stage: guard.peer for guard in found.guards}
 
 
-def taken(found: Plan | Waiting) -> Plan:
+def taken(found: Plan | WaitingForMachines) -> Plan:
     assert isinstance(found, Plan), found
     return found
 
@@ -114,7 +114,7 @@ def test_memory_limits_how_many_a_guard_takes() -> None:
     known = msgspec.structs.replace(posed, peers=(*posed.peers[:3], small))
     lost = frozenset(places(before)[:2])
     waiting = replaced(before, known, lost, (small,))
-    assert isinstance(waiting, Waiting)
+    assert isinstance(waiting, WaitingForMachines)
     assert len(waiting.stages) == 1
     assert "it lends" in waiting.stages[0].refusals[0].reason
 
@@ -136,7 +136,7 @@ def test_a_small_machine_takes_a_stage_with_fewer_microbatches_in_flight() -> No
     found = taken(replaced(before, posed, frozenset({stage.peer}), (peer("new", memory_bytes=least),)))
     assert found.stages[2].in_flight == 2
     waiting = replaced(before, posed, frozenset({stage.peer}), (peer("new", memory_bytes=least - 1),))
-    assert isinstance(waiting, Waiting)
+    assert isinstance(waiting, WaitingForMachines)
     assert waiting.stages[0].memory_bytes == least
 
 
@@ -146,7 +146,7 @@ def test_exact_means_the_stages_own_bits_for_the_loss_too() -> None:
     lost = frozenset({before.stages[0].peer})
     other = peer("other", fingerprint="gpu")
     waiting = replaced(before, posed, lost, (other,))
-    assert isinstance(waiting, Waiting)
+    assert isinstance(waiting, WaitingForMachines)
     assert waiting.stages[0].fingerprint == "cpu"
     assert "other bits" in waiting.stages[0].refusals[0].reason
     assert waiting.sentence.startswith("waiting for a peer that lends ")
@@ -157,7 +157,9 @@ def test_exact_means_the_stages_own_bits_for_the_loss_too() -> None:
     both = taken(replaced(before, tolerant, lost, (other, peer("same", flops_per_s=1e9))))
     assert both.stages[0].peer == "same"
     stateless = tuple(msgspec.structs.replace(b, parameter_bytes=0, trainable_bytes=0) for b in posed.blocks)
-    assert isinstance(replaced(before, msgspec.structs.replace(posed, blocks=stateless), lost, (other,)), Waiting)
+    assert isinstance(
+        replaced(before, msgspec.structs.replace(posed, blocks=stateless), lost, (other,)), WaitingForMachines
+    )
 
 
 def test_waiting_names_every_stage_and_ends_when_the_lost_one_is_back() -> None:
@@ -165,7 +167,7 @@ def test_waiting_names_every_stage_and_ends_when_the_lost_one_is_back() -> None:
     before = plan(posed)
     lost = frozenset(places(before)[:2])
     waiting = replaced(before, posed, lost)
-    assert isinstance(waiting, Waiting)
+    assert isinstance(waiting, WaitingForMachines)
     assert [entry.stage for entry in waiting.stages] == [0, 1]
     assert all(entry.refusals == () for entry in waiting.stages)
     assert waiting.sentence == (
@@ -180,7 +182,7 @@ def test_waiting_names_every_stage_and_ends_when_the_lost_one_is_back() -> None:
 def test_who_runs_a_stage_is_no_candidate_for_another() -> None:
     posed = problem()
     before = plan(posed)
-    assert isinstance(replaced(before, posed, frozenset({before.stages[0].peer}), posed.peers[1:]), Waiting)
+    assert isinstance(replaced(before, posed, frozenset({before.stages[0].peer}), posed.peers[1:]), WaitingForMachines)
 
 
 def test_of_equals_the_guard_that_holds_the_snapshot_is_taken() -> None:
@@ -196,7 +198,7 @@ def test_a_lost_guard_is_nobodys_stand_in_and_a_returned_one_is_an_ordinary_mach
     posed = problem(peer("s0"))
     before = plan(posed)
     stage = before.stages[0].peer
-    assert isinstance(replaced(before, posed, frozenset({stage, "s0"})), Waiting)
+    assert isinstance(replaced(before, posed, frozenset({stage, "s0"})), WaitingForMachines)
     back = taken(replaced(before, posed, frozenset({stage, "s0"}), (peer("s0"),)))
     assert back.stages[0].peer == "s0"
 
@@ -243,5 +245,5 @@ def test_an_exact_guard_replaces_an_inexact_one() -> None:
         ("gpu", False),
         ("new", True),
     ]
-    inexact = Guard(stage=0, peer="gpu", exact=False)
+    inexact = Standby(stage=0, peer="gpu", exact=False)
     assert reinforced(msgspec.structs.replace(before, guards=(inexact,)), posed, ()) is not None

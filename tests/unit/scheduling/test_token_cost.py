@@ -8,7 +8,7 @@ import pytest
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts, crossings
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem
-from fusionai.scheduling.token_cost import Prices, expense
+from fusionai.scheduling.token_cost import Prices, token_cost
 
 BLOCKS = tuple(
     BlockCost(
@@ -44,17 +44,17 @@ def found(problem: Problem) -> Plan:
 
 
 def test_joules_are_watts_by_tokens_per_second(found: Plan):
-    cost = expense(found, (*PEERS, OWNER), Prices())
+    cost = token_cost(found, (*PEERS, OWNER), Prices())
     assert cost.power_w == 160
     assert cost.joules == pytest.approx(160 * 1e6 / found.tokens_per_s)
     assert (cost.money, cost.without_price) == (None, ()), "nobody has a price: there is nothing to miss"
-    some = expense(found, (*PEERS, OWNER), Prices(per_hour={"a": 1.0}))
+    some = token_cost(found, (*PEERS, OWNER), Prices(per_hour={"a": 1.0}))
     assert (some.money, set(some.without_price)) == (None, {"b", "me"})
 
 
 def test_an_hour_s_price_stands_for_everything_else_electricity(found: Plan):
     prices = Prices(currency="EUR", electricity_per_kwh=0.5, per_hour={"a": 0.4})
-    cost = expense(found, (*PEERS, OWNER), prices)
+    cost = token_cost(found, (*PEERS, OWNER), prices)
     per_hour = 0.4 + (50 + 10) / 1000 * 0.5
     assert cost.money == pytest.approx(per_hour / 3600 * 1e6 / found.tokens_per_s)
     assert cost.currency == "EUR"
@@ -62,7 +62,7 @@ def test_an_hour_s_price_stands_for_everything_else_electricity(found: Plan):
 
 def test_one_machine_of_which_nothing_is_known_leaves_the_sum_unknown(found: Plan):
     silent = msgspec.structs.replace(PEERS[1], power_w=None)
-    cost = expense(found, (PEERS[0], silent, OWNER), Prices(electricity_per_kwh=0.5))
+    cost = token_cost(found, (PEERS[0], silent, OWNER), Prices(electricity_per_kwh=0.5))
     assert (cost.power_w, cost.joules, cost.money) == (None, None, None)
     assert cost.without_power == cost.without_price == ("b",)
 
@@ -70,7 +70,7 @@ def test_one_machine_of_which_nothing_is_known_leaves_the_sum_unknown(found: Pla
 def test_who_stands_by_costs_nothing(problem: Problem):
     alone = plan(msgspec.structs.replace(problem, stages=1))
     used = {stage.peer for stage in alone.stages}
-    cost = expense(alone, (*PEERS, OWNER), Prices())
+    cost = token_cost(alone, (*PEERS, OWNER), Prices())
     assert cost.power_w == sum(peer.power_w or 0 for peer in (*PEERS, OWNER) if peer.peer in used) < 160
 
 

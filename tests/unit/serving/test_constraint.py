@@ -25,11 +25,11 @@ from fusionai.serving.constraint import (
     Pattern,
 )
 from fusionai.serving.interface import Sampling
-from fusionai.serving.sampling import History, choose
+from fusionai.serving.sampling import TokenHistory, choose
 from fusionai.serving.text import Tokenizer
 from fusionai.serving.tool_grammar import call_grammar
 from fusionai.serving.tool_reading import ToolReader
-from fusionai.serving.tools import Tool, ToolForm, calls_of
+from fusionai.serving.tools import ToolDefinition, ToolForm, calls_of
 
 TEXTS = ['{"name": "fox", "city": "Zürich"}', "quick brown foxes", "[1, 2, 30, 4.5, true, false, null]"] * 3
 PADDING = 13
@@ -83,7 +83,7 @@ def drawn(form: Form, seed: int, kind: str = "byte_level", most: int = 400, *, s
         logits[[0, 1]] += 2
         for sign in ('"', "}", "]"):
             logits[model.id_of(sign) or 0] += 4
-        token = choose(logits, Sampling(seed=seed), History(), len(tokens), constraint.allowed())
+        token = choose(logits, Sampling(seed=seed), TokenHistory(), len(tokens), constraint.allowed())
         constraint.accept(token)
         if token in {0, 1}:
             return model.decode(tokens, special=special)
@@ -248,7 +248,7 @@ def test_models_that_cannot_be_constrained_say_so() -> None:
 
 
 TOOLS = [
-    Tool(
+    ToolDefinition(
         "get_weather",
         {
             "type": "object",
@@ -257,7 +257,7 @@ TOOLS = [
             "additionalProperties": False,
         },
     ),
-    Tool(
+    ToolDefinition(
         "look_up",
         {
             "type": "object",
@@ -291,7 +291,7 @@ def test_a_wanted_call_is_one(form: ToolForm, several: bool, seed: int) -> None:
             assert arguments["x"] in {"a", "b"}
 
 
-WRITE = Tool(
+WRITE = ToolDefinition(
     "write",
     {
         "type": "object",
@@ -341,12 +341,12 @@ def test_tools_that_cannot_be_wanted() -> None:
         deep = {"anyOf": [deep]}
     for tools, reason in [
         ([], "no tools"),
-        ([Tool('x" | /.*/')], "letters"),
-        ([Tool("deep", deep)], "nested too deeply"),
+        ([ToolDefinition('x" | /.*/')], "letters"),
+        ([ToolDefinition("deep", deep)], "nested too deeply"),
     ]:
         with pytest.raises(ConstraintError, match=reason):
             call_grammar(ToolForm.HERMES, tools, model)
     with pytest.raises(ConstraintError, match="the parameter name"):
-        call_grammar(ToolForm.QWEN_XML, [Tool("f", {"type": "object", "properties": {"a>": {}}})], model)
+        call_grammar(ToolForm.QWEN_XML, [ToolDefinition("f", {"type": "object", "properties": {"a>": {}}})], model)
     with pytest.raises(ConstraintError, match="wat"):
-        compiler().compile_now(call_grammar(ToolForm.HERMES, [Tool("f", {"type": "wat"})], model))
+        compiler().compile_now(call_grammar(ToolForm.HERMES, [ToolDefinition("f", {"type": "wat"})], model))

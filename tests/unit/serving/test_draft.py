@@ -11,9 +11,9 @@ import pytest
 from fusionai.execution.compute import ComputeThread
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.serving.draft import Draft, DraftProposer
+from fusionai.serving.draft import DraftProposer, LoadedDraft
 from fusionai.serving.interface import Sampling
-from fusionai.serving.sampling import History, choose
+from fusionai.serving.sampling import TokenHistory, choose
 from fusionai.wire.messages import Segment, ServeOptions
 
 VOCABULARY = 23
@@ -74,12 +74,12 @@ class Paged:
 def right(prompt: Sequence[int], answer: Sequence[int], sampling: Sampling, count: int) -> tuple[int, ...]:
     text = [*prompt, *answer]
     for _ in range(count):
-        text.append(choose(said(text), sampling, History(), len(text) - len(prompt)))
+        text.append(choose(said(text), sampling, TokenHistory(), len(text) - len(prompt)))
     return tuple(text[len(prompt) + len(answer) :])
 
 
 def drafting(program: Paged, compute: ComputeThread, context_tokens: int = 200) -> DraftProposer:
-    draft = Draft(program=program, options=OPTIONS, vocabulary=VOCABULARY, context_tokens=context_tokens)  # pyright: ignore[reportArgumentType]
+    draft = LoadedDraft(program=program, options=OPTIONS, vocabulary=VOCABULARY, context_tokens=context_tokens)  # pyright: ignore[reportArgumentType]
     return DraftProposer(draft, compute)
 
 

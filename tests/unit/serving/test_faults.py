@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from fusionai.coordination.serving.commands import TellFault, TellRebuilding
-from fusionai.serving.faults import FaultLog
+from fusionai.coordination.serving.commands import ReportFault, ReportRebuilding
+from fusionai.serving.faults import ServingFaultLog
 from fusionai.serving.interface import FaultNote
 from harness.pool import peer_id
 from harness.virtual_clock import VirtualClock
 
-LOST = TellFault(kind="peer", peer=peer_id(1), stages=(0,), heirs={}, reason="it closed the connection")
+LOST = ReportFault(kind="peer", peer=peer_id(1), stages=(0,), heirs={}, reason="it closed the connection")
 
 
 class Story:
     def __init__(self) -> None:
         self.clock = VirtualClock()
         self.told: list[FaultNote] = []
-        self.log = FaultLog({}, self.clock, self.told.append)
+        self.log = ServingFaultLog({}, self.clock, self.told.append)
 
     @property
     def gaps_s(self) -> list[float | None]:
@@ -60,8 +60,8 @@ def test_no_tokens_stood_still_where_nobody_asked_until_it_was_over(story: Story
 
 
 def test_caches_that_are_rebuilt_are_counted_in_words(story: Story):
-    story.log.rebuilding(TellRebuilding(stages=(2,), sessions=1, positions=62))
-    story.log.rebuilding(TellRebuilding(stages=(0, 1), sessions=2, positions=384))
+    story.log.rebuilding(ReportRebuilding(stages=(2,), sessions=1, positions=62))
+    story.log.rebuilding(ReportRebuilding(stages=(0, 1), sessions=2, positions=384))
     assert [note.text for note in story.told] == [
         "stage 2 recomputes its cache: 62 positions of 1 generation",
         "stages 0, 1 recompute their caches: 384 positions of 2 generations",

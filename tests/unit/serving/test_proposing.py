@@ -10,7 +10,7 @@ import pytest
 from fusionai.serving.generating import Generating
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.serving.proposing import Acceptance, NgramProposer, PassTimes, best_count, expected_tokens
-from fusionai.serving.sampling import History, choose
+from fusionai.serving.sampling import TokenHistory, choose
 
 VOCABULARY = 40
 
@@ -65,7 +65,7 @@ def test_the_tokens_are_those_of_plain_decoding(sampling: Sampling, count: int) 
     prompt = [1, 2, 3]
     wanted = 120
     plain: list[int] = []
-    history = History(prompt)
+    history = TokenHistory(prompt)
     while len(plain) < wanted:
         token = choose(logits_after([*prompt, *plain]), sampling, history, len(plain))
         history.add(token)

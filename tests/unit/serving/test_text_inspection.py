@@ -10,11 +10,11 @@ import pytest
 from fusionai.coordination.round.verification import Opinion
 from fusionai.execution.sketches import SIZE
 from fusionai.primitives.tensors import host_tensor
-from fusionai.serving.inspection import Limits, Neighbours, Words, limits, marks_of, measured, opinion
+from fusionai.serving.inspection import Neighbours, SketchTolerance, Words, limits, measured, opinion, sketches_of
 from fusionai.wire.messages import ServeOptions
 
 AROUND = Neighbours(before="a", after="c")
-LIMITS = Limits(1e-3, 1e-3)
+LIMITS = SketchTolerance(1e-3, 1e-3)
 OPTIONS = ServeOptions(pages=4, sessions=2, pass_tokens=8)
 
 
@@ -31,7 +31,7 @@ def off(marks: np.ndarray, by: float, rows: int = 20) -> np.ndarray:
     return changed
 
 
-def judged(said: Words, again: Words = HONEST, *, selected: bool = False, within: Limits = LIMITS) -> Opinion:
+def judged(said: Words, again: Words = HONEST, *, selected: bool = False, within: SketchTolerance = LIMITS) -> Opinion:
     return opinion(said, again, within, AROUND, selected=selected)
 
 
@@ -104,11 +104,11 @@ def test_what_is_no_number_for_both_is_the_same():
 def test_where_rounding_chooses_a_few_rows_may_be_others():
     some = replace(HONEST, gave=off(HONEST.gave, 0.5, 1), seen=off(HONEST.seen, 0.5, 1))
     assert judged(some).own
-    assert judged(some, within=Limits(1e-3, 1e-3, odd_rows=0.05)) == Opinion()
+    assert judged(some, within=SketchTolerance(1e-3, 1e-3, odd_rows=0.05)) == Opinion()
 
 
 def test_what_no_row_tells_all_rows_together_may():
-    rough = Limits(0.15, 5e-2, 5e-3)
+    rough = SketchTolerance(0.15, 5e-2, 5e-3)
     draw = np.random.default_rng(9)
     rounded, packed = (
         (HONEST.gave * (1 + by * draw.standard_normal(HONEST.gave.shape))).astype(np.float32) for by in (1e-2, 8e-2)
@@ -123,7 +123,7 @@ def test_what_no_row_tells_all_rows_together_may():
 
 
 def test_limits_follow_the_formats_and_how_far_a_stage_moves_rows():
-    assert limits(OPTIONS, chooses=False) == Limits(1e-3, 1e-3)
+    assert limits(OPTIONS, chooses=False) == SketchTolerance(1e-3, 1e-3)
     rough = limits(ServeOptions(pages=4, sessions=2, pass_tokens=8, weights="bf16", cache="bf16"), chooses=True)
     assert rough.row > 1e-2
     assert rough.odd_rows > 0
@@ -134,9 +134,9 @@ def test_limits_follow_the_formats_and_how_far_a_stage_moves_rows():
 
 def test_marks_are_as_many_as_positions():
     tensor = host_tensor("float32", (20, SIZE), HONEST.got.tobytes())
-    found = marks_of(tensor, 20)
+    found = sketches_of(tensor, 20)
     assert found is not None
     assert np.array_equal(found, HONEST.got)
-    assert marks_of(tensor, 19) is None
-    assert marks_of(None, 20) is None
-    assert marks_of(host_tensor("int32", (20, SIZE), HONEST.got.tobytes()), 20) is None
+    assert sketches_of(tensor, 19) is None
+    assert sketches_of(None, 20) is None
+    assert sketches_of(host_tensor("int32", (20, SIZE), HONEST.got.tobytes()), 20) is None

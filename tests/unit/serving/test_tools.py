@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.serving.tool_reading import Read, ToolReader
-from fusionai.serving.tools import CallPiece, Tool, ToolForm, calls_of, tool_form
+from fusionai.serving.tools import CallPiece, ToolDefinition, ToolForm, calls_of, tool_form
 from harness.examples import examples
 
 Told = tuple[str, list[tuple[str, Any]]]
 TOOLS = [
-    Tool(
+    ToolDefinition(
         "f",
         {
             "type": "object",

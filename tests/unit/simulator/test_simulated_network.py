@@ -7,7 +7,7 @@ import pytest
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
 from fusionai.simulator.agenda import Agenda
-from fusionai.simulator.network import CALM, MATHIS, SEGMENT_BYTES, Network, Weather
+from fusionai.simulator.network import CALM, MATHIS, SEGMENT_BYTES, SimulatedNetwork, Weather
 
 BLOCK = BlockCost(
     block=0,
@@ -37,7 +37,7 @@ class Stand:
             graph_hash="g", blocks=(BLOCK,), peers=peers, microbatches=1, microbatch_tokens=1, links=links or {}
         )
         self.agenda = Agenda()
-        self.network = Network(self.agenda, StageCosts(problem), weather, seed=7)
+        self.network = SimulatedNetwork(self.agenda, StageCosts(problem), weather, seed=7)
         self.arrived: dict[str, float] = {}
 
     def send(self, sender: str, receiver: str, size_bytes: float, word: str) -> None:

@@ -8,26 +8,26 @@ from typing import Any
 import pytest
 
 from fusionai.coordination.round.verification import Check, Opinion
-from fusionai.training.inspection import EXACT, Inspection, Limits, limits
-from fusionai.wire.messages import Fence, Mark, MarksOf, Prepared, Rechecked, StageOptions, StepNorms
+from fusionai.training.inspection import EXACT, Inspection, WorkTolerance, limits
+from fusionai.wire.messages import Fence, Prepared, Rechecked, Sketch, SketchesOf, StageOptions, StepNorms
 
 FENCE = Fence(1, 1, 0)
 OWNER = "owner"
 CHECK = Check(1, "b", "g", 4, 5)
 NORMS = {"w": 3.0, "v": 4.0}
-LOOSE = Limits(marks=1e-3, norms=1e-3, state=1e-2)
+LOOSE = WorkTolerance(marks=1e-3, norms=1e-3, state=1e-2)
 
 
 def values(of: float) -> tuple[float, ...]:
     return (of, 2 * of, -of)
 
 
-def got(other: int, size: float, *, forward: bool = True) -> Mark:
-    return Mark(False, forward, other, 0, values(size))
+def got(other: int, size: float, *, forward: bool = True) -> Sketch:
+    return Sketch(False, forward, other, 0, values(size))
 
 
-def gave(other: int, size: float, *, forward: bool = True) -> Mark:
-    return Mark(True, forward, other, 0, values(size))
+def gave(other: int, size: float, *, forward: bool = True) -> Sketch:
+    return Sketch(True, forward, other, 0, values(size))
 
 
 OWN = (got(0, 1.0), gave(2, 5.0), got(2, 2.0, forward=False), gave(0, 7.0, forward=False))
@@ -53,21 +53,21 @@ def said(**changes: Any) -> Rechecked:
         "first": 4,
         "below": 5,
         "marks": (
-            MarksOf(1, 4, OWN),
-            MarksOf(0, 4, (got(1, 70.0, forward=False),)),
-            MarksOf(2, 4, (got(1, 50.0),)),
+            SketchesOf(1, 4, OWN),
+            SketchesOf(0, 4, (got(1, 70.0, forward=False),)),
+            SketchesOf(2, 4, (got(1, 50.0),)),
         ),
         "norms": (StepNorms(4, NORMS),),
     }
     return Rechecked(**{**fields, **changes})
 
 
-def marks(**own: Mark) -> dict[str, Any]:
+def marks(**own: Sketch) -> dict[str, Any]:
     """Stage 1's with some replaced, by their place in `OWN`."""
     changed = list(OWN)
     for place, mark in own.items():
         changed[int(place.removeprefix("at"))] = mark
-    return {"marks": (MarksOf(1, 4, tuple(changed)), *said().marks[1:])}
+    return {"marks": (SketchesOf(1, 4, tuple(changed)), *said().marks[1:])}
 
 
 def test_where_all_agree_there_is_nothing_to_say():
@@ -89,7 +89,7 @@ def test_what_it_got_is_between_it_and_who_gave_it():
 
 
 def test_what_it_gave_is_between_it_and_who_got_it():
-    changed = (*said().marks[:2], MarksOf(2, 4, (got(1, 51.0),)))
+    changed = (*said().marks[:2], SketchesOf(2, 4, (got(1, 51.0),)))
     assert inspection().opinion(CHECK, said(marks=changed), LOOSE).links == {"c"}
 
 
@@ -119,7 +119,7 @@ def test_a_state_that_does_not_follow(what: str):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"reason": "no room"}, {"marks": ()}, {"norms": ()}, {"marks": (*said().marks, MarksOf(3, 4, ()))}],
+    [{"reason": "no room"}, {"marks": ()}, {"norms": ()}, {"marks": (*said().marks, SketchesOf(3, 4, ()))}],
     ids=lambda changes: next(iter(changes)),
 )
 def test_what_is_not_whole_is_no_opinion(changes: dict[str, Any]):

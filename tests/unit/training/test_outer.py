@@ -11,9 +11,9 @@ import pytest
 
 from fusionai.execution.state import as_array
 from fusionai.execution.training.codecs import Carried, pack, unpack
-from fusionai.execution.training.exchange import OuterStep
+from fusionai.execution.training.exchange import OuterOptimizer
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.training.local_updates import Agreement
+from fusionai.training.local_updates import OuterUpdate
 from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone
 from fusionai.wire.codecs import Exchanged
 
@@ -32,13 +32,13 @@ def moved(*values: float) -> dict[str, Carried]:
 class Memory:
     """An `OuterDisk` that forgets nothing."""
 
-    told: dict[str, list[Agreement]] = field(default_factory=dict)
+    told: dict[str, list[OuterUpdate]] = field(default_factory=dict)
 
-    def save(self, state: OuterState, said: Mapping[str, Agreement], rounds: Mapping[str, int]) -> None:
+    def save(self, state: OuterState, said: Mapping[str, OuterUpdate], rounds: Mapping[str, int]) -> None:
         for job, agreement in said.items():
             self.told.setdefault(job, []).append(agreement)
 
-    def said(self, job: str, since: int) -> Iterable[Agreement]:
+    def said(self, job: str, since: int) -> Iterable[OuterUpdate]:
         return [one for one in self.told.get(job, ()) if one.step >= since]
 
     def forget(self, job: str, below: int) -> None: ...
@@ -155,7 +155,7 @@ def test_everybody_comes_to_the_same_bits_from_what_it_is_told(jobs: int, codec:
     rng = np.random.default_rng(jobs)
     first = {"w": host_tensor("float32", (20, 30), rng.standard_normal(600, np.float32).tobytes())}
     rules = OuterRules(codec=codec, learning_rate=0.8, momentum=0.6)
-    state, step = OuterState.first(first), OuterStep(learning_rate=0.8, momentum=0.6)
+    state, step = OuterState.first(first), OuterOptimizer(learning_rate=0.8, momentum=0.6)
     anchors = [as_array(first["w"]).ravel()] * jobs
     momenta = [np.zeros(600, np.float32)] * jobs
     for _ in range(4):

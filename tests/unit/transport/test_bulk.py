@@ -13,7 +13,7 @@ import pytest
 
 from fusionai.transport import bulk as module
 from fusionai.transport.bulk import Bulk, KernelView
-from fusionai.transport.uplink import Turns
+from fusionai.transport.uplink import UplinkScheduler
 from harness.in_a_loop import in_a_loop
 from harness.patience import CEILING_S
 
@@ -49,7 +49,7 @@ class House:
     """Connections of one machine with a measured line."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.turns = Turns()
+        self.turns = UplinkScheduler()
         self.turns.measured(LINE)
         self.sockets: dict[int, Sent] = {}
         monkeypatch.setattr(module, "kernel_view", lambda sock: self.sockets[id(sock)].view)

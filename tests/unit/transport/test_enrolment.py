@@ -21,7 +21,7 @@ from fusionai.primitives.errors import (
 )
 from fusionai.transport.enrolment import (
     MEMBERSHIP_FILE,
-    Invitation,
+    InvitationContent,
     Membership,
     enrol,
     enrol_second_key,
@@ -55,7 +55,7 @@ def join(
         door = await TcpTransport(pool.credentials("broker", role)).listen(
             accept, host="127.0.0.1", port=0, strangers=True
         )
-        invitation = Invitation("friends", door.addresses, key or pool.authority.public_key, TOKEN)
+        invitation = InvitationContent("friends", door.addresses, key or pool.authority.public_key, TOKEN)
         try:
             return await enrol(format_invitation(invitation), home, "provider", timeout_s=5.0), seen
         finally:
@@ -144,7 +144,7 @@ def test_what_the_broker_gives_is_checked(pool, make_pool, tmp_path: Path):
 
 
 def test_no_broker_and_no_invitation(pool, tmp_path: Path):
-    invitation = Invitation("friends", ("tcp://127.0.0.1:1",), pool.authority.public_key, TOKEN)
+    invitation = InvitationContent("friends", ("tcp://127.0.0.1:1",), pool.authority.public_key, TOKEN)
     with pytest.raises(TransportError, match=r"nobody answered at tcp://127\.0\.0\.1:1"):
         asyncio.run(enrol(invitation, tmp_path, "owner"))
     with pytest.raises(UsageError, match="fusion1-"):
@@ -161,7 +161,7 @@ def test_a_broker_that_never_answers_is_waited_for_only_so_long(pool, tmp_path: 
         door = await TcpTransport(pool.credentials("broker", "broker")).listen(
             silent, host="127.0.0.1", port=0, strangers=True
         )
-        invitation = Invitation("friends", door.addresses, pool.authority.public_key, TOKEN)
+        invitation = InvitationContent("friends", door.addresses, pool.authority.public_key, TOKEN)
         with pytest.raises(TransportError, match=r"did not answer within 0\.3 s"):
             await enrol(invitation, tmp_path / "home", "owner", timeout_s=0.3)
         await door.close()

@@ -9,9 +9,11 @@ import msgspec
 import pytest
 
 from fusionai.primitives.errors import UsageError
-from fusionai.transport.enrolment import PREFIX, Invitation, format_invitation, parse_invitation
+from fusionai.transport.enrolment import PREFIX, InvitationContent, format_invitation, parse_invitation
 
-INVITATION = Invitation("friends", ("tcp://192.168.1.7:4711", "tcp://[::1]:4711"), bytes(range(32)), bytes(range(16)))
+INVITATION = InvitationContent(
+    "friends", ("tcp://192.168.1.7:4711", "tcp://[::1]:4711"), bytes(range(32)), bytes(range(16))
+)
 
 
 def spell(content: object) -> str:

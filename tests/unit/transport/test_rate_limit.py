@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.transport.uplink import BURST_S, SMALL_DEBT_S, Limits, RateLimit
+from fusionai.transport.uplink import BURST_S, SMALL_DEBT_S, RateLimit, TransferLimits
 
 RATE = 2_500_000.0
 
@@ -64,5 +64,5 @@ def test_slices_take_a_moment_each(rate: float, expected: int) -> None:
 def test_no_limit_is_said_by_none(rate: float) -> None:
     with pytest.raises(ValueError, match="above 0"):
         RateLimit(rate)
-    assert Limits().upload is None
-    assert Limits().download is None
+    assert TransferLimits().upload is None
+    assert TransferLimits().download is None

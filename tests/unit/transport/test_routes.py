@@ -8,7 +8,7 @@ import pytest
 
 from fusionai.primitives.ids import PeerId
 from fusionai.transport import routes as ways
-from fusionai.transport.routes import way_to
+from fusionai.transport.routes import route_to
 
 PEER = PeerId("a" * 52)
 LOOPBACK, OWN, OTHER, PUBLIC, NAME, RELAY = (
@@ -28,11 +28,11 @@ def _one_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_near_ones_first_and_the_relay_last():
     given = [RELAY, LOOPBACK, PUBLIC, OTHER, NAME, OWN]
-    assert ways.Ways().in_order(PEER, given, 0.0) == [OWN, PUBLIC, OTHER, NAME, LOOPBACK, RELAY]
+    assert ways.RouteTable().in_order(PEER, given, 0.0) == [OWN, PUBLIC, OTHER, NAME, LOOPBACK, RELAY]
 
 
 def test_what_worked_last_goes_first_for_that_peer_only():
-    known = ways.Ways()
+    known = ways.RouteTable()
     known.worked(PEER, RELAY, [PUBLIC, RELAY], 0.0)
     assert known.in_order(PEER, [PUBLIC, RELAY], 1.0) == [RELAY, PUBLIC]
     assert known.in_order(PEER, [PUBLIC], 1.0) == [PUBLIC]
@@ -40,7 +40,7 @@ def test_what_worked_last_goes_first_for_that_peer_only():
 
 
 def test_a_relay_is_tried_first_for_a_while_only_and_not_when_there_is_something_new():
-    known = ways.Ways()
+    known = ways.RouteTable()
     known.worked(PEER, RELAY, [PUBLIC, RELAY], 0.0)
     assert known.in_order(PEER, [PUBLIC, RELAY], ways.RELAY_REMEMBERED_S + 1) == [PUBLIC, RELAY]
     assert known.in_order(PEER, [PUBLIC, RELAY, OWN], 1.0) == [OWN, PUBLIC, RELAY]
@@ -70,7 +70,7 @@ def test_only_the_relay_is_not_better_than_the_relay():
     ],
 )
 def test_which_way_an_address_leads(host: str, way: str):
-    assert way_to(host) == way
+    assert route_to(host) == way
 
 
 def test_own_networks_leave_loopback_out():

@@ -21,12 +21,12 @@ from fusionai.primitives.errors import ChannelClosed, TransportError, TrustError
 from fusionai.primitives.tensors import host_tensor
 from fusionai.transport import bulk
 from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
-from fusionai.transport.framed import DoorLimits
+from fusionai.transport.framed import AcceptLimits
 from fusionai.transport.interface import Channel, Listener
 from fusionai.transport.routes import parse_address
 from fusionai.transport.tcp import TcpTransport
 from fusionai.transport.tcp_channel import TcpChannel
-from fusionai.transport.uplink import Limits
+from fusionai.transport.uplink import TransferLimits
 from fusionai.wire.frame import GREETING_LIMITS, encode_frame_head, encode_header
 from fusionai.wire.messages import Fence, Hello, Ping, StateChunk, TensorHeader
 from harness.patience import CEILING_S
@@ -57,7 +57,7 @@ def run(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Run
 class Door:
     """A listener of the pool's broker that notes whom it let in."""
 
-    def __init__(self, credentials: MemberCredentials, limits: DoorLimits | None = None) -> None:
+    def __init__(self, credentials: MemberCredentials, limits: AcceptLimits | None = None) -> None:
         self.transport = TcpTransport(credentials, door_limits=limits)
         self.let_in: asyncio.Queue[Channel] = asyncio.Queue()
         self.ends: asyncio.Queue[BaseException] = asyncio.Queue()
@@ -125,7 +125,7 @@ def tls_transport(channel: Channel) -> asyncio.Transport:
 @pytest.mark.slow
 def test_silent_connections_are_closed_and_keep_no_member_out(pool, run: Run):
     async def main() -> None:
-        door = Door(pool.credentials("broker", "broker"), DoorLimits(greeting_s=0.5, half_open=8))
+        door = Door(pool.credentials("broker", "broker"), AcceptLimits(greeting_s=0.5, half_open=8))
         listener = await door.open()
         silent = [await asyncio.open_connection(*target(listener)) for _ in range(40)]
         channel = await TcpTransport(pool.credentials("a")).dial(listener.addresses, expect=None, stream="control")
@@ -143,7 +143,7 @@ def test_silent_connections_are_closed_and_keep_no_member_out(pool, run: Run):
 @pytest.mark.slow
 def test_a_member_that_never_finishes_its_hello_is_closed(pool, run: Run):
     async def main() -> None:
-        door = Door(pool.credentials("broker", "broker"), DoorLimits(greeting_s=0.3))
+        door = Door(pool.credentials("broker", "broker"), AcceptLimits(greeting_s=0.3))
         listener = await door.open()
 
         async def send_only(sent: bytes) -> None:
@@ -164,7 +164,7 @@ def test_a_member_that_never_finishes_its_hello_is_closed(pool, run: Run):
 @pytest.mark.slow
 def test_dripping_bytes_do_not_move_the_deadline(pool, run: Run):
     async def main() -> None:
-        door = Door(pool.credentials("broker", "broker"), DoorLimits(greeting_s=0.3))
+        door = Door(pool.credentials("broker", "broker"), AcceptLimits(greeting_s=0.3))
         listener = await door.open()
         reader, writer = await asyncio.open_connection(*target(listener), ssl=pool.credentials("a").dialling_context())
         hello = encode_frame_head(Hello(software="x" * 400), (), GREETING_LIMITS)
@@ -184,7 +184,7 @@ def test_dripping_bytes_do_not_move_the_deadline(pool, run: Run):
 
 def test_a_stranger_may_not_stay(pool, run: Run):
     async def main() -> None:
-        door = Door(pool.credentials("broker", "broker"), DoorLimits(stranger_s=0.2))
+        door = Door(pool.credentials("broker", "broker"), AcceptLimits(stranger_s=0.2))
         listener = await door.open(strangers=True)
         stranger = TcpTransport(StrangerCredentials(pool.authority.public_key))
         channel = await stranger.dial(listener.addresses, expect=None, stream="control")
@@ -198,7 +198,7 @@ def test_a_stranger_may_not_stay(pool, run: Run):
 
 def test_strangers_cannot_keep_members_out(pool, run: Run):
     async def main() -> None:
-        door = Door(pool.credentials("broker", "broker"), DoorLimits(half_open=4))
+        door = Door(pool.credentials("broker", "broker"), AcceptLimits(half_open=4))
         listener = await door.open(strangers=True)
         stranger = TcpTransport(StrangerCredentials(pool.authority.public_key))
         strangers = [await stranger.dial(listener.addresses, expect=None, stream="control") for _ in range(12)]
@@ -293,7 +293,7 @@ def test_older_tls_is_not_spoken(pool, run: Run):
 )
 def test_garbage_before_tls_is_hung_up_on(garbage: bytes, pool, run: Run):
     async def main() -> None:
-        door = Door(pool.credentials("broker", "broker"), DoorLimits(greeting_s=0.5))
+        door = Door(pool.credentials("broker", "broker"), AcceptLimits(greeting_s=0.5))
         listener = await door.open()
         reader, writer = await asyncio.open_connection(*target(listener))
         writer.write(garbage)
@@ -309,7 +309,7 @@ def test_garbage_before_tls_is_hung_up_on(garbage: bytes, pool, run: Run):
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
 def test_failed_connections_leave_no_descriptor_behind(pool, run: Run):
     async def main() -> None:
-        door = Door(pool.credentials("broker", "broker"), DoorLimits(greeting_s=0.2))
+        door = Door(pool.credentials("broker", "broker"), AcceptLimits(greeting_s=0.2))
         listener = await door.open()
         stranger = TcpTransport(StrangerCredentials(pool.authority.public_key))
         before = len(os.listdir("/proc/self/fd"))
@@ -494,7 +494,7 @@ def test_a_frame_whose_connection_goes_while_others_have_their_turn_is_not_taken
     async def main() -> None:
         door = Door(pool.credentials("broker", "broker"))
         listener = await door.open()
-        limits = Limits()
+        limits = TransferLimits()
         limits.turns.measured(1e6)
         someone = object()
         await limits.turns.take(someone, None)

@@ -12,7 +12,7 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.transport.interface import Channel
 from fusionai.transport.tcp import TcpTransport
 from fusionai.transport.tcp_channel import SMALL_BODY_BYTES
-from fusionai.transport.uplink import Limits, RateLimit
+from fusionai.transport.uplink import RateLimit, TransferLimits
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import Fence, Ping, StateChunk
 from harness.patience import CEILING_S
@@ -39,8 +39,8 @@ class Ledger(RateLimit):
         return self.admits
 
 
-def limits(upload: RateLimit | None = None, download: RateLimit | None = None) -> Limits:
-    made = Limits()
+def limits(upload: RateLimit | None = None, download: RateLimit | None = None) -> TransferLimits:
+    made = TransferLimits()
     made.upload, made.download = upload, download
     return made
 
@@ -53,7 +53,7 @@ def noise(count: int) -> HostTensor:
     return host_tensor("uint8", (count,), np.random.default_rng(count).integers(0, 256, count, np.uint8).data)
 
 
-async def joined(pool: Any, sending: Limits, receiving: Limits) -> tuple[Channel, Channel, Any]:
+async def joined(pool: Any, sending: TransferLimits, receiving: TransferLimits) -> tuple[Channel, Channel, Any]:
     """(who dialled, who listened, the listener)."""
     arrived: asyncio.Queue[Channel] = asyncio.Queue()
     ended = asyncio.Event()

@@ -12,16 +12,16 @@ from fusionai.primitives.ids import PeerId
 from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.trust import (
     MAX_CARRIED,
-    Circle,
-    CircleFile,
     Revoked,
     Signer,
+    TrustList,
+    TrustListFile,
     carried_endorsements,
     carry,
     endorse,
-    keep_circle,
     key_text,
-    load_circle,
+    load_trust_list,
+    save_trust_list,
 )
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -36,45 +36,45 @@ def endorsement(peer: PeerId = PEER, key: Ed25519PrivateKey = KEY, serial: int =
 
 
 def test_who_is_endorsed_by_a_trusted_key_is_in():
-    here = Circle(signers=(SIGNER,), endorsements=(endorsement(),))
+    here = TrustList(signers=(SIGNER,), endorsements=(endorsement(),))
     assert here.endorsement_of(PEER, (), NOW_S).peer == PEER
-    shown = Circle(signers=(SIGNER,))
+    shown = TrustList(signers=(SIGNER,))
     assert shown.endorsement_of(PEER, (endorsement(OTHER), endorsement()), NOW_S).peer == PEER
 
 
 @pytest.mark.parametrize(
     ("circle", "carried", "reason"),
     [
-        (Circle(), (endorsement(),), "trusts no signing key"),
-        (Circle(signers=(SIGNER,)), (), "no key that this machine trusts has endorsed it"),
-        (Circle(signers=(SIGNER,)), (endorsement(OTHER),), "endorsement it shows is for another key"),
-        (Circle(signers=(SIGNER,)), (b"",), "bytes, got 0"),
+        (TrustList(), (endorsement(),), "trusts no signing key"),
+        (TrustList(signers=(SIGNER,)), (), "no key that this machine trusts has endorsed it"),
+        (TrustList(signers=(SIGNER,)), (endorsement(OTHER),), "endorsement it shows is for another key"),
+        (TrustList(signers=(SIGNER,)), (b"",), "bytes, got 0"),
         (
-            Circle(signers=(SIGNER,)),
+            TrustList(signers=(SIGNER,)),
             (endorsement(key=Ed25519PrivateKey.from_private_bytes(b"x" * 32)),),
             "not a key trusted here",
         ),
         (
-            Circle(signers=(SIGNER,), endorsements=(endorsement(),), revoked=(Revoked(PEER, 0),)),
+            TrustList(signers=(SIGNER,), endorsements=(endorsement(),), revoked=(Revoked(PEER, 0),)),
             (endorsement(serial=1),),
             "revoked",
         ),
-        (Circle(signers=(SIGNER,)), (*[b"x" * 80] * MAX_CARRIED, endorsement()), "content that can't be decoded"),
+        (TrustList(signers=(SIGNER,)), (*[b"x" * 80] * MAX_CARRIED, endorsement()), "content that can't be decoded"),
     ],
 )
-def test_nobody_else_is_in(circle: Circle, carried: tuple[bytes, ...], reason: str):
+def test_nobody_else_is_in(circle: TrustList, carried: tuple[bytes, ...], reason: str):
     with pytest.raises(TrustError, match=reason):
         circle.endorsement_of(PEER, carried, NOW_S)
 
 
 def test_the_circle_is_kept_for_its_owner_alone(tmp_path: Path):
     path = tmp_path / "trust.json"
-    circle = Circle(signers=(SIGNER,), endorsements=(endorsement(),), revoked=(Revoked(OTHER, 5),))
-    keep_circle(path, circle)
-    assert load_circle(path) == circle
+    circle = TrustList(signers=(SIGNER,), endorsements=(endorsement(),), revoked=(Revoked(OTHER, 5),))
+    save_trust_list(path, circle)
+    assert load_trust_list(path) == circle
     path.chmod(0o644)
     with pytest.raises(TrustError, match="readable by its owner only"):
-        load_circle(path)
+        load_trust_list(path)
 
 
 @pytest.mark.parametrize(
@@ -94,22 +94,22 @@ def test_a_broken_file_says_nothing_for_anybody(tmp_path: Path, content: bytes):
     path.write_bytes(content)
     path.chmod(0o600)
     with pytest.raises(StorageError, match="expected a trust file"):
-        load_circle(path)
+        load_trust_list(path)
     with pytest.raises(TrustError, match="expected a trust file"):
-        CircleFile(path, lambda: NOW_S).check(PEER, (endorsement(),))
+        TrustListFile(path, lambda: NOW_S).check(PEER, (endorsement(),))
 
 
 def test_what_the_file_says_counts_at_once(tmp_path: Path):
     path = tmp_path / "trust.json"
-    circle = CircleFile(path, lambda: NOW_S)
+    circle = TrustListFile(path, lambda: NOW_S)
     with pytest.raises(TrustError, match="has no trust list yet"):
         circle.check(PEER, (endorsement(),))
-    keep_circle(path, Circle(signers=(SIGNER,)))
+    save_trust_list(path, TrustList(signers=(SIGNER,)))
     assert circle.check(PEER, (endorsement(),)).peer == PEER
-    keep_circle(path, Circle(signers=(SIGNER,), revoked=(Revoked(PEER, 0),)))
+    save_trust_list(path, TrustList(signers=(SIGNER,), revoked=(Revoked(PEER, 0),)))
     with pytest.raises(TrustError, match="revoked"):
         circle.check(PEER, (endorsement(),))
-    keep_circle(path, Circle(signers=(SIGNER,)))
+    save_trust_list(path, TrustList(signers=(SIGNER,)))
     assert circle.check(PEER, (endorsement(),)).peer == PEER
     path.unlink()
     with pytest.raises(TrustError, match="has no trust list yet"):

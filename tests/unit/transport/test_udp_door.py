@@ -13,9 +13,9 @@ from fusionai.transport import quic as quic_binding
 from fusionai.transport.identity import peer_of
 from fusionai.transport.interface import Channel, Remote
 from fusionai.transport.introductions import Introductions
-from fusionai.transport.peer_transport import UdpDoor, opened_or_none
+from fusionai.transport.peer_transport import UdpAcceptor, opened_or_none
 from fusionai.transport.quic import QuicTransport, parse_quic
-from fusionai.transport.uplink import Limits
+from fusionai.transport.uplink import TransferLimits
 from fusionai.wire.messages import Observe, Observed
 
 BROKER_ID = peer_of(bytes(32))
@@ -38,8 +38,8 @@ class Broker:
         return self.remote, Observed(host="203.0.113.7", port=5, udp_port=self.udp_port)
 
 
-def door(pool: Any, broker: Broker) -> UdpDoor:
-    return UdpDoor(pool.credentials("a"), cast("Introductions", broker), Limits())
+def door(pool: Any, broker: Broker) -> UdpAcceptor:
+    return UdpAcceptor(pool.credentials("a"), cast("Introductions", broker), TransferLimits())
 
 
 async def accept(channel: Channel) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from fusionai.transport import uplink as module
-from fusionai.transport.uplink import Turns
+from fusionai.transport.uplink import UplinkScheduler
 from harness.in_a_loop import in_a_loop
 
 LINE = 2.5e6
 
 
-def of_line() -> Turns:
-    turns = Turns()
+def of_line() -> UplinkScheduler:
+    turns = UplinkScheduler()
     turns.measured(LINE)
     return turns
 
@@ -44,7 +44,7 @@ async def test_one_after_the_other_in_the_order_they_came():
 
 @in_a_loop
 async def test_before_the_line_is_measured_nobody_waits():
-    turns = Turns()
+    turns = UplinkScheduler()
     for name in "abc":
         await turns.take(name, None)
     turns.seen(queues=True, held=True)
@@ -91,7 +91,7 @@ async def test_a_turn_that_nobody_has_is_given_back_in_vain():
     await waits(turns.take("b", None))
 
 
-def seen(turns: Turns, looks: int, *, queues: bool, held: bool = True) -> float:
+def seen(turns: UplinkScheduler, looks: int, *, queues: bool, held: bool = True) -> float:
     for _ in range(looks):
         turns.seen(queues=queues, held=held)
     assert turns.line_bytes_per_s is not None

@@ -1,7 +1,7 @@
 """The table from operator names to JAX functions: what this backend can run. Resolves no name that it receives.
 
 Every name is in `ir.operators.OPERATORS`. Functions take the arguments of torch's operators, with sizes as plain
-numbers. Operators that depend on the mode or on counters get the run's `Context` and the node's id as first arguments.
+numbers. Operators that depend on the mode or on counters get the run's `JaxContext` and the node's id as first arguments.
 Neighbours: `tracing` binds these to a graph's values; the other modules of this package implement the functions by
 kind.
 """
@@ -26,7 +26,7 @@ from fusionai.backends.jax.shaping import SHAPING
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class JaxContext:
     """Properties of a run. `keys`: node that draws random numbers -> its two folds, uint32 [2]."""
 
     training: bool
@@ -34,7 +34,7 @@ class Context:
 
 
 def _attention(
-    context: Context, node: int, q: Array, k: Array, v: Array, *, scale: float, dropout: float = 0.0, **options: Any
+    context: JaxContext, node: int, q: Array, k: Array, v: Array, *, scale: float, dropout: float = 0.0, **options: Any
 ) -> Array:
     drops = context.training and dropout > 0.0
     return attention(
@@ -42,7 +42,7 @@ def _attention(
     )
 
 
-def _dropout(context: Context, node: int, x: Array, *, p: float) -> Array:
+def _dropout(context: JaxContext, node: int, x: Array, *, p: float) -> Array:
     return dropout(x, p, context.keys[node]) if context.training and p > 0.0 else x
 
 

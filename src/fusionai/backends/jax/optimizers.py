@@ -24,7 +24,7 @@ from fusionai.wire.messages import OptimizerSpec
 State = dict[str, Array]
 
 
-class StageOptimizer:
+class JaxStageOptimizer:
     """Optimizer of a stage. `shapes`: key -> (dtype, shape) of the parameters. Raises `ExecutionError` for settings
     that it lacks."""
 

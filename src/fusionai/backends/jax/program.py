@@ -20,8 +20,8 @@ from fusionai.backends.binding import bind_symbols, check_indices, largest
 from fusionai.backends.counters import DropoutKey, folds
 from fusionai.backends.interface import NOTHING_BEGUN, Call
 from fusionai.backends.jax.dtypes import DTYPES, Device, is_floating, to_host, to_jax
-from fusionai.backends.jax.operators import Context
-from fusionai.backends.jax.optimizers import StageOptimizer
+from fusionai.backends.jax.operators import JaxContext
+from fusionai.backends.jax.optimizers import JaxStageOptimizer
 from fusionai.backends.jax.tracing import Program, Value, footprint_bytes, program_of
 from fusionai.backends.stage_base import StageBase, check_gradient, key_of
 from fusionai.backends.state import StateEntry, check_entry
@@ -81,10 +81,10 @@ class JaxStageProgram(StageBase[_InFlight]):
         super().__init__(graph, grad_inputs=grad_inputs, options=options)
         self._device = device
         self._trainable = tuple(sorted(key for key, spec in self._specs.items() if spec.trainable))
-        self._optimizer: StageOptimizer | None = None
+        self._optimizer: JaxStageOptimizer | None = None
         if options.optimizer is not None:
             shapes = {key: (self._specs[key].dtype, tuple(self._specs[key].shape)) for key in self._trainable}
-            self._optimizer = StageOptimizer(options.optimizer, shapes)
+            self._optimizer = JaxStageOptimizer(options.optimizer, shapes)
         self._programs: dict[tuple[frozenset[str], bool], Program] = {}
         self._compiled: dict[object, _Compiled] = {}
         self._check_memory(memory_limit_bytes)
@@ -297,7 +297,7 @@ def traced_forward(graph: Graph, program: Program, sizes: Mapping[str, int], tra
         trained: Arrays, leaves: Arrays, others: Arrays, fixed: Arrays, keys: Mapping[int, jax.Array]
     ) -> tuple[Arrays, tuple[dict[str, Value], Arrays]]:
         params = {value: trained[key] if key in trained else fixed[key] for value, key in key_of.items()}
-        outputs, writes = program.run(Context(training, keys), {**others, **leaves, **sizes}, params)
+        outputs, writes = program.run(JaxContext(training, keys), {**others, **leaves, **sizes}, params)
         floats: Arrays = {}
         rest: dict[str, Value] = {}
         for name, value in outputs.items():

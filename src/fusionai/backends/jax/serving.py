@@ -14,10 +14,10 @@ import numpy as np
 
 from fusionai.backends.binding import with_rows
 from fusionai.backends.jax.dtypes import DTYPES, Device, is_floating, to_jax
-from fusionai.backends.jax.operators import Context
+from fusionai.backends.jax.operators import JaxContext
 from fusionai.backends.jax.tracing import Value, abstract, footprint_bytes, program_of
 from fusionai.backends.serving.base import largest_pass
-from fusionai.backends.serving.parted import Array, Compute, Part, PartedServing
+from fusionai.backends.serving.parted import Array, Compute, PartedServing, ProgramPart
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import BATCH
 from fusionai.primitives.errors import ExecutionError
@@ -26,7 +26,7 @@ from fusionai.wire.serving import ServeOptions, WeightFormat
 
 KEPT_AS: Final[dict[WeightFormat, Any]] = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 """Supported weight formats -> JAX dtypes."""
-_CONTEXT: Final = Context(training=False, keys={})
+_CONTEXT: Final = JaxContext(training=False, keys={})
 
 
 class JaxServingProgram(PartedServing):
@@ -56,7 +56,7 @@ class JaxServingProgram(PartedServing):
     def _weight(self, key: str) -> Array:
         return np.asarray(self._tensors[key])
 
-    def _compiled(self, part: Part, rows: int) -> Compute:
+    def _compiled(self, part: ProgramPart, rows: int) -> Compute:
         sizes = self._sizes_at(rows)
         dtypes = {name: DTYPES[self._graph.params[name].dtype] for name in part.params}
         params = {name: self._tensors[self._graph.params[name].key] for name in part.params}

@@ -32,7 +32,7 @@ from fusionai.backends.binding import (
     shape_of,
 )
 from fusionai.backends.jax.dtypes import DTYPES, is_floating
-from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN, Context
+from fusionai.backends.jax.operators import CONTEXTUAL, PLAIN, JaxContext
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Graph, Node, ParamSpec
@@ -59,7 +59,7 @@ class Program:
     """Parameters given in packed form."""
 
     def run(
-        self, context: Context, values: Mapping[str, Value], params: Mapping[str, jax.Array]
+        self, context: JaxContext, values: Mapping[str, Value], params: Mapping[str, jax.Array]
     ) -> tuple[dict[str, Value], dict[str, jax.Array]]:
         """Return (outputs by meaning, new buffers by key). Raises `ExecutionError` naming the node that failed."""
         known: dict[str, Value] = {**values, **params}
@@ -71,7 +71,7 @@ class Program:
         outputs = {meaning: known[value] for meaning, value in self.outputs.items()}
         return outputs, {key: jnp.asarray(known[value]) for key, value in self.writes.items()}
 
-    def _again(self, context: Context, nodes: Sequence[Node], known: dict[str, Value]) -> None:
+    def _again(self, context: JaxContext, nodes: Sequence[Node], known: dict[str, Value]) -> None:
         """Run `nodes` so that backward recomputes them instead of keeping their results."""
         entering = {name for node in nodes for name in reads(node)}
         arrays = {name: value for name in sorted(entering & known.keys()) if not isinstance(value := known[name], int)}
@@ -88,7 +88,7 @@ class Program:
         known.update(jax.checkpoint(unit)(arrays))
         known.update(found)
 
-    def advance(self, context: Context, nodes: Sequence[Node], known: dict[str, Value]) -> None:
+    def advance(self, context: JaxContext, nodes: Sequence[Node], known: dict[str, Value]) -> None:
         for node in nodes:
             try:
                 if any(name in self.stored for name in reads(node)):
@@ -101,7 +101,7 @@ class Program:
                 raise ExecutionError(f"{describe(node)} failed: {first_line(error)}") from error
             known.update(zip(node.outputs, results, strict=True))
 
-    def _of_stored(self, context: Context, node: Node, known: Mapping[str, Value]) -> Sequence[Value]:
+    def _of_stored(self, context: JaxContext, node: Node, known: Mapping[str, Value]) -> Sequence[Value]:
         """Run a node with unpacked weights; backward unpacks them again for the node's gradient."""
         named = {name: known[name] for name in reads(node)}
         arrays = {name: value for name, value in named.items() if not isinstance(value, int)}
@@ -113,7 +113,7 @@ class Program:
 
         return (jax.checkpoint(unit) if context.training else unit)(arrays)
 
-    def _computed(self, context: Context, node: Node, known: Mapping[str, Value]) -> Sequence[Value]:
+    def _computed(self, context: JaxContext, node: Node, known: Mapping[str, Value]) -> Sequence[Value]:
         args = [argument(arg, known.__getitem__, DTYPES.__getitem__) for arg in node.args]
         options = {name: argument(arg, known.__getitem__, DTYPES.__getitem__) for name, arg in node.kwargs.items()}
         if self.mixed:
@@ -205,7 +205,7 @@ def footprint_bytes(
         own = {**floats, **others}
         inputs = {name: own[name] for name in given}
         outputs, writes = program.run(
-            Context(training, keys), {**inputs, **sizes}, {name: own[name] for name in params}
+            JaxContext(training, keys), {**inputs, **sizes}, {name: own[name] for name in params}
         )
         _compare(graph, program, outputs, symbols)
         carrying = {name: value for name, value in outputs.items() if not isinstance(value, int)}

@@ -31,7 +31,7 @@ from fusionai.backends.measurement import (
 from fusionai.backends.onnxruntime.building import IR_VERSION, OPSET, ROWS, Size, SizesError
 from fusionai.backends.onnxruntime.program import OnnxStageProgram
 from fusionai.backends.onnxruntime.sessions import OPERATORS, PROVIDERS, Array, Weights, require_operators, session_of
-from fusionai.backends.serving.parted import Compute, Part, PartedServing
+from fusionai.backends.serving.parted import Compute, PartedServing, ProgramPart
 from fusionai.backends.stage_base import FrameworkBackend
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.operators import OPERATORS as ALLOWED
@@ -167,7 +167,7 @@ class OnnxServingProgram(PartedServing):
     def _weight(self, key: str) -> Array:
         return self._weights.array(key)
 
-    def _compiled(self, part: Part, rows: int) -> Compute:
+    def _compiled(self, part: ProgramPart, rows: int) -> Compute:
         at = (tuple(node.id for node in part.nodes), part.makes)
         if at not in self._by_size:
             try:
@@ -176,7 +176,7 @@ class OnnxServingProgram(PartedServing):
                 self._by_size.add(at)
         return self._session(part, rows)
 
-    def _session(self, part: Part, rows: Size) -> Compute:
+    def _session(self, part: ProgramPart, rows: Size) -> Compute:
         at = (tuple(node.id for node in part.nodes), part.makes, rows)
         if at not in self._sessions:
             whole = set(at[0])

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.backends.binding import bind_symbols, describe, largest, nearest
-from fusionai.backends.serving.page_table import SessionTable, Span, layer_shapes, ring_tokens
+from fusionai.backends.serving.page_table import RowSpan, SessionTable, layer_shapes, ring_tokens
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import ADAPTERS, BATCH, FROM_SEGMENTS, POSITIONS, RANDOM, SEQUENCE
@@ -76,7 +76,7 @@ class ServingBase(ABC):
     @abstractmethod
     def _computed(
         self,
-        spans: tuple[Span, ...],
+        spans: tuple[RowSpan, ...],
         fed: Mapping[str, HostTensor],
         wanted: frozenset[str],
         rows: Sequence[int] | None,
@@ -100,7 +100,7 @@ class ServingBase(ABC):
         if rows is not None and any(not 0 <= row < positions for row in rows):
             raise ExecutionError(f"the pass has {positions} positions, but rows up to {max(rows)} are requested.")
         self.allocate()
-        spans: tuple[Span, ...] = ()
+        spans: tuple[RowSpan, ...] = ()
         if self._keeps:
             spans = self._table.place(segments)
         results = self._computed(spans, fed, names, rows, positions)

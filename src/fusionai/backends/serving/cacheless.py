@@ -23,7 +23,7 @@ import numpy.typing as npt
 from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.interface import Backend, Call
 from fusionai.backends.serving.base import ServingBase
-from fusionai.backends.serving.page_table import Span
+from fusionai.backends.serving.page_table import RowSpan
 from fusionai.backends.tolerance import numbers
 from fusionai.ir.schema import Graph, ParamSpec
 from fusionai.ir.serving import POSITIONS, SEQUENCE, row_dimension
@@ -84,7 +84,7 @@ class WholeServing(ServingBase):
 
     def _computed(
         self,
-        spans: tuple[Span, ...],
+        spans: tuple[RowSpan, ...],
         fed: Mapping[str, HostTensor],
         wanted: frozenset[str],
         rows: Sequence[int] | None,
@@ -101,7 +101,7 @@ class WholeServing(ServingBase):
                     made[name].append(found[[span.start + row for row in own]])
         return {name: self._joined(name, pieces, len(chosen)) for name, pieces in made.items()}
 
-    def _keep(self, span: Span, fed: Mapping[str, HostTensor]) -> None:
+    def _keep(self, span: RowSpan, fed: Mapping[str, HostTensor]) -> None:
         """Store the inputs of the span's positions in its pages."""
         assert self._pages is not None
         size = self._options.page_tokens
@@ -111,7 +111,7 @@ class WholeServing(ServingBase):
                 row = came[span.first + position - span.start]
                 pages[span.pages[position // size], position % size] = row
 
-    def _whole(self, span: Span, wanted: frozenset[str]) -> dict[str, HostTensor]:
+    def _whole(self, span: RowSpan, wanted: frozenset[str]) -> dict[str, HostTensor]:
         """Return the outputs `wanted` of the padded text up to the end of the span."""
         assert self._pages is not None
         length = self._length(span.end)

@@ -21,7 +21,7 @@ from fusionai.wire.serving import CacheFormat, Segment, ServeOptions
 
 
 @dataclass(slots=True)
-class Session:
+class CachedSession:
     """`length`: positions cached. `written`: end of the farthest position ever written to the session's ring."""
 
     pages: list[int] = field(default_factory=list[int])
@@ -31,7 +31,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """One segment's part of a pass: rows [first, first + length) of the pack are positions [start, end) of a session.
     `pages`: the page table up to `end`."""
 
@@ -54,26 +54,26 @@ class SessionTable:
         self._options = options
         self._paged = paged
         self._windows = windows
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, CachedSession] = {}
         self._free_rings = list(range(options.sessions - 1, -1, -1))
         self._filled: dict[int, int] = {}
         """Page -> how many of its positions, from the first on, are filled."""
 
-    def place(self, segments: Sequence[Segment]) -> tuple[Span, ...]:
+    def place(self, segments: Sequence[Segment]) -> tuple[RowSpan, ...]:
         """Check a pass and write its pages into the tables. Positions cached from each segment's start on are
         dropped."""
         changed = self._checked(segments)
-        spans: list[Span] = []
+        spans: list[RowSpan] = []
         first = 0
         for segment in segments:
-            session = self._sessions.setdefault(segment.session, Session())
+            session = self._sessions.setdefault(segment.session, CachedSession())
             if self._windows and session.ring < 0:
                 session.ring = self._free_rings.pop()
             session.pages = changed[segment.session]
             session.length = segment.start
             if segment.start == 0:
                 session.written = 0
-            span = Span(
+            span = RowSpan(
                 segment.session,
                 first,
                 segment.start,
@@ -89,7 +89,7 @@ class SessionTable:
             first += segment.length
         return tuple(spans)
 
-    def computed(self, spans: Iterable[Span]) -> None:
+    def computed(self, spans: Iterable[RowSpan]) -> None:
         """Mark the positions of these spans as cached."""
         for span in spans:
             self._sessions[span.session].length = span.end
@@ -120,11 +120,11 @@ class SessionTable:
             number = segment.session
             if number in tables:
                 raise ExecutionError(f"session {number} has two segments in one pass.")
-            session = self._sessions.get(number, Session())
+            session = self._sessions.get(number, CachedSession())
             table = self._table(session, segment)
             self._check_start(session, segment, table)
             if self._paged:
-                span = Span(number, 0, segment.start, segment.length, tuple(table), -1)
+                span = RowSpan(number, 0, segment.start, segment.length, tuple(table), -1)
                 for page, _, _ in self._written_pages(span):
                     if writers.setdefault(page, number) != number:
                         raise ExecutionError(f"sessions {writers[page]} and {number} both write page {page}.")
@@ -137,7 +137,7 @@ class SessionTable:
             )
         return tables
 
-    def _table(self, session: Session, segment: Segment) -> list[int]:
+    def _table(self, session: CachedSession, segment: Segment) -> list[int]:
         if not segment.pages:
             table = session.pages
         elif segment.first_page > len(session.pages):
@@ -160,7 +160,7 @@ class SessionTable:
             )
         return list(table)
 
-    def _check_start(self, session: Session, segment: Segment, table: Sequence[int]) -> None:
+    def _check_start(self, session: CachedSession, segment: Segment, table: Sequence[int]) -> None:
         start = segment.start
         known = session.length
         if start > known and self._paged and not self._windows:
@@ -191,7 +191,7 @@ class SessionTable:
     def _pages_of(self, positions: int) -> int:
         return -(-positions // self._options.page_tokens)
 
-    def _written_pages(self, span: Span) -> Iterable[tuple[int, int, int]]:
+    def _written_pages(self, span: RowSpan) -> Iterable[tuple[int, int, int]]:
         """Yield (page, first position in it, end) for every page that a span writes."""
         size = self._options.page_tokens
         for entry in range(span.start // size, self._pages_of(span.end)):
@@ -256,7 +256,7 @@ def first_key(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def one_by_one(span: Span) -> bool:
+def one_by_one(span: RowSpan) -> bool:
     """Return whether a span's positions are computed as if each came alone."""
     return span.start > 0 and span.length <= FEW_POSITIONS
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from fusionai.backends.arguments import Scores, visible_keys
 from fusionai.backends.binding import check_indices, shape_of, with_rows
 from fusionai.backends.serving.base import ServingBase, array_of
-from fusionai.backends.serving.page_table import LayerShape, Span, first_key, one_by_one
+from fusionai.backends.serving.page_table import LayerShape, RowSpan, first_key, one_by_one
 from fusionai.ir.graph import needed_nodes, reads
 from fusionai.ir.schema import Graph, Node, Ref
 from fusionai.ir.serving import SEQUENCE, row_dimension
@@ -38,7 +38,7 @@ ALIGNMENT_BYTES: Final = 64
 """Bytes of a cache line, to which operands of matrix products are aligned."""
 
 
-def cached_attention(spans: Sequence[Span], cache: HostCache, q: Array, k: Array, v: Array, scores: Scores) -> Array:
+def cached_attention(spans: Sequence[RowSpan], cache: HostCache, q: Array, k: Array, v: Array, scores: Scores) -> Array:
     """Write the pass's k and v to the cache and return the attention's output [T, Hq, Dv].
 
     q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], all float32.
@@ -120,21 +120,21 @@ class HostCache:
     def nbytes(self) -> int:
         return sum(half.nbytes for half in self._halves)
 
-    def write(self, spans: Sequence[Span], keys: Array, values: Array) -> None:
+    def write(self, spans: Sequence[RowSpan], keys: Array, values: Array) -> None:
         """Store keys and values of a pass, float32 [positions, heads, width] each."""
         for span in spans:
             slots = self._slots(span, span.start)
             for half, new in zip(self._halves, (keys, values), strict=True):
                 half[slots] = _coded(new[span.first : span.first + span.length], self._format)
 
-    def read(self, span: Span) -> tuple[Array, Array]:
+    def read(self, span: RowSpan) -> tuple[Array, Array]:
         """Return (keys, values), float32 [positions, heads, width], from the earliest position that any position of the
         span sees."""
         slots = self._slots(span, first_key(span.start, self.window))
         keys, values = (_decoded(half[slots], self._format) for half in self._halves)
         return keys, values
 
-    def _slots(self, span: Span, first: int) -> npt.NDArray[np.int64]:
+    def _slots(self, span: RowSpan, first: int) -> npt.NDArray[np.int64]:
         """Return the cache slots of positions `first` to the end of the span."""
         positions = np.arange(first, span.end)
         if self.window is not None:
@@ -175,7 +175,7 @@ _ATTENTION: Final = "fusion.attention"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProgramPart:
     """Nodes between two attention nodes, without those that compute sizes. `given`: values that earlier parts made;
     `makes`: values that are used later; `attention`: the node after this part, None for the last."""
 
@@ -192,7 +192,7 @@ class PartedServing(ServingBase):
     def __init__(self, graph: Graph, options: ServeOptions) -> None:
         super().__init__(graph, options)
         self._caches: dict[int, HostCache] | None = None
-        self._parts: dict[frozenset[str], tuple[Part, ...]] = {}
+        self._parts: dict[frozenset[str], tuple[ProgramPart, ...]] = {}
         self._computes: dict[tuple[frozenset[str], int, int], Compute] = {}
 
     @abstractmethod
@@ -200,7 +200,7 @@ class PartedServing(ServingBase):
         """Return a parameter that an attention node reads."""
 
     @abstractmethod
-    def _compiled(self, part: Part, rows: int) -> Compute:
+    def _compiled(self, part: ProgramPart, rows: int) -> Compute:
         """Return the part compiled for groups of `rows` rows."""
 
     def allocate(self) -> None:
@@ -216,7 +216,7 @@ class PartedServing(ServingBase):
 
     def _computed(
         self,
-        spans: tuple[Span, ...],
+        spans: tuple[RowSpan, ...],
         fed: Mapping[str, HostTensor],
         wanted: frozenset[str],
         rows: Sequence[int] | None,
@@ -237,7 +237,7 @@ class PartedServing(ServingBase):
         self,
         wanted: frozenset[str],
         number: int,
-        part: Part,
+        part: ProgramPart,
         values: Mapping[str, Array],
         row_groups: Iterable[tuple[Sequence[int], int]],
     ) -> dict[str, Array]:
@@ -254,7 +254,7 @@ class PartedServing(ServingBase):
                 made[name].append(found if along is None else found.take(range(len(rows)), axis=along))
         return {name: self._joined(name, pieces) for name, pieces in made.items()}
 
-    def _attend(self, node: Node, spans: tuple[Span, ...], values: Mapping[str, Array]) -> Array:
+    def _attend(self, node: Node, spans: tuple[RowSpan, ...], values: Mapping[str, Array]) -> Array:
         assert self._caches is not None
         q, k, v = (
             np.ascontiguousarray(values[arg.name][0].transpose(1, 0, 2), np.float32)
@@ -283,7 +283,7 @@ class PartedServing(ServingBase):
 
     # -------------------------------------------------------------------------------------------------------- parts
 
-    def _parts_of(self, wanted: frozenset[str]) -> tuple[Part, ...]:
+    def _parts_of(self, wanted: frozenset[str]) -> tuple[ProgramPart, ...]:
         """Return the graph's parts, cut at each attention; the last part ends with the outputs."""
         if wanted not in self._parts:
             outputs = {self._graph.outputs[name] for name in wanted}
@@ -295,7 +295,7 @@ class PartedServing(ServingBase):
                     cut.append([])
             later = set(outputs)
             """Outputs, and values that later parts read."""
-            parts: list[Part] = []
+            parts: list[ProgramPart] = []
             for group in reversed(cut):
                 attention = group[-1] if group and group[-1].op == _ATTENTION else None
                 plain = tuple(node for node in group if node is not attention)
@@ -305,7 +305,9 @@ class PartedServing(ServingBase):
                 read = self._tensors_among({value for node in plain for value in reads(node)} - made)
                 params, given = read & self._graph.params.keys(), read - self._graph.params.keys()
                 makes = self._tensors_among(made & later)
-                parts.append(Part(plain, tuple(sorted(params)), tuple(sorted(given)), tuple(sorted(makes)), attention))
+                parts.append(
+                    ProgramPart(plain, tuple(sorted(params)), tuple(sorted(given)), tuple(sorted(makes)), attention)
+                )
                 later |= read
             for value in {value for part in parts for value in (*part.given, *part.makes)}:
                 self._require_rows(value)
@@ -339,7 +341,7 @@ class PartedServing(ServingBase):
         return pieces[0] if along is None or len(pieces) == 1 else np.concatenate(pieces, axis=along)
 
 
-def groups(spans: Iterable[Span]) -> list[tuple[Sequence[int], int]]:
+def groups(spans: Iterable[RowSpan]) -> list[tuple[Sequence[int], int]]:
     """Return the row groups of a pass, in order. The rows of a long segment form a group of their own size."""
     found: list[tuple[Sequence[int], int]] = []
     waiting: list[int] = []

@@ -27,7 +27,7 @@ from fusionai.backends.interface import DeviceReport, Speeds
 from fusionai.backends.measurement import require_threads, with_pace
 from fusionai.backends.stage_base import FrameworkBackend
 from fusionai.backends.torch.operators import CONTEXTUAL, PLAIN
-from fusionai.backends.torch.optimizers import StageOptimizer, clip_scale
+from fusionai.backends.torch.optimizers import TorchStageOptimizer, clip_scale
 from fusionai.backends.torch.probe import calls_per_s, describe_device, measure_speeds
 from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.backends.torch.serving import TorchServingProgram
@@ -79,7 +79,7 @@ class TorchBackend(FrameworkBackend):
             importlib.import_module("torch.fx.experimental.symbolic_shapes")
         weight = torch.zeros(1, device=self._device, requires_grad=True)
         (weight * weight).sum().backward()
-        StageOptimizer(OptimizerSpec(), {"weight": weight}).step(0.0)
+        TorchStageOptimizer(OptimizerSpec(), {"weight": weight}).step(0.0)
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
         """Return (total norm, scale) exactly as `clip_grad_norm_` computes them on this device."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fusionai.backends.arguments import Scores
-from fusionai.backends.serving.page_table import LayerShape, Span
+from fusionai.backends.serving.page_table import LayerShape, RowSpan
 from fusionai.backends.torch.blocked_linear import in_threads
 from fusionai.backends.torch.compile_once import kernel_module
 from fusionai.backends.torch.paged_cache import LayerCache
@@ -54,7 +54,7 @@ def _sweep() -> int:
     return 1024 if torch.get_num_threads() == 1 else 512
 
 
-def compiled_attention(span: Span, cache: LayerCache, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+def compiled_attention(span: RowSpan, cache: LayerCache, q: torch.Tensor, scores: Scores) -> torch.Tensor:
     """Return the attention of the span's rows, [rows, Hq, Dv]; q is float32 [1, Hq, rows, D], keys and values are in
     the cache."""
     made = attention_kernels()

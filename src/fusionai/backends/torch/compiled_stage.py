@@ -19,11 +19,11 @@ from fusionai.backends.counters import DropoutKey
 from fusionai.backends.stage_base import movable_weights
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
 from fusionai.backends.torch.offloaded_weights import cast_once
-from fusionai.backends.torch.operators import Context
+from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.optimizers import PIECE
-from fusionai.backends.torch.recomputation import Segment, segments
+from fusionai.backends.torch.recomputation import RecomputedSegment, segments
 from fusionai.backends.torch.sizes import META, Footprint, input_shapes, measure
-from fusionai.backends.torch.stored import EMBEDDING, Reading
+from fusionai.backends.torch.stored import EMBEDDING, PackedReading
 from fusionai.ir.graph import reads
 from fusionai.ir.schema import Graph
 from fusionai.primitives.tensors import tensor_bytes
@@ -44,7 +44,7 @@ class CompiledStage:
         self._options = options
         self._grad_inputs = grad_inputs
         self._deferrable = deferrable
-        self._stored = Reading(
+        self._stored = PackedReading(
             frozenset(value for value, spec in graph.params.items() if spec.stored), again=options.recompute
         )
         self._movable = movable_weights(graph) if options.offload_weights else {}
@@ -72,7 +72,7 @@ class CompiledStage:
             self._interpreters[key] = interpreter
         return interpreter
 
-    def segments(self, interpreter: Interpreter) -> tuple[tuple[Segment, ...], bool]:
+    def segments(self, interpreter: Interpreter) -> tuple[tuple[RecomputedSegment, ...], bool]:
         """Return the segments, and whether autocast's copies of their weights may be dropped with them."""
         parts = segments(interpreter, self._movable)
         cast = self._options.offload_weights and self._options.precision == "bf16"
@@ -81,7 +81,7 @@ class CompiledStage:
     def measured(
         self,
         names: frozenset[str],
-        context: Context,
+        context: TorchContext,
         shapes: Mapping[str, tuple[int, ...]],
         symbols: Mapping[str, int],
         limit_bytes: int | None,
@@ -108,7 +108,7 @@ class CompiledStage:
         names = frozenset(self._graph.outputs)
         footprint = self.measured(
             names,
-            Context(training, DropoutKey(self._options.seed, 0, 0)),
+            TorchContext(training, DropoutKey(self._options.seed, 0, 0)),
             input_shapes(self._graph, symbols),
             symbols,
             None if limit_bytes is None else limit_bytes - held_bytes,

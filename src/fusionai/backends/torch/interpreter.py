@@ -21,8 +21,8 @@ from fusionai.backends import binding
 from fusionai.backends.binding import IN_BFLOAT16, IN_FLOAT32, OPERATOR_FAILURES, first_line
 from fusionai.backends.torch.deferral import deferrable_linear
 from fusionai.backends.torch.host import DTYPES
-from fusionai.backends.torch.operators import CONTEXTUAL, LOOKUPS, PLAIN, Context, with_index_checks
-from fusionai.backends.torch.stored import AS_THEY_ARE, Reading
+from fusionai.backends.torch.operators import CONTEXTUAL, LOOKUPS, PLAIN, TorchContext, with_index_checks
+from fusionai.backends.torch.stored import AS_THEY_ARE, PackedReading
 from fusionai.ir.graph import needed_nodes, reads, references
 from fusionai.ir.operators import OPERATORS
 from fusionai.ir.schema import Arg, DeviceArg, DTypeArg, FloatArg, Graph, ListArg, MemoryFormatArg, Node, Ref
@@ -65,7 +65,7 @@ class Interpreter:
     writes: dict[str, int]
 
     def run(
-        self, context: Context, inputs: Mapping[str, Any], params: Mapping[str, Any]
+        self, context: TorchContext, inputs: Mapping[str, Any], params: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return (outputs by meaning, new buffer values by key).
 
@@ -90,7 +90,7 @@ class Interpreter:
         except OPERATOR_FAILURES as error:
             raise ExecutionError(f"{describe(node)} failed: {first_line(error)}") from error
 
-    def start(self, context: Context, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> Registers:
+    def start(self, context: TorchContext, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> Registers:
         registers = self.blank(context)
         for name, register in self.params.items():
             registers[register] = params[name]
@@ -98,7 +98,7 @@ class Interpreter:
             registers[register] = inputs[name]
         return registers
 
-    def blank(self, context: Context) -> Registers:
+    def blank(self, context: TorchContext) -> Registers:
         """Return registers with the constants set, but no inputs and parameters."""
         registers = self.template.copy()
         registers[_CONTEXT] = context
@@ -121,7 +121,7 @@ def compile_graph(
     mixed: bool = False,
     deferred: Collection[int] = (),
     kernels: Mapping[int, Callable[..., Any]] = MappingProxyType({}),
-    stored: Reading = AS_THEY_ARE,
+    stored: PackedReading = AS_THEY_ARE,
 ) -> Interpreter:
     """Compile what `wanted` (output meanings) needs, and state writes if `with_state_writes`.
 
@@ -173,7 +173,7 @@ class _Builder:
         mixed: bool,
         deferred: Collection[int],
         kernels: Mapping[int, Callable[..., Any]],
-        stored: Reading,
+        stored: PackedReading,
     ) -> None:
         self.device = device
         self.stored = stored
@@ -252,7 +252,7 @@ class _Builder:
         return len(self.template) - 1
 
 
-def _linear(context: Context, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _linear(context: TorchContext, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return deferrable_linear(context.left, x, weight)
 
 

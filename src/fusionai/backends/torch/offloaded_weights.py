@@ -23,7 +23,7 @@ from fusionai.backends.state import StateEntry
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.interpreter import Interpreter
 from fusionai.backends.torch.optimizers import WEIGHT
-from fusionai.backends.torch.recomputation import Segment
+from fusionai.backends.torch.recomputation import RecomputedSegment
 from fusionai.backends.torch.slots import DiskSlots, HostSlots, Shelf
 from fusionai.ir.graph import reads
 from fusionai.ir.operators import OPERATORS
@@ -66,7 +66,7 @@ class OffloadedWeights:
         self._tensors[key] = made.requires_grad_(trainable)
         return made
 
-    def enter(self, part: Segment, *, cast_once: bool = False) -> None:
+    def enter(self, part: RecomputedSegment, *, cast_once: bool = False) -> None:
         """Load the weights of `part` and empty all others. `cast_once`: also drop autocast's copies of earlier
         weights."""
         if cast_once:
@@ -109,7 +109,7 @@ class OffloadedWeights:
         self._there -= keys
 
 
-def cast_once(graph: Graph, interpreter: Interpreter, parts: Collection[Segment]) -> bool:
+def cast_once(graph: Graph, interpreter: Interpreter, parts: Collection[RecomputedSegment]) -> bool:
     """Return whether autocast casts no trained weight in two of `parts`.
 
     A weight used twice normally has one cast for both uses, whose gradients are summed in bfloat16. With a second cast

@@ -1,7 +1,7 @@
 """The table from operator names to torch calls: what this backend can run. Resolves no name that it receives.
 
 Every name comes from the hand-written list `ir.operators.OPERATORS`; a graph can only pick entries of the finished
-table. Operators that depend on the mode or on counters get the run's `Context` and the node's id as first arguments.
+table. Operators that depend on the mode or on counters get the run's `TorchContext` and the node's id as first arguments.
 Neighbours: `interpreter` binds these to a graph's values, `semantic` implements semantic operators.
 """
 
@@ -24,7 +24,7 @@ from fusionai.primitives.errors import ExecutionError
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class TorchContext:
     """Properties of a run that some operators depend on."""
 
     training: bool
@@ -44,7 +44,7 @@ def _zeros_like_for_empty(x: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def _attention(
-    context: Context,
+    context: TorchContext,
     node: int,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -56,12 +56,12 @@ def _attention(
     return attention(q, k, v, dropout=dropout if context.training else 0.0, key=context.key, node=node, **options)
 
 
-def _dropout(context: Context, node: int, x: torch.Tensor, *, p: float) -> torch.Tensor:
+def _dropout(context: TorchContext, node: int, x: torch.Tensor, *, p: float) -> torch.Tensor:
     return dropout(x, p, context.key, node) if context.training and p > 0.0 else x
 
 
 def _batch_norm_functional(
-    context: Context,
+    context: TorchContext,
     _node: int,
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -85,7 +85,7 @@ def _batch_norm_functional(
 
 
 def _batch_norm(
-    context: Context,
+    context: TorchContext,
     _node: int,
     x: torch.Tensor,
     weight: torch.Tensor | None,

@@ -34,7 +34,7 @@ from torch.optim.sgd import sgd
 from fusionai.backends.state import ASIDE, EIGHT_BIT_BLOCK, SCALE, optimizer_slots
 from fusionai.backends.state import EIGHT_BIT_BLOCK as BLOCK
 from fusionai.backends.torch.host import DTYPE_NAMES, DTYPES
-from fusionai.backends.torch.slots import MemorySlots, Slots
+from fusionai.backends.torch.slots import MemorySlots, OptimizerSlots
 from fusionai.primitives.errors import ExecutionError
 from fusionai.wire.messages import OptimizerSpec
 
@@ -47,7 +47,7 @@ SIGNED: Final = frozenset({"exp_avg"})
 """8-bit slots whose elements may be negative."""
 
 
-class StageOptimizer:
+class TorchStageOptimizer:
     """One optimizer over a stage's trainable parameters (key -> leaf tensor).
 
     `slots`: where its state is stored. `weights`: where offloaded parameters are stored, in slot `WEIGHT`; their
@@ -58,8 +58,8 @@ class StageOptimizer:
         self,
         spec: OptimizerSpec,
         parameters: Mapping[str, torch.Tensor],
-        slots: Slots | None = None,
-        weights: Slots | None = None,
+        slots: OptimizerSlots | None = None,
+        weights: OptimizerSlots | None = None,
     ) -> None:
         _check(spec)
         self._spec = spec
@@ -68,7 +68,7 @@ class StageOptimizer:
         self._whole = slots is None
         """Whether a parameter's state may be updated in one call, because it is in memory."""
         self._weights = weights
-        self._slots: Slots = MemorySlots() if slots is None else slots
+        self._slots: OptimizerSlots = MemorySlots() if slots is None else slots
         self._counters: dict[str, torch.Tensor] = {}
         """Key -> steps taken, on the host as in torch."""
 

@@ -63,7 +63,7 @@ its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PackedParameter:
     """A parameter in memory: `plain` for readers that are not products, `packed` for each product (by node id)."""
 
     plain: torch.Tensor | None
@@ -71,7 +71,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class ProductWeight:
     """The parameter of a product. `transposed`: it is stored [in, out]. `bias`: value name of the bias, or None."""
 
     node: int
@@ -80,9 +80,9 @@ class Use:
     bias: str | None
 
 
-def products(graph: Graph) -> dict[int, Use]:
+def products(graph: Graph) -> dict[int, ProductWeight]:
     """Return node id -> the parameter it multiplies by, for every product of an activation with a matrix."""
-    found: dict[int, Use] = {}
+    found: dict[int, ProductWeight] = {}
     for node in graph.nodes:
         use = _use(node)
         if use is None or use.weight not in graph.params or len(graph.params[use.weight].shape) != 2:
@@ -95,7 +95,7 @@ def products(graph: Graph) -> dict[int, Use]:
     return found
 
 
-def only_packed(graph: Graph, uses: Mapping[int, Use]) -> frozenset[str]:
+def only_packed(graph: Graph, uses: Mapping[int, ProductWeight]) -> frozenset[str]:
     """Return the parameters that only products read, as weight or bias: they need no plain copy."""
     weights = {use.weight for use in uses.values()} | {use.bias for use in uses.values() if use.bias is not None}
     otherwise = {
@@ -124,8 +124,8 @@ def lookup_tables(graph: Graph) -> frozenset[str]:
     )
 
 
-def kernels(graph: Graph, uses: Mapping[int, Use], tables: frozenset[str]) -> dict[int, Callable[..., Any]]:
-    """Return node id -> function to call instead of its operator. Parameters in `uses` and `tables` come as `Held`."""
+def kernels(graph: Graph, uses: Mapping[int, ProductWeight], tables: frozenset[str]) -> dict[int, Callable[..., Any]]:
+    """Return node id -> function to call instead of its operator. Parameters in `uses` and `tables` come as `PackedParameter`."""
     held = {use.weight for use in uses.values()} | tables
     found: dict[int, Callable[..., Any]] = {}
     for node in graph.nodes:
@@ -203,21 +203,21 @@ def _with(args: Sequence[Any], tensors: Iterable[torch.Tensor]) -> list[Any]:
     return [next(others) if isinstance(arg, torch.Tensor) else arg for arg in args]
 
 
-def _use(node: Node) -> Use | None:
+def _use(node: Node) -> ProductWeight | None:
     names = [arg.name if isinstance(arg, Ref) else None for arg in node.args]
     match node.op, names:
         case "aten.linear.default", [str(), str(weight), *rest]:
-            return Use(node.id, weight, transposed=False, bias=rest[0] if rest else None)
+            return ProductWeight(node.id, weight, transposed=False, bias=rest[0] if rest else None)
         case "aten.addmm.default", [str(bias), str(), str(weight)] if not node.kwargs:
-            return Use(node.id, weight, transposed=True, bias=bias)
+            return ProductWeight(node.id, weight, transposed=True, bias=bias)
         case _ if node.op in _PLAIN_PRODUCTS and len(names) == 2 and names[0] and names[1]:
-            return Use(node.id, names[1], transposed=True, bias=None)
+            return ProductWeight(node.id, names[1], transposed=True, bias=None)
         case _:
             return None
 
 
 def _product(node: Node) -> Callable[..., torch.Tensor]:
-    """Return a function called like the node's operator, with the weight as `Held`; the packed product contains the
+    """Return a function called like the node's operator, with the weight as `PackedParameter`; the packed product contains the
     bias."""
     identity = node.id
     if node.op == _ADDMM:
@@ -228,7 +228,7 @@ def _product(node: Node) -> Callable[..., torch.Tensor]:
 def _lookup(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     compute = with_index_checks(_EMBEDDING, PLAIN[_EMBEDDING])
 
-    def run(table: Held, indices: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def run(table: PackedParameter, indices: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return compute(table.plain, indices, *args, **kwargs).to(dtype)
 
     return run
@@ -243,7 +243,7 @@ def _unwrapped(node: Node) -> Callable[..., Any]:
     def plain(value: Any) -> Any:
         if isinstance(value, list):
             return [plain(item) for item in value]
-        return value.plain if isinstance(value, Held) else value
+        return value.plain if isinstance(value, PackedParameter) else value
 
     return lambda *args, **kwargs: compute(
         *[plain(value) for value in args], **{name: plain(value) for name, value in kwargs.items()}

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from fusionai.backends.torch.packed_graph import Use, products
+from fusionai.backends.torch.packed_graph import ProductWeight, products
 from fusionai.ir.graph import consumers, prune, reads, references
 from fusionai.ir.schema import Arg, Graph, ListArg, Node, ParamSpec, Ref, ValueSpec
 
@@ -80,7 +80,7 @@ class _Draft:
         self._views: dict[tuple[int, int, int], str] = {}
         self._next = 1 + max((node.id for node in graph.nodes), default=0)
 
-    def join_products(self, uses: Sequence[Use]) -> None:
+    def join_products(self, uses: Sequence[ProductWeight]) -> None:
         nodes = [self.nodes[use.node] for use in uses]
         sizes = tuple(self.params[use.weight].shape[0] for use in uses)
         stacked = [self._stack([use.weight for use in uses])]
@@ -274,11 +274,11 @@ class _Draft:
         return tuple(ordered)
 
 
-def _groups(graph: Graph) -> list[list[Use]]:
+def _groups(graph: Graph) -> list[list[ProductWeight]]:
     """Return groups of products of one value that may be merged: nothing else reads their matrices, and these are
     small."""
     readers = consumers(graph)
-    by_operand: dict[tuple[Arg, bool], list[Use]] = {}
+    by_operand: dict[tuple[Arg, bool], list[ProductWeight]] = {}
     made = {node.id: node for node in graph.nodes}
     for use in products(graph).values():
         node = made[use.node]

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fusionai.backends.arguments import Scores
 from fusionai.backends.interface import TILE_POSITIONS
-from fusionai.backends.serving.page_table import Span, first_key, one_by_one
+from fusionai.backends.serving.page_table import RowSpan, first_key, one_by_one
 from fusionai.backends.torch.compiled_attention import attention_kernels, compiled_attention
 from fusionai.backends.torch.paged_cache import ALIGNMENT_BYTES, LayerCache, PassLayout, cut
 from fusionai.primitives.errors import ExecutionError
@@ -108,7 +108,7 @@ BLOCK_KEYS: Final = 512
 """Keys of a block; chosen."""
 
 
-def tiles(span: Span) -> Iterator[tuple[int, int]]:
+def tiles(span: RowSpan) -> Iterator[tuple[int, int]]:
     """Yield the first position and the end of each tile of the span."""
     start = span.start
     while start < span.end:
@@ -118,7 +118,7 @@ def tiles(span: Span) -> Iterator[tuple[int, int]]:
 
 
 def tiled_attention(
-    span: Span, window: int | None, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
+    span: RowSpan, window: int | None, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
     """Return [1, Hq, rows, Dv] for q [1, Hq, rows, D] of the span and keys, values [1, Hkv, positions, D or Dv] from
     the first visible position on, all float32."""

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from fusionai.backends.serving.page_table import CACHE_NAMES, LayerShape, Span, first_key
+from fusionai.backends.serving.page_table import CACHE_NAMES, LayerShape, RowSpan, first_key
 from fusionai.backends.torch.host import DTYPES
 from fusionai.wire.serving import ServeOptions
 
@@ -27,7 +27,7 @@ class PassLayout:
     """Destinations of a pass's rows. `slots` [rows]: positions in the pages; `ring_slots`: window -> positions in the
     rings. `runs`: per span the page ids to gather, None if they are consecutive."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[RowSpan, ...]
     page_tokens: int
     slots: torch.Tensor | None
     ring_slots: Mapping[int, torch.Tensor]
@@ -35,7 +35,7 @@ class PassLayout:
 
 
 def lay_out(
-    spans: tuple[Span, ...], options: ServeOptions, *, paged: bool, windows: Mapping[int, int], device: torch.device
+    spans: tuple[RowSpan, ...], options: ServeOptions, *, paged: bool, windows: Mapping[int, int], device: torch.device
 ) -> PassLayout:
     size = options.page_tokens
     slots: list[int] = []
@@ -106,7 +106,7 @@ class LayerCache:
             )
         return (keys, values) if keys.dtype == torch.float32 else (keys.float(), values.float())
 
-    def _ringed(self, half: torch.Tensor, span: Span) -> torch.Tensor:
+    def _ringed(self, half: torch.Tensor, span: RowSpan) -> torch.Tensor:
         first = first_key(span.start, self.window)
         base = span.ring * self.capacity
         begin, end = first % self.capacity, (span.end - 1) % self.capacity + 1

@@ -26,14 +26,14 @@ from fusionai.backends.measurement import (
     processor_name,
     scratch_bytes_per_s,
 )
-from fusionai.backends.serving.page_table import LayerShape, Span
+from fusionai.backends.serving.page_table import LayerShape, RowSpan
 from fusionai.backends.torch.blocked_linear import blocked_product, kernels
 from fusionai.backends.torch.host import to_host
 from fusionai.backends.torch.offloaded_weights import EMPTIED
 from fusionai.backends.torch.packed_linear import PackedLinear, pack
 from fusionai.backends.torch.paged_attention import cached_attention
 from fusionai.backends.torch.paged_cache import LayerCache, lay_out
-from fusionai.primitives.pace import ServingPace
+from fusionai.primitives.pace import ServingSpeed
 from fusionai.wire.serving import ServeOptions, WeightFormat
 
 LONGEST_MEASURE_S: Final = 2.0
@@ -185,7 +185,7 @@ class _CallsPerS(Protocol):
     def __call__(self, call: Callable[[], object], device: torch.device, measure_s: float) -> float: ...
 
 
-def measured_serving(device: torch.device, calls_per_s: _CallsPerS) -> tuple[ServingPace, ...]:
+def measured_serving(device: torch.device, calls_per_s: _CallsPerS) -> tuple[ServingSpeed, ...]:
     """Return the measured speeds, one per weight format, in the formats' order."""
     side = _SIDE[device.type]
     generator = torch.Generator().manual_seed(0)
@@ -193,7 +193,7 @@ def measured_serving(device: torch.device, calls_per_s: _CallsPerS) -> tuple[Ser
     rows = torch.randn((PROMPT_ROWS, side), generator=generator).to(device)
     one = rows[:1].clone()
     in_blocks = device.type == "cpu" and kernels() is not None
-    found: list[ServingPace] = []
+    found: list[ServingSpeed] = []
     with torch.inference_mode():
         for form in get_args(WeightFormat):
             packed = pack(weight, None, form, "the probe's weight", in_blocks=in_blocks)
@@ -201,7 +201,7 @@ def measured_serving(device: torch.device, calls_per_s: _CallsPerS) -> tuple[Ser
             flops_per_s = flops * calls_per_s(lambda packed=packed: packed(rows), device, SERVING_MEASURE_S)
             long = _repeated(packed)
             bytes_per_s = long.nbytes * calls_per_s(lambda long=long: long(one), device, SERVING_MEASURE_S)
-            found.append(ServingPace(form=form, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s))
+            found.append(ServingSpeed(form=form, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s))
     return tuple(found)
 
 
@@ -212,7 +212,7 @@ def measured_attention(device: torch.device, calls_per_s: _CallsPerS) -> float:
     pages = positions // _PAGE_TOKENS
     options = ServeOptions(page_tokens=_PAGE_TOKENS, pages=pages, sessions=1, pass_tokens=PROMPT_ROWS)
     cache = LayerCache(LayerShape(0, GROUPS * shared, shared, HEAD_WIDTH, HEAD_WIDTH, None), options, device)
-    span = Span(0, 0, start, PROMPT_ROWS, tuple(range(pages)), -1)
+    span = RowSpan(0, 0, start, PROMPT_ROWS, tuple(range(pages)), -1)
     layout = lay_out((span,), options, paged=True, windows={}, device=device)
     generator = torch.Generator().manual_seed(0)
     shape = (1, GROUPS * shared, PROMPT_ROWS, HEAD_WIDTH)

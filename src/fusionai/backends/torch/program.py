@@ -27,10 +27,10 @@ from fusionai.backends.torch.deferral import Left, add_to, deferrable, finish
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter
 from fusionai.backends.torch.offloaded_weights import OffloadedWeights
-from fusionai.backends.torch.operators import Context
-from fusionai.backends.torch.optimizers import StageOptimizer, parameter_norms, scale_gradients, slot_shapes
-from fusionai.backends.torch.recomputation import Segment, free, run_in_segments
-from fusionai.backends.torch.slots import DiskSlots, Slots
+from fusionai.backends.torch.operators import TorchContext
+from fusionai.backends.torch.optimizers import TorchStageOptimizer, parameter_norms, scale_gradients, slot_shapes
+from fusionai.backends.torch.recomputation import RecomputedSegment, free, run_in_segments
+from fusionai.backends.torch.slots import DiskSlots, OptimizerSlots
 from fusionai.backends.torch.stored import StoredWeight
 from fusionai.ir.graph import reads
 from fusionai.ir.schema import Graph, ParamSpec
@@ -94,7 +94,9 @@ class TorchStageProgram(StageBase[_InFlight]):
         self._device = device
         self._memory_limit_bytes = memory_limit_bytes
         self._scratch = scratch
-        self._segments: dict[tuple[frozenset[str], bool], tuple[tuple[Segment, ...], Callable[[Segment], None]]] = {}
+        self._segments: dict[
+            tuple[frozenset[str], bool], tuple[tuple[RecomputedSegment, ...], Callable[[RecomputedSegment], None]]
+        ] = {}
         """(wanted outputs, training) -> segments, and the function that loads a segment's weights."""
         self._checked: set[object] = set()
         self._passed_on = {value: self._trained_values[value] for value in grad_inputs if value in self._trained_values}
@@ -113,10 +115,10 @@ class TorchStageProgram(StageBase[_InFlight]):
         """Buffers rewritten since the last apply: their values at that apply."""
         self._lagging: dict[ContextKey, Left] = {}
         """Deferred weight gradients of microbatches whose backward has run."""
-        self._optimizer: StageOptimizer | None = None
+        self._optimizer: TorchStageOptimizer | None = None
         if options.optimizer is not None and self._trainable:
             try:
-                self._optimizer = StageOptimizer(
+                self._optimizer = TorchStageOptimizer(
                     options.optimizer,
                     self._trainable,
                     self._slots(options.optimizer),
@@ -131,7 +133,7 @@ class TorchStageProgram(StageBase[_InFlight]):
         entry = self._entries[f"model/{key}"]
         return torch.zeros(entry.shape, dtype=DTYPES[entry.dtype], device=self._device, requires_grad=spec.trainable)
 
-    def _slots(self, optimizer: OptimizerSpec) -> Slots | None:
+    def _slots(self, optimizer: OptimizerSpec) -> OptimizerSlots | None:
         if not self._options.offload:
             return None
         shapes = slot_shapes(optimizer, self._trainable)
@@ -152,7 +154,7 @@ class TorchStageProgram(StageBase[_InFlight]):
         half_floats = self._options.precision == "bf16"
         symbols = bind_symbols(self._graph, inputs, interpreter.inputs, half_floats=half_floats)
         left: Left | None = [] if training and self._defers else None
-        context = Context(training, DropoutKey(self._options.seed, call.step, call.microbatch), left)
+        context = TorchContext(training, DropoutKey(self._options.seed, call.step, call.microbatch), left)
         self._check_sizes(names, context, inputs, symbols)
         entered: dict[str, torch.Tensor] = {}
         gradients: dict[str, torch.Tensor] = {}
@@ -257,7 +259,7 @@ class TorchStageProgram(StageBase[_InFlight]):
 
     def _parts(
         self, names: frozenset[str], interpreter: Interpreter, training: bool
-    ) -> tuple[tuple[Segment, ...], Callable[[Segment], None]]:
+    ) -> tuple[tuple[RecomputedSegment, ...], Callable[[RecomputedSegment], None]]:
         if (names, training) not in self._segments:
             parts, dropped = self._compiled.segments(interpreter)
             # Must not hold the program: see `_precision`.
@@ -342,7 +344,7 @@ class TorchStageProgram(StageBase[_InFlight]):
         self._require_room_in_flight(needed_bytes, microbatches, limit_bytes)
 
     def _check_sizes(
-        self, names: frozenset[str], context: Context, inputs: Mapping[str, HostTensor], symbols: Mapping[str, int]
+        self, names: frozenset[str], context: TorchContext, inputs: Mapping[str, HostTensor], symbols: Mapping[str, int]
     ) -> None:
         """Run sizes not seen before without memory first: a value may grow where a symbol shrinks."""
         shapes = {name: tensor.shape for name, tensor in inputs.items()}

@@ -23,14 +23,14 @@ from typing import Any, Final
 import torch
 
 from fusionai.backends.torch.interpreter import Interpreter
-from fusionai.backends.torch.operators import Context
+from fusionai.backends.torch.operators import TorchContext
 from fusionai.ir.graph import reads
 
 _NONE: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class RecomputedSegment:
     """Steps [start, stop) of an interpreter. `entering`: registers that they read and do not fill. `weights`: keys of
     the movable parameters whose bytes they read."""
 
@@ -40,13 +40,13 @@ class Segment:
     weights: frozenset[str] = frozenset()
 
 
-def segments(interpreter: Interpreter, weights: Mapping[str, Collection[str]] = _NONE) -> tuple[Segment, ...]:
+def segments(interpreter: Interpreter, weights: Mapping[str, Collection[str]] = _NONE) -> tuple[RecomputedSegment, ...]:
     """Return one segment per block. Nodes out of order, such as a mask that all blocks read, belong to the surrounding
     block.
 
     `weights`: value -> keys of the parameters that it is or may share memory with.
     """
-    found: list[Segment] = []
+    found: list[RecomputedSegment] = []
     start = 0
     highest = -1
     for position, step in enumerate(interpreter.steps):
@@ -60,18 +60,18 @@ def segments(interpreter: Interpreter, weights: Mapping[str, Collection[str]] = 
     return tuple(found)
 
 
-def free(_part: Segment) -> None:
+def free(_part: RecomputedSegment) -> None:
     """Do nothing: the parameters are always in memory."""
 
 
 def run_in_segments(
     interpreter: Interpreter,
-    parts: tuple[Segment, ...],
-    context: Context,
+    parts: tuple[RecomputedSegment, ...],
+    context: TorchContext,
     inputs: Mapping[str, Any],
     params: Mapping[str, Any],
     precision: Callable[[], AbstractContextManager[object]],
-    enter: Callable[[Segment], None] = free,
+    enter: Callable[[RecomputedSegment], None] = free,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Run like `Interpreter.run`, keeping only the values that enter each of `parts` for backward.
 
@@ -101,8 +101,8 @@ class _Again:
     """Arguments for running a segment once more."""
 
     interpreter: Interpreter
-    part: Segment
-    context: Context
+    part: RecomputedSegment
+    context: TorchContext
     entering: list[Any]
     precision: Callable[[], AbstractContextManager[object]]
 
@@ -152,7 +152,9 @@ class _Kept:
         return made
 
 
-def _segment(interpreter: Interpreter, start: int, stop: int, weights: Mapping[str, Collection[str]]) -> Segment:
+def _segment(
+    interpreter: Interpreter, start: int, stop: int, weights: Mapping[str, Collection[str]]
+) -> RecomputedSegment:
     filled: set[int] = set()
     entering: dict[int, None] = {}
     keys: set[str] = set()
@@ -163,7 +165,7 @@ def _segment(interpreter: Interpreter, start: int, stop: int, weights: Mapping[s
                 entering[register] = None
             keys.update(weights.get(name, ()))
         filled.update(interpreter.values[name] for name in step.node.outputs)
-    return Segment(start, stop, tuple(entering), frozenset(keys))
+    return RecomputedSegment(start, stop, tuple(entering), frozenset(keys))
 
 
 def _nothing(_saved: None) -> torch.Tensor:

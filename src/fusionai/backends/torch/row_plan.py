@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from fusionai.backends.torch.packed_graph import Use
+from fusionai.backends.torch.packed_graph import ProductWeight
 from fusionai.backends.torch.row_code import LINE, Field, Op
 from fusionai.backends.torch.row_memory import ALIGNMENT_FLOATS, RowMemory, Unplanned, View, dense_strides
 from fusionai.ir.graph import SYMINT, needed_nodes, reads
@@ -51,7 +51,7 @@ _SAME: Final = frozenset({"alias", "detach", "contiguous", "type_as", "_to_copy"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RowPlan:
     """A row program without addresses.
 
     `code` [lines, LINE]: complete except for the format and the addresses of products (`products`: line -> node id).
@@ -71,7 +71,7 @@ class Plan:
     """Largest number of queries that share a key head."""
 
 
-def plan_rows(graph: Graph, wanted: Sequence[str], uses: Mapping[int, Use]) -> Plan:
+def plan_rows(graph: Graph, wanted: Sequence[str], uses: Mapping[int, ProductWeight]) -> RowPlan:
     """Return the plan for the outputs `wanted`. `uses`: products by node id, as `packed_graph.products` returns them.
 
     Raises `Unplanned` if an operator or a shape is not supported.
@@ -81,7 +81,7 @@ def plan_rows(graph: Graph, wanted: Sequence[str], uses: Mapping[int, Use]) -> P
 
 
 class _Planner:
-    def __init__(self, graph: Graph, nodes: Sequence[Node], uses: Mapping[int, Use]) -> None:
+    def __init__(self, graph: Graph, nodes: Sequence[Node], uses: Mapping[int, ProductWeight]) -> None:
         self.graph = graph
         self.nodes = nodes
         self.uses = uses
@@ -92,7 +92,7 @@ class _Planner:
         self.attentions: list[int] = []
         self.groups = 1
 
-    def planned(self, wanted: Sequence[str]) -> Plan:
+    def planned(self, wanted: Sequence[str]) -> RowPlan:
         last: dict[str, int] = {}
         kept = {self.graph.outputs[meaning] for meaning in wanted}
         inputs: dict[str, tuple[int, int]] = {}
@@ -120,7 +120,7 @@ class _Planner:
                 view = self._copied(view, value + " as output")
             outputs[meaning] = (view.start, view.shape[2:])
         code = np.array([line + [0] * (LINE - len(line)) for line in self.lines], dtype=np.int64).reshape(-1, LINE)
-        return Plan(
+        return RowPlan(
             code=code,
             constants=self.memory.constants,
             fixed=self.memory.fixed + -self.memory.fixed % ALIGNMENT_FLOATS,
@@ -417,7 +417,7 @@ class _Planner:
         for number in range(out.shape[at]):
             self._placed(_inner(out, at, number), _inner(part, at, number))
 
-    def _product(self, node: Node, use: Use) -> None:
+    def _product(self, node: Node, use: ProductWeight) -> None:
         operand = next(arg for arg in node.args if isinstance(arg, Ref) and arg.name not in (use.weight, use.bias))
         view = self._plain(operand)
         shape = self.graph.params[use.weight].shape

@@ -18,12 +18,12 @@ import torch
 
 from fusionai.backends.torch.blocked_linear import kernels
 from fusionai.backends.torch.compile_once import kernel_module
-from fusionai.backends.torch.packed_graph import Held, Use
+from fusionai.backends.torch.packed_graph import PackedParameter, ProductWeight
 from fusionai.backends.torch.paged_cache import LayerCache
 from fusionai.backends.torch.row_blocks import Blocks
 from fusionai.backends.torch.row_code import Field, Form
 from fusionai.backends.torch.row_memory import Unplanned
-from fusionai.backends.torch.row_plan import Plan, plan_rows
+from fusionai.backends.torch.row_plan import RowPlan, plan_rows
 from fusionai.ir.schema import Graph
 from fusionai.wire.serving import ServeOptions
 
@@ -47,7 +47,9 @@ class RowPlace:
     ring: int
 
 
-def planned(graph: Graph, wanted: Sequence[str], uses: Mapping[int, Use], device: torch.device) -> Plan | None:
+def planned(
+    graph: Graph, wanted: Sequence[str], uses: Mapping[int, ProductWeight], device: torch.device
+) -> RowPlan | None:
     """Return the plan that computes the outputs `wanted`, or None if operators must. Compiles the kernel, so that no
     pass waits for it."""
     if device.type != "cpu" or torch.get_num_threads() != 1 or not uses or kernels() is None:
@@ -60,7 +62,7 @@ def planned(graph: Graph, wanted: Sequence[str], uses: Mapping[int, Use], device
     return plan if _kernel() is not None else None
 
 
-def needed_bytes(plan: Plan, options: ServeOptions) -> int:
+def needed_bytes(plan: RowPlan, options: ServeOptions) -> int:
     """Return the most bytes that a program of this plan needs besides weights and caches."""
     positions = options.pages * options.page_tokens
     floats = plan.fixed + BATCH_ROWS * plan.width + 2 * plan.groups * (1 + positions) + _half_rows(plan)
@@ -73,9 +75,9 @@ class RowProgram:
 
     def __init__(
         self,
-        plan: Plan,
-        uses: Mapping[int, Use],
-        values: Callable[[Sequence[str]], Mapping[str, torch.Tensor | Held]],
+        plan: RowPlan,
+        uses: Mapping[int, ProductWeight],
+        values: Callable[[Sequence[str]], Mapping[str, torch.Tensor | PackedParameter]],
         caches: Mapping[int, LayerCache],
         options: ServeOptions,
     ) -> None:
@@ -105,7 +107,7 @@ class RowProgram:
         for line, node in plan.products.items():
             weight = uses[node].weight
             held = values([weight])[weight]
-            assert isinstance(held, Held)
+            assert isinstance(held, PackedParameter)
             blocks = held.packed[node].blocks
             assert blocks is not None
             self._held.append(blocks)
@@ -115,7 +117,7 @@ class RowProgram:
         for place, what in plan.constants.items():
             if isinstance(what, str):
                 held = values([what])[what]
-                plain = held.plain if isinstance(held, Held) else held
+                plain = held.plain if isinstance(held, PackedParameter) else held
                 assert plain is not None
                 self._memory[place : place + plain.numel()] = plain.detach().to(torch.float32).reshape(-1).numpy()
             else:
@@ -181,7 +183,7 @@ def _kernel() -> Callable[..., None] | None:
     return None if module is None else module.run
 
 
-def _half_rows(plan: Plan) -> int:
+def _half_rows(plan: RowPlan) -> int:
     """Return the floats that the operands of all rows take as bfloat16, two per float."""
     widest = max((int(plan.code[line, Field.DIMS + 1]) for line in plan.products), default=0)
     return BATCH_ROWS * ((widest + 1) // 2)

@@ -24,13 +24,13 @@ from fusionai.backends.arguments import Scores
 from fusionai.backends.binding import shape_of, with_rows
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.serving.base import ServingBase, array_of, largest_pass
-from fusionai.backends.serving.page_table import LayerShape, Span, one_by_one
+from fusionai.backends.serving.page_table import LayerShape, RowSpan, one_by_one
 from fusionai.backends.torch.blocked_linear import kernels as row_kernels
 from fusionai.backends.torch.blocked_linear import scratch_bytes
 from fusionai.backends.torch.compiled_attention import attention_scratch_bytes
 from fusionai.backends.torch.host import DTYPES, to_host, to_torch
 from fusionai.backends.torch.interpreter import Interpreter, compile_graph
-from fusionai.backends.torch.operators import Context
+from fusionai.backends.torch.operators import TorchContext
 from fusionai.backends.torch.packed_graph import kernels, only_packed, products
 from fusionai.backends.torch.packed_linear import packed_bytes
 from fusionai.backends.torch.packed_siblings import Joined, join_siblings
@@ -45,7 +45,7 @@ from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
 from fusionai.wire.serving import ServeOptions, WeightFormat
 
-_CONTEXT = Context(training=False, key=DropoutKey(0, 0, 0))
+_CONTEXT = TorchContext(training=False, key=DropoutKey(0, 0, 0))
 
 
 class TorchServingProgram(ServingBase):
@@ -100,7 +100,7 @@ class TorchServingProgram(ServingBase):
 
     def _computed(
         self,
-        spans: tuple[Span, ...],
+        spans: tuple[RowSpan, ...],
         fed: Mapping[str, HostTensor],
         wanted: frozenset[str],
         rows: Sequence[int] | None,
@@ -126,7 +126,7 @@ class TorchServingProgram(ServingBase):
 
     def _merged(
         self,
-        spans: Sequence[Span],
+        spans: Sequence[RowSpan],
         fed: Mapping[str, HostTensor],
         wanted: frozenset[str],
         made: Mapping[str, HostTensor],
@@ -134,7 +134,7 @@ class TorchServingProgram(ServingBase):
         positions: int,
     ) -> dict[str, HostTensor]:
         """Return the rows in `made` together with the other spans' rows, which are computed by operators."""
-        others: list[Span] = []
+        others: list[RowSpan] = []
         kept: list[int] = []
         for span in spans:
             if not one_by_one(span):
@@ -160,7 +160,7 @@ class TorchServingProgram(ServingBase):
 
     def _by_operators(
         self,
-        spans: tuple[Span, ...],
+        spans: tuple[RowSpan, ...],
         fed: Mapping[str, HostTensor],
         wanted: frozenset[str],
         rows: Sequence[int] | None,
@@ -276,7 +276,12 @@ class RowsBehind:
         return cls(graph, first, second)
 
     def run(
-        self, context: Context, inputs: Mapping[str, Any], params: Params, rows: Sequence[int], device: torch.device
+        self,
+        context: TorchContext,
+        inputs: Mapping[str, Any],
+        params: Params,
+        rows: Sequence[int],
+        device: torch.device,
     ) -> dict[str, Any]:
         """Return the outputs at `rows`, by meaning."""
         made, _ = self.before.run(context, inputs, params(self.before.params))
@@ -324,7 +329,7 @@ def check_sizes(
         compile_graph(graph, frozenset(graph.outputs), with_state_writes=False, device=META),
         input_shapes(graph, symbols),
         symbols,
-        Context(training=False, key=DropoutKey(0, 0, 0)),
+        TorchContext(training=False, key=DropoutKey(0, 0, 0)),
         grad_inputs=frozenset(),
         limit_bytes=None if memory_limit_bytes is None else memory_limit_bytes - held_bytes,
     )

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from fusionai.backends.torch.host import DTYPES, to_torch
-from fusionai.backends.torch.packed_graph import Held, Use, lookup_tables, only_packed, products
+from fusionai.backends.torch.packed_graph import PackedParameter, ProductWeight, lookup_tables, only_packed, products
 from fusionai.backends.torch.packed_linear import PackedLinear, block_pages, pack
 from fusionai.backends.torch.packed_siblings import Joined
 from fusionai.ir.schema import Graph, ParamSpec
@@ -49,7 +49,7 @@ class ServingWeights:
             self._named.setdefault(spec.key, []).append(value)
         self._plain: dict[str, torch.Tensor] = {}
         self._packed: dict[str, dict[int, PackedLinear]] = {}
-        self._values: dict[str, torch.Tensor | Held] | None = None
+        self._values: dict[str, torch.Tensor | PackedParameter] | None = None
 
     def add(self, key: str, tensor: HostTensor) -> None:
         """Import one entry, whose shape and dtype were checked."""
@@ -60,7 +60,7 @@ class ServingWeights:
                 self._take(name, self._given[name], tensor)
         self._values = None
 
-    def values(self, names: Iterable[str]) -> dict[str, torch.Tensor | Held]:
+    def values(self, names: Iterable[str]) -> dict[str, torch.Tensor | PackedParameter]:
         """Return the interpreter's parameters of these names; all weights must have been imported."""
         if self._values is None:
             self._values = {name: self._value(name) for name in self._graph.params}
@@ -122,16 +122,16 @@ class ServingWeights:
             self._packed.setdefault(name, {})[use.node] = by_layout[use.transposed]
         return bool(uses)
 
-    def _value(self, name: str) -> torch.Tensor | Held:
+    def _value(self, name: str) -> torch.Tensor | PackedParameter:
         packed = self._packed.get(name)
         plain = self._plain.get(name)
         if packed is None and name not in self.tables:
             assert plain is not None
             return plain
         with_bias = {number: self._biased(product, self.uses[number]) for number, product in (packed or {}).items()}
-        return Held(plain, with_bias)
+        return PackedParameter(plain, with_bias)
 
-    def _biased(self, product: PackedLinear, use: Use) -> PackedLinear:
+    def _biased(self, product: PackedLinear, use: ProductWeight) -> PackedLinear:
         if use.bias is None:
             return product
         return replace(product, bias=self._plain[use.bias])

@@ -15,8 +15,8 @@ import torch
 from fusionai.backends.binding import OPERATOR_FAILURES, first_line, shape_of
 from fusionai.backends.torch.host import DTYPES
 from fusionai.backends.torch.interpreter import Interpreter, Step, describe
-from fusionai.backends.torch.operators import Context
-from fusionai.backends.torch.recomputation import Segment, segments
+from fusionai.backends.torch.operators import TorchContext
+from fusionai.backends.torch.recomputation import RecomputedSegment, segments
 from fusionai.ir.schema import Graph
 from fusionai.ir.shapes import symbols_of
 from fusionai.primitives.errors import ExecutionError, FusionError
@@ -45,7 +45,7 @@ def measure(
     interpreter: Interpreter,
     shapes: Mapping[str, tuple[int, ...]],
     symbols: Mapping[str, int],
-    context: Context,
+    context: TorchContext,
     *,
     grad_inputs: frozenset[str],
     limit_bytes: int | None,
@@ -132,7 +132,7 @@ class _Meter:
                 self._release(value)
             registers[register] = None
 
-    def enter(self, part: Segment, registers: list[object]) -> None:
+    def enter(self, part: RecomputedSegment, registers: list[object]) -> None:
         """Count saved storages for `part` from here on. The values it reads are kept in any case."""
         self.entered = self.entered or {}
         self._leave()
@@ -210,7 +210,7 @@ class _Meter:
 
 
 def _input(
-    graph: Graph, name: str, shape: tuple[int, ...], context: Context, grad_inputs: frozenset[str]
+    graph: Graph, name: str, shape: tuple[int, ...], context: TorchContext, grad_inputs: frozenset[str]
 ) -> torch.Tensor | int:
     dtype = graph.values[name].dtype
     if dtype == "symint":
@@ -219,7 +219,7 @@ def _input(
     return torch.empty(shape, dtype=DTYPES[dtype], device=META, requires_grad=differentiable)
 
 
-def _param(graph: Graph, name: str, context: Context) -> torch.Tensor:
+def _param(graph: Graph, name: str, context: TorchContext) -> torch.Tensor:
     spec = graph.params[name]
     return torch.empty(
         spec.shape, dtype=DTYPES[spec.dtype], device=META, requires_grad=context.training and spec.trainable

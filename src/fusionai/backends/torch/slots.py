@@ -36,7 +36,7 @@ Layout = Mapping[tuple[str, str], tuple[str, tuple[int, ...]]]
 _ELSEWHERE: Final = "Free space there, or set TMPDIR to a directory on another disk."
 
 
-class Slots(Protocol):
+class OptimizerSlots(Protocol):
     """Tensors by (parameter key, slot). Offsets count elements, row-major."""
 
     def holds(self, key: str, slot: str) -> bool:
@@ -65,7 +65,7 @@ class Slots(Protocol):
         ...
 
 
-class Shelf(Slots, Protocol):
+class Shelf(OptimizerSlots, Protocol):
     """Slots stored elsewhere than the parameters."""
 
     def fill(self, key: str, slot: str, into: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 The float32 values live only while the operator that reads them runs, and again during its part of backward. A lookup
 unpacks only the requested rows. Neighbours: `ir.stored` defines the forms, `interpreter` wraps operators with a
-`Reading`, `program` holds the bytes.
+`PackedReading`, `program` holds the bytes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StoredWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PackedReading:
     """How one stage reads packed weights. `values`: their value names. `again`: backward recomputes activations and
     unpacks weights with them."""
 
@@ -81,7 +81,7 @@ class Reading:
         return lambda *args, **options: _opened(compute, args, options, dtype, again=self.again)
 
 
-AS_THEY_ARE: Final = Reading()
+AS_THEY_ARE: Final = PackedReading()
 """No packed weights."""
 
 

@@ -49,7 +49,7 @@ class BlockReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class CheckFinding:
     """Something unsupported: the operation (empty if the graph as a whole exceeds a limit), its module and line of code
     (as `capture.tracing.code_lines` formats it), and the reason."""
 
@@ -74,7 +74,7 @@ class CheckReport:
     attention_layers: int
     attention_nodes: int
     owed_bytes: int
-    problems: tuple[Problem, ...]
+    problems: tuple[CheckFinding, ...]
     notes: tuple[str, ...]
     trained: Trained
     """Memory of training with AdamW, whose two moments are kept in 32 bits each."""
@@ -101,12 +101,12 @@ def check(
     """
     made = draft(source, **options)
     captured, graph = made.captured, made.captured.graph
-    problems = [Problem(found.op, found.path, found.reason, found.line) for found in made.unsupported]
+    problems = [CheckFinding(found.op, found.path, found.reason, found.line) for found in made.unsupported]
     if not problems:
         try:
             validate(graph)
         except GraphError as error:
-            problems.append(Problem("", "", str(error)))
+            problems.append(CheckFinding("", "", str(error)))
     compared, not_compared = None, ""
     if compare is not None and not problems:
         try:

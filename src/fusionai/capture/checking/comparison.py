@@ -104,7 +104,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Differences:
+class WorstDifferences:
     """Worst relative differences, as in `self_check.SelfCheck`. `worst`: the parameter whose gradient differs most, if
     known. `notes`: in which ways the comparison differed from a job's run."""
 

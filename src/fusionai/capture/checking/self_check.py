@@ -24,7 +24,7 @@ from fusionai.backends.interface import Call, StageProgram
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.capture.capture import Captured
 from fusionai.capture.checking.comparison import (
-    Differences,
+    WorstDifferences,
     expected_outputs,
     from_host,
     gradient_difference,
@@ -156,7 +156,7 @@ def _chosen(captured: Captured, memory_bytes: int | None, most_parameters: int) 
     return checked, not _held_whole(checked, memory_bytes)
 
 
-def _in_memory(checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int) -> Differences:
+def _in_memory(checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int) -> WorstDifferences:
     module = reference_module(checked, seed)
     task = TaskModule(module, checked.task, checked.input_names)
     notes: list[str] = []
@@ -167,7 +167,7 @@ def _in_memory(checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int)
         evaluation_diff, _ = _difference(checked, task.eval(), inputs, call, seed, notes)
     call = Call("train" if checked.train else "eval", step=0, microbatch=0)
     forward_diff, gradient_diff = _difference(checked, task.train(checked.train), inputs, call, seed, notes)
-    return Differences(forward_diff, gradient_diff, evaluation_diff, "", tuple(notes))
+    return WorstDifferences(forward_diff, gradient_diff, evaluation_diff, "", tuple(notes))
 
 
 def _difference(

@@ -22,10 +22,10 @@ from torch import nn
 
 from fusionai.backends.counters import DropoutKey
 from fusionai.backends.torch.interpreter import compile_graph
-from fusionai.backends.torch.operators import Context
+from fusionai.backends.torch.operators import TorchContext
 from fusionai.capture.capture import Captured
 from fusionai.capture.checking.comparison import (
-    Differences,
+    WorstDifferences,
     expected_outputs,
     from_host,
     gradient_difference,
@@ -53,7 +53,7 @@ Progress = Callable[[str], None]
 
 def streamed_differences(
     checked: Captured, inputs: Mapping[str, torch.Tensor], seed: int, progress: Progress
-) -> Differences:
+) -> WorstDifferences:
     """Run module and graph on `inputs`, in evaluation and in training with gradients, as far as the graph does either.
     Raises `TooLarge` with place and reason if the module can't be run this way."""
     with _as_too_large(checked.graph.name):
@@ -65,13 +65,13 @@ def streamed_differences(
             # Before training, because evaluation does not change running statistics.
             evaluation = comparison.outputs(training=False)
         if not checked.train:
-            return Differences(comparison.outputs(training=False), None, None, "", tuple(comparison.notes))
+            return WorstDifferences(comparison.outputs(training=False), None, None, "", tuple(comparison.notes))
         forward = comparison.outputs(training=True)
-    return Differences(forward, comparison.gradient, evaluation, comparison.worst, tuple(comparison.notes))
+    return WorstDifferences(forward, comparison.gradient, evaluation, comparison.worst, tuple(comparison.notes))
 
 
 class _Comparison:
-    """Runs both sides in one mode after the other. `gradient` and `worst`: as in `Differences`, set once training has
+    """Runs both sides in one mode after the other. `gradient` and `worst`: as in `WorstDifferences`, set once training has
     run."""
 
     def __init__(self, checked: Captured, weights: _Weights, inputs: Mapping[str, torch.Tensor], seed: int) -> None:
@@ -133,7 +133,7 @@ class _Comparison:
         params = {value: weights.of_graph[spec.key] for value, spec in graph.params.items()}
         with _saved(compared is not None) as saving:
             with saving():
-                outputs, writes = interpreter.run(Context(training, self._key), values, params)
+                outputs, writes = interpreter.run(TorchContext(training, self._key), values, params)
             if compared is not None and outputs["loss"].requires_grad:
                 weights.begin("gradients of the graph")
                 with weights.watched(weights.of_graph, compared):

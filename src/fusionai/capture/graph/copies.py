@@ -37,7 +37,7 @@ class _Layer:
     parameters: Mapping[str, tuple[str, ...]]
 
 
-class Copies:
+class LayerCopies:
     """Copies layers while `capture.graph.lowering` reads the trace and appends to `nodes` and `values`. `tied`: first
     name of a parameter or buffer -> its value; `canonical`: every name of a shared one -> its first name."""
 

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from fusionai.capture.graph.copies import Copies
+from fusionai.capture.graph.copies import LayerCopies
 from fusionai.capture.graph.repetition import Repetition
 from fusionai.capture.graph.values import Inexpressible, plain_argument, value_spec
 from fusionai.capture.tasks import InputSpec
@@ -127,7 +127,7 @@ class _Lowering:
         self.given = {name: (target, table) for targets, table in tables for name, target in targets.items()}
         """Placeholder -> (its name in the module, the table it belongs in). Built once, because the signature rebuilds
         its dictionaries on every access."""
-        self.copies = Copies(self.result.nodes, self.result.values, self.tied, canonical, repetition)
+        self.copies = LayerCopies(self.result.nodes, self.result.values, self.tied, canonical, repetition)
 
     def run(self) -> None:
         user_inputs = iter(self.specs)

@@ -5,7 +5,7 @@ adapter directory fits the module. Base parameters are frozen and keep the names
 adapter's parameters are `<layer>.lora_A.weight` and `<layer>.lora_B.weight`; PEFT's files have the same names after the
 prefix `base_model.model.`.
 
-Several adapters beside one base model (`Slots`) share one graph for serving: their matrices are concatenated, `A`
+Several adapters beside one base model (`AdapterSlots`) share one graph for serving: their matrices are concatenated, `A`
 along its rows and `B` along its columns, with each adapter's scale folded in. Between the two products a mask input
 keeps the columns of the position's own adapter and sets all others to exactly zero. So positions of different adapters,
 and of none, share one pass, and any backend computes it with plain products. If an adapter does not change a layer, its
@@ -241,7 +241,7 @@ UP: Final = "adapters_b"
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class AdapterSlots:
     """The adapters of one deployment, in the order of their numbers, which start at 1."""
 
     adapters: tuple[AdapterFiles, ...]
@@ -325,7 +325,7 @@ def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Slotted{kind.__name__}", (_Slotted, kind), {})
 
 
-def slotted(module: nn.Module, slots: Slots) -> nn.Module:
+def slotted(module: nn.Module, slots: AdapterSlots) -> nn.Module:
     """Put the adapters into the layers of `module`, whose names stay the same, and return the same object. Raises
     `ModelError` if an adapter does not fit."""
     layers = linear_layers(module)
@@ -348,5 +348,5 @@ def chosen_of(module: nn.Module) -> Chosen | None:
     return next((child.chosen for child in module.modules() if isinstance(child, _Slotted)), None)
 
 
-def slots_of(adapters: Sequence[AdapterFiles]) -> Slots | None:
-    return Slots(tuple(adapters)) if adapters else None
+def slots_of(adapters: Sequence[AdapterFiles]) -> AdapterSlots | None:
+    return AdapterSlots(tuple(adapters)) if adapters else None

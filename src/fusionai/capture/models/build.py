@@ -23,7 +23,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fusionai.capture.models.adapter import Lora, Slots, StartedLora, adapted, is_adapter, plain_name, slotted
+from fusionai.capture.models.adapter import AdapterSlots, Lora, StartedLora, adapted, is_adapter, plain_name, slotted
 from fusionai.capture.models.huggingface import HuggingFaceModel, resolve
 from fusionai.capture.models.initialisation import InitialisationWatch, Program, shared_draws, watching
 from fusionai.capture.models.source import CodeSource, FactorySource, ModelSource, describe
@@ -31,7 +31,7 @@ from fusionai.capture.tracing import code_lines
 from fusionai.capture.tracing.patching import patched
 from fusionai.primitives.errors import ModelError
 
-Adapters = Lora | StartedLora | Slots
+Adapters = Lora | StartedLora | AdapterSlots
 """What can be put into a module: one adapter to train, or several to serve."""
 Construct = Callable[[], nn.Module | tuple[nn.Module, Mapping[str, Any]]]
 
@@ -66,7 +66,7 @@ class Built:
         match self.adapter:
             case None:
                 return False
-            case Slots():
+            case AdapterSlots():
                 return key in self.adapter.keys
             case Lora() | StartedLora():
                 return is_adapter(key)
@@ -181,7 +181,7 @@ def construct_empty(built: Built) -> nn.Module:
 
 
 def _put_in(module: nn.Module, adapter: Adapters) -> nn.Module:
-    return slotted(module, adapter) if isinstance(adapter, Slots) else adapted(module, adapter)
+    return slotted(module, adapter) if isinstance(adapter, AdapterSlots) else adapted(module, adapter)
 
 
 def _with_adapter(construct: Construct, adapter: Adapters) -> Construct:

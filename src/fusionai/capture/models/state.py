@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from fusionai.capture.models.adapter import Slots
+from fusionai.capture.models.adapter import AdapterSlots
 from fusionai.capture.models.build import Built, rebuild
 from fusionai.capture.models.conversion import Computed, expected, loading, made_anew, saving
 from fusionai.primitives.errors import ModelError
@@ -64,7 +64,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class StateSource:
+class CapturedState:
     """Everything needed to answer `tensors`."""
 
     built: Built
@@ -85,7 +85,7 @@ class StateSource:
             raise ModelError(
                 f"{self.built.name} has no state {min(unknown)!r}.", hint="Ask for keys of the captured graph."
             )
-        if isinstance(self.built.adapter, Slots):
+        if isinstance(self.built.adapter, AdapterSlots):
             own = wanted & self.built.adapter.keys
             wanted -= own
             for key in sorted(own):

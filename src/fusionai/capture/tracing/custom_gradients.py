@@ -40,7 +40,7 @@ _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, t
 
 
 @dataclass(frozen=True, slots=True)
-class FunctionCall:
+class TracedFunctionCall:
     """One call of a `torch.autograd.Function` while tracing. `args`: tensors as `_Shape`, other arguments unchanged."""
 
     function: type[Function]
@@ -62,7 +62,7 @@ class _Shape:
 class GradientWatch:
     """Collects the calls of custom functions, one per kind of call."""
 
-    calls: dict[object, FunctionCall] = field(default_factory=dict)
+    calls: dict[object, TracedFunctionCall] = field(default_factory=dict)
 
     def require_derived(self) -> None:
         """Raise `ModelError` unless each function's gradient equals the one that automatic differentiation derives."""
@@ -81,7 +81,7 @@ class GradientWatch:
     def note(self, function: type[Function], args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str) -> None:
         spelt = _mapped(args, _described)
         named = {name: _mapped(arg, _described) for name, arg in kwargs.items()}
-        call = FunctionCall(function, spelt, named, where)
+        call = TracedFunctionCall(function, spelt, named, where)
         self.calls.setdefault((function, repr(spelt), repr(named)), call)
 
 
@@ -184,7 +184,7 @@ def _shrunk(size: int) -> int:
     return size if size <= _SMALL else 8 + size % 8
 
 
-def _difference(call: FunctionCall) -> str | None:
+def _difference(call: TracedFunctionCall) -> str | None:
     """Return why the gradient may differ from the one that automatic differentiation derives; None if they agree."""
     items = list(_items((*call.args, *call.kwargs.values())))
     for item in items:
@@ -211,7 +211,7 @@ def _difference(call: FunctionCall) -> str | None:
     return reason
 
 
-def _apart(call: FunctionCall, seed: int, scale: float, small: bool) -> tuple[bool, bool]:
+def _apart(call: TracedFunctionCall, seed: int, scale: float, small: bool) -> tuple[bool, bool]:
     """Return whether the function's outputs or gradients differ from the derived ones, and whether any gradient was
     nonzero."""
     own = _gradients(call, seed, scale, small, lambda args, kwargs: _applied(call.function, args, kwargs))
@@ -230,7 +230,7 @@ def _apart(call: FunctionCall, seed: int, scale: float, small: bool) -> tuple[bo
 
 
 def _gradients(
-    call: FunctionCall,
+    call: TracedFunctionCall,
     seed: int,
     scale: float,
     small: bool,

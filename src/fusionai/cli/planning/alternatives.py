@@ -13,7 +13,7 @@ from fusionai.cli import console
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_seconds, format_speed
 from fusionai.scheduling.problem.types import Plan, Problem
-from fusionai.scheduling.serving.parallel import METHOD, ManyLines, ServedLine
+from fusionai.scheduling.serving.parallel import METHOD, PlacedPipeline, ServingPipelines
 from fusionai.scheduling.training.replica_groups import Exchanging, Group, anchored, exchange_s, fastest, pace
 
 USUAL: Final = Exchanging(every=50, codec="int4")
@@ -25,7 +25,7 @@ WORTH: Final = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class LocalUpdates:
+class ReplicaDivision:
     """A division of the pool into replicas. `tokens_per_s`: all replicas together, including the time of exchanges.
     `exchange_s`: duration of one exchange round."""
 
@@ -34,7 +34,7 @@ class LocalUpdates:
     exchange_s: float
 
 
-def apart(problem: Problem, chain: Plan) -> LocalUpdates | None:
+def apart(problem: Problem, chain: Plan) -> ReplicaDivision | None:
     """Return the division into replicas, or None if it is not worth showing: there is one group, the speed-up is below
     `WORTH`, or the pool has more than `MOST_PEERS` peers."""
     if problem.task != "train" or len(problem.peers) > MOST_PEERS or problem.stages is not None or problem.required:
@@ -47,10 +47,10 @@ def apart(problem: Problem, chain: Plan) -> LocalUpdates | None:
     tokens_per_s = pace(groups, share_s) * problem.microbatches * problem.microbatch_tokens
     if len(groups) == 1 or tokens_per_s < WORTH * chain.tokens_per_s:
         return None
-    return LocalUpdates(groups, tokens_per_s, len(groups) * share_s * USUAL.every)
+    return ReplicaDivision(groups, tokens_per_s, len(groups) * share_s * USUAL.every)
 
 
-def show_apart(found: LocalUpdates, chain: Plan, names: Mapping[str, str]) -> None:
+def show_apart(found: ReplicaDivision, chain: Plan, names: Mapping[str, str]) -> None:
     console.line()
     times = found.tokens_per_s / chain.tokens_per_s
     console.line(
@@ -73,7 +73,7 @@ def show_apart(found: LocalUpdates, chain: Plan, names: Mapping[str, str]) -> No
     )
 
 
-def apart_figures(found: LocalUpdates | None, names: Mapping[str, str]) -> dict[str, object] | None:
+def apart_figures(found: ReplicaDivision | None, names: Mapping[str, str]) -> dict[str, object] | None:
     if found is None:
         return None
     return {
@@ -96,7 +96,7 @@ _LINES: Final = 12
 """Most pipelines shown; those with the highest throughput are chosen."""
 
 
-def show_lines(found: ManyLines, chain: Plan, names: Mapping[str, str]) -> None:
+def show_lines(found: ServingPipelines, chain: Plan, names: Mapping[str, str]) -> None:
     """Print the throughput against the one pipeline's, the machines of each pipeline, and warnings."""
     used = _used_peers(chain)
     console.line()
@@ -120,7 +120,7 @@ def show_lines(found: ManyLines, chain: Plan, names: Mapping[str, str]) -> None:
         console.warning(warning)
 
 
-def lines_warnings(found: ManyLines, chain: Plan) -> Iterator[str]:
+def lines_warnings(found: ServingPipelines, chain: Plan) -> Iterator[str]:
     """Yield warnings where fewer machines would be as fast, or the job owner's machine limits all pipelines."""
     serving = chain.serving
     asked = 0 if serving is None else serving.sessions
@@ -139,7 +139,7 @@ def lines_warnings(found: ManyLines, chain: Plan) -> Iterator[str]:
         yield f"For one session, one machine alone is as fast as any pipeline: {format_speed(alone)} tokens/s."
 
 
-def lines_picture(found: ManyLines, names: Mapping[str, str]) -> Iterator[str]:
+def lines_picture(found: ServingPipelines, names: Mapping[str, str]) -> Iterator[str]:
     """Yield one row per pipeline: who holds which blocks, how many sessions, how fast."""
     ranked = sorted(range(len(found.lines)), key=lambda number: (-found.lines[number].tokens_per_s, number))
     for number in sorted(ranked[:_LINES]):
@@ -154,7 +154,7 @@ def lines_picture(found: ManyLines, names: Mapping[str, str]) -> Iterator[str]:
         yield f"  and {_lines(len(rest))} with {format_speed(speed)} tokens/s together; --json lists all."
 
 
-def _route(line: ServedLine, names: Mapping[str, str]) -> str:
+def _route(line: PlacedPipeline, names: Mapping[str, str]) -> str:
     return " > ".join(f"{names.get(stage.peer, stage.peer)} {_blocks(*stage.blocks)}" for stage in line.stages)
 
 

@@ -22,7 +22,7 @@ from fusionai.primitives.errors import UsageError
 from fusionai.scheduling.analysis.cases import Cell, Comparison, compare
 from fusionai.scheduling.analysis.catalogue import Catalogue
 from fusionai.scheduling.analysis.closed_form import PipelineTerms
-from fusionai.scheduling.analysis.fleets import Assumptions, Fleet, Misfit, Outcome
+from fusionai.scheduling.analysis.fleets import Assumptions, Fleet, Misfit, PredictedSpeed
 from fusionai.storage.atomic import write_atomic
 
 FLEET: Final = "50 x RTX 3080"
@@ -137,8 +137,8 @@ def csv_of(comparisons: list[Comparison]) -> str:
 
 def row(comparison: Comparison, cell: Cell) -> dict[str, object]:
     """Return a cell as plain figures, None where the model does not fit."""
-    ours = cell.ours if isinstance(cell.ours, Outcome) else None
-    theirs = cell.theirs if isinstance(cell.theirs, Outcome) else None
+    ours = cell.ours if isinstance(cell.ours, PredictedSpeed) else None
+    theirs = cell.theirs if isinstance(cell.theirs, PredictedSpeed) else None
     return {
         "task": cell.task,
         "model": cell.model,
@@ -168,7 +168,7 @@ def _comparisons(catalogue: Catalogue, fleet: str, against: Sequence[str]) -> li
 
 
 def _terms(cell: Cell) -> dict[str, object] | None:
-    terms = cell.ours.terms if isinstance(cell.ours, Outcome) else None
+    terms = cell.ours.terms if isinstance(cell.ours, PredictedSpeed) else None
     if terms is None:
         return None
     plain = dict(_fields(terms))

@@ -10,7 +10,7 @@ from typing import Final
 from fusionai.backends.state import Trained, trained
 from fusionai.cli import console
 from fusionai.cli.planning.alternatives import (
-    LocalUpdates,
+    ReplicaDivision,
     apart,
     apart_figures,
     lines_warnings,
@@ -23,18 +23,18 @@ from fusionai.cli.planning.view import (
     privacy_figures,
     privacy_lines,
     show_expense,
-    show_guards,
     show_picture,
     show_plan,
+    show_standbys,
 )
 from fusionai.cli.serving.options import MOST_SESSIONS
 from fusionai.ir.schema import Graph
 from fusionai.primitives.units import format_speed
 from fusionai.scheduling.problem.stage_costs import Crossing, StageCosts, crossings
 from fusionai.scheduling.problem.types import Plan, Problem, StagePlacement
-from fusionai.scheduling.serving.parallel import METHOD, ManyLines, many_lines
-from fusionai.scheduling.standby.assignment import Guarding, guarding
-from fusionai.scheduling.token_cost import Expense, expense
+from fusionai.scheduling.serving.parallel import METHOD, ServingPipelines, serving_pipelines
+from fusionai.scheduling.standby.assignment import StandbyAssignment, assign_standbys
+from fusionai.scheduling.token_cost import TokenCost, token_cost
 from fusionai.scheduling.training.replicated import Lighter, lighter
 from fusionai.storage.atomic import write_atomic
 from fusionai.wire.messages import OptimizerSpec
@@ -50,14 +50,14 @@ class PlanReport:
     plan: Plan
     asked: Asked
     names: Mapping[str, str]
-    guards: Guarding
+    guards: StandbyAssignment
     links: tuple[Crossing, ...]
-    cost: Expense
+    cost: TokenCost
     trained: Trained | None
     smaller: tuple[Lighter, ...]
     assumed: tuple[str, ...]
-    parallel: ManyLines | None
-    separate: LocalUpdates | None
+    parallel: ServingPipelines | None
+    separate: ReplicaDivision | None
 
     @classmethod
     def of(
@@ -69,13 +69,13 @@ class PlanReport:
             plan=found,
             asked=asked,
             names={profile.peer: profile.name or profile.peer for profile in pool.everyone},
-            guards=guarding(found, problem),
+            guards=assign_standbys(found, problem),
             links=crossings(found, StageCosts(problem, found)),
-            cost=expense(found, pool.everyone, pool.prices),
+            cost=token_cost(found, pool.everyone, pool.prices),
             trained=None if serves else trained(graph, OptimizerSpec()),
             smaller=lighter(problem, found),
             assumed=(*pool.assumed, *_unknown_bandwidths(found, pool)),
-            parallel=many_lines(problem, found, MOST_SESSIONS, least_speed) if serves else None,
+            parallel=serving_pipelines(problem, found, MOST_SESSIONS, least_speed) if serves else None,
             separate=apart(problem, found) if found.replicas == 1 else None,
         )
 
@@ -88,7 +88,7 @@ class PlanReport:
             console.line(f"With AdamW, {self.trained.words}")
         for sentence in privacy_lines(self.asked.privacy, found):
             console.line(sentence)
-        show_guards(self.guards, names)
+        show_standbys(self.guards, names)
         show_expense(self.cost, names)
         if self.smaller:
             offers = (
@@ -183,7 +183,7 @@ def _saving(stage: StagePlacement) -> dict[str, object]:
     return found
 
 
-def lines(found: ManyLines, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:
+def lines(found: ServingPipelines, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:
     """Return the layout of several serving pipelines; `docs/planning.md` explains each key."""
     return {
         "runnable": False,

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from fusionai.corpus.strict import convert, nearest
 from fusionai.primitives.errors import RecipeError, UsageError
-from fusionai.primitives.pace import Pace
+from fusionai.primitives.pace import TrainingSpeed
 from fusionai.primitives.units import parse_bandwidth_bytes_per_s, parse_bytes, parse_seconds, parse_share
 from fusionai.scheduling.analysis.catalogue import Catalogue, Device, Dtype
 from fusionai.scheduling.problem.types import Excluded, Link, PeerProfile
@@ -128,11 +128,11 @@ class PeerTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     count: Annotated[int, Meta(ge=1, le=10_000)] = 1
 
     @property
-    def pace(self) -> Pace | None:
+    def pace(self) -> TrainingSpeed | None:
         if self.block_flops_per_s is None:
             return None
         byte_s = 0.0 if self.moved_bytes_per_s is None else 1 / self.moved_bytes_per_s
-        return Pace(flops_per_s=self.block_flops_per_s, call_s=self.call_s or 0.0, byte_s=byte_s)
+        return TrainingSpeed(flops_per_s=self.block_flops_per_s, call_s=self.call_s or 0.0, byte_s=byte_s)
 
     @property
     def catalogue_dtype(self) -> Dtype:

@@ -28,7 +28,7 @@ from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.chain import Chain
-from fusionai.scheduling.problem.embedding_and_head import ends_of, middle, owners_bytes
+from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, middle, owners_bytes
 from fusionai.scheduling.problem.types import BlockCost, Lever, PeerProfile, Problem, RolePlacement
 from fusionai.scheduling.training import replicated
 from fusionai.scheduling.training.cut_bits import shared_weights
@@ -228,7 +228,7 @@ def _with_owners(problem: Problem) -> Iterator[Change]:
         return
     words = "with this machine lent to the pool as well (`fusion join`)"
     own = msgspec.structs.replace(owner, roles=("stage",))
-    if problem.task == "train" and ends_of(problem).first:
+    if problem.task == "train" and embedding_and_head_of(problem).first:
         # The owner's part is a separate stage from those that a member on the same machine would hold.
         free = max(0, owner.memory_bytes - ceil(owners_bytes(problem)))
         own = msgspec.structs.replace(own, peer=f"{owner.peer} (lent)", memory_bytes=free)

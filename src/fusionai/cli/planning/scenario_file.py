@@ -29,7 +29,7 @@ from fusionai.simulator.scenario import Churn, Scenario, Timings
 _Count = Annotated[int, Meta(ge=1)]
 
 
-class JobTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ScenarioJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The job. Training: `batch` rows per step in `microbatches`, `sequence` tokens per row. `compression`: factor by
     which fewer bytes cross a cut, in both directions. `checkpoint_every`: in steps, 0: never. Serving: `sessions` at a
     time, each of at most `context` tokens."""
@@ -85,7 +85,7 @@ class ScenarioTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     task: Literal["train", "serve"] = "train"
     hours: Annotated[float, Meta(gt=0, le=10_000)] = 1.0
     seed: Annotated[int, Meta(ge=0)] = 1
-    job: JobTable = JobTable()
+    job: ScenarioJob = ScenarioJob()
     churn: ChurnTable = ChurnTable()
     links: LinksTable = LinksTable()
     recovery: RecoveryTable = RecoveryTable()

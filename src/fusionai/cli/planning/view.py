@@ -17,8 +17,8 @@ from fusionai.scheduling.problem.embedding_and_head import owners_part
 from fusionai.scheduling.problem.levers import savings
 from fusionai.scheduling.problem.stage_costs import Crossing
 from fusionai.scheduling.problem.types import PROMPT_TOKENS, Excluded, Plan, StagePlacement
-from fusionai.scheduling.standby.assignment import Guarding
-from fusionai.scheduling.token_cost import Expense
+from fusionai.scheduling.standby.assignment import StandbyAssignment
+from fusionai.scheduling.token_cost import TokenCost
 from fusionai.scheduling.training.compression import shown
 
 _BAR: Final = 10
@@ -123,7 +123,7 @@ def picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]
         yield f"     spares: {_list([names.get(peer, peer) for peer in found.spares])}"
 
 
-def show_guards(watch: Guarding, names: Mapping[str, str]) -> None:
+def show_standbys(watch: StandbyAssignment, names: Mapping[str, str]) -> None:
     """Print the warm standby of each stage, or why it has none."""
     for guard in watch.plan.guards:
         bits = "" if guard.exact else ", with other numerics"
@@ -136,7 +136,7 @@ def show_guards(watch: Guarding, names: Mapping[str, str]) -> None:
         console.line(f"Stage {entry.stage} has no warm standby: {said or 'the pool has no spare'}.")
 
 
-def show_expense(found: Expense, names: Mapping[str, str]) -> None:
+def show_expense(found: TokenCost, names: Mapping[str, str]) -> None:
     """Print energy and money per million tokens if they are known, or which machines lack a figure."""
     if found.joules is not None and found.power_w is not None:
         console.line(

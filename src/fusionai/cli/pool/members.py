@@ -21,11 +21,11 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.routes import best_links
-from fusionai.transport.trust import TRUST_FILE, CircleFile
+from fusionai.transport.trust import TRUST_FILE, TrustListFile
 from fusionai.wire.messages import JobView, MemberView
 
 if TYPE_CHECKING:
-    from fusionai.client.pool.session import Member, PoolSession
+    from fusionai.client.pool.session import PoolMember, PoolSession
 
 _STATES = {"idle": "standing by", "active": "working", "draining": "leaving", "silent": "silent", "lost": "lost"}
 TRUSTED = "yes"
@@ -40,7 +40,7 @@ def pool(home: Path, json_file: Path | None) -> None:
     """List the members of the pool, what they lend and do, and the recent events of running jobs."""
     from fusionai.cli.pool.session import in_pool
 
-    async def ask(session: PoolSession) -> tuple[str, tuple[Member, ...], list[JobView]]:
+    async def ask(session: PoolSession) -> tuple[str, tuple[PoolMember, ...], list[JobView]]:
         members = await session.pool()
         running = [job for job in await session.jobs() if job.state not in ("done", "failed")]
         # Requested one by one, because the broker sends a job's story only when asked about that job.
@@ -98,12 +98,12 @@ def leave(now: bool, home: Path) -> None:
     console.line("Left the pool." if now else "Leaving: `fusion join` here ends when its work is handed over.")
 
 
-def _words(home: Path, members: Sequence[Member]) -> dict[str, str]:
+def _words(home: Path, members: Sequence[PoolMember]) -> dict[str, str]:
     """Return, by peer, `TRUSTED` or why the peer is not trusted; empty if this machine has no trust list."""
     path = home / TRUST_FILE
     if not path.exists():
         return {}
-    trust_list = CircleFile(path, time.time)
+    trust_list = TrustListFile(path, time.time)
     words: dict[str, str] = {}
     for member in members:
         try:
@@ -114,7 +114,7 @@ def _words(home: Path, members: Sequence[Member]) -> dict[str, str]:
     return words
 
 
-def _parts(member: Member) -> tuple[MemberView, PeerProfile]:
+def _parts(member: PoolMember) -> tuple[MemberView, PeerProfile]:
     return member.view, member.profile
 
 

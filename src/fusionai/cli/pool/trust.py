@@ -23,19 +23,19 @@ from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
 from fusionai.transport.identity import KEY_FILE, load_identity, public_bytes, public_key_of
 from fusionai.transport.trust import (
     TRUST_FILE,
-    Circle,
     Endorsement,
     Revoked,
     Signer,
+    TrustList,
     carry,
     endorse,
-    keep_circle,
     key_text,
     line_of,
-    load_circle,
+    load_trust_list,
     parse_key,
     parse_line,
     read_endorsement,
+    save_trust_list,
     signing_key,
     verify_endorsement,
 )
@@ -196,7 +196,7 @@ def show(home: Path, json_file: Path | None) -> None:
         console.line(f"revoked since {_date(gone.at_s)}: {gone.peer}")
 
 
-def _row(trust_list: Circle, data: bytes) -> tuple[str, str, str, str]:
+def _row(trust_list: TrustList, data: bytes) -> tuple[str, str, str, str]:
     statement = read_endorsement(data)
     return (
         statement.peer,
@@ -206,7 +206,7 @@ def _row(trust_list: Circle, data: bytes) -> tuple[str, str, str, str]:
     )
 
 
-def _state(trust_list: Circle, data: bytes, statement: Endorsement) -> str:
+def _state(trust_list: TrustList, data: bytes, statement: Endorsement) -> str:
     if any(one.peer == statement.peer for one in trust_list.revoked):
         return "revoked"
     try:
@@ -229,14 +229,14 @@ def _own_key(home: Path) -> str:
     return text
 
 
-def _trust_list(home: Path) -> Circle:
+def _trust_list(home: Path) -> TrustList:
     """Return the trust list of `home`, or an empty one. Raises if the file can't be read, so that it is kept."""
     path = home / TRUST_FILE
-    return load_circle(path) if path.exists() else Circle()
+    return load_trust_list(path) if path.exists() else TrustList()
 
 
-def _keep(home: Path, trust_list: Circle) -> None:
-    keep_circle(home / TRUST_FILE, trust_list)
+def _keep(home: Path, trust_list: TrustList) -> None:
+    save_trust_list(home / TRUST_FILE, trust_list)
 
 
 def _peer(text: str) -> PeerId:

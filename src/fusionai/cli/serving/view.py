@@ -36,7 +36,7 @@ from fusionai.serving.interface import (
     EngineStatus,
     Finished,
     Generation,
-    Held,
+    GenerationPaused,
     PromptRead,
     StreamEvent,
     TokenStream,
@@ -89,20 +89,20 @@ class ServingView:
                 self._ready = True
                 self._end_bars()
                 self._waiting = ""
-            case progress.PlanChanged(plan=plan, reason=reason):
+            case progress.ServingPlanChanged(plan=plan, reason=reason):
                 places = ", ".join(
                     f"stage {stage.stage} on {self._name(stage.peer)}"
                     for stage in plan.stages
                     if "stage" in stage.roles
                 )
                 self.say(f"plan {plan.version}: {reason.rstrip('.')}; {places}")
-            case progress.Waiting(reason=reason):
+            case progress.ServingPaused(reason=reason):
                 if reason != self._waiting:
                     before, self._waiting = self._waiting, reason
                     self.say(waiting_news(before, reason))
-            case progress.Checked(outcome="valid"):
+            case progress.TextRechecked(outcome="valid"):
                 pass
-            case progress.Checked():
+            case progress.TextRechecked():
                 about = f"a text of {self._name(event.peer)} (stage {event.stage}) recomputed by"
                 self.say(f"check: {about} {self._name(event.referee)}: {event.outcome}, {event.reason.rstrip('.')}")
             case progress.Fault(note=note):
@@ -256,7 +256,7 @@ class ServingObservation:
                     answer.first_s, answer.first_area = now_s, self._area
                 answer.tokens += 1
                 answer.last_s, answer.last_area = now_s, self._area
-            case Held():
+            case GenerationPaused():
                 answer.disturbed = True
             case Finished():
                 pass

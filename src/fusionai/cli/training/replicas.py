@@ -185,7 +185,7 @@ class _Watch:
                 view.note(f"replica {number}: checkpoint of step {step} in {format_seconds(seconds)}: {path}")
             case progress.Warned(text=text):
                 view.note(console.printable(f"replica {number}: warning: {text}"))
-            case progress.Waiting(reason=reason):
+            case progress.JobWaiting(reason=reason):
                 view.state(number, console.printable(f"waiting: {reason}"))
             case _:
                 pass

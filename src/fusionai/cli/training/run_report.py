@@ -93,7 +93,7 @@ class RunReport:
     observation: Observation = field(default_factory=Observation)
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     """Addresses at which machines listen, by peer."""
-    checked: progress.Checked | None = None
+    checked: progress.StepsChecked | None = None
     """The last spot check event, which has the counts of all."""
     began_s: float = 0.0
     last_s: float = 0.0
@@ -142,7 +142,7 @@ class RunReport:
 
     def _collect(self, event: progress.Progress) -> None:
         match event:
-            case progress.Checked():
+            case progress.StepsChecked():
                 self.checked = event
             case progress.StepDone(replayed=False):
                 while self.steps and self.steps[-1].record.step >= event.record.step:

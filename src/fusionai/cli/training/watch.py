@@ -69,7 +69,7 @@ class Watch:
                 self.say(f"warning: {text}")
             case progress.PlanChanged():
                 self._plan_changed(event)
-            case progress.Checked(outcome="disputed", stage=stage, reason=reason):
+            case progress.StepsChecked(outcome="disputed", stage=stage, reason=reason):
                 self.say(f"a check of stage {stage} (steps {event.first + 1} to {event.below}) is in dispute: {reason}")
             case _:  # fault events, whose lines are passed in `said`
                 pass
@@ -88,7 +88,7 @@ class Watch:
             )
             for episode in self._faults.episodes
         ]
-        if isinstance(event, Killed | PeerReturned | progress.Waiting):  # not part of the time line
+        if isinstance(event, Killed | PeerReturned | progress.JobWaiting):  # not part of the time line
             self._view.faults(lines, ())
             for text in said:
                 self._view.note(text)

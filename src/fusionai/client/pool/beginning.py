@@ -17,12 +17,12 @@ import msgspec
 from fusionai.client.pool.background import in_background
 from fusionai.client.pool.job_files import kept_deployment
 from fusionai.client.pool.replanning import PoolReplanner, TrainingReplanner
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.session import PoolMember
 from fusionai.client.training.preparation import PreparedJob, problem_for
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import PlanError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.scheduling.problem.embedding_and_head import ends_stay
+from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_stay
 from fusionai.scheduling.problem.types import Excluded, PeerProfile, Plan, Problem
 from fusionai.scheduling.training.replicated import plan as planned
 from fusionai.scheduling.training.replicated import with_replicas
@@ -40,7 +40,7 @@ async def begin(
     replanner: TrainingReplanner,
     prepared: PreparedJob,
     owner: PeerProfile,
-    members: tuple[Member, ...] | None,
+    members: tuple[PoolMember, ...] | None,
     *,
     pool_name: str,
     driving: asyncio.Event,
@@ -83,7 +83,9 @@ def _known(replanner: TrainingReplanner, prepared: PreparedJob) -> Plan | None:
         return None  # written by another version of this program
     wanted = prepared.recipe.placement.stages
     pool_stages = sum("stage" in stage.roles for stage in plan.stages)
-    fits = (wanted is None or wanted * plan.replicas == pool_stages) and ends_stay(plan, replanner.problem)
+    fits = (wanted is None or wanted * plan.replicas == pool_stages) and embedding_and_head_stay(
+        plan, replanner.problem
+    )
     believed = not replanner.liars & {one.peer for one in (*plan.stages, *plan.guards)}
     return plan if plan.graph_hash == prepared.graph_hash and fits and believed else None
 
@@ -97,7 +99,7 @@ async def _anew(
     driving: asyncio.Event,
     note: Callable[[str], None],
 ) -> Deployment:
-    async def plan_with(usable: tuple[Member, ...]) -> Plan:
+    async def plan_with(usable: tuple[PoolMember, ...]) -> Plan:
         problem = _as_begun(replanner, problem_for(prepared, _equal_numerics(replanner, usable), owner, note))
         made = await in_background(lambda: planned(problem))
         driving.set()
@@ -108,7 +110,7 @@ async def _anew(
 
 async def first_deployment(
     replanner: PoolReplanner,
-    plan_with: Callable[[tuple[Member, ...]], Awaitable[Plan]],
+    plan_with: Callable[[tuple[PoolMember, ...]], Awaitable[Plan]],
     *,
     pool_name: str,
     note: Callable[[str], None],
@@ -150,7 +152,7 @@ def _as_begun(replanner: TrainingReplanner, problem: Problem) -> Problem:
         return problem  # written by another version of this program
 
 
-def _equal_numerics(replanner: TrainingReplanner, usable: tuple[Member, ...]) -> tuple[Member, ...]:
+def _equal_numerics(replanner: TrainingReplanner, usable: tuple[PoolMember, ...]) -> tuple[PoolMember, ...]:
     """Return the members that may continue the job once steps are committed. An exact job needs machines that compute
     the same bits; a job with takeover = "any" prefers them if there are as many as it had.
 
@@ -173,7 +175,7 @@ def _equal_numerics(replanner: TrainingReplanner, usable: tuple[Member, ...]) ->
     return equal or usable
 
 
-def nobody(pool_name: str, members: tuple[Member, ...], barred: tuple[Excluded, ...] = ()) -> PlanError:
+def nobody(pool_name: str, members: tuple[PoolMember, ...], barred: tuple[Excluded, ...] = ()) -> PlanError:
     """Return the error for a pool without a usable peer. `barred`: members that the job may not use."""
     present = [
         f"{member.profile.name} {'works on ' + member.view.job if member.view.job else 'is ' + member.view.state}"

@@ -109,7 +109,7 @@ class FaultReport:
                 return ()
             case progress.FaultSeen():
                 return self._fault(event, now_s)
-            case progress.Waiting(reason=reason):
+            case progress.JobWaiting(reason=reason):
                 return self._wait(reason)
             case progress.PlanChanged():
                 self._plan_changed(event)
@@ -383,7 +383,7 @@ class FaultRecords:
         now_s = self._clock.now_s()
         self._story.know(self._names)
         match event:
-            case progress.Waiting():
+            case progress.JobWaiting():
                 self._waiting_since_s = self._waiting_since_s or now_s
             case progress.PlanChanged() if self._waiting_since_s is not None:
                 self._count_waiting(now_s)

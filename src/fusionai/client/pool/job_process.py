@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fusionai.backends.interface import Backend, DeviceReport
 from fusionai.backends.registry import open_backend
 from fusionai.client.pool.job_trust import JobTrust
-from fusionai.client.pool.session import Member, PoolSession
+from fusionai.client.pool.session import PoolMember, PoolSession
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.host import Host
 from fusionai.primitives.clock import Clock
@@ -43,7 +43,7 @@ class KnownMembers:
         self.names: dict[str, str] = {}
         self.profiles: dict[str, PeerProfile] = {}
 
-    def see(self, members: tuple[Member, ...]) -> None:
+    def see(self, members: tuple[PoolMember, ...]) -> None:
         self.profiles.update((one.view.peer, one.profile) for one in members)
         new = {
             one.view.peer: one.profile.name for one in members if one.profile.name != self.names.get(one.view.peer, "")

@@ -24,10 +24,10 @@ from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.scheduling.problem.types import Excluded, Plan
 from fusionai.transport.enrolment import Membership
 from fusionai.transport.signed import Seal
-from fusionai.transport.trust import TRUST_FILE, CircleFile
+from fusionai.transport.trust import TRUST_FILE, TrustListFile
 
 if TYPE_CHECKING:
-    from fusionai.client.pool.session import Member
+    from fusionai.client.pool.session import PoolMember
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class JobTrust:
     level: PrivacyLevel
     me: PeerId
     seal: Seal
-    trust_list: CircleFile
+    trust_list: TrustListFile
     own: frozenset[PeerId] = frozenset()
     barred: tuple[Excluded, ...] = ()
     _carried: dict[PeerId, tuple[bytes, ...]] = field(default_factory=dict[PeerId, tuple[bytes, ...]])
@@ -48,13 +48,13 @@ class JobTrust:
     def required(self) -> bool:
         return self.level == "trusted"
 
-    def among(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
+    def among(self, members: tuple[PoolMember, ...]) -> tuple[PoolMember, ...]:
         """Return those of `members` that the job may use, and set `barred` to the others."""
         for member in members:
             self._carried[PeerId(member.view.peer)] = member.profile.endorsements
         if not self.required:
             return members
-        allowed: list[Member] = []
+        allowed: list[PoolMember] = []
         barred: list[Excluded] = []
         for member in members:
             reason = self.reason_against(PeerId(member.view.peer))
@@ -109,7 +109,7 @@ def job_trust(home: Path, membership: Membership, level: PrivacyLevel, *, confid
         level=level,
         me=membership.peer,
         seal=Seal(membership.credentials.identity.key, level),
-        trust_list=CircleFile(home / TRUST_FILE, SystemClock().wall_s),
+        trust_list=TrustListFile(home / TRUST_FILE, SystemClock().wall_s),
     )
 
 
@@ -123,7 +123,7 @@ log = logging.getLogger(__name__)
 LOOK_S: Final = 1.0
 
 
-class Guarded(Protocol):
+class TrustingDriver(Protocol):
     """A training driver or a serving engine."""
 
     @property
@@ -134,7 +134,7 @@ class Guarded(Protocol):
         ...
 
 
-async def watch_trust(trust: JobTrust, driver: Guarded) -> None:
+async def watch_trust(trust: JobTrust, driver: TrustingDriver) -> None:
     """Check until cancelled. Returns at once for a job that does not need trusted peers."""
     while trust.required:
         await asyncio.sleep(LOOK_S)

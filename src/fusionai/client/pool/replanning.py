@@ -23,12 +23,12 @@ import msgspec
 
 from fusionai.client.pool.background import in_background
 from fusionai.client.pool.job_files import distrust, keep_deployment
-from fusionai.client.pool.session import Member, near_links
+from fusionai.client.pool.session import PoolMember, near_links
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ExecutionError, RefusedError, TransportError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
-from fusionai.scheduling.problem.embedding_and_head import check_ends
+from fusionai.scheduling.problem.embedding_and_head import check_embedding_and_head
 from fusionai.scheduling.problem.types import Excluded, PeerProfile, Plan, Problem
 from fusionai.scheduling.standby import takeover as settling
 from fusionai.scheduling.standby.continuation import (
@@ -41,8 +41,8 @@ from fusionai.scheduling.standby.continuation import (
     stand_in,
 )
 from fusionai.scheduling.standby.straggling import slowed
-from fusionai.scheduling.standby.takeover import Waiting
-from fusionai.scheduling.standby.takeover import told as told_problem
+from fusionai.scheduling.standby.takeover import WaitingForMachines
+from fusionai.scheduling.standby.takeover import with_profiles as told_problem
 from fusionai.storage.commits import CommitJournal
 from fusionai.storage.rundir import RunDirectory
 
@@ -59,7 +59,7 @@ RETRIED: Final = ("busy", "unknown_peer", "untrusted", "leaving", "stale_fence",
 class PlanRequests(Protocol):
     """Requests to the broker, as implemented by `client.pool_session.PoolSession`."""
 
-    async def pool(self) -> tuple[Member, ...]: ...
+    async def pool(self) -> tuple[PoolMember, ...]: ...
 
     async def request(self, job: JobId, title: str, plan: Plan, steps: int) -> Deployment: ...
 
@@ -94,7 +94,7 @@ class PoolReplanner:
     steps: int
     problem: Problem
     policy: Takeover
-    excluded: Callable[[tuple[Member, ...]], frozenset[str]]
+    excluded: Callable[[tuple[PoolMember, ...]], frozenset[str]]
     """Returns the members that the recipe excludes."""
     clock: Clock
     barred: Callable[[], tuple[Excluded, ...]] = tuple
@@ -114,7 +114,7 @@ class PoolReplanner:
     is_shrunk: bool = False
     """Whether the model was cut anew because machines were missing."""
     _losses: dict[str, settling.Loss] = field(default_factory=dict[str, settling.Loss])
-    _seen: dict[str, Member] = field(default_factory=dict[str, Member])
+    _seen: dict[str, PoolMember] = field(default_factory=dict[str, PoolMember])
     """Each member as the last look at the pool showed it."""
     _lost_boots: dict[str, int] = field(default_factory=dict[str, int])
     """Boot number of the process that was lost last, by peer."""
@@ -134,7 +134,7 @@ class PoolReplanner:
             try:
                 members = await self.pool.pool()
                 found = self._replaced(present.plan, lost, members)
-                if isinstance(found, Waiting):
+                if isinstance(found, WaitingForMachines):
                     found = await self._otherwise_than(found, present.plan, lost, members)
                 if isinstance(found, Plan):
                     return await self.make_real(found)
@@ -149,26 +149,26 @@ class PoolReplanner:
                 waiting(f"the broker is needed for a new plan and can't be reached: {why}")
             await asyncio.sleep(LOOK_S)
 
-    def _replaced(self, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]) -> Plan | Waiting:
+    def _replaced(self, plan: Plan, lost: frozenset[str], members: tuple[PoolMember, ...]) -> Plan | WaitingForMachines:
         unversioned = msgspec.structs.replace(plan, version=0)
         gone = self._gone(plan, lost, members)
         others = [one.profile for one in self.usable(members) if one.view.peer not in gone]
         found = stand_in(unversioned, self.problem, gone, others, self.policy)
-        if isinstance(found, Waiting) and (returned := self._returned(lost, members)):
+        if isinstance(found, WaitingForMachines) and (returned := self._returned(lost, members)):
             found = stand_in(unversioned, self.problem, gone, [*others, *returned], self.policy)
         return found
 
-    def _gone(self, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]) -> frozenset[str]:
+    def _gone(self, plan: Plan, lost: frozenset[str], members: tuple[PoolMember, ...]) -> frozenset[str]:
         """Return `lost` with the other peers of the plan that the broker has lost meanwhile."""
         present = frozenset(member.view.peer for member in members if is_present(member))
         gone = lost | ({stage.peer for stage in plan.stages} - present - {plan.feed})
         return gone | ({guard.peer for guard in plan.guards} - present)
 
-    def _returned(self, lost: frozenset[str], members: tuple[Member, ...]) -> list[PeerProfile]:
+    def _returned(self, lost: frozenset[str], members: tuple[PoolMember, ...]) -> list[PeerProfile]:
         return [one.profile for one in self.usable(members) if one.view.peer in lost and self.is_there(one)]
 
     async def _otherwise_than(
-        self, waiting: Waiting, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]
+        self, waiting: WaitingForMachines, plan: Plan, lost: frozenset[str], members: tuple[PoolMember, ...]
     ) -> Plan | str:
         """Handle the case that no machine can take over with the same bits and the same cut. Returns an alternative
         plan after the grace period; before that, or without an alternative, a sentence about what is waited for.
@@ -207,7 +207,9 @@ class PoolReplanner:
             self._besides = _Besides(key, found, unlike)
         return self._besides
 
-    def _unhelped(self, waiting: Waiting, nothing: Nothing, unlike: Otherwise | Nothing, told: Problem) -> str:
+    def _unhelped(
+        self, waiting: WaitingForMachines, nothing: Nothing, unlike: Otherwise | Nothing, told: Problem
+    ) -> str:
         """Return a sentence about what is waited for and what would help. Raises `ExecutionError` if only other
         numerics prevent an alternative and the recipe refuses to wait."""
         if isinstance(unlike, Nothing):
@@ -246,19 +248,19 @@ class PoolReplanner:
             if (loss := self._losses.get(peer)) is not None and peer not in self._missing:
                 self._losses[peer] = settling.sound(loss, now_s)
 
-    def is_back(self, member: Member) -> bool:
+    def is_back(self, member: PoolMember) -> bool:
         """Return whether a member was never lost, or has been heard for long enough since."""
         peer = member.view.peer
         loss = self._losses.get(peer)
         rejoined = self._lost_boots.get(peer) != member.view.boot
         return loss is None or loss.is_over(self.clock.now_s() - member.view.last_heard_s, rejoined=rejoined)
 
-    def is_there(self, member: Member) -> bool:
+    def is_there(self, member: PoolMember) -> bool:
         """Return whether a lost member may be used if there is no other."""
         loss = self._losses.get(member.view.peer)
         return loss is None or loss.is_there(self.clock.now_s() - member.view.last_heard_s)
 
-    def usable(self, members: tuple[Member, ...]) -> tuple[Member, ...]:
+    def usable(self, members: tuple[PoolMember, ...]) -> tuple[PoolMember, ...]:
         """Return the members that are free for this job or already have a part in it, with the speeds that this job has
         found."""
         self._seen.update((member.view.peer, member) for member in members)
@@ -292,7 +294,7 @@ class PoolReplanner:
         pace = self._paces.get(peer)
         return 1.0 if pace is None or self.clock.now_s() - pace.at_s > FORGOTTEN_S else pace.factor
 
-    def clears(self, member: Member) -> bool:
+    def clears(self, member: PoolMember) -> bool:
         """Return whether a member still holds data of another job; the broker assigns it to no job until then."""
         return member.view.clears not in ("", self.job)
 
@@ -349,7 +351,7 @@ class PoolReplanner:
     async def _granted(self, plan: Plan) -> Deployment:
         """Request a plan, and check that blocks of the owner stay with the owner in the answer. Raises `PlanError`."""
         granted = await self.pool.request(self.job, self.title, plan, self.steps)
-        check_ends(granted.plan, self.problem)
+        check_embedding_and_head(granted.plan, self.problem)
         return granted
 
 
@@ -401,5 +403,5 @@ def adopted_plan(journal: CommitJournal) -> Plan | None:
         return None
 
 
-def is_present(member: Member) -> bool:
+def is_present(member: PoolMember) -> bool:
     return member.view.state in ("idle", "active", "draining")

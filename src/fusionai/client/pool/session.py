@@ -74,7 +74,7 @@ ANSWER_S: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class PoolMember:
     """A pool member with its profile decoded."""
 
     view: wire.MemberView
@@ -94,7 +94,7 @@ class PoolSession:
         *,
         trust: JobTrust | None,
         on_stop: Callable[[JobId], None] | None = None,
-        on_members: Callable[[tuple[Member, ...]], None] | None = None,
+        on_members: Callable[[tuple[PoolMember, ...]], None] | None = None,
     ) -> None:
         self.membership = membership
         self._trust = trust
@@ -118,10 +118,10 @@ class PoolSession:
             await self._conversation.close()
         await self.transport.close()
 
-    async def pool(self) -> tuple[Member, ...]:
+    async def pool(self) -> tuple[PoolMember, ...]:
         view = await self._ask(wire.PoolQuery(), wire.PoolView)
         members = tuple(
-            Member(member, msgspec.msgpack.decode(member.profile, type=PeerProfile)) for member in view.members
+            PoolMember(member, msgspec.msgpack.decode(member.profile, type=PeerProfile)) for member in view.members
         )
         if self._trust is not None:
             members = self._trust.among(members)
@@ -226,7 +226,7 @@ MOST_MEMBERS: Final = 64
 machines, are worth more."""
 
 
-def near_links(members: Sequence[Member]) -> dict[str, Link]:
+def near_links(members: Sequence[PoolMember]) -> dict[str, Link]:
     """Return links by `"<from>><to>"`, in both directions, with the slower figures if both ends measured."""
     if len(members) > MOST_MEMBERS:
         return {}

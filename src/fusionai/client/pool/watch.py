@@ -18,7 +18,7 @@ import msgspec
 
 from fusionai.client.pool.background import in_background
 from fusionai.client.pool.replanning import RETRIED, PoolReplanner
-from fusionai.client.pool.session import Member, near_links
+from fusionai.client.pool.session import PoolMember, near_links
 from fusionai.execution.deployment import Deployment
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError
@@ -27,7 +27,7 @@ from fusionai.scheduling.problem.types import Plan
 from fusionai.scheduling.standby.continuation import handed_on, keeps_bits, widened
 from fusionai.scheduling.standby.promotion import Promises, Promotion, promised, promoted, stepped
 from fusionai.scheduling.standby.straggling import Better, better_plan, observed, watching
-from fusionai.scheduling.standby.takeover import handed_over, reinforced, told
+from fusionai.scheduling.standby.takeover import handed_over, reinforced, with_profiles
 from fusionai.training import progress
 from fusionai.transport.signed import expiry_s
 
@@ -185,7 +185,7 @@ class PoolWatch:
     def _plan(self) -> Plan:
         return msgspec.structs.replace(self._driver.plan, version=0)
 
-    def _handed_over(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
+    def _handed_over(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
         """Return a plan that replaces peers which leave cleanly. Such a peer works until it is replaced. The broker
         releases it with the first plan without it, so there is an intermediate plan in which its successors already run
         its stages and it is their standby."""
@@ -211,7 +211,7 @@ class PoolWatch:
         works = any(stage.peer in gone for stage in plan.stages)
         return found, f"{names} leaves and hands its work over" if works else f"{names} leaves"
 
-    async def _widened(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
+    async def _widened(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
         """If the model was cut anew over fewer machines, return a plan that includes machines that have joined
         since."""
         plan, step = self._plan(), self._step
@@ -226,9 +226,12 @@ class PoolWatch:
         found = await in_background(partial(search, steps_left=left, tolerant=tolerant))
         if found is None:
             return None
-        return found.plan, f"machines have joined: {found.words(told(problem, [one.profile for one in there]))}"
+        return (
+            found.plan,
+            f"machines have joined: {found.words(with_profiles(problem, [one.profile for one in there]))}",
+        )
 
-    def _guarded(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
+    def _guarded(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
         plan = self._plan()
         candidates = [one.profile for one in self._replanner.usable(members) if self._replanner.is_back(one)]
         # Tried even without new peers: a standby may also take the stage of a lost one.
@@ -239,7 +242,7 @@ class PoolWatch:
         stages = [str(guard.stage) for guard in found.guards if (guard.stage, guard.peer) not in had]
         return found, f"a warm standby for stage{'s' if len(stages) > 1 else ''} {', '.join(stages)} is available"
 
-    async def _faster(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
+    async def _faster(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
         if not self._slow.due(self._step):
             return None
         plan, watch, step = self._plan(), self._slow, self._step
@@ -254,7 +257,7 @@ class PoolWatch:
         self._replanner.learn(better.slow)
         return better.plan, better.reason
 
-    async def _promoted(self, members: tuple[Member, ...]) -> Promotion | None:
+    async def _promoted(self, members: tuple[PoolMember, ...]) -> Promotion | None:
         plan, problem, step = self._plan(), self._replanner.unforced, self._step
         there = tuple(one.profile for one in self._replanner.usable(members) if self._replanner.is_back(one))
         sheltered, rested = self._driver.sheltered, self._slow.rested(step)

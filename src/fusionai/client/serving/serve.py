@@ -28,7 +28,7 @@ from fusionai.client.pool.job_trust import JobTrust, job_trust, watch_trust
 from fusionai.client.pool.local_pool import LocalPool
 from fusionai.client.pool.replanning import PoolReplanner
 from fusionai.client.pool.reporting import ServedNote, end_leftovers, report_state, report_tokens
-from fusionai.client.pool.session import Member, PoolSession, near_links, owner_membership
+from fusionai.client.pool.session import PoolMember, PoolSession, near_links, owner_membership
 from fusionai.client.serving.job import ServeRequest, kept_blocks, serving_job, whole_needs
 from fusionai.client.serving.local import equalised, local_pool, local_threads, own_memory_bytes
 from fusionai.client.serving.model import (
@@ -240,7 +240,7 @@ class _Start:
         return msgspec.structs.replace(needs, pass_tokens=min(needs.pass_tokens, longest))
 
     def _replanner(
-        self, connection: _Connection, loaded: _Loaded, needs: ServingNeeds, members: tuple[Member, ...]
+        self, connection: _Connection, loaded: _Loaded, needs: ServingNeeds, members: tuple[PoolMember, ...]
     ) -> ServingReplanner:
         request, model = self._request, loaded.model
         taken_bytes = 0 if loaded.draft is None else loaded.draft.weight_bytes
@@ -341,7 +341,7 @@ class _Start:
 async def _begin(
     replanner: PoolReplanner, pool_name: str, on_event: Callable[[ServeEvent], None], *, is_local: bool
 ) -> Deployment:
-    async def plan_with(usable: tuple[Member, ...]) -> Plan:
+    async def plan_with(usable: tuple[PoolMember, ...]) -> Plan:
         profiles = tuple(member.profile for member in usable)
         peers, links = (equalised(profiles), {}) if is_local else (profiles, near_links(usable))
         problem = msgspec.structs.replace(replanner.problem, peers=peers, links=links)

@@ -15,21 +15,21 @@ import msgspec
 
 from fusionai.client.pool.background import in_background
 from fusionai.client.pool.replanning import PoolReplanner
-from fusionai.client.pool.session import Member, near_links
+from fusionai.client.pool.session import PoolMember, near_links
 from fusionai.client.pool.watch import PoolWatch
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.scheduling.standby.regrowth import Regrowth, regrown
-from fusionai.scheduling.standby.takeover import Waiting, reinforced, told
+from fusionai.scheduling.standby.takeover import WaitingForMachines, reinforced, with_profiles
 from fusionai.serving.engine import ServingEngine
 
 
 class ServingReplanner(PoolReplanner):
-    def _replaced(self, plan: Plan, lost: frozenset[str], members: tuple[Member, ...]) -> Plan | Waiting:
+    def _replaced(self, plan: Plan, lost: frozenset[str], members: tuple[PoolMember, ...]) -> Plan | WaitingForMachines:
         found = super()._replaced(plan, lost, members)
         returned = [one.profile for one in self.usable(members) if one.view.peer in lost and self.is_there(one)]
-        if isinstance(found, Waiting) or not returned:
+        if isinstance(found, WaitingForMachines) or not returned:
             return found
         return reinforced(found, self.problem, returned) or found
 
@@ -52,7 +52,7 @@ class ServingWatch(PoolWatch):
         self._served = (0, 0)
         """Tokens emitted and read at the last look."""
 
-    def _handed_over(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
+    def _handed_over(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
         plan = self._engine.deployment.plan
         parts = {stage.peer for stage in plan.stages} | {guard.peer for guard in plan.guards}
         leaving = {one.view.peer for one in members if one.view.state == "draining"} & parts
@@ -61,7 +61,7 @@ class ServingWatch(PoolWatch):
         self._told = frozenset(leaving)
         return None
 
-    async def _widened(self, members: tuple[Member, ...]) -> tuple[Plan, str] | None:
+    async def _widened(self, members: tuple[PoolMember, ...]) -> tuple[Plan, str] | None:
         """Another plan over all that are there, where it is faster and no session runs."""
         there = [one for one in self._replanner.usable(members) if self._replanner.is_back(one)]
         idle, names = self._is_idle(), frozenset(one.view.peer for one in there)
@@ -80,7 +80,7 @@ class ServingWatch(PoolWatch):
         if found is None or not self._is_idle():
             return None
         self._regrowth = self._regrowth.moved(self._clock.now_s())
-        what = found.words(told(problem, profiles)) if found.recut else "stages move to faster machines"
+        what = found.words(with_profiles(problem, profiles)) if found.recut else "stages move to faster machines"
         return found.plan, f"no session runs: {what}"
 
     def _is_idle(self) -> bool:

@@ -169,7 +169,7 @@ class Striker:
                 self._arm(record.step + 2, self._usual_step_s)
             case progress.FaultSeen():
                 self._detected(event)
-            case progress.Waiting():
+            case progress.JobWaiting():
                 for outcome in self.outcomes:
                     outcome.past.set()
             case progress.BrokerAway():

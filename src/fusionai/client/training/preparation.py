@@ -33,7 +33,7 @@ from fusionai.capture.models.source import (
 )
 from fusionai.capture.tasks import examples_of
 from fusionai.client.pool.faults import stages_in_words
-from fusionai.client.pool.session import Member, near_links
+from fusionai.client.pool.session import PoolMember, near_links
 from fusionai.corpus.chat_source import ChatSource
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.source import TensorSource, TokenSource, open_source
@@ -285,7 +285,7 @@ def _with_tokenizer(config: Mapping[str, Any], vocabulary: int | None, end_id: i
 
 
 def problem_for(
-    prepared: PreparedJob, members: tuple[Member, ...], owner: PeerProfile, note: Callable[[str], None]
+    prepared: PreparedJob, members: tuple[PoolMember, ...], owner: PeerProfile, note: Callable[[str], None]
 ) -> Problem:
     """Return the problem for a job's first plan: the graph's costs at the job's sizes over the free peers.
 
@@ -300,7 +300,7 @@ def problem_for(
     )
 
 
-def standing_problem(prepared: PreparedJob, members: tuple[Member, ...], owner: PeerProfile) -> Problem:
+def standing_problem(prepared: PreparedJob, members: tuple[PoolMember, ...], owner: PeerProfile) -> Problem:
     """Return the problem without required and excluded peers, for later plans: a job continues if a required peer is
     lost."""
     recipe = prepared.recipe
@@ -340,19 +340,19 @@ def kept_ends(recipe: Recipe, graph: Graph) -> tuple[int, int]:
     return ends(graph, first_layers=privacy.first, last_layers=privacy.last)
 
 
-def excluded_peers(recipe: Recipe, members: tuple[Member, ...]) -> frozenset[str]:
+def excluded_peers(recipe: Recipe, members: tuple[PoolMember, ...]) -> frozenset[str]:
     """Return those of `members` that the recipe excludes."""
     return frozenset(peer for name in recipe.placement.excluded for peer in _called(name, members))
 
 
-def _called(name: str, members: tuple[Member, ...]) -> list[PeerId]:
+def _called(name: str, members: tuple[PoolMember, ...]) -> list[PeerId]:
     """Return the peers with this name, id, or id as shortened in tables."""
     return [
         peer for member in members if name in (member.profile.name, peer := PeerId(member.profile.peer), short(peer))
     ]
 
 
-def _named(name: str, members: tuple[Member, ...], recipe: Recipe) -> PeerId:
+def _named(name: str, members: tuple[PoolMember, ...], recipe: Recipe) -> PeerId:
     found = _called(name, members)
     if len(found) == 1:
         return found[0]
@@ -369,7 +369,7 @@ def _named(name: str, members: tuple[Member, ...], recipe: Recipe) -> PeerId:
     )
 
 
-def _excluded(name: str, members: tuple[Member, ...], note: Callable[[str], None]) -> list[PeerId]:
+def _excluded(name: str, members: tuple[PoolMember, ...], note: Callable[[str], None]) -> list[PeerId]:
     """Return all peers with this name: excluding one too many is safe, using an excluded one is not."""
     found = _called(name, members)
     if not found:

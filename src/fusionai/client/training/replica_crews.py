@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from fusionai.client.pool.replanning import is_present
-from fusionai.client.pool.session import Member
+from fusionai.client.pool.session import PoolMember
 from fusionai.client.training.preparation import PreparedJob
 from fusionai.primitives.ids import JobId
 from fusionai.training.driver import Driver
 from fusionai.training.local_updates import Exchange
 
-KeptOut = Callable[[tuple[Member, ...], bool], frozenset[str]]
+KeptOut = Callable[[tuple[PoolMember, ...], bool], frozenset[str]]
 """Returns the members that this replica may not use. The flag says whether it needs a machine at once."""
 
 
@@ -39,7 +39,7 @@ class ReplicaPart:
     dropped: str | None = None
     """Reason for which its training was cut off; it continues from there at the next start."""
 
-    def excluded(self, members: tuple[Member, ...]) -> frozenset[str]:
+    def excluded(self, members: tuple[PoolMember, ...]) -> frozenset[str]:
         return self.kept_out(members, self.driver is not None and self.driver.is_waiting)
 
 
@@ -70,16 +70,16 @@ class Crews:
         self._jobs = {job: one for job, one in self._jobs.items() if one != number}
         self._crew = {peer: one for peer, one in self._crew.items() if one != number}
 
-    def see(self, members: Iterable[Member]) -> None:
+    def see(self, members: Iterable[PoolMember]) -> None:
         """Update the assignment from the pool's members. New machines are assigned unless a replica waits."""
         self._see(members, place_new=not self.someone_waits)
 
-    def share_out(self, members: Iterable[Member]) -> None:
+    def share_out(self, members: Iterable[PoolMember]) -> None:
         """Assign new machines even if a replica waits, because it can't start with them."""
         self._see(members, place_new=True)
 
-    def _see(self, members: Iterable[Member], *, place_new: bool) -> None:
-        new: list[Member] = []
+    def _see(self, members: Iterable[PoolMember], *, place_new: bool) -> None:
+        new: list[PoolMember] = []
         strength = dict.fromkeys(self._numbers, 0.0)
         for member in members:
             peer = member.view.peer
@@ -96,7 +96,7 @@ class Crews:
                 self._crew[member.view.peer] = weakest
                 strength[weakest] += member.profile.effective_flops_per_s
 
-    def kept_out(self, number: int, members: tuple[Member, ...], *, in_need: bool) -> frozenset[str]:
+    def kept_out(self, number: int, members: tuple[PoolMember, ...], *, in_need: bool) -> frozenset[str]:
         """Return the members that a replica may not use. `in_need`: one of its stages has no machine."""
         self.see(members)
         own = [one for one in members if self._crew.get(one.view.peer) == number]
@@ -106,6 +106,6 @@ class Crews:
         return frozenset(one.view.peer for one in others)
 
 
-def stands_by(member: Member) -> bool:
+def stands_by(member: PoolMember) -> bool:
     """Return whether a member is free and can get work at once."""
     return member.view.state == "idle" and member.view.rests_s == 0 and not member.view.clears

@@ -23,7 +23,7 @@ from fusionai.client.pool.background import in_background
 from fusionai.client.pool.beginning import PLAN_PAUSE_S, WAITED_FOR, nobody
 from fusionai.client.pool.job_process import Noted, owner_profile
 from fusionai.client.pool.job_trust import job_trust
-from fusionai.client.pool.session import Member, PoolSession, owner_membership
+from fusionai.client.pool.session import PoolMember, PoolSession, owner_membership
 from fusionai.client.training.job_directory import check_resumable, job_id, keep_recipe, open_directory
 from fusionai.client.training.preparation import PreparedJob, excluded_peers, prepare, problem_for
 from fusionai.client.training.replica_crews import Crews, ReplicaPart, stands_by
@@ -294,7 +294,7 @@ class _Replicas:
         for number in absent:
             self._wait(number, f"the pool has machines for {there} of {self.replicas.count} replicas")
 
-    async def _all_free(self) -> tuple[Member, ...]:
+    async def _all_free(self) -> tuple[PoolMember, ...]:
         """Return the free members. Members that still clear another job's data are waited for, because an additional
         replica may depend on them."""
         members = await self.pool.pool()
@@ -381,7 +381,7 @@ class _Replicas:
             return True
         return (len(steps_s) + 1) / max(*steps_s, made.step_time_s) > len(steps_s) / max(steps_s)
 
-    def _plan_among(self, members: tuple[Member, ...]) -> Plan | None:
+    def _plan_among(self, members: tuple[PoolMember, ...]) -> Plan | None:
         try:
             return planned(problem_for(self.prepared, members, self.owner, lambda _text: None))
         except PlanError:

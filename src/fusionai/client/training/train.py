@@ -24,7 +24,7 @@ from fusionai.client.pool.job_process import KnownMembers, Met, Noted, OwnMachin
 from fusionai.client.pool.job_trust import JobTrust, job_trust, watch_trust
 from fusionai.client.pool.replanning import TrainingReplanner, adopted_plan, is_present
 from fusionai.client.pool.reporting import Reporting
-from fusionai.client.pool.session import Member, PoolSession, known_owner, owner_membership
+from fusionai.client.pool.session import PoolMember, PoolSession, known_owner, owner_membership
 from fusionai.client.pool.watch import PoolWatch
 from fusionai.client.training.job_directory import (
     JobRecords,
@@ -224,7 +224,7 @@ class _Run:
             async with own_machine(self.options.device, self.options.threads) as machine:
                 return await self._drive(pool, machine, await self._begin(pool, machine, members))
 
-    async def _begin(self, pool: PoolSession, machine: OwnMachine, members: tuple[Member, ...] | None) -> _Begun:
+    async def _begin(self, pool: PoolSession, machine: OwnMachine, members: tuple[PoolMember, ...] | None) -> _Begun:
         """Prepare data and model, plan, and have the plan adopted."""
         part, recipe = self.part, self.recipe
         prepared = part.prepared if part else await in_background(lambda: prepare(recipe, self.directory, self.note))
@@ -262,7 +262,7 @@ class _Run:
         self,
         pool: PoolSession,
         prepared: PreparedJob,
-        members: tuple[Member, ...],
+        members: tuple[PoolMember, ...],
         owner: PeerProfile,
         faulty: tuple[Distrusted, ...],
     ) -> TrainingReplanner:
@@ -365,7 +365,7 @@ class _Run:
         return ended.stopped, "done" if ended.stopped is None else f"stopped: {ended.stopped}"
 
 
-async def _look(pool: PoolSession, journal: CommitJournal, trust: JobTrust) -> tuple[Member, ...] | None:
+async def _look(pool: PoolSession, journal: CommitJournal, trust: JobTrust) -> tuple[PoolMember, ...] | None:
     """Return the pool's members; None while its broker is away, if the job already has a plan. Raises `TransportError`
     otherwise, `PlanError` if the pool has no usable member."""
     try:

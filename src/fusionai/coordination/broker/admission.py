@@ -18,14 +18,14 @@ from fusionai.coordination.broker.requests import (
     Refusal,
     Vouch,
 )
-from fusionai.coordination.broker.transaction import Turn
+from fusionai.coordination.broker.transaction import Transaction
 from fusionai.primitives.ids import short
 
 MAX_VOUCHED: Final = 4
 """Limit on further keys that one member may have certified, because it vouches for them."""
 
 
-def enrol(turn: Turn, request: Enrol) -> None:
+def enrol(turn: Transaction, request: Enrol) -> None:
     invitation = _invitation(turn, request.digest)
     if invitation is None or invitation.expires_at_s <= turn.wall_s:
         raise Refusal("bad_invitation", "This invitation is unknown or expired.")
@@ -42,7 +42,7 @@ def enrol(turn: Turn, request: Enrol) -> None:
     turn.commands.append(Certify(request.peer))
 
 
-def vouch(turn: Turn, request: Vouch) -> None:
+def vouch(turn: Transaction, request: Vouch) -> None:
     if not turn.desk.knows(request.sender):
         raise Refusal("unknown_peer", f"{short(request.sender)} has not joined this pool.")
     sender = turn.pool.members.get(request.sender)
@@ -60,7 +60,7 @@ def vouch(turn: Turn, request: Vouch) -> None:
     turn.commands.append(Certify(request.peer))
 
 
-def invite(turn: Turn, request: Invite) -> None:
+def invite(turn: Transaction, request: Invite) -> None:
     if request.sender != turn.rules.broker and request.sender not in turn.rules.inviters:
         raise Refusal("not_authorised", "Only the broker's owner and members it named may invite.")
     in_date = sum(one.expires_at_s > turn.wall_s for one in turn.pool.invitations.values())
@@ -77,12 +77,12 @@ def invite(turn: Turn, request: Invite) -> None:
     turn.commands.append(HandOut())
 
 
-def _check_room(turn: Turn) -> None:
+def _check_room(turn: Transaction) -> None:
     if turn.pool.expected() >= turn.rules.max_members:
         raise Refusal("busy", f"The pool is full ({turn.rules.max_members} members); try again when one has left.")
 
 
-def _invitation(turn: Turn, digest: str) -> Invitation | None:
+def _invitation(turn: Transaction, digest: str) -> Invitation | None:
     """Return the invitation, compared with all in constant time, so that the answer's delay reveals nothing."""
     found = None
     for known, invitation in turn.pool.invitations.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusionai.coordination.broker import events
-from fusionai.coordination.broker.events import Placement
+from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.coordination.broker.job import Job
 from fusionai.coordination.broker.requests import (
     REASON_LENGTH,
@@ -21,7 +21,7 @@ from fusionai.coordination.broker.requests import (
     RequestJob,
     StopJob,
 )
-from fusionai.coordination.broker.transaction import Turn, with_entry, without_entry
+from fusionai.coordination.broker.transaction import Transaction, with_entry, without_entry
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.wire.messages import (
     Done,
@@ -29,7 +29,7 @@ from fusionai.wire.messages import (
 )
 
 
-def request_job(turn: Turn, request: RequestJob) -> None:
+def request_job(turn: Transaction, request: RequestJob) -> None:
     if not turn.desk.knows(request.owner):
         raise Refusal("unknown_peer", f"{short(request.owner)} has not joined this pool.")
     job = turn.pool.jobs.get(request.job)
@@ -42,7 +42,7 @@ def request_job(turn: Turn, request: RequestJob) -> None:
         turn.commands.append(Notify(request.connection, StopNotice(job=request.job)))
 
 
-def report_job(turn: Turn, request: ReportJob) -> None:
+def report_job(turn: Transaction, request: ReportJob) -> None:
     job = _job(turn, request.job)
     if request.sender != job.owner:
         raise Refusal("not_authorised", f"{job.entity} belongs to {short(job.owner)}.")
@@ -75,7 +75,7 @@ def report_job(turn: Turn, request: ReportJob) -> None:
     turn.commands.insert(0, Answer(Done()))
 
 
-def stop_job(turn: Turn, request: StopJob) -> None:
+def stop_job(turn: Transaction, request: StopJob) -> None:
     job = _job(turn, request.job)
     owner = turn.pool.members.get(job.owner)
     # The owner's key may be a further key of its machine: that machine's own programs may stop the job too.
@@ -92,7 +92,7 @@ def stop_job(turn: Turn, request: StopJob) -> None:
     turn.commands.append(Answer(Done()))
 
 
-def _same_plan(turn: Turn, request: RequestJob, job: Job | None) -> int:
+def _same_plan(turn: Transaction, request: RequestJob, job: Job | None) -> int:
     """Return the version of the current plan, for an owner that has this plan already and needs new tickets."""
     if job is None or not job.live:
         raise Refusal("unknown_job", f"job {request.job} is not running; ask for it with a plan of version 0.")
@@ -105,7 +105,7 @@ def _same_plan(turn: Turn, request: RequestJob, job: Job | None) -> int:
     return current.version
 
 
-def _mint(turn: Turn, request: RequestJob, job: Job | None) -> int:
+def _mint(turn: Transaction, request: RequestJob, job: Job | None) -> int:
     if job is not None and job.phase == "stopping":
         raise Refusal("bad_message", f"{job.entity} is stopping; ask again when it has ended.")
     if job is None or not job.live:
@@ -132,7 +132,7 @@ def _mint(turn: Turn, request: RequestJob, job: Job | None) -> int:
     return version
 
 
-def _check_free(turn: Turn, placement: Placement, job: JobId) -> None:
+def _check_free(turn: Transaction, placement: MemberPlacement, job: JobId) -> None:
     """Raise `Refusal` unless the member may be reserved. A member of the same job may stay although it drains or
     rests."""
     peer = PeerId(placement.peer)
@@ -158,14 +158,14 @@ def _check_free(turn: Turn, placement: Placement, job: JobId) -> None:
         raise Refusal("unknown_peer", f"{member.entity} is out of touch; plan again without it.")
 
 
-def _job(turn: Turn, name: JobId) -> Job:
+def _job(turn: Transaction, name: JobId) -> Job:
     job = turn.pool.jobs.get(name)
     if job is None:
         raise Refusal("unknown_job", f"No job is called {name} here.")
     return job
 
 
-def _attend(turn: Turn, name: JobId, connection: int) -> None:
+def _attend(turn: Transaction, name: JobId, connection: int) -> None:
     """Record that the job's driver uses this connection. `StopNotice` is sent there."""
     if not turn.pool.jobs[name].attended:
         turn.record(events.JobAttended(at_s=turn.wall_s, job=name))

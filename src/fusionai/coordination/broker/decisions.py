@@ -21,7 +21,7 @@ from fusionai.coordination.broker.requests import (
     Enrol,
     Invite,
     Refusal,
-    Register,
+    RegisterMember,
     ReportJob,
     Request,
     RequestJob,
@@ -30,16 +30,16 @@ from fusionai.coordination.broker.requests import (
     Tick,
     Vouch,
 )
-from fusionai.coordination.broker.state import Decision, Desk
-from fusionai.coordination.broker.transaction import Turn
+from fusionai.coordination.broker.state import BrokerState, Decision
+from fusionai.coordination.broker.transaction import Transaction
 from fusionai.coordination.machine import ForbiddenTransition
 from fusionai.wire.messages import Refused
 
-_DECIDES: Final[dict[type[Request], Callable[[Turn, Any], None]]] = {
+_DECIDES: Final[dict[type[Request], Callable[[Transaction, Any], None]]] = {
     Enrol: admission.enrol,
     Vouch: admission.vouch,
     Invite: admission.invite,
-    Register: presence.register,
+    RegisterMember: presence.register,
     Beat: presence.beat,
     AskLeave: presence.leave,
     Disconnected: presence.disconnect,
@@ -51,10 +51,10 @@ _DECIDES: Final[dict[type[Request], Callable[[Turn, Any], None]]] = {
 }
 
 
-def handle(desk: Desk, request: Request, *, now_s: float, wall_s: float) -> Decision:
+def handle(desk: BrokerState, request: Request, *, now_s: float, wall_s: float) -> Decision:
     """Return the decision on one request. `now_s` is monotonic, `wall_s` is seconds since 1970. A request that does not
     fit is answered by `Refused` and changes nothing."""
-    turn = Turn(desk, now_s, wall_s)
+    turn = Transaction(desk, now_s, wall_s)
     try:
         _DECIDES[type(request)](turn, request)
     except Refusal as refusal:

@@ -22,7 +22,7 @@ PlanBytes = Annotated[bytes, Meta(max_length=16_777_216)]
 """A `scheduling.Plan` of version 0 as msgpack; opaque here."""
 
 
-class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+class MemberPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One member's part in a plan: the stages it runs, and the stages whose standby it is. A spare that is only a
     standby has no `stages`."""
 
@@ -95,7 +95,7 @@ class PlanMinted(_Fact, frozen=True, tag="plan_minted"):
     job: Job
     version: Count
     plan: PlanBytes
-    members: tuple[Placement, ...]
+    members: tuple[MemberPlacement, ...]
 
 
 class JobStarted(_Fact, frozen=True, tag="job_started"):

@@ -30,7 +30,7 @@ TOLD_LINES: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class JobNote:
     """One line of a job's history. `at_s` is in seconds since 1970."""
 
     at_s: float
@@ -49,7 +49,7 @@ class Job(State):
     """0 before the first plan is minted."""
     step: int = -1
     """Last step, reported by the driver at the end. Progress before that is kept in memory only."""
-    told: tuple[Line, ...] = ()
+    told: tuple[JobNote, ...] = ()
 
     @property
     def live(self) -> bool:
@@ -67,7 +67,7 @@ def requested(fact: JobRequested) -> Job:
         owner=PeerId(fact.owner),
         steps=fact.steps,
         requested_at_s=fact.at_s,
-        told=(Line(fact.at_s, f"asked for by {short(PeerId(fact.owner))}"),),
+        told=(JobNote(fact.at_s, f"asked for by {short(PeerId(fact.owner))}"),),
     )
 
 
@@ -108,7 +108,7 @@ _fail: Final = _moved(lambda fact: f"failed: {fact.detail}" if fact.detail else 
 
 
 def _tell(job: Job, at_s: float, text: str) -> Job:
-    return replace(job, told=(*job.told, Line(at_s, text))[-TOLD_LINES:])
+    return replace(job, told=(*job.told, JobNote(at_s, text))[-TOLD_LINES:])
 
 
 JOB: Final[Machine[Job, Any]] = Machine(

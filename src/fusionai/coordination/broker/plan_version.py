@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from fusionai.coordination.broker.events import Placement, PlanMinted
+from fusionai.coordination.broker.events import MemberPlacement, PlanMinted
 from fusionai.coordination.machine import Machine, State, Transition
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId
@@ -33,7 +33,7 @@ class PlanVersion(State):
     version: int
     job: JobId
     plan: bytes
-    members: tuple[Placement, ...]
+    members: tuple[MemberPlacement, ...]
 
 
 def mint(fact: PlanMinted, newest: int) -> PlanVersion:

@@ -20,12 +20,12 @@ from fusionai.coordination.broker.requests import (
     Disconnected,
     Notify,
     Refusal,
-    Register,
+    RegisterMember,
     Stalled,
     Tick,
 )
 from fusionai.coordination.broker.state import PRESENT, Leftover, recovered, wait_for_driver
-from fusionai.coordination.broker.transaction import Turn, with_entry, without_entry
+from fusionai.coordination.broker.transaction import Transaction, with_entry, without_entry
 from fusionai.primitives.ids import JobId
 from fusionai.wire.messages import (
     Done,
@@ -35,7 +35,7 @@ from fusionai.wire.messages import (
 )
 
 
-def register(turn: Turn, request: Register) -> None:
+def register(turn: Transaction, request: RegisterMember) -> None:
     member = turn.member(request.peer)
     if request.boot in member.earlier_boots:
         raise Refusal("not_authorised", f"A later process of {member.entity} has registered (boot {member.boot}).")
@@ -70,7 +70,7 @@ def register(turn: Turn, request: Register) -> None:
     )
 
 
-def beat(turn: Turn, request: Beat) -> None:
+def beat(turn: Transaction, request: Beat) -> None:
     member = turn.member(request.peer)
     if request.boot != member.boot:
         raise Refusal("not_authorised", f"{member.entity} is now its process with boot {member.boot}.")
@@ -90,7 +90,7 @@ def beat(turn: Turn, request: Beat) -> None:
     turn.commands.append(Answer(HeartbeatAck(wall_s=turn.wall_s)))
 
 
-def _return_to_place(turn: Turn, member: Member) -> None:
+def _return_to_place(turn: Transaction, member: Member) -> None:
     """Take back a member that was silent for longer than its lease while its job waited: its state is still wanted, so
     it must not clear it."""
     turn.record(
@@ -106,7 +106,7 @@ def _return_to_place(turn: Turn, member: Member) -> None:
     _grant_lease(turn, member)
 
 
-def _check_leftovers(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
+def _check_leftovers(turn: Transaction, member: Member, jobs: tuple[str, ...]) -> None:
     """Refuse a member that has held state of another job for too long. It was dropped while the driver could not reach
     it, and gets no other work until it has cleared that state."""
     foreign = next((JobId(job) for job in jobs if job != member.job), None)
@@ -127,7 +127,7 @@ def _check_leftovers(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
     turn.keep(leftovers=leftovers)
 
 
-def _check_dismissed(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
+def _check_dismissed(turn: Transaction, member: Member, jobs: tuple[str, ...]) -> None:
     """End a job whose driver ended it while this broker was away, so that no report of its end comes.
 
     The job is over once its driver is out of touch and no member present has held anything of it for `clear_s`. Members
@@ -146,12 +146,12 @@ def _check_dismissed(turn: Turn, member: Member, jobs: tuple[str, ...]) -> None:
         turn.fail(job, "its driver let its members go and has not been heard since")
 
 
-def _clear_s(turn: Turn, job: JobId) -> float:
+def _clear_s(turn: Transaction, job: JobId) -> float:
     known = turn.pool.jobs.get(job)
     return turn.rules.clear_s if known is not None and known.live else turn.rules.clear_ended_s
 
 
-def leave(turn: Turn, request: AskLeave) -> None:
+def leave(turn: Transaction, request: AskLeave) -> None:
     """Drain or remove a member. If another program of the machine's owner asks, the peer's process gets a notice."""
     member = turn.member(request.peer)
     link = turn.desk.links.get(request.peer)
@@ -172,7 +172,7 @@ def leave(turn: Turn, request: AskLeave) -> None:
     turn.commands.append(Answer(Done()))
 
 
-def disconnect(turn: Turn, request: Disconnected) -> None:
+def disconnect(turn: Transaction, request: Disconnected) -> None:
     """Forget a broken connection. Leases run on, and a job waits for its driver."""
     turn.desk = replace(
         turn.desk,
@@ -188,7 +188,7 @@ def disconnect(turn: Turn, request: Disconnected) -> None:
             )
 
 
-def tick(turn: Turn, _request: Tick) -> None:
+def tick(turn: Transaction, _request: Tick) -> None:
     for peer, lease in turn.desk.leases.items():
         aged, _ = LEASE.advance(lease, Elapsed(turn.now_s))
         if aged.phase == "expired":
@@ -212,25 +212,25 @@ def tick(turn: Turn, _request: Tick) -> None:
             turn.fail(job, f"given up after {turn.rules.unattended_s:g} s without its driver")
 
 
-def _is_driven(turn: Turn, name: JobId) -> bool:
+def _is_driven(turn: Transaction, name: JobId) -> bool:
     """Return whether a member holds state of the job. Members drop it soon after their driver's connection has ended,
     so the driver is present and only its connection to this broker is not."""
     there = (one.peer for one in turn.pool.members_of(name) if one.phase in PRESENT)
     return any(peer not in turn.desk.dismissed for peer in there)
 
 
-def restart_leases(turn: Turn, _request: Stalled) -> None:
+def restart_leases(turn: Transaction, _request: Stalled) -> None:
     fresh = recovered(turn.rules, turn.pool, turn.now_s)
     waits = {name: wait for name, wait in fresh.waits.items() if name in turn.desk.waits}
     turn.desk = replace(turn.desk, leases=fresh.leases, waits=waits)
 
 
-def _lose(turn: Turn, member: Member, reason: str) -> None:
+def _lose(turn: Transaction, member: Member, reason: str) -> None:
     turn.record(events.MemberLost(at_s=turn.wall_s, peer=member.peer, boot=member.boot, reason=reason))
     turn.note_job(member, f"{member.entity} lost: {reason}")
     turn.forget(member.peer)
 
 
-def _grant_lease(turn: Turn, member: Member) -> None:
+def _grant_lease(turn: Transaction, member: Member) -> None:
     lease = grant(f"lease of {member.entity}", turn.now_s, turn.rules.lease_s)
     turn.desk = replace(turn.desk, leases=with_entry(turn.desk.leases, member.peer, lease))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from fusionai.coordination.broker.events import Placement
+from fusionai.coordination.broker.events import MemberPlacement
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import Message, RefusalCode, Refused
 
@@ -43,7 +43,7 @@ class Vouch:
 
 
 @dataclass(frozen=True, slots=True)
-class Register:
+class RegisterMember:
     peer: PeerId
     connection: int
     boot: int
@@ -79,7 +79,7 @@ class RequestJob:
     steps: int
     plan: bytes
     plan_version: int
-    members: tuple[Placement, ...]
+    members: tuple[MemberPlacement, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Stalled:
 Request = (
     Enrol
     | Vouch
-    | Register
+    | RegisterMember
     | Beat
     | AskLeave
     | RequestJob

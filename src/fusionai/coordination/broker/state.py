@@ -23,7 +23,7 @@ PRESENT: Final = ("idle", "active", "draining")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeskRules:
+class BrokerRules:
     """Durations and limits. By default a lease lasts four heartbeats."""
 
     pool: str
@@ -59,8 +59,8 @@ class Leftover:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Desk:
-    rules: DeskRules
+class BrokerState:
+    rules: BrokerRules
     pool: Pool
     leases: Mapping[PeerId, Lease] = field(default_factory=dict[PeerId, Lease])
     """Lease of each member that is present."""
@@ -77,7 +77,7 @@ class Desk:
     """Time of the next `Tick`, on the monotonic clock; None if no lease runs. No lease ends sooner. Heartbeats leave it
     unchanged although they renew a lease, because searching 1,000 leases at each would take 0.8 ms."""
 
-    def with_deadline(self) -> Desk:
+    def with_deadline(self) -> BrokerState:
         """Return this state with `next_deadline_s` computed from all leases."""
         ends_s = (lease.expires_at_s for leases in (self.leases, self.waits) for lease in leases.values())
         return replace(self, next_deadline_s=min(ends_s, default=None))
@@ -101,15 +101,15 @@ class Desk:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    desk: Desk
+    desk: BrokerState
     facts: tuple[Fact, ...]
     """Facts to journal, all or none, before anything else is done."""
     commands: tuple[Command, ...]
 
 
-def recovered(rules: DeskRules, pool: Pool, now_s: float) -> Desk:
+def recovered(rules: BrokerRules, pool: Pool, now_s: float) -> BrokerState:
     """Return the state after a start, with one lease of grace for each member present and for each live job."""
-    return Desk(
+    return BrokerState(
         rules=rules,
         pool=pool,
         leases={
@@ -121,7 +121,7 @@ def recovered(rules: DeskRules, pool: Pool, now_s: float) -> Desk:
     ).with_deadline()
 
 
-def wait_for_driver(job: Job, now_s: float, rules: DeskRules) -> Lease:
+def wait_for_driver(job: Job, now_s: float, rules: BrokerRules) -> Lease:
     """Return the wait for a job's driver: short at first, long once the job counts as unattended."""
     duration_s = rules.lease_s if job.attended else rules.unattended_s
     return grant(f"wait for the driver of {job.entity}", now_s, duration_s)

@@ -19,7 +19,7 @@ from fusionai.coordination.broker.requests import (
     Notify,
     Refusal,
 )
-from fusionai.coordination.broker.state import PRESENT, Desk, DeskRules
+from fusionai.coordination.broker.state import PRESENT, BrokerRules, BrokerState
 from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.wire.messages import LeaveNotice
 
@@ -32,10 +32,10 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Turn:
+class Transaction:
     """The transaction of one request. Mutable until the request is decided."""
 
-    def __init__(self, desk: Desk, now_s: float, wall_s: float) -> None:
+    def __init__(self, desk: BrokerState, now_s: float, wall_s: float) -> None:
         self.desk = desk
         self.now_s = now_s
         self.wall_s = wall_s
@@ -47,7 +47,7 @@ class Turn:
         return self.desk.pool
 
     @property
-    def rules(self) -> DeskRules:
+    def rules(self) -> BrokerRules:
         return self.desk.rules
 
     def record(self, fact: Fact) -> None:

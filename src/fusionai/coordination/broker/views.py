@@ -10,9 +10,9 @@ from typing import Final
 
 import msgspec
 
-from fusionai.coordination.broker.job import Job, Line
+from fusionai.coordination.broker.job import Job, JobNote
 from fusionai.coordination.broker.membership import Member
-from fusionai.coordination.broker.state import Desk
+from fusionai.coordination.broker.state import BrokerState
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.wire.messages import JobList, JobView, MemberView, PoolView
 
@@ -24,17 +24,17 @@ RESTING: Final = "resting"
 """Shown for an idle member that was lost too often lately: it gets no work until its rest is over."""
 
 
-def pool_view(desk: Desk, now_s: float, wall_s: float) -> PoolView:
+def pool_view(desk: BrokerState, now_s: float, wall_s: float) -> PoolView:
     """Return all members whose process is present or was lost, in order of arrival."""
     members = [member for member in desk.pool.members.values() if member.phase in SHOWN]
     return PoolView(members=tuple(member_view(desk, member, now_s, wall_s) for member in members))
 
 
-def members_view(desk: Desk, peers: tuple[PeerId, ...], now_s: float, wall_s: float) -> tuple[MemberView, ...]:
+def members_view(desk: BrokerState, peers: tuple[PeerId, ...], now_s: float, wall_s: float) -> tuple[MemberView, ...]:
     return tuple(member_view(desk, desk.pool.members[peer], now_s, wall_s) for peer in peers)
 
 
-def member_view(desk: Desk, member: Member, now_s: float, wall_s: float) -> MemberView:
+def member_view(desk: BrokerState, member: Member, now_s: float, wall_s: float) -> MemberView:
     """Return the view of a member. `last_heard_s` is the age of its last sign of life; 0.0 without a lease."""
     lease, leftover = desk.leases.get(member.peer), desk.leftovers.get(member.peer)
     state, rests_s = member.phase, 0.0
@@ -57,7 +57,7 @@ def member_view(desk: Desk, member: Member, now_s: float, wall_s: float) -> Memb
     )
 
 
-def job_list(desk: Desk, name: JobId | None = None) -> JobList:
+def job_list(desk: BrokerState, name: JobId | None = None) -> JobList:
     """Return all jobs without their histories, or the one called `name` with it (empty if there is none)."""
     if name is not None:
         job = desk.pool.jobs.get(name)
@@ -65,7 +65,7 @@ def job_list(desk: Desk, name: JobId | None = None) -> JobList:
     return JobList(jobs=tuple(_job_view(desk, job, told=False) for job in desk.pool.jobs.values()))
 
 
-def _job_view(desk: Desk, job: Job, *, told: bool) -> JobView:
+def _job_view(desk: BrokerState, job: Job, *, told: bool) -> JobView:
     return JobView(
         job=job.job,
         title=job.title,
@@ -79,5 +79,5 @@ def _job_view(desk: Desk, job: Job, *, told: bool) -> JobView:
     )
 
 
-def _line(line: Line) -> str:
+def _line(line: JobNote) -> str:
     return f"{datetime.fromtimestamp(line.at_s, UTC).strftime('%Y-%m-%d %H:%M:%SZ')} {line.text}"

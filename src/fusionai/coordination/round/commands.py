@@ -8,7 +8,7 @@ from fusionai.coordination.round.verification import Check, Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class TellCheck:
+class ReportCheck:
     """Report to the user the outcome of a check, with the reason."""
 
     check: Check

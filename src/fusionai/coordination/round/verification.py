@@ -70,7 +70,7 @@ def outcome_of(opinion: Opinion) -> Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CheckVerdict:
     """Consequence of an answer. `liar`: peer that is expelled, empty for none; its work from step `trusted` on is void.
     `again`: check to be repeated on the job owner's machine."""
 
@@ -122,7 +122,7 @@ class Inspector:
         self.open.update({check.stage: check for check in checks})
         return tuple(checks)
 
-    def answered(self, check: Check, opinion: Opinion) -> Found | None:
+    def answered(self, check: Check, opinion: Opinion) -> CheckVerdict | None:
         """Take the answer to a check. Returns None for a check that is not open."""
         if self.open.get(check.stage) != check:
             return None
@@ -137,23 +137,23 @@ class Inspector:
             again = Check(check.stage, check.peer, self.owner, check.first, check.below)
             self.open[check.stage] = again
             self._accusations[check.stage] = (check, reason)
-            return Found("accused", reason, again=again)
+            return CheckVerdict("accused", reason, again=again)
         del self.open[check.stage]
         match outcome:
             case "valid":
                 self._hold_valid(check)
-                return Found("valid")
+                return CheckVerdict("valid")
             case "disputed":
                 return self._disputed(check, opinion)
             case "void":
-                return Found("void", opinion.void)
+                return CheckVerdict("void", opinion.void)
 
     def _hold_valid(self, check: Check) -> None:
         self.reputations[check.peer] = self.reputations.get(check.peer, Reputation()).held()
         self._trusted[check.stage, check.peer] = check.below
         self.checked_tasks += (check.below - check.first) * self.tasks_per_step
 
-    def _settled(self, check: Check, said: str, outcome: Outcome, opinion: Opinion) -> Found:
+    def _settled(self, check: Check, said: str, outcome: Outcome, opinion: Opinion) -> CheckVerdict:
         """Judge from the owner's own run what the referee contradicted."""
         match outcome:
             case "accused":
@@ -166,9 +166,9 @@ class Inspector:
             case "void":
                 for peer in (check.peer, check.referee):
                     self.reputations[peer] = self.reputations.get(peer, Reputation()).doubted()
-                return Found("void", f"{said}; the job's own machine could not run it: {opinion.void}")
+                return CheckVerdict("void", f"{said}; the job's own machine could not run it: {opinion.void}")
 
-    def _disputed(self, check: Check, opinion: Opinion) -> Found:
+    def _disputed(self, check: Check, opinion: Opinion) -> CheckVerdict:
         """Handle a dispute between the peer and a neighbour about what they exchanged. The owner's own stages are
         trusted."""
         partners = sorted(opinion.inputs | opinion.links)
@@ -183,17 +183,17 @@ class Inspector:
                 return self._guilty(peer, check, "its word stands against that of two others")
         if again:
             return self._guilty(check.peer, check, f"{DISPUTED}, for the second time")
-        return Found("disputed", DISPUTED)
+        return CheckVerdict("disputed", DISPUTED)
 
     def _of(self, peer: str) -> Reputation:
         return self.reputations.get(peer, Reputation())
 
-    def _guilty(self, peer: str, check: Check, reason: str) -> Found:
+    def _guilty(self, peer: str, check: Check, reason: str) -> CheckVerdict:
         self.liars.add(peer)
         self.reputations.pop(peer, None)
         since = [step for (_, who), step in self._trusted.items() if who == peer]
         self.drop()
-        return Found("accused", reason, liar=peer, trusted=min(since, default=check.below))
+        return CheckVerdict("accused", reason, liar=peer, trusted=min(since, default=check.below))
 
     def drop(self) -> None:
         """Drop open checks, because a round began or a peer is expelled."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from fusionai.coordination.serving.admission import Admission
 from fusionai.coordination.serving.piece_sizes import PieceSizes
-from fusionai.coordination.serving.sessions import Flight, Part, PassPlan, Session, packed
-from fusionai.coordination.serving.stage_times import StageTimes, Work
+from fusionai.coordination.serving.sessions import Flight, PassPlan, Session, SessionShare, packed
+from fusionai.coordination.serving.stage_times import PassWork, StageTimes
 from fusionai.wire.serving import Segment
 
 
@@ -27,11 +27,11 @@ from fusionai.wire.serving import Segment
 class _Sent:
     """A pass under way. `decodes`: it carries a decoding session."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SessionShare, ...]
     decodes: bool
     forget: tuple[int, ...]
     at_s: float
-    work: Work
+    work: PassWork
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class Batcher(Admission):
                 over.append(session.number)
         return tuple(over)
 
-    def _advance(self, number: int, part: Part, emitted: tuple[int, ...], finished: bool, now_s: float) -> None:
+    def _advance(self, number: int, part: SessionShare, emitted: tuple[int, ...], finished: bool, now_s: float) -> None:
         session, spec = part.session, part.session.spec
         flight = session.flight(number)
         assert flight is not None
@@ -129,7 +129,7 @@ class Batcher(Admission):
         if finished or (not reads_on and session.emitted >= spec.max_tokens):
             self._end(spec.number, now_s)
 
-    def _counts(self, part: Part, number: int) -> bool:
+    def _counts(self, part: SessionShare, number: int) -> bool:
         session = part.session
         return self._sessions.get(session.number) is session and session.flight(number) is not None
 
@@ -210,13 +210,13 @@ class Batcher(Admission):
         """Time at which the oldest pass under way was created."""
         return min((sent.at_s for sent in self._passes.values()), default=None)
 
-    def work_of(self, number: int) -> Work | None:
+    def work_of(self, number: int) -> PassWork | None:
         """Return the work of a pass under way, or None."""
         sent = self._passes.get(number)
         return None if sent is None else sent.work
 
     @property
-    def works(self) -> tuple[Work, ...]:
+    def works(self) -> tuple[PassWork, ...]:
         """Work of all passes under way."""
         return tuple(sent.work for sent in self._passes.values())
 
@@ -227,7 +227,7 @@ class Batcher(Admission):
 
     # ------------------------------------------------------------------------------------------------- composing a pass
 
-    def _chosen(self, number: int) -> list[Part]:
+    def _chosen(self, number: int) -> list[SessionShare]:
         """Return the parts of the next pass: sessions of one kind whose turn it is. If all of these lack pages, the
         other kind."""
         ready = sorted(
@@ -248,7 +248,7 @@ class Batcher(Admission):
             ready = [one for one in ready if one.admitted and one not in together]
         return []
 
-    def _composed(self, number: int, ready: Sequence[Session]) -> list[Part]:
+    def _composed(self, number: int, ready: Sequence[Session]) -> list[SessionShare]:
         """Compose pass `number` and mark its sessions as under way in it."""
         decoding = [one for one in ready if one.decodes]
         ranked = self._queue.rank((one.number, one.spec.scope) for one in ready if not one.decodes)
@@ -278,7 +278,7 @@ class Batcher(Admission):
             room -= end - start
             session.flights.append(Flight(number, end))
             session.turn = next(self._turns)
-            parts.append(Part(session, start, end, ()))
+            parts.append(SessionShare(session, start, end, ()))
         return parts
 
     def _piece_end(self, session: Session, *, others_wait: bool) -> int:
@@ -289,10 +289,10 @@ class Batcher(Admission):
         ahead = self.limits.ahead_tokens
         return ahead is None or not session.flights or end - session.computed <= ahead
 
-    def _decoding_parts(self, number: int, decoding: Sequence[Session], room: int) -> list[Part]:
+    def _decoding_parts(self, number: int, decoding: Sequence[Session], room: int) -> list[SessionShare]:
         """Return as many decoding parts as make passes with decoding sessions about equally large, counting sessions
         under way."""
-        parts: list[Part] = []
+        parts: list[SessionShare] = []
         if sum(sent.decodes for sent in self._passes.values()) >= self.limits.spread:
             return parts
         group = -(-sum(one.decodes for one in self._sessions.values()) // self.limits.spread)
@@ -308,7 +308,7 @@ class Batcher(Admission):
                 proposals = ()
             session.flights.append(Flight(number, len(session.tokens)))
             room -= 1 + len(proposals)
-            parts.append(Part(session, session.computed, len(session.tokens), proposals, decodes=True))
+            parts.append(SessionShare(session, session.computed, len(session.tokens), proposals, decodes=True))
             self._queue.charge(session.spec.scope, 1)
         return parts
 

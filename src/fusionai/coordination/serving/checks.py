@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from fusionai.coordination.round.verification import Check, Found, Inspector, Opinion
+from fusionai.coordination.round.verification import Check, CheckVerdict, Inspector, Opinion
 from fusionai.coordination.serving.batching import Batcher
 from fusionai.coordination.serving.sessions import Text
 
@@ -64,7 +64,7 @@ class TextChecks:
             batcher.let_go(text.number)
         return ()
 
-    def answered(self, batcher: Batcher, check: Check, opinion: Opinion) -> Found | None:
+    def answered(self, batcher: Batcher, check: Check, opinion: Opinion) -> CheckVerdict | None:
         """None for a check that is not open. What was said of a text whose pages went to others meanwhile says
         nothing."""
         text = self._reading

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fusionai.coordination.round.commands import Distrust, TellCheck
+from fusionai.coordination.round.commands import Distrust, ReportCheck
 from fusionai.coordination.round.verification import Check
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.sessions import Text
@@ -119,7 +119,7 @@ class FailSessions:
 
 
 @dataclass(frozen=True, slots=True)
-class TellFault:
+class ReportFault:
     """For people: what happened. `stages` stand still because of it; `heirs`: who takes them over at once."""
 
     kind: FaultKind
@@ -130,7 +130,7 @@ class TellFault:
 
 
 @dataclass(frozen=True, slots=True)
-class TellState:
+class ReportState:
     """For people and for `/ready`: how the job stands now."""
 
     state: ServingState
@@ -138,7 +138,7 @@ class TellState:
 
 
 @dataclass(frozen=True, slots=True)
-class TellRebuilding:
+class ReportRebuilding:
     """For people: these stages get their caches from what the stages before them retained. `positions`: of all
     sessions together."""
 
@@ -163,13 +163,13 @@ ServingCommand = (
     | SendProbe
     | ResumePasses
     | BeginCheck
-    | TellCheck
+    | ReportCheck
     | Distrust
     | AskPlan
     | Dismiss
     | FailSessions
-    | TellFault
-    | TellState
-    | TellRebuilding
+    | ReportFault
+    | ReportState
+    | ReportRebuilding
     | EndJob
 )

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.coordination.machine import Table, Transition
-from fusionai.coordination.serving.commands import BeginCheck, EndJob, ServingCommand, TellState
+from fusionai.coordination.serving.commands import BeginCheck, EndJob, ReportState, ServingCommand
 from fusionai.coordination.serving.events import (
+    CacheRebuilt,
     CommandFailed,
     LinkBroken,
     LoadProgressed,
@@ -31,7 +32,6 @@ from fusionai.coordination.serving.events import (
     PeerLost,
     PlanGiven,
     ProbeReturned,
-    Rebuilt,
     ServingEvent,
     StageFailed,
     StageLoaded,
@@ -149,7 +149,7 @@ class ServingMachine(ServingJobState):
     def on_stop(self, event: StopAsked) -> list[ServingCommand]:
         self.phase = ServingPhase.ENDED
         self.batcher.rewind()
-        return [TellState("stopped", event.reason), EndJob(stopped=event.reason)]
+        return [ReportState("stopped", event.reason), EndJob(stopped=event.reason)]
 
     def on_command_failed(self, event: CommandFailed) -> list[ServingCommand]:
         return self.fail(event.reason)
@@ -164,7 +164,7 @@ class ServingMachine(ServingJobState):
                 | StageWorking(fence, peer)
             ):
                 return fence == self.roster.fence_of(peer, self.fence) and peer in self.participants
-            case StageLoaded() | Rebuilt() | ProbeReturned() | PassFailed() | TextChecked() | LinkBroken():
+            case StageLoaded() | CacheRebuilt() | ProbeReturned() | PassFailed() | TextChecked() | LinkBroken():
                 return event.fence == self.fence
             case PeerLost() | MemberLeaving() | PlanGiven() | StopAsked() | CommandFailed() | Tick():
                 return True
@@ -197,7 +197,7 @@ TABLE: Final[Table[ServingMachine, list[ServingCommand]]] = Table(
             Transition((phase,), LoadProgressed, (phase,), lambda m, event: m.lateness.on_load_progressed(event))
             for phase in (_N, _L, _G)
         ),
-        Transition((_B,), Rebuilt, (_B, _P, _G), lambda m, event: m.rounds.on_rebuilt(event)),
+        Transition((_B,), CacheRebuilt, (_B, _P, _G), lambda m, event: m.rounds.on_rebuilt(event)),
         Transition((_B,), ProbeReturned, (_B, _E), lambda m, event: m.rounds.on_probed(event)),
         Transition((_P,), ProbeReturned, (_P, _G, _E), lambda m, event: m.rounds.on_probed(event)),
         *(

@@ -63,7 +63,7 @@ class StageFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Rebuilt:
+class CacheRebuilt:
     """The last stage of rebuild `number` has this session's positions below `end`."""
 
     fence: Fence
@@ -156,7 +156,7 @@ MemberEvent = (
     | StageLoaded
     | StandbyLoaded
     | StageFailed
-    | Rebuilt
+    | CacheRebuilt
     | StageWorking
     | ProbeReturned
     | PassFailed

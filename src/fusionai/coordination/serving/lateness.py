@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from fusionai.coordination.serving.commands import FailSessions, ServingCommand, TellFault
+from fusionai.coordination.serving.commands import FailSessions, ReportFault, ServingCommand
 from fusionai.coordination.serving.events import LoadProgressed, StageWorking, Tick
 from fusionai.coordination.serving.rounds import Rounds
-from fusionai.coordination.serving.stage_times import ATTEMPTS, IDLE_MARGIN, Work
+from fusionai.coordination.serving.stage_times import ATTEMPTS, IDLE_MARGIN, PassWork
 from fusionai.coordination.serving.state import ServingJobState, ServingPhase
 from fusionai.coordination.serving.takeovers import Takeovers
 
@@ -70,7 +70,7 @@ class Lateness:
             return []
         work = self.rounds.work_of(event.number) if event.number >= 0 else None
         # Work of an earlier round, or work that waits behind other work, may be as large as a pass can be.
-        most = Work(job.batcher.limits.pass_tokens, float(job.batcher.limits.pass_tokens))
+        most = PassWork(job.batcher.limits.pass_tokens, float(job.batcher.limits.pass_tokens))
         limit_s = job.patience.limit_s(event.stage, work or most) * (1.0 if work is not None else IDLE_MARGIN)
         if event.busy_s <= limit_s:
             job.patience.progressed(None)
@@ -82,7 +82,7 @@ class Lateness:
         return self._stalled((event.stage,), busy_s=event.busy_s, work=work)
 
     def _stalled(
-        self, stages: Collection[int], *, busy_s: float | None = None, work: Work | None = None
+        self, stages: Collection[int], *, busy_s: float | None = None, work: PassWork | None = None
     ) -> list[ServingCommand]:
         """Handle that nothing came back in time although all members answer. First another round, with shorter pieces
         and longer limits; while caches are rebuilt or probed, then a round without rebuilds; then the peers whose
@@ -101,9 +101,9 @@ class Lateness:
             return job.fail(reason) if waiting else self._give_up_sessions(reason)
         if patience.stalls > 1 and waiting:
             job.batcher.compute_again()
-        return [TellFault("late", "", (), reason, {}), *self.rounds.begin(reason)]
+        return [ReportFault("late", "", (), reason, {}), *self.rounds.begin(reason)]
 
-    def _why_late(self, stages: Collection[int], busy_s: float | None, work: Work | None) -> str:
+    def _why_late(self, stages: Collection[int], busy_s: float | None, work: PassWork | None) -> str:
         if busy_s is None or not stages:
             return f"nothing came back in time while {self.job.phase.value}"
         stage = min(stages)
@@ -123,4 +123,4 @@ class Lateness:
             self.job.batcher.cancel(number)
         self.job.patience.stalls = 0
         failed: list[ServingCommand] = [FailSessions(sessions, why)] if sessions else []
-        return [*failed, TellFault("late", "", (), reason, {}), *self.rounds.begin(reason)]
+        return [*failed, ReportFault("late", "", (), reason, {}), *self.rounds.begin(reason)]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fusionai.coordination.serving.stage_times import FEW, StageTimes, Work
+from fusionai.coordination.serving.stage_times import FEW, PassWork, StageTimes
 
 TARGET_S: Final = 1.0
 FILLING: Final = 1 / 8
@@ -79,12 +79,12 @@ class PieceSizes:
         return tokens
 
     def _is_worth(self, times: StageTimes, stage: int, tokens: int) -> bool:
-        one_s = times.expected_s(stage, Work(1, 1.0))
-        piece_s = times.expected_s(stage, Work(tokens, float(tokens)))
+        one_s = times.expected_s(stage, PassWork(1, 1.0))
+        piece_s = times.expected_s(stage, PassWork(tokens, float(tokens)))
         return one_s is None or piece_s is None or piece_s >= FIXED_TIMES * one_s
 
     def _takes_s(self, times: StageTimes, start: int, tokens: int, stages: Sequence[int]) -> float:
-        work = Work(tokens, times.units(start, start + tokens))
+        work = PassWork(tokens, times.units(start, start + tokens))
         slowest_s = 0.0
         for stage in stages:
             expected_s = times.expected_s(stage, work)

@@ -19,17 +19,17 @@ from fusionai.coordination.machine import FollowUp
 from fusionai.coordination.serving.admission import PROBE_SESSION
 from fusionai.coordination.serving.commands import (
     BeginRound,
+    ReportFault,
+    ReportRebuilding,
+    ReportState,
     ResumePasses,
     SendLoad,
     SendProbe,
     SendRebuild,
     ServingCommand,
-    TellFault,
-    TellRebuilding,
-    TellState,
 )
-from fusionai.coordination.serving.events import MemberEnlisted, PassFailed, ProbeReturned, Rebuilt, StageLoaded
-from fusionai.coordination.serving.stage_times import Work
+from fusionai.coordination.serving.events import CacheRebuilt, MemberEnlisted, PassFailed, ProbeReturned, StageLoaded
+from fusionai.coordination.serving.stage_times import PassWork
 from fusionai.coordination.serving.state import ServingJobState, ServingPhase
 from fusionai.wire.base import Fence
 from fusionai.wire.serving import Segment
@@ -78,7 +78,7 @@ class Rounds:
         job.roster.begin(job.roles)
         job.patience.times.begin(job.roles)
         state: Final = "recovering" if job.ready else "starting"
-        return [TellState(state, reason), BeginRound(job.fence, job.roles)]
+        return [ReportState(state, reason), BeginRound(job.fence, job.roles)]
 
     def void(self) -> None:
         """Drop everything under way."""
@@ -145,7 +145,7 @@ class Rounds:
             return self._send_probes()
         job.phase = ServingPhase.REBUILDING
         positions = sum(segment.length for segment in segments)
-        commands: list[ServingCommand] = [TellRebuilding(tuple(lacking), len(segments), positions)]
+        commands: list[ServingCommand] = [ReportRebuilding(tuple(lacking), len(segments), positions)]
         for first, last in _runs(lacking):
             tokens = () if first else tuple(token for one in segments for token in batcher.tokens_of(one))
             request = SendRebuild(batcher.take_number(), first - 1, last, segments, tokens)
@@ -161,7 +161,7 @@ class Rounds:
         cached = self.loaded[stage]
         return stage not in self.job.roles.caching or all(cached.get(one, 0) >= live[one] for one in live)
 
-    def on_rebuilt(self, event: Rebuilt) -> list[ServingCommand]:
+    def on_rebuilt(self, event: CacheRebuilt) -> list[ServingCommand]:
         if event.number not in self.rebuilds:
             return []
         _, missing = self.rebuilds[event.number]
@@ -179,7 +179,7 @@ class Rounds:
         stage = request.through
         self.job.batcher.compute_again()
         reason = f"caches of stage {stage} could not be rebuilt ({event.reason}): sessions are read again"
-        return [TellFault("stage", self.job.roles.places[stage], (stage,), reason, {}), *self.begin(reason)]
+        return [ReportFault("stage", self.job.roles.places[stage], (stage,), reason, {}), *self.begin(reason)]
 
     # ------------------------------------------------------------------------------------------------------ probing
 
@@ -225,19 +225,19 @@ class Rounds:
         job.sound = dict(job.roles.places)
         job.roster.took_over(job.sound)
         job.follow_ups.append(PassesResumed())
-        return [TellState("ready", ""), ResumePasses()]
+        return [ReportState("ready", ""), ResumePasses()]
 
-    def work_of(self, number: int) -> Work | None:
+    def work_of(self, number: int) -> PassWork | None:
         """Return the work of a pass or a probe, or the largest pass of a rebuild; None if it is not under way in this
         round."""
         job, times = self.job, self.job.patience.times
         if number in self.probes:
-            return Work(len(job.probe), times.units(0, len(job.probe)))
+            return PassWork(len(job.probe), times.units(0, len(job.probe)))
         if number in self.rebuilds:
             request, _ = self.rebuilds[number]
             rows = min(job.batcher.limits.pass_tokens, sum(one.length for one in request.segments))
             end = max(one.start + one.length for one in request.segments)
-            return Work(rows, times.units(max(0, end - rows), end))
+            return PassWork(rows, times.units(max(0, end - rows), end))
         return job.batcher.work_of(number)
 
 

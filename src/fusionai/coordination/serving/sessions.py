@@ -157,7 +157,7 @@ class PassPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SessionShare:
     """One session's share of a pass. `start` to `end` are tokens it has; `proposals` follow them."""
 
     session: Session
@@ -185,7 +185,7 @@ class Part:
 
 
 def packed(
-    number: int, parts: Sequence[Part], table: Callable[[int], tuple[int, ...]], forget: tuple[int, ...]
+    number: int, parts: Sequence[SessionShare], table: Callable[[int], tuple[int, ...]], forget: tuple[int, ...]
 ) -> PassPlan:
     """Of at least one share. `table`: session -> its pages, of which the stages are told what they don't know yet; the
     sessions remember that."""

@@ -30,7 +30,7 @@ DEVIATIONS: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PassWork:
     """Of a pass. `units`: positions, each by what it looks at."""
 
     rows: int
@@ -75,18 +75,18 @@ class StageTimes:
         self._measured = {key: known for key, known in self._measured.items() if key[0] in kept}
         self._partition, self._holders, self._predicted_s = roles.partition, roles.places, roles.predicted_s
 
-    def work_of(self, segments: Iterable[Segment]) -> Work:
+    def work_of(self, segments: Iterable[Segment]) -> PassWork:
         rows, units = 0, 0.0
         for one in segments:
             rows += one.length
             units += self.units(one.start, one.start + one.length)
-        return Work(rows, units)
+        return PassWork(rows, units)
 
     def units(self, start: int, end: int) -> float:
         """Of positions `start` to `end` of one text."""
         return (end - start) * (1.0 + (start + end) / 2 / self.balance_tokens)
 
-    def measured(self, stage: int, work: Work, seconds: float) -> None:
+    def measured(self, stage: int, work: PassWork, seconds: float) -> None:
         """The stage has computed a pass. Stages that this round does not know are ignored."""
         if stage not in self._holders or not work.amount > 0 or not seconds >= 0:
             return
@@ -97,17 +97,17 @@ class StageTimes:
         else:
             known.add(rate_s)
 
-    def expected_s(self, stage: int, work: Work) -> float | None:
+    def expected_s(self, stage: int, work: PassWork) -> float | None:
         """The mean; None where nothing is known."""
         known, amount = self._estimate(stage, work)
         return None if known is None else known.mean_s * amount
 
-    def nearly_always_s(self, stage: int, work: Work) -> float | None:
+    def nearly_always_s(self, stage: int, work: PassWork) -> float | None:
         """What a pass of this work hardly ever takes longer than; None where nothing is known."""
         known, amount = self._estimate(stage, work)
         return None if known is None else (known.mean_s + DEVIATIONS * known.deviation_s) * amount
 
-    def known_s(self, stage: int, work: Work) -> float:
+    def known_s(self, stage: int, work: PassWork) -> float:
         """As `nearly_always_s`, of what was measured of passes like it; 0.0 where none was."""
         known = self._measured.get((stage, work.is_few))
         return 0.0 if known is None else (known.mean_s + DEVIATIONS * known.deviation_s) * work.amount
@@ -121,7 +121,7 @@ class StageTimes:
     def stages(self) -> tuple[int, ...]:
         return tuple(sorted(self._holders))
 
-    def _estimate(self, stage: int, work: Work) -> tuple[Estimate | None, float]:
+    def _estimate(self, stage: int, work: PassWork) -> tuple[Estimate | None, float]:
         """With the amount that it is of. Where nothing like it was measured, each position is as if it came alone."""
         known = self._measured.get((stage, work.is_few))
         if known is not None:
@@ -187,18 +187,18 @@ class Patience:
         """Return a limit without a sign of progress, after as many doublings as there were stalls."""
         return limit_s * 2.0**self.stalls
 
-    def silence_s(self, works: Iterable[Work]) -> float:
+    def silence_s(self, works: Iterable[PassWork]) -> float:
         """Limit for passes under way while stages report nothing. Only measured times count, not predictions."""
         times = self.times
         longest_s = max((times.known_s(stage, work) for work in works for stage in times.stages), default=0.0)
         return self.grown_s(max(self.floor_s, MARGIN * longest_s))
 
-    def limit_s(self, stage: int, work: Work) -> float:
+    def limit_s(self, stage: int, work: PassWork) -> float:
         """Limit for the stage's computation of this work."""
         usual_s = self.times.nearly_always_s(stage, work)
         return self.grown_s(max(self.floor_s, MARGIN * (usual_s or 0.0)))
 
-    def whole_s(self, works: Iterable[Work]) -> float:
+    def whole_s(self, works: Iterable[PassWork]) -> float:
         """Limit after which even the first of these passes, sent one behind the other, must be back."""
         stages = self.times.stages
         usual_s = sum(self.times.nearly_always_s(stage, work) or 0.0 for work in works for stage in stages)

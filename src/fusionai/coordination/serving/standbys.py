@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fusionai.coordination.serving.commands import Dismiss, EnlistStandby, SendLoad, ServingCommand, TellFault
+from fusionai.coordination.serving.commands import Dismiss, EnlistStandby, ReportFault, SendLoad, ServingCommand
 from fusionai.coordination.serving.events import MemberEnlisted, MemberLeaving, PlanGiven, StandbyLoaded
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.rounds import PassesResumed, Rounds
@@ -144,7 +144,7 @@ class Standbys:
             if stages and len(heirs) == len(stages) and not job.leaving & set(heirs.values()):
                 job.promote(heirs)
                 job.strike(peer)
-                fault = TellFault("leaving", peer, stages, "it leaves the pool", heirs)
+                fault = ReportFault("leaving", peer, stages, "it leaves the pool", heirs)
                 begun = self.rounds.begin(f"{peer} hands over")
                 request = job.plan_request(f"{peer} leaves", urgent=False)
                 return [fault, Dismiss(peer, "it leaves"), *begun, request]

@@ -13,7 +13,7 @@ from enum import StrEnum
 from fusionai.coordination.machine import StatefulMachine
 from fusionai.coordination.serving.batching import Batcher
 from fusionai.coordination.serving.checks import TextChecks
-from fusionai.coordination.serving.commands import AskPlan, EndJob, ServingCommand, TellState
+from fusionai.coordination.serving.commands import AskPlan, EndJob, ReportState, ServingCommand
 from fusionai.coordination.serving.limits import RoundLimits
 from fusionai.coordination.serving.roles import ServingRoles
 from fusionai.coordination.serving.stage_times import Patience, StageTimes
@@ -113,4 +113,4 @@ class ServingJobState(StatefulMachine[ServingPhase, ServingCommand]):
         """End the job because it can't continue."""
         self.phase = ServingPhase.ENDED
         self.batcher.rewind()
-        return [TellState("stopped", reason), EndJob(failed=reason)]
+        return [ReportState("stopped", reason), EndJob(failed=reason)]

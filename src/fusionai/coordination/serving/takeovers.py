@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 
 from fusionai.coordination.round.events import PeerLost
 from fusionai.coordination.round.faults import Faults
-from fusionai.coordination.round.verification import Found
+from fusionai.coordination.round.verification import CheckVerdict
 from fusionai.coordination.serving.commands import (
     BeginCheck,
     Dismiss,
     Distrust,
     FailSessions,
     FaultKind,
+    ReportCheck,
+    ReportFault,
+    ReportState,
     ResumePasses,
     ServingCommand,
-    TellCheck,
-    TellFault,
-    TellState,
 )
 from fusionai.coordination.serving.events import LinkBroken, PassFailed, StageFailed, TextChecked
 from fusionai.coordination.serving.rounds import ProbeRefused, Rounds
@@ -59,7 +59,7 @@ class Takeovers:
         for peer in gone:
             stages = job.roles.stages_of(peer)
             inherited = {stage: heirs[stage] for stage in stages if stage in heirs}
-            commands.append(TellFault(kind if stages or kind == "liar" else "guard", peer, stages, reason, inherited))
+            commands.append(ReportFault(kind if stages or kind == "liar" else "guard", peer, stages, reason, inherited))
             commands.append(Dismiss(peer, reason))
         if not unmanned:
             if guarded:
@@ -71,7 +71,7 @@ class Takeovers:
             job.phase = ServingPhase.WAITING
             self.rounds.void()
             state = f"waiting for a machine to run stage {', '.join(map(str, left))}: {cause}"
-            return [*commands, TellState("waiting", state), job.plan_request(reason, urgent=True)]
+            return [*commands, ReportState("waiting", state), job.plan_request(reason, urgent=True)]
         return [*commands, *self.rounds.begin(cause), job.plan_request(reason, urgent=False)]
 
     def _remove(self, peers: Iterable[str]) -> None:
@@ -117,7 +117,7 @@ class Takeovers:
             return []
         if self.faults.link_broke(pair) > 1:
             return self.lose([self.faults.blamed(pair, roles, roles.guards)], "link", event.reason)
-        fault = TellFault("link", event.other, roles.stages_of(event.other), event.reason, {})
+        fault = ReportFault("link", event.other, roles.stages_of(event.other), event.reason, {})
         return [fault, *self.rounds.begin(event.reason)]
 
     def on_stage_failed(self, event: StageFailed) -> list[ServingCommand]:
@@ -136,7 +136,7 @@ class Takeovers:
             return job.fail(f"stage {stage} failed: {reason}")
         if times > 1 and peer != job.roles.owner:
             return self.lose([peer], "stage", reason)
-        return [TellFault("stage", peer, (stage,), reason, {}), *self.rounds.begin(reason)]
+        return [ReportFault("stage", peer, (stage,), reason, {}), *self.rounds.begin(reason)]
 
     def _fail_standby(self, event: StageFailed) -> list[ServingCommand]:
         job, peer = self.job, event.peer
@@ -146,7 +146,7 @@ class Takeovers:
             job.pending = None
         guards = {stage: one for stage, one in job.roles.guards.items() if (stage, one) != (event.stage, peer)}
         job.roles = replace(job.roles, guards=guards)
-        return [TellFault("guard", peer, (), event.reason, {})]
+        return [ReportFault("guard", peer, (), event.reason, {})]
 
     def on_pass_failed(self, event: PassFailed) -> list[ServingCommand]:
         """Let each session of the failed pass try once more in a pass of its own."""
@@ -170,12 +170,12 @@ class Takeovers:
         found = job.checks.answered(job.batcher, event.check, event.opinion)
         if found is None or text is None:
             return []
-        outcome = TellCheck(event.check, found.outcome, found.reason)
+        outcome = ReportCheck(event.check, found.outcome, found.reason)
         if found.again is not None:
             return [outcome, BeginCheck(found.again, text, job.fence)]
         return [outcome, *(self._expel(found) if found.liar else [])]
 
-    def _expel(self, found: Found) -> list[ServingCommand]:
+    def _expel(self, found: CheckVerdict) -> list[ServingCommand]:
         """Expel a peer for good. Everything under way may depend on its results, so all of it is read again from
         tokens."""
         if self.job.roles.stages_of(found.liar):

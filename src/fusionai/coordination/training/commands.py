@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fusionai.coordination.round.commands import Distrust, TellCheck
+from fusionai.coordination.round.commands import Distrust, ReportCheck
 from fusionai.coordination.round.verification import Check
 from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.coordination.training.roles import Roles
@@ -67,7 +67,7 @@ class AnnounceReady:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class FeedMicrobatch:
     """Send the microbatch's inputs to the stages that need them; in a replay only to the stages in `only`."""
 
     step: int
@@ -156,7 +156,7 @@ class Rewind:
 
 
 @dataclass(frozen=True, slots=True)
-class TellFault:
+class ReportFault:
     """Report a fault to the user. `stages` wait because of it."""
 
     kind: Literal["peer", "guard", "link", "stage", "liar"]
@@ -167,7 +167,7 @@ class TellFault:
 
 
 @dataclass(frozen=True, slots=True)
-class TellRestored:
+class ReportRestored:
     """Report to the user how the stages get to `committed`: `restored` from their state at `base`, the others kept
     theirs."""
 
@@ -201,7 +201,7 @@ DriverCommand = (
     | SendResume
     | SendProbe
     | AnnounceReady
-    | Feed
+    | FeedMicrobatch
     | DecideScale
     | JournalCommit
     | SendCommit
@@ -211,11 +211,11 @@ DriverCommand = (
     | StepCommitted
     | AskPlan
     | StartCheck
-    | TellCheck
+    | ReportCheck
     | Distrust
     | Rewind
-    | TellFault
-    | TellRestored
+    | ReportFault
+    | ReportRestored
     | WarnTolerant
     | EndJob
 )

@@ -35,10 +35,13 @@ from fusionai.coordination.training.commands import (
     DriverCommand,
     EndJob,
     Evaluate,
-    Feed,
+    FeedMicrobatch,
     JournalCommit,
     NameBest,
     PassSnapshot,
+    ReportCheck,
+    ReportFault,
+    ReportRestored,
     Rewind,
     SendAttach,
     SendCommit,
@@ -46,9 +49,6 @@ from fusionai.coordination.training.commands import (
     SendResume,
     StartCheck,
     StepCommitted,
-    TellCheck,
-    TellFault,
-    TellRestored,
     WarnTolerant,
     WriteCheckpoint,
 )
@@ -134,7 +134,7 @@ class AllAnswered(FollowUp):
 
 
 @dataclass(frozen=True, slots=True)
-class AllLoaded(FollowUp):
+class AllRestored(FollowUp):
     """All stages that lost their state have one again."""
 
 
@@ -265,7 +265,7 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
             checkpoint=None if self.saved < 0 else self.saved,
             records_from=min(self.records, default=self.step),
         )
-        told = TellRestored(
+        told = ReportRestored(
             committed=self.step,
             base=restoration.base,
             restored=tuple(restoration.sources),
@@ -296,7 +296,7 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
 
     def _load(self, restoration: Restoration) -> list[DriverCommand]:
         if not restoration.sources:
-            self.follow_ups.append(AllLoaded())
+            self.follow_ups.append(AllRestored())
             return []
         self._round.replayed = dict.fromkeys(restoration.sources, restoration.base)
         passed: list[DriverCommand] = [
@@ -325,10 +325,10 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
             return self._fail(f"stage {event.stage} is at step {event.applied} instead of {base}")
         self._round.loaded.add(event.stage)
         if self._round.loaded >= restored:
-            self.follow_ups.append(AllLoaded())
+            self.follow_ups.append(AllRestored())
         return []
 
-    def on_all_loaded(self, _: AllLoaded) -> list[DriverCommand]:
+    def on_all_loaded(self, _: AllRestored) -> list[DriverCommand]:
         return self._go_on()
 
     def _go_on(self) -> list[DriverCommand]:
@@ -419,7 +419,7 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         commands: list[DriverCommand] = []
         below = min(self.step, min(self._round.replayed[stage] for stage in fed) + REPLAY_AHEAD)
         while self._fed[0] < below:
-            commands.append(Feed(*self._fed, only=fed))
+            commands.append(FeedMicrobatch(*self._fed, only=fed))
             self._fed = self._after(self._fed)
         return commands
 
@@ -621,7 +621,7 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
             step, microbatch = self._fed
             if step * self.shape.microbatches + microbatch >= known + self.roles.feed_window:
                 break
-            commands.append(Feed(step, microbatch))
+            commands.append(FeedMicrobatch(step, microbatch))
             self._fed = self._after(self._fed)
         return commands
 
@@ -648,8 +648,8 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         if found is None:
             return []
         if found.again is not None:
-            return [TellCheck(event.check, found.outcome, found.reason), StartCheck(found.again)]
-        told = TellCheck(event.check, found.outcome, found.reason)
+            return [ReportCheck(event.check, found.outcome, found.reason), StartCheck(found.again)]
+        told = ReportCheck(event.check, found.outcome, found.reason)
         if found.liar:
             self._verifying.sentence = found
             return [told, *self._expel_if_free()]
@@ -677,7 +677,7 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         guarded = peer in self._guards.values()
         told: list[DriverCommand] = [
             Distrust(peer, found.reason),
-            TellFault("liar", peer, stages, self.step, found.reason),
+            ReportFault("liar", peer, stages, self.step, found.reason),
         ]
         self._guards = {stage: guard for stage, guard in self._guards.items() if guard != peer}
         if not stages:
@@ -723,10 +723,10 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         stages = self.roles.stages_of(peer)
         self._guards = {stage: guard for stage, guard in self._guards.items() if guard != peer}
         if not stages:
-            return [TellFault("guard", peer, (), self.step, reason), *self._without_guard(peer, reason)]
+            return [ReportFault("guard", peer, (), self.step, reason), *self._without_guard(peer, reason)]
         if peer == self.roles.owner:
             return self._fail(f"stage {stages[0]} of the job's own machine failed: {reason}")
-        told = TellFault(kind, peer, stages, self.step, reason)
+        told = ReportFault(kind, peer, stages, self.step, reason)
         if self._pending is not None and self._leaves_alone(self._pending):
             return [told, *self._adopt(self._pending)]
         self._pending = None
@@ -765,7 +765,7 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
         if self._faults.link_broke(pair) > 1:
             return self._lose(self._faults.blamed(pair, self.roles, self._guards), "link", event.reason)
         stages = self.roles.stages_of(event.other)
-        return [TellFault("link", event.other, stages, self.step, event.reason), *self._begin_round()]
+        return [ReportFault("link", event.other, stages, self.step, event.reason), *self._begin_round()]
 
     def on_stage_failed(self, event: StageFailed) -> list[DriverCommand]:
         """First failure: another round. Second: another peer. Third: end the job, because the peer is not the cause."""
@@ -775,7 +775,7 @@ class DriverMachine(StatefulMachine[DriverPhase, DriverCommand]):
             return self._fail(f"stage {event.stage} failed: {event.reason}")
         if times > 1:
             return self._lose(peer, "stage", event.reason)
-        return [TellFault("stage", peer, (event.stage,), self.step, event.reason), *self._begin_round()]
+        return [ReportFault("stage", peer, (event.stage,), self.step, event.reason), *self._begin_round()]
 
     def on_plan(self, event: PlanGranted) -> list[DriverCommand]:
         """Adopt the plan at once if a stage waits for a peer, otherwise when nothing is in progress. The plan may
@@ -924,7 +924,7 @@ _RESTORING: Final[list[Transition[DriverMachine, Any, list[DriverCommand]]]] = [
     Transition((_A,), StageReported, (_A,), DriverMachine.on_reported),
     Transition((_A,), AllAnswered, (_L,), DriverMachine.on_all_answered),
     Transition((_L,), StageReady, (_L, _E), DriverMachine.on_loaded),
-    Transition((_L,), AllLoaded, (_R,), DriverMachine.on_all_loaded),
+    Transition((_L,), AllRestored, (_R,), DriverMachine.on_all_loaded),
     Transition((_R,), StageReady, (_R, _E), DriverMachine.on_ready),
     Transition((_R,), StagePrepared, (_R, _E), DriverMachine.on_replayed),
     Transition((_R,), AllReady, (_P, _G, _S), DriverMachine.on_all_ready),

@@ -147,7 +147,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class AgreementArrived:
+class OuterUpdateArrived:
     """The agreement after this step has arrived completely."""
 
     step: int
@@ -162,7 +162,7 @@ class ExportAsked:
 class WorkDone:
     """`missing`: after `initialise`, entries without an initialisation rule are still to be imported."""
 
-    work: Work
+    work: StageWork
     missing: bool = False
 
 
@@ -170,7 +170,7 @@ class WorkDone:
 class WorkFailed:
     """A piece of work failed, and the driver has been informed. The stage can continue only after another attach."""
 
-    work: Work
+    work: StageWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ StageEvent = (
     | BackwardArrived
     | SharedArrived
     | Committed
-    | AgreementArrived
+    | OuterUpdateArrived
     | ExportAsked
     | WorkDone
     | WorkFailed
@@ -197,7 +197,7 @@ StageEvent = (
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StageWork:
     """One piece of work for the compute thread. `record` only for `apply`. `difference`: send how far this stage's
     parameters have changed since the last agreement. `adopt`: adopt the new agreement."""
 
@@ -224,7 +224,7 @@ class Work:
 class Compute:
     """Run this work now; at most one piece is under way. Answer with `WorkDone`."""
 
-    work: Work
+    work: StageWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,12 +318,12 @@ StageCommand = (
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(FollowUp):
+class StateLoaded(FollowUp):
     """The state that the resume asked for is in place."""
 
 
 @dataclass(frozen=True, slots=True)
-class Restored(FollowUp):
+class StateRestored(FollowUp):
     """The state is that of the official step."""
 
 
@@ -342,7 +342,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
     snapshot_every: int = 0
     dropped: int = 0
     """Tensors refused because they belong to no step that this stage can still run."""
-    _busy: Work | None = None
+    _busy: StageWork | None = None
     _deferred: list[StageEvent] = field(default_factory=list)
     _forwarded: int = 0
     _returned: int = 0
@@ -497,69 +497,69 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         self._busy = work
         return [Compute(work)]
 
-    def _restoring_work(self) -> Work | None:
+    def _restoring_work(self) -> StageWork | None:
         if self._initialise:
-            return Work("initialise")
+            return StageWork("initialise")
         return None if self._commit is None else self._applying_work(self._commit)
 
-    def _applying_work(self, commit: CommitRecord) -> Work | None:
+    def _applying_work(self, commit: CommitRecord) -> StageWork | None:
         """Return the optimizer's step or, with local updates, then the exchange. The step counts only after the
         exchange."""
         if not self._updated:
-            return Work("apply", step=commit.step, record=commit)
+            return StageWork("apply", step=commit.step, record=commit)
         told = self.shape.exchanges.adopts(commit.step)
         assert told is not None, "other steps count as soon as they are applied"
         if told in self._agreements:
-            return Work("adopt", step=told)
-        return None if self._differed else Work("difference", step=told)
+            return StageWork("adopt", step=told)
+        return None if self._differed else StageWork("difference", step=told)
 
-    def _running_work(self) -> Work | None:
+    def _running_work(self) -> StageWork | None:
         step = self.applied
         if self._commit is not None:
             return self._applying_work(self._commit)
         told = self.shape.exchanges.outstanding(step)
         if told is not None and not self._differed and told not in self._agreements:
-            return Work("difference", step=told)
+            return StageWork("difference", step=told)
         if step in self._exports:  # asked for before anything of the step had begun
-            return Work("export", step=step)
+            return StageWork("export", step=step)
         numbered = self.shape.microbatch
         lagging, forward = self._returned - self._weighted, self._side_forward(step) or self._coming_forward(step)
-        weights = Work("weights", step=step, microbatch=numbered(self._weighted)) if lagging else None
+        weights = StageWork("weights", step=step, microbatch=numbered(self._weighted)) if lagging else None
         if forward is not None and self._backward_last:
             return weights if lagging > self.shape.weight_lag else forward
         if self._returned < self._forwarded and self.shape.consumers <= self._gradients.get(
             (step, numbered(self._returned)), set()
         ):
-            return Work("backward", step=step, microbatch=numbered(self._returned))
+            return StageWork("backward", step=step, microbatch=numbered(self._returned))
         if lagging > self.shape.weight_lag or (lagging and self._returned == self.shape.microbatches):
             return weights
         if self._returned == self.shape.microbatches and self.prepared < step:
             return self._closing_work(step)
         return forward or weights
 
-    def _coming_forward(self, step: int) -> Work | None:
+    def _coming_forward(self, step: int) -> StageWork | None:
         """Return the next microbatch's forward, if its inputs are here and the credit is not used up."""
         if self._forwarded == self.shape.microbatches or self.in_flight >= self.shape.in_flight:
             return None
         needed, coming = self.shape.producers["train"], self.shape.microbatch(self._forwarded)
         whole = needed <= self._arrived.get(("train", step, coming), set())
-        return Work("forward", step=step, microbatch=coming) if whole else None
+        return StageWork("forward", step=step, microbatch=coming) if whole else None
 
-    def _closing_work(self, step: int) -> Work | None:
+    def _closing_work(self, step: int) -> StageWork | None:
         """When all microbatches are summed, reduce shared gradients, then compute norms."""
         if self.shape.parts_to and not self._shared_sent:
-            return Work("share", step=step)
+            return StageWork("share", step=step)
         totals = self._shared_totals.get(step, set())
         if self.shape.totals_to and self.shape.stage not in totals:
             complete = self._shared_partials.get(step, set()) >= self.shape.sums_of
-            return Work("total", step=step) if complete else None
-        return Work("norms", step=step) if totals >= self.shape.summed_by and not self._summed else None
+            return StageWork("total", step=step) if complete else None
+        return StageWork("norms", step=step) if totals >= self.shape.summed_by and not self._summed else None
 
-    def _side_forward(self, step: int) -> Work | None:
+    def _side_forward(self, step: int) -> StageWork | None:
         """Return evaluation or inference work for the present state, oldest first. It does not change the state."""
         for (mode, at_step, microbatch), arrived in self._arrived.items():
             if mode != "train" and at_step == step and self.shape.producers[mode] <= arrived:
-                return Work("forward", step=step, microbatch=microbatch, mode=mode)
+                return StageWork("forward", step=step, microbatch=microbatch, mode=mode)
         return None
 
     # ----------------------------------------------------------------------------------------------- transitions
@@ -608,7 +608,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
             self.prepared = self.applied - 1
             self._shared_totals.clear()  # of the sums that were prepared and are dropped
             self.phase = StagePhase.RESTORING
-            self.follow_ups.append(Restored())
+            self.follow_ups.append(StateRestored())
             return [DropSums(), *retained]
         missed = self.applied == event.committed - 1 and self.prepared == self.applied
         if missed and self.applied in self._records:
@@ -626,10 +626,10 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         if event.step != self._base:
             self.phase = StagePhase.ATTACHED
             return [Refuse(f"expected the state of step {self._base}, got that of step {event.step}")]
-        self.follow_ups.append(Loaded())
+        self.follow_ups.append(StateLoaded())
         return []
 
-    def on_loaded(self, _: Loaded) -> list[StageCommand]:
+    def on_loaded(self, _: StateLoaded) -> list[StageCommand]:
         """The base state is in place. Replay the steps between it and the official ones."""
         self.applied, self.prepared = self._base, self._base - 1
         self._kept_from = self._base
@@ -639,7 +639,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         self._clear_step(keep_sums=False)
         return [ReportReady(self.applied)]
 
-    def on_restored(self, _: Restored) -> list[StageCommand]:
+    def on_restored(self, _: StateRestored) -> list[StageCommand]:
         return self._run()
 
     def _run(self) -> list[StageCommand]:
@@ -714,7 +714,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
             case "initialise":
                 self._initialise = False
                 if not event.missing and self.phase is StagePhase.RESTORING:
-                    self.follow_ups.append(Loaded())
+                    self.follow_ups.append(StateLoaded())
             case "forward":
                 arrived_key = (work.mode, work.step, work.microbatch)
                 self._arrived.pop(arrived_key, None)
@@ -753,7 +753,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
                 self._exports.remove(work.step)
         return []
 
-    def on_agreement(self, event: AgreementArrived) -> list[StageCommand]:
+    def on_agreement(self, event: OuterUpdateArrived) -> list[StageCommand]:
         """An agreement arrived. It may come before the commit, because a replaying stage gets all its agreements
         early."""
         if self.wants_agreement(event.step):
@@ -774,7 +774,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
             case StagePhase.REPLAYING if self.applied < self._target:
                 return []
             case _:
-                self.follow_ups.append(Restored())
+                self.follow_ups.append(StateRestored())
                 return []
 
     def on_work_failed(self, event: WorkFailed) -> list[StageCommand]:
@@ -853,14 +853,14 @@ _TRANSITIONS: Final[list[Transition[StageMachine, Any, list[StageCommand]]]] = [
     *(Transition((phase,), Attached, (phase, _A), StageMachine.on_attached) for phase in StagePhase),
     Transition((_A,), Resumed, (_A, _R), StageMachine.on_resumed),
     Transition((_R,), StateArrived, (_R, _A), StageMachine.on_state_arrived),
-    Transition((_R,), Loaded, (_P, _G), StageMachine.on_loaded),
-    Transition((_R, _P), Restored, (_G,), StageMachine.on_restored),
+    Transition((_R,), StateLoaded, (_P, _G), StageMachine.on_loaded),
+    Transition((_R, _P), StateRestored, (_G,), StageMachine.on_restored),
     *(Transition((phase,), WorkDone, (phase,), StageMachine.on_work_done) for phase in _WORKING),
     Transition(_WORKING, WorkFailed, (_A,), StageMachine.on_work_failed),
     *(Transition((phase,), ForwardArrived, (phase,), StageMachine.on_forward_arrived) for phase in _WORKING),
     *(Transition((phase,), BackwardArrived, (phase,), StageMachine.on_backward_arrived) for phase in (_P, _G)),
     *(Transition((phase,), SharedArrived, (phase,), StageMachine.on_shared_arrived) for phase in (_P, _G)),
-    *(Transition((phase,), AgreementArrived, (phase,), StageMachine.on_agreement) for phase in _WORKING),
+    *(Transition((phase,), OuterUpdateArrived, (phase,), StageMachine.on_agreement) for phase in _WORKING),
     Transition((_G,), Committed, (_G,), StageMachine.on_committed),
     Transition((_G,), ExportAsked, (_G,), StageMachine.on_export_asked),
     Transition(tuple(StagePhase), Detached, (_D,), StageMachine.on_detached),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusionai.coordination.round.verification import Found
+from fusionai.coordination.round.verification import CheckVerdict
 
 
 @dataclass(slots=True)
 class Verifying:
-    sentence: Found | None = None
+    sentence: CheckVerdict | None = None
     """Verdict against a peer that is expelled as soon as no commit is being journalled."""
     checkable: int = 0
     """First step from which work can be checked. Retained data of earlier steps may have been lost with the last

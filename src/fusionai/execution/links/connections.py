@@ -22,7 +22,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
 from fusionai.execution.links.outbox import Outbox
 from fusionai.execution.links.peer_links import open_job
-from fusionai.execution.member import Member
+from fusionai.execution.member import RoundMember
 from fusionai.primitives.errors import ChannelClosed, FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -83,7 +83,7 @@ class Connections:
         self,
         job: str,
         host: Host,
-        member: Member,
+        member: RoundMember,
         *,
         on_message: MessageSink,
         serve_state: StateServer,

@@ -20,9 +20,9 @@ from fusionai.backends.interface import ServingBackend, ServingProgram
 from fusionai.backends.serving.cacheless import WholeServing
 from fusionai.execution.host import Host
 from fusionai.execution.serving.boundary import ServingBoundary
-from fusionai.execution.serving.stage import Identity, ServingPostman, ServingStage, retained_bytes
+from fusionai.execution.serving.stage import ServingPostman, ServingStage, StageIdentity, retained_bytes
 from fusionai.execution.weights.fetching import WeightInlet, dialled, fetch
-from fusionai.execution.weights.server import WeightDesk
+from fusionai.execution.weights.server import WeightServer
 from fusionai.ir.schema import Graph, content_hash
 from fusionai.ir.validate import parse
 from fusionai.primitives.errors import ExecutionError, GraphError, TransportError
@@ -35,8 +35,8 @@ from fusionai.wire import messages as wire
 from fusionai.wire.messages import WeightSource, WeightSpec
 
 
-def identity_of(load: wire.Load) -> Identity:
-    return Identity(
+def identity_of(load: wire.Load) -> StageIdentity:
+    return StageIdentity(
         graph_hash=load.graph_hash,
         boundary=bytes(load.boundary),
         options=load.options,
@@ -177,7 +177,7 @@ class FetchedWeights:
         self._host = host
         self._owner = owner
         self._store = store
-        self._desk = WeightDesk(store)
+        self._desk = WeightServer(store)
         self._inlet: WeightInlet | None = None
         self._inlet_came = asyncio.Event()
 

@@ -19,10 +19,10 @@ from typing import Final
 from fusionai.execution.compute import return_code_pages, return_freed_memory
 from fusionai.execution.host import Host
 from fusionai.execution.links.outbox import Outbox
-from fusionai.execution.member import LinkLostSink, Member
+from fusionai.execution.member import LinkLostSink, RoundMember
 from fusionai.execution.serving.loading import StageWeights, identity_of, prepare_stage
 from fusionai.execution.serving.stage import ServingStage
-from fusionai.execution.serving.verifier import TextReferee
+from fusionai.execution.serving.verifier import TextVerifier
 from fusionai.execution.state import headers
 from fusionai.primitives.errors import (
     ExecutionError,
@@ -40,7 +40,7 @@ from fusionai.wire.messages import Fence
 log = logging.getLogger(__name__)
 
 ResultSink = Callable[[wire.PassResult, Mapping[str, HostTensor]], None]
-Testimony = wire.ToldMarks | wire.ShownRows | wire.ReadText
+Testimony = wire.TextSketches | wire.ShownRows | wire.ReadText
 TestimonySink = Callable[[PeerId, Testimony, Mapping[str, HostTensor]], None]
 
 LOADING_S: Final = 0.5
@@ -49,7 +49,7 @@ WORKING_BEATS: Final = 4
 """Number of ping intervals between two reports of what the stages compute (chosen)."""
 
 
-class ServingMember(Member):
+class ServingMember(RoundMember):
     """Takes part in one serving job.
 
     `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_result`, `on_testimony` and
@@ -74,7 +74,7 @@ class ServingMember(Member):
         self._on_result = on_result
         self._on_testimony = on_testimony
         self._stages: dict[int, ServingStage] = {}
-        self._referees: dict[int, TextReferee] = {}
+        self._referees: dict[int, TextVerifier] = {}
         """Number of the check -> its referee."""
         self._loading = asyncio.Lock()
         self._loads: dict[int, wire.Loading] = {}
@@ -106,7 +106,7 @@ class ServingMember(Member):
                 self._start(self._load(load, envelope.tensors))
             case wire.Rebuild() as order:
                 self._deliver(order, {})
-            case wire.TellMarks() | wire.ShowRows() | wire.ReadAgain() as order:
+            case wire.RequestSketches() | wire.ShowRows() | wire.ReadAgain() as order:
                 self._testify(order)
             case other:
                 raise ExecutionError(
@@ -147,7 +147,7 @@ class ServingMember(Member):
             case (
                 wire.Pass(producer=sender)
                 | wire.PassResult(stage=sender)
-                | wire.ToldMarks(stage=sender)
+                | wire.TextSketches(stage=sender)
                 | wire.ShownRows(stage=sender)
             ):
                 pass
@@ -171,7 +171,7 @@ class ServingMember(Member):
                 if self._on_result is None:
                     raise ExecutionError(f"a result of {self.job} arrived at a member without a driver.")
                 self._on_result(message, envelope.tensors)
-            case wire.ToldMarks() | wire.ReadText():
+            case wire.TextSketches() | wire.ReadText():
                 if self._on_testimony is None:
                     raise ExecutionError(f"data for a check of {self.job} arrived at a member without a driver.")
                 self._on_testimony(peer, message, envelope.tensors)
@@ -384,16 +384,16 @@ class ServingMember(Member):
 
     # ------------------------------------------------------------------------------------------------- spot checks
 
-    def _testify(self, order: wire.TellMarks | wire.ShowRows | wire.ReadAgain) -> None:
+    def _testify(self, order: wire.RequestSketches | wire.ShowRows | wire.ReadAgain) -> None:
         """Send what a check asks for. A failure here fails only the check."""
         try:
             stage = self._stages.get(order.stage)
             if stage is None or order.fence != self._placement.fence:
                 raise ExecutionError(f"stage {order.stage} does not run here in this round.")
             match order:
-                case wire.TellMarks(fence=fence, number=number):
+                case wire.RequestSketches(fence=fence, number=number):
                     told = stage.told(order)
-                    answer = wire.ToldMarks(fence=fence, stage=order.stage, number=number, tensors=headers(told))
+                    answer = wire.TextSketches(fence=fence, stage=order.stage, number=number, tensors=headers(told))
                     self.testimony(self.owner, answer, told)
                 case wire.ShowRows(reply=reply, number=number):
                     for start, rows in stage.shown(order):
@@ -427,7 +427,7 @@ class ServingMember(Member):
             self.stale_dropped += 1
 
     async def _compute_again(
-        self, referee: TextReferee, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]
+        self, referee: TextVerifier, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]
     ) -> None:
         order = referee.order
         try:
@@ -449,7 +449,7 @@ class ServingMember(Member):
             await referee.end()
             self._not_checked(order, str(error) or type(error).__name__)
 
-    def _not_checked(self, order: wire.TellMarks | wire.ShowRows | wire.ReadAgain, reason: str) -> None:
+    def _not_checked(self, order: wire.RequestSketches | wire.ShowRows | wire.ReadAgain, reason: str) -> None:
         self.to_driver(
             wire.CheckFailed(fence=order.fence, stage=order.stage, number=order.number, reason=reason[:4000])
         )

@@ -25,7 +25,7 @@ from fusionai.wire.messages import Segment
 Bytes = npt.NDArray[np.uint8]
 
 
-class Retained:
+class RetainedRows:
     """Retained rows of one stage. `specs`: the values sent on. Rows are kept as bytes, since they are not computed
     with."""
 

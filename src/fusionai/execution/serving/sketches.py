@@ -39,7 +39,7 @@ from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor
 from fusionai.scheduling.kernels.compiled import available, compiled
 from fusionai.wire.messages import Segment
 
-Marks = npt.NDArray[np.float32]
+Sketches = npt.NDArray[np.float32]
 """Shape [rows, SIZE]."""
 Rows = npt.NDArray[np.float32]
 """Shape [rows, numbers of a row]."""
@@ -58,12 +58,12 @@ class Projection:
     def __init__(self, specs: Sequence[RowSpec], key: bytes) -> None:
         self._signs = {spec.name: _signs_of(spec, key) for spec in specs}
 
-    def marks(self, tensors: Mapping[str, HostTensor]) -> Marks:
+    def marks(self, tensors: Mapping[str, HostTensor]) -> Sketches:
         """Return the marks of tensors [1, rows, ...], one per value."""
         with np.errstate(invalid="ignore", over="ignore"):
             return self.of({name: _rows(tensors[name]) for name in self._signs})
 
-    def of(self, rows: Mapping[str, Rows]) -> Marks:
+    def of(self, rows: Mapping[str, Rows]) -> Sketches:
         """Return the marks of these rows of all values. numpy warns of overflow unless the caller suppresses it."""
         first, *others = (_signed_sums(rows[name], drawn) for name, drawn in self._signs.items())
         for part in others:
@@ -71,7 +71,7 @@ class Projection:
         return first
 
 
-def _signed_sums(rows: Rows, drawn: npt.NDArray[np.float32]) -> Marks:
+def _signed_sums(rows: Rows, drawn: npt.NDArray[np.float32]) -> Sketches:
     sums = np.zeros((len(rows), SIZE), np.float32)
     if available():
         # One array type: numba compiles again for arrays that are read-only or not contiguous.
@@ -100,8 +100,8 @@ class _Run:
     """Consecutive positions from `start`. NaN marks a position whose row did not pass through."""
 
     start: int
-    got: Marks | None
-    gave: Marks | None
+    got: Sketches | None
+    gave: Sketches | None
     length: int
 
     def before(self, position: int) -> _Run:
@@ -109,7 +109,7 @@ class _Run:
         return _Run(self.start, _part(self.got, slice(kept)), _part(self.gave, slice(kept)), kept)
 
 
-def _part(marks: Marks | None, which: slice) -> Marks | None:
+def _part(marks: Sketches | None, which: slice) -> Sketches | None:
     return None if marks is None else marks[which]
 
 
@@ -123,7 +123,7 @@ class _Text:
     positions: int = 0
 
 
-class MarkBook:
+class SketchBook:
     """Marks of one stage's texts. `received`, `sent`: the values to mark; empty if not marked. `capacity`: positions of
     all texts together."""
 
@@ -209,7 +209,7 @@ class MarkBook:
             _, gone = self._texts.popitem(last=False)
             self._positions -= gone.positions
 
-    def told(self, session: int, start: int, length: int) -> tuple[Marks, Marks]:
+    def told(self, session: int, start: int, length: int) -> tuple[Sketches, Sketches]:
         """Return (received, sent) marks of these positions; NaN where nothing is known."""
         got, gave = (np.full((length, SIZE), np.nan, np.float32) for _ in range(2))
         self._settle()
@@ -316,7 +316,7 @@ def _joined(packs: Sequence[_Packed | None]) -> Mapping[str, Rows]:
     return {name: np.concatenate([one[name] for one in rows]) for name in rows[0]}
 
 
-def _marked(projection: Projection | None, rows: Mapping[str, Rows], found: _Found, length: int) -> Marks | None:
+def _marked(projection: Projection | None, rows: Mapping[str, Rows], found: _Found, length: int) -> Sketches | None:
     """Return the marks of a text's positions, NaN where there is no row; None if there is nothing to mark."""
     if projection is None or not found.rows:
         return None

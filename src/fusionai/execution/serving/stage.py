@@ -24,16 +24,16 @@ import numpy as np
 from fusionai.backends.interface import ServingProgram
 from fusionai.execution.compute import ComputeThread, Outcome, Timed
 from fusionai.execution.serving.boundary import RowSpec, ServingBoundary
-from fusionai.execution.serving.retained import Retained, packed
-from fusionai.execution.serving.sketches import MarkBook
-from fusionai.execution.serving.verifier import TextReferee
+from fusionai.execution.serving.retained import RetainedRows, packed
+from fusionai.execution.serving.sketches import SketchBook
+from fusionai.execution.serving.verifier import TextVerifier
 from fusionai.execution.state import headers
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import FROM_SEGMENTS, HIDDEN
 from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.wire import messages as wire
-from fusionai.wire.messages import Fence, Hop, Segment, ServeOptions
+from fusionai.wire.messages import Fence, Segment, ServeOptions, StageDelay
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class ServingPostman(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class StageIdentity:
     """Identifies a loaded stage: two loads of equal identity describe the same stage."""
 
     graph_hash: str
@@ -98,7 +98,7 @@ class ServingStage:
     def __init__(
         self,
         *,
-        identity: Identity,
+        identity: StageIdentity,
         boundary: ServingBoundary,
         graph: Graph,
         program: ServingProgram,
@@ -122,8 +122,8 @@ class ServingStage:
         self._least = ((HIDDEN,) if HIDDEN in graph.outputs else tuple(graph.outputs))[:1]
         """Cheapest output whose computation fills every KV cache."""
         keeps = identity.options.retain and not identity.select and not identity.last
-        self._retained = Retained(boundary.sends, identity.options.page_tokens) if keeps else None
-        self._book: MarkBook | None = None
+        self._retained = RetainedRows(boundary.sends, identity.options.page_tokens) if keeps else None
+        self._book: SketchBook | None = None
         self._orders: deque[_Order] = deque()
         """Passes that wait or are being computed, in order."""
         self._computing: tuple[int, float] | None = None
@@ -184,7 +184,7 @@ class ServingStage:
         # All live texts, all that wait to be checked, and as many newer ones.
         capacity = 3 * self._options.pages * self._options.page_tokens
         sends = self._boundary.sends if gives else ()
-        self._book = MarkBook(secret, self._boundary.receives, sends, capacity) if secret else None
+        self._book = SketchBook(secret, self._boundary.receives, sends, capacity) if secret else None
 
     # ---------------------------------------------------------------------------------------------------- passes
 
@@ -236,7 +236,7 @@ class ServingStage:
 
     def _send_on(self, order: _Order, made: dict[str, HostTensor], timed: Timed) -> None:
         message = order.message
-        hop = Hop(self.stage, max(0.0, timed.start_s - order.arrived_s), timed.busy_s)
+        hop = StageDelay(self.stage, max(0.0, timed.start_s - order.arrived_s), timed.busy_s)
         hops = (*message.hops, hop)
         sent: dict[str, HostTensor] = {}
         ends = message.rebuild == self.stage
@@ -363,7 +363,7 @@ class ServingStage:
 
     # ------------------------------------------------------------------------------------------------- spot checks
 
-    def told(self, order: wire.TellMarks) -> dict[str, HostTensor]:
+    def told(self, order: wire.RequestSketches) -> dict[str, HostTensor]:
         """Return the marks made at these positions. Raises `ExecutionError` if nothing is marked."""
         if self._book is None:
             raise ExecutionError(f"stage {self.stage} was not asked to make marks.")
@@ -384,12 +384,12 @@ class ServingStage:
             # A pass of the text may still be in progress, so the session's own page table stays unchanged.
             yield segments[0].start, self._retained.rows(segments, order.segment.pages)
 
-    def referee(self, order: wire.ReadAgain) -> TextReferee:
+    def referee(self, order: wire.ReadAgain) -> TextVerifier:
         """Return a referee for the peer that runs this stage, if this member only guards it. Raises
         `ExecutionError`."""
         if self.allocated:
             raise ExecutionError(f"stage {self.stage} runs here, so its caches are in use; only a guard can recheck.")
-        return TextReferee(
+        return TextVerifier(
             order,
             boundary=self._boundary,
             graph=self._graph,
@@ -404,12 +404,12 @@ def keeps_positions(graph: Graph, options: ServeOptions) -> bool:
     return options.whole or any(node.op == ATTENTION for node in graph.nodes)
 
 
-def retained_bytes(boundary: ServingBoundary, identity: Identity) -> int:
+def retained_bytes(boundary: ServingBoundary, identity: StageIdentity) -> int:
     """Return the largest number of bytes that a stage will retain."""
     options = identity.options
     if not options.retain or identity.select or identity.last:
         return 0
-    return Retained.capacity_bytes(boundary.sends, options.pages, options.page_tokens)
+    return RetainedRows.capacity_bytes(boundary.sends, options.pages, options.page_tokens)
 
 
 def _picked(order: _Order, spec: RowSpec) -> HostTensor:

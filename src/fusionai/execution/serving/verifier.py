@@ -20,7 +20,7 @@ from fusionai.backends.interface import ServingProgram
 from fusionai.backends.tolerance import numbers
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.serving.boundary import ServingBoundary
-from fusionai.execution.serving.sketches import Marks, Projection
+from fusionai.execution.serving.sketches import Projection, Sketches
 from fusionai.ir.schema import Graph
 from fusionai.ir.serving import FROM_SEGMENTS
 from fusionai.primitives.errors import ExecutionError
@@ -30,7 +30,7 @@ from fusionai.wire.messages import Segment, ServeOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class RecheckResult:
     """Result of a recheck, as sent in `ReadText`. `marks`: by `got`, `gave`, `seen`. `moved`: norm of what the stage
     added to the rows, relative to the norm of what it sent (0 to 1)."""
 
@@ -38,7 +38,7 @@ class Reading:
     moved: float
 
 
-class TextReferee:
+class TextVerifier:
     """Recomputes one text. Call `compute` with the rows in order; the last call returns the marks. The program's caches
     are free afterwards, or after `end`."""
 
@@ -72,12 +72,12 @@ class TextReferee:
         self._got = Projection(boundary.receives, order.keys[0])
         self._gave = Projection(boundary.sends, order.keys[0])
         self._seen = Projection(boundary.sends, order.keys[1])
-        self._parts: list[tuple[Marks, Marks, Marks]] = []
+        self._parts: list[tuple[Sketches, Sketches, Sketches]] = []
         self._stream = _stream(boundary, self._made)
         self._squares = [0.0, 0.0]
         """Sums of squares: of what the stage adds to rows, and of what it sends."""
 
-    async def compute(self, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]) -> Reading | None:
+    async def compute(self, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]) -> RecheckResult | None:
         """Compute the next rows and return the result after the last ones, None before. Raises `ExecutionError` for
         rows that don't belong to this text, and what the program raises."""
         length = self._checked(rows, tensors)
@@ -95,7 +95,7 @@ class TextReferee:
         }
         added, given = self._squares
         moved = min(1.0, (added / given) ** 0.5) if 0 < given < inf and added < inf else 1.0
-        return Reading(marks, moved)
+        return RecheckResult(marks, moved)
 
     async def end(self) -> None:
         """Free the caches. No further rows can be computed."""
@@ -119,7 +119,9 @@ class TextReferee:
                 raise ExecutionError(f"{wrong}.")
         return length
 
-    def _computed(self, start: int, length: int, tensors: Mapping[str, HostTensor]) -> tuple[Marks, Marks, Marks]:
+    def _computed(
+        self, start: int, length: int, tensors: Mapping[str, HostTensor]
+    ) -> tuple[Sketches, Sketches, Sketches]:
         """Compute one part, in the compute thread. Returns its marks (got, gave, seen)."""
         order = self.order
         self._program.allocate()

@@ -1,7 +1,7 @@
 """Tensors that arrive at a stage: checked when they come, then held, by step, for the work that uses them.
 
 `Arrivals` checks a message before anything is stored: names, dtypes and sizes must be ones the graph allows. The
-backend checks exact shapes once it knows the sizes of the microbatch. `Held` limits the bytes that may wait: credit
+backend checks exact shapes once it knows the sizes of the microbatch. `WaitingTensors` limits the bytes that may wait: credit
 bounds what well-behaved neighbours send, and the limit bounds the others. A replay delivers many steps at once.
 
 `execution.training.runtime` calls both and first asks its stage machine whether a tensor is needed at all;
@@ -23,7 +23,7 @@ from fusionai.ir.shapes import bounds
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import FLOAT_DTYPES, ITEMSIZE_BYTES, HostTensor, tensor_bytes
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import Codec, PackedTensor, Packing, Told, codec_between, follows, packing, packs
+from fusionai.wire.codecs import Codec, PackedTensor, Packing, ParameterForm, codec_between, follows, packing, packs
 from fusionai.wire.messages import Mode
 
 
@@ -158,7 +158,7 @@ class _Shared:
     parts: set[int] = field(default_factory=set[int])
 
 
-class Held:
+class WaitingTensors:
     """Waiting tensors of one stage. `check` raises `ExecutionError` for wrong tensors, `keep` if the limit is
     exceeded."""
 
@@ -172,9 +172,9 @@ class Held:
         """Step -> sender -> its part of the shared gradients."""
         self._totals: defaultdict[int, dict[int, _Shared]] = defaultdict(dict)
         """Step -> home stage -> its sums."""
-        self._agreed: dict[tuple[int, Told], dict[str, Carried]] = {}
+        self._agreed: dict[tuple[int, ParameterForm], dict[str, Carried]] = {}
         """(step, form) -> values of the agreement after that step, as far as they have arrived."""
-        self._whole: dict[int, Told] = {}
+        self._whole: dict[int, ParameterForm] = {}
         """Step -> the form in which the agreement has arrived completely."""
         self._bytes = 0
 
@@ -218,7 +218,7 @@ class Held:
                 return len(known.parts) >= message.parts
         return True
 
-    def keep_agreed(self, step: int, told: Told, values: Tensors, *, last: bool) -> frozenset[str]:
+    def keep_agreed(self, step: int, told: ParameterForm, values: Tensors, *, last: bool) -> frozenset[str]:
         """Store part of the agreement after `step` and return the names of all its values that have arrived. Values
         that come again replace the earlier ones."""
         known = self._agreed.setdefault((step, told), {})
@@ -229,10 +229,10 @@ class Held:
             self._whole[step] = told
         return frozenset(known)
 
-    def take_agreed(self, step: int) -> tuple[Told, dict[str, Carried]]:
+    def take_agreed(self, step: int) -> tuple[ParameterForm, dict[str, Carried]]:
         """Return (form, values) of the form that arrived completely last. Values that came in another form are
         dropped."""
-        found = {told: self._freed(self._agreed.pop((step, told), {})) for told in get_args(Told)}
+        found = {told: self._freed(self._agreed.pop((step, told), {})) for told in get_args(ParameterForm)}
         told = self._whole.pop(step)
         return told, found[told]
 

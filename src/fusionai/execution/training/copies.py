@@ -87,7 +87,7 @@ SendChunk = Callable[[StateCopy, int, Chunk | None], Awaitable[None]]
 """Called with (copy, part, chunk); chunk None marks the end. Raises `FusionError` if the guard can't be reached."""
 
 
-class Copies:
+class SnapshotCopier:
     """Sends a stage's snapshots to its guard. `on_failures` is called with the reason after `FAILURES_TOLD` consecutive
     snapshots failed."""
 

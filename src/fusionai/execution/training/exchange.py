@@ -23,18 +23,18 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.backends.interface import StageProgram
-from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM, RESIDUAL, TOLD
+from fusionai.backends.state import ANCHOR, OUTER_MOMENTUM, REPORTED, RESIDUAL
 from fusionai.execution.state import as_array, as_bytes
 from fusionai.execution.training.codecs import Carried, pack, unpack
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.wire.codecs import Exchanged, Told, packs
+from fusionai.wire.codecs import Exchanged, ParameterForm, packs
 
 Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OuterStep:
+class OuterOptimizer:
     """SGD with Nesterov momentum, in torch's order of operations."""
 
     learning_rate: float
@@ -54,18 +54,18 @@ def keep_anchor(program: StageProgram, keys: Iterable[str]) -> None:
         program.import_state([(f"optimizer/{key}/{ANCHOR}", present)])
 
 
-def keep_told(program: StageProgram, keys: Iterable[str]) -> None:
+def keep_reported(program: StageProgram, keys: Iterable[str]) -> None:
     """Store the present parameters as the ones the next difference is computed from, whatever they become meanwhile."""
     for key in keys:
         ((_, present),) = program.export_entries([f"model/{key}"])
-        program.import_state([(f"optimizer/{key}/{TOLD}", present)])
+        program.import_state([(f"optimizer/{key}/{REPORTED}", present)])
 
 
 def differences(
     program: StageProgram, keys: Iterable[str], codec: Exchanged, *, overlapped: bool
 ) -> Iterator[tuple[str, Carried]]:
     """Yield each parameter's difference, packed, float32 and flat. `overlapped`: from the parameters stored by
-    `keep_told` instead of the present ones."""
+    `keep_reported` instead of the present ones."""
     for key in keys:
         yield key, pack(key, _difference(program, key, overlapped=overlapped)[0], codec)
 
@@ -73,9 +73,9 @@ def differences(
 def adopt(
     program: StageProgram,
     agreed: Mapping[str, Carried],
-    told: Told,
+    told: ParameterForm,
     codec: Exchanged,
-    step: OuterStep,
+    step: OuterOptimizer,
     *,
     overlapped: bool,
 ) -> None:
@@ -108,14 +108,14 @@ def flat(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (prod(shape),)
 
 
-def carried_shapes(shapes: Mapping[str, tuple[int, ...]], told: Told) -> dict[str, tuple[int, ...]]:
+def carried_shapes(shapes: Mapping[str, tuple[int, ...]], told: ParameterForm) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the values that a stage with these parameters receives."""
     if told == "all":
         return {f"{slot}/{key}": shape for slot in (ANCHOR, OUTER_MOMENTUM) for key, shape in shapes.items()}
     return {key: flat(shape) for key, shape in shapes.items()}
 
 
-def _parameter(name: str, told: Told) -> str:
+def _parameter(name: str, told: ParameterForm) -> str:
     return name.partition("/")[2] if told == "all" else name
 
 
@@ -124,7 +124,7 @@ def _float32(values: Floats, shape: tuple[int, ...]) -> HostTensor:
 
 
 def _with_what_came_since(program: StageProgram, key: str, agreed: HostTensor) -> HostTensor:
-    names = [f"model/{key}", f"optimizer/{key}/{TOLD}"]
+    names = [f"model/{key}", f"optimizer/{key}/{REPORTED}"]
     present, told = (as_array(tensor) for _, tensor in program.export_entries(names))
     return host_tensor(agreed.dtype, agreed.shape, as_bytes(as_array(agreed) + (present - told), agreed.dtype))
 
@@ -150,7 +150,7 @@ def check_values(
 
 def _difference(program: StageProgram, key: str, *, overlapped: bool) -> tuple[HostTensor, HostTensor]:
     """Return (difference, flat; anchor)."""
-    where = f"optimizer/{key}/{TOLD}" if overlapped else f"model/{key}"
+    where = f"optimizer/{key}/{REPORTED}" if overlapped else f"model/{key}"
     names = [f"optimizer/{key}/{ANCHOR}", where, f"optimizer/{key}/{RESIDUAL}"]
     anchor, present, residual = (tensor for _, tensor in program.export_entries(names))
     value = (as_array(anchor) - as_array(present)) + as_array(residual)

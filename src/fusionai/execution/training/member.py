@@ -16,13 +16,13 @@ from functools import partial
 
 from fusionai.execution.host import Host
 from fusionai.execution.links.outbox import Outbox
-from fusionai.execution.member import LinkLostSink, Member
+from fusionai.execution.member import LinkLostSink, RoundMember
 from fusionai.execution.training import retained as envelopes
 from fusionai.execution.training.retained import Sent
 from fusionai.execution.training.runtime import StageRuntime
 from fusionai.execution.training.snapshots import MemberSnapshots
 from fusionai.execution.training.stages import HELD_WITHOUT_LIMIT_BYTES, Stages
-from fusionai.execution.training.verifier import Referee
+from fusionai.execution.training.verifier import StepVerifier
 from fusionai.primitives.errors import (
     ChannelClosed,
     ExecutionError,
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 OutputSink = Callable[[wire.Output, dict[str, HostTensor]], None]
 
 
-class JobMember(Member):
+class JobMember(RoundMember):
     """Takes part in one job.
 
     `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_output` and `on_link_lost` are
@@ -73,7 +73,7 @@ class JobMember(Member):
         )
         self._checks: set[asyncio.Task[None]] = set()
         """Rechecks of the present round, including finished ones."""
-        self._referees: dict[int, Referee] = {}
+        self._referees: dict[int, StepVerifier] = {}
         """Stage that is rechecked here -> its referee."""
         self._state_channel: asyncio.Future[Channel] = asyncio.get_running_loop().create_future()
 
@@ -103,7 +103,7 @@ class JobMember(Member):
                 self._start(self._hand_on(order))
             case wire.Recheck() as asked:
                 self._checks.add(self._start(self._recheck(asked, envelope.tensors)))
-            case wire.Testify() as asked:
+            case wire.SendEvidence() as asked:
                 self._start(self._testify(asked))
             case wire.Resume() | wire.Commit() | wire.Export() as message:
                 if isinstance(message, wire.Commit) and message.fence == self._placement.fence:
@@ -124,7 +124,7 @@ class JobMember(Member):
                 while True:
                     envelope = await channel.receive()
                     match envelope.message:
-                        case wire.StateChunk() | wire.Agreement() as message:
+                        case wire.StateChunk() | wire.OuterUpdateChunk() as message:
                             await self._take_state(message, envelope.tensors)
                         case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:
                             self.testimony(self.owner, message, envelope.tensors)
@@ -140,7 +140,9 @@ class JobMember(Member):
             except FusionError as error:
                 self._report(error)
 
-    async def _take_state(self, message: wire.StateChunk | wire.Agreement, tensors: dict[str, HostTensor]) -> None:
+    async def _take_state(
+        self, message: wire.StateChunk | wire.OuterUpdateChunk, tensors: dict[str, HostTensor]
+    ) -> None:
         runtime = self._runtime(message.stage, message.fence)
         if runtime is None:
             return
@@ -148,7 +150,7 @@ class JobMember(Member):
             match message:
                 case wire.StateChunk():
                     await runtime.receive_state(message, tensors)
-                case wire.Agreement():
+                case wire.OuterUpdateChunk():
                     await runtime.receive_agreement(message, tensors)
         except FusionError as error:
             self._report(error, runtime)
@@ -296,7 +298,7 @@ class JobMember(Member):
         self._post(self.owner, message, tensors)
 
     async def state(
-        self, message: wire.StateChunk | wire.Difference | wire.Snapshot | Sent, tensors: Sequence[HostTensor]
+        self, message: wire.StateChunk | wire.PseudoGradient | wire.Snapshot | Sent, tensors: Sequence[HostTensor]
     ) -> None:
         await (await asyncio.shield(self._state_channel)).send(message, tensors)
 
@@ -346,7 +348,7 @@ class JobMember(Member):
             async with self._attaching:
                 loaded = await self._stages.lent(told, tensors, self._placement.places, kept_bytes)
             limit_bytes = self._host.memory_limit_bytes or HELD_WITHOUT_LIMIT_BYTES
-            referee = Referee(told, loaded, self._host.compute, held_limit_bytes=limit_bytes)
+            referee = StepVerifier(told, loaded, self._host.compute, held_limit_bytes=limit_bytes)
             self._referees[stage] = referee
             if not guarded:
                 self._snapshots.judged.add(stage)
@@ -390,7 +392,7 @@ class JobMember(Member):
         except FusionError as error:
             referee.fail(str(error))
 
-    async def _testify(self, told: wire.Testify) -> None:
+    async def _testify(self, told: wire.SendEvidence) -> None:
         """Send a referee what its stage received. If this fails, the referee has no opinion; nothing else follows."""
         runtime = self._runtime(told.stage, told.fence)
         if runtime is None:
@@ -399,7 +401,7 @@ class JobMember(Member):
             log.warning("the signed placement of %s does not name referee %s", self.job, short(PeerId(told.peer)))
             return
         if not runtime.retains_whole(told.about, told.first, told.below):
-            self.to_driver(wire.Untold(fence=told.fence, stage=told.stage, about=told.about))
+            self.to_driver(wire.EvidenceMissing(fence=told.fence, stage=told.stage, about=told.about))
             return
         sent = list(runtime.retained.again(told.fence, {told.about}, told.first, told.below))
         try:

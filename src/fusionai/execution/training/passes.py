@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusionai.backends.interface import Call, StageProgram
-from fusionai.execution.sketches import mark
+from fusionai.execution.sketches import sketch
 from fusionai.execution.training.arrivals import ByConsumer
 from fusionai.execution.training.boundary import FEED, LOSS, Boundary
 from fusionai.execution.training.codecs import Carried, pack, unpack_all
@@ -29,7 +29,7 @@ ByStage = dict[int, dict[str, Carried]]
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class StagePass:
     """How one stage computes and what it exchanges with which stages."""
 
     program: StageProgram
@@ -83,7 +83,7 @@ class Pass:
 
     # -------------------------------------------------------------------------------------------------------- marks
 
-    def marks_got_forward(self, microbatch: int, inputs: Mapping[str, HostTensor], key: bytes) -> list[wire.Mark]:
+    def marks_got_forward(self, microbatch: int, inputs: Mapping[str, HostTensor], key: bytes) -> list[wire.Sketch]:
         """Marks of the received values, without the data feed's: a referee gets those from the job's owner itself."""
         own = self.boundary.stage
         return [
@@ -92,7 +92,7 @@ class Pass:
             if port.other != FEED
         ]
 
-    def marks_got_back(self, microbatch: int, arrived: ByConsumer, key: bytes) -> list[wire.Mark]:
+    def marks_got_back(self, microbatch: int, arrived: ByConsumer, key: bytes) -> list[wire.Sketch]:
         by_stage: dict[int, dict[str, Carried]] = {port.other: {} for port in self.boundary.returned}
         for value, gradients in arrived.items():
             for consumer, gradient in gradients.items():
@@ -103,8 +103,8 @@ class Pass:
             for consumer, values in by_stage.items()
         ]
 
-    def marks_gave(self, microbatch: int, gave: ByStage, key: bytes, *, forward: bool) -> list[wire.Mark]:
-        own, marks = self.boundary.stage, list[wire.Mark]()
+    def marks_gave(self, microbatch: int, gave: ByStage, key: bytes, *, forward: bool) -> list[wire.Sketch]:
+        own, marks = self.boundary.stage, list[wire.Sketch]()
         for other, carried in gave.items():
             ends = (own, other) if forward else (other, own)
             marks.append(_mark(*ends, microbatch, unpack_all(carried), key, sent=True, forward=forward))
@@ -112,7 +112,7 @@ class Pass:
 
     def mark_at(
         self, other: int, microbatch: int, carried: Mapping[str, Carried], key: bytes, *, forward: bool
-    ) -> wire.Mark:
+    ) -> wire.Sketch:
         """Return the mark as the receiving stage `other` makes it."""
         own = self.boundary.stage
         ends = (own, other) if forward else (other, own)
@@ -128,11 +128,11 @@ def _mark(
     *,
     sent: bool,
     forward: bool,
-) -> wire.Mark:
+) -> wire.Sketch:
     """Mark activations sent from `producer` to `consumer`, or their gradients, which go the other way."""
     what = f"{producer}{'>' if forward else '<'}{consumer}/{microbatch}"
     other = consumer if sent == forward else producer
-    return wire.Mark(sent, forward, other, microbatch, mark(values, key, what=what))
+    return wire.Sketch(sent, forward, other, microbatch, sketch(values, key, what=what))
 
 
 def _some(values: Mapping[str, HostTensor], names: Iterable[str]) -> dict[str, HostTensor]:

@@ -28,7 +28,7 @@ AFTER_ALL_MICROBATCHES: Final = 2**62
 
 
 @dataclass(slots=True)
-class Retained:
+class RetainedMessages:
     """Sent messages of one stage. Running a step again replaces what it sent before with the same bits."""
 
     _sent: dict[_Key, tuple[Sent, tuple[HostTensor, ...]]] = field(default_factory=dict)

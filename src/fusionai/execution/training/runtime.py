@@ -19,16 +19,16 @@ from fusionai.backends.interface import StageProgram
 from fusionai.backends.state import saved_entries, state_entries
 from fusionai.coordination.training import stage as machine
 from fusionai.coordination.training.exchanges import NO_EXCHANGES, exchanges_of
-from fusionai.coordination.training.stage import StageCommand, StageEvent, StageMachine, Work
+from fusionai.coordination.training.stage import StageCommand, StageEvent, StageMachine, StageWork
 from fusionai.execution.host import Host
 from fusionai.execution.state import chunks, headers
-from fusionai.execution.training.arrivals import Arrivals, Held
+from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
 from fusionai.execution.training.boundary import Boundary
 from fusionai.execution.training.codecs import joined
-from fusionai.execution.training.copies import Chunk, Copies, Entries, StateCopy
+from fusionai.execution.training.copies import Chunk, Entries, SnapshotCopier, StateCopy
 from fusionai.execution.training.exchange import carried_shapes, check_values
-from fusionai.execution.training.retained import Retained, Sent
-from fusionai.execution.training.work import Bench
+from fusionai.execution.training.retained import RetainedMessages, Sent
+from fusionai.execution.training.work import StageExecutor
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError, FusionError
 from fusionai.primitives.ids import PeerId
@@ -63,8 +63,8 @@ class StageRuntime:
         self.boundary = boundary
         self.options = options
         self.program = program
-        self.retained = Retained()
-        self.held = Held(boundary.stage, Arrivals(graph, boundary, options.codecs), held_limit_bytes)
+        self.retained = RetainedMessages()
+        self.held = WaitingTensors(boundary.stage, Arrivals(graph, boundary, options.codecs), held_limit_bytes)
         self._host = host
         self._postman = postman
         self._entries = frozenset(state_entries(graph, options.optimizer))
@@ -78,11 +78,11 @@ class StageRuntime:
                 exchanges=exchanges_of(options) if self._trainable else NO_EXCHANGES,
             )
         )
-        self._copies = Copies(
+        self._copies = SnapshotCopier(
             boundary.stage, program, _entries(graph, options), host.compute, self._send_copy, self._guard_lost
         )
         self._guard: tuple[PeerId, tuple[str, ...]] | None = None
-        self._bench = Bench(
+        self._bench = StageExecutor(
             self,
             boundary=boundary,
             options=options,
@@ -217,7 +217,7 @@ class StageRuntime:
                 )
             self._handle(machine.StateArrived(message.step))
 
-    async def receive_agreement(self, message: wire.Agreement, tensors: Mapping[str, HostTensor]) -> None:
+    async def receive_agreement(self, message: wire.OuterUpdateChunk, tensors: Mapping[str, HostTensor]) -> None:
         """Take part of the agreement between the jobs that train this model. It may arrive on another connection before
         the resume; then it waits."""
         while self.accepts(message.fence) and self._machine.awaits_word:
@@ -231,7 +231,7 @@ class StageRuntime:
         if message.last:
             if missing := sorted(shapes.keys() - come):
                 raise ExecutionError(f"{what} came without {', '.join(missing[:3])} ({len(missing)} missing).")
-            self._handle(machine.AgreementArrived(message.step))
+            self._handle(machine.OuterUpdateArrived(message.step))
 
     # ------------------------------------------------------------------------------------------------ commands out
 
@@ -371,7 +371,7 @@ class StageRuntime:
 
     # --------------------------------------------------------------------------------------------- pieces of work
 
-    async def _work(self, work: Work) -> None:
+    async def _work(self, work: StageWork) -> None:
         missing: list[bool] = []
 
         async def do() -> None:
@@ -395,7 +395,7 @@ class StageRuntime:
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None:
         self._postman.output(message, tensors)
 
-    async def state(self, message: wire.StateChunk | wire.Difference, tensors: Sequence[HostTensor]) -> None:
+    async def state(self, message: wire.StateChunk | wire.PseudoGradient, tensors: Sequence[HostTensor]) -> None:
         await self._postman.state(message, tensors)
 
     def _failed(self, code: wire.RefusalCode, reason: str) -> None:
@@ -428,7 +428,7 @@ class Postman(Protocol):
 
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None: ...
 
-    async def state(self, message: wire.StateChunk | wire.Difference, tensors: Sequence[HostTensor]) -> None:
+    async def state(self, message: wire.StateChunk | wire.PseudoGradient, tensors: Sequence[HostTensor]) -> None:
         """Send on the driver's state connection. Raises `TransportError`."""
         ...
 

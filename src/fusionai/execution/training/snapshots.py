@@ -26,7 +26,7 @@ from typing import Final
 
 from fusionai.execution.links.outbox import KeepaliveConnection
 from fusionai.execution.links.peer_links import StateConnections
-from fusionai.execution.member import Placement
+from fusionai.execution.member import RoundPlacement
 from fusionai.execution.state import chunks, headers
 from fusionai.execution.training.retained import Sent
 from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError
@@ -190,7 +190,7 @@ class MemberSnapshots:
     def __init__(
         self,
         transport: Transport,
-        placement: Placement,
+        placement: RoundPlacement,
         *,
         room_bytes: Callable[[], int],
         now_s: Callable[[], float],
@@ -211,7 +211,7 @@ class MemberSnapshots:
         self._accepted: set[KeepaliveConnection] = set()
         self._awaited: dict[tuple[int, int], asyncio.Future[Mapping[str, HostTensor]]] = {}
 
-    def begin_round(self, placement: Placement, partition: str) -> None:
+    def begin_round(self, placement: RoundPlacement, partition: str) -> None:
         self._placement = placement
         self.judged.clear()
         self.store.begin_round(partition)

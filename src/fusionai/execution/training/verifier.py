@@ -22,9 +22,9 @@ from fusionai.backends.state import StateEntry, state_entries
 from fusionai.backends.tolerance import numbers
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.state import chunks
-from fusionai.execution.training.arrivals import Arrivals, Held
+from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
 from fusionai.execution.training.codecs import joined, unpack_all
-from fusionai.execution.training.passes import Pass
+from fusionai.execution.training.passes import StagePass
 from fusionai.execution.training.retained import Sent
 from fusionai.execution.training.stages import LoadedStage
 from fusionai.primitives.errors import ExecutionError
@@ -37,7 +37,7 @@ Arrived = tuple[str, int, int, int]
 """(kind of message, step, microbatch, other stage)."""
 
 
-class Referee:
+class StepVerifier:
     """Reruns one stage's steps. Call `take` for what arrives and `run` once. The program's state is unusable
     afterwards."""
 
@@ -56,14 +56,14 @@ class Referee:
         self._program = loaded.program
         self._boundary = boundary
         self._compute = compute
-        self._pass = Pass(loaded.program, boundary, options)
-        self._held = Held(boundary.stage, Arrivals(loaded.graph, boundary, options.codecs), held_limit_bytes)
+        self._pass = StagePass(loaded.program, boundary, options)
+        self._held = WaitingTensors(boundary.stage, Arrivals(loaded.graph, boundary, options.codecs), held_limit_bytes)
         self._entries: Mapping[str, StateEntry] = state_entries(loaded.graph, options.optimizer)
         self._shape = boundary.shape(microbatches=options.microbatches, in_flight=1)
         self._keys = {(one.stage, one.step): one.key for one in told.keys}
         self._arrived: set[Arrived] = set()
         self._happened = asyncio.Event()
-        self._marks: dict[tuple[int, int], list[wire.Mark]] = {}
+        self._marks: dict[tuple[int, int], list[wire.Sketch]] = {}
         """(stage, step) -> the marks that this stage should have made."""
         self._norms: list[wire.StepNorms] = []
         self._failure = ""
@@ -104,7 +104,7 @@ class Referee:
             stage=told.stage,
             first=told.first,
             below=told.below,
-            marks=tuple(wire.MarksOf(by, step, tuple(marks)) for (by, step), marks in sorted(self._marks.items())),
+            marks=tuple(wire.SketchesOf(by, step, tuple(marks)) for (by, step), marks in sorted(self._marks.items())),
             norms=tuple(self._norms),
             state_apart=state_apart,
             begin_apart=begin_apart,

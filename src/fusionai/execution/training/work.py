@@ -1,6 +1,6 @@
 """The pieces of work of one stage: backend calls in the compute thread, and the messages that result from them.
 
-`coordination.training.stage` says which piece is next; the owner of the bench (`Stage`) knows where messages go.
+`coordination.training.stage` says which piece is next; the owner of the bench (`StageHooks`) knows where messages go.
 `execution.training.runtime` has one bench and reports its results; `execution.training.arrivals` keeps what arrived,
 `backends` compute."""
 
@@ -13,16 +13,16 @@ from typing import Literal, Protocol, TypeVar
 
 from fusionai.backends.interface import Call, StageProgram
 from fusionai.coordination.training.exchanges import exchanges_of
-from fusionai.coordination.training.stage import Work
+from fusionai.coordination.training.stage import StageWork
 from fusionai.execution.compute import ComputeThread, Timed
 from fusionai.execution.sketches import step_key
 from fusionai.execution.state import chunks, headers
-from fusionai.execution.training.arrivals import Held
+from fusionai.execution.training.arrivals import WaitingTensors
 from fusionai.execution.training.boundary import Boundary, Port
 from fusionai.execution.training.codecs import Carried, split, unpack_all
-from fusionai.execution.training.copies import Chunk, Copies
-from fusionai.execution.training.exchange import OuterStep, adopt, differences, keep_anchor, keep_told
-from fusionai.execution.training.passes import ByStage, Pass
+from fusionai.execution.training.copies import Chunk, SnapshotCopier
+from fusionai.execution.training.exchange import OuterOptimizer, adopt, differences, keep_anchor, keep_reported
+from fusionai.execution.training.passes import ByStage, StagePass
 from fusionai.execution.training.retained import Sent
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
@@ -33,7 +33,7 @@ from fusionai.wire.messages import CommitRecord, Fence, Span, StageOptions
 T = TypeVar("T")
 
 
-class Stage(Protocol):
+class StageHooks(Protocol):
     """What the bench needs of the stage it works for."""
 
     @property
@@ -45,26 +45,26 @@ class Stage(Protocol):
 
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None: ...
 
-    async def state(self, message: wire.StateChunk | wire.Difference, tensors: Sequence[HostTensor]) -> None: ...
+    async def state(self, message: wire.StateChunk | wire.PseudoGradient, tensors: Sequence[HostTensor]) -> None: ...
 
     def start(self, work: Callable[[], Awaitable[None]]) -> None:
         """Run `work` in a task. A failure is reported as the stage's failure."""
         ...
 
 
-class Bench:
+class StageExecutor:
     """Does one piece of work at a time. Before the state changes, it completes the pending snapshot copies."""
 
     def __init__(
         self,
-        stage: Stage,
+        stage: StageHooks,
         *,
         boundary: Boundary,
         options: StageOptions,
         program: StageProgram,
         compute: ComputeThread,
-        held: Held,
-        copies: Copies,
+        held: WaitingTensors,
+        copies: SnapshotCopier,
         trainable: Sequence[str],
         saved: Sequence[str],
     ) -> None:
@@ -88,13 +88,13 @@ class Bench:
         self._trainable = tuple(trainable)
         self._saved = tuple(saved)
         self._sending: set[asyncio.Task[None]] = set()
-        self._pass = Pass(program, boundary, options)
+        self._pass = StagePass(program, boundary, options)
         self.secret = b""
         """Secret from which the keys of marks are derived; empty: no marks are made."""
-        self._marks: dict[tuple[int, bool, bool, int, int], wire.Mark] = {}
+        self._marks: dict[tuple[int, bool, bool, int, int], wire.Sketch] = {}
         """(step, sent, forward, other, microbatch) -> mark."""
 
-    async def do(self, work: Work) -> bool:
+    async def do(self, work: StageWork) -> bool:
         """Do one piece of work and return whether entries are missing after `initialise`. Raises what the backend
         raises; `TransportError` if the connection of an export is lost.
 
@@ -217,11 +217,11 @@ class Bench:
         """Return the key for marks of this pass; empty if none are asked for."""
         return step_key(self.secret, call.step) if self.secret and call.mode == "train" else b""
 
-    def _note(self, step: int, marks: Sequence[wire.Mark]) -> None:
+    def _note(self, step: int, marks: Sequence[wire.Sketch]) -> None:
         """Store marks. A pass that is run again replaces its marks."""
         self._marks |= {(step, one.sent, one.forward, one.other, one.microbatch): one for one in marks}
 
-    def take_marks(self, step: int) -> tuple[wire.Mark, ...]:
+    def take_marks(self, step: int) -> tuple[wire.Sketch, ...]:
         """Return the marks of a prepared step and drop those of other steps."""
         marks, self._marks = self._marks, {}
         return tuple(one for (of, *_), one in sorted(marks.items()) if of == step)
@@ -254,7 +254,7 @@ class Bench:
                 keep_anchor(self._program, self._trainable)
             self._program.apply(scale=record.scale, learning_rate=record.learning_rate)
             if tells:
-                keep_told(self._program, self._trainable)
+                keep_reported(self._program, self._trainable)
 
         _, timed = await self._compute.run(work)
         self._span("apply", 0, timed)
@@ -301,10 +301,12 @@ class Bench:
             self._stage.fence,
         )
 
-        def message(chunk: Sequence[tuple[str, Carried]] | None) -> tuple[wire.Difference, Sequence[HostTensor]]:
+        def message(chunk: Sequence[tuple[str, Carried]] | None) -> tuple[wire.PseudoGradient, Sequence[HostTensor]]:
             body, packed = split(dict(chunk or ()))
             last, own = chunk is None, self._boundary.stage
-            made = wire.Difference(fence=fence, stage=own, step=step, last=last, packed=packed, tensors=headers(body))
+            made = wire.PseudoGradient(
+                fence=fence, stage=own, step=step, last=last, packed=packed, tensors=headers(body)
+            )
             return made, tuple(body.values())
 
         await self._stream(pending, message)
@@ -315,7 +317,7 @@ class Bench:
         def work() -> None:
             self._copies.complete()
             options = self._options
-            outer = OuterStep(learning_rate=options.sync_rate, momentum=options.sync_momentum)
+            outer = OuterOptimizer(learning_rate=options.sync_rate, momentum=options.sync_momentum)
             adopt(self._program, agreed, told, options.sync_codec, outer, overlapped=options.sync_lag > 0)
 
         _, timed = await self._compute.run(work)
@@ -324,7 +326,7 @@ class Bench:
     async def _stream(
         self,
         pending: Iterator[T],
-        message: Callable[[T | None], tuple[wire.StateChunk | wire.Difference, Sequence[HostTensor]]],
+        message: Callable[[T | None], tuple[wire.StateChunk | wire.PseudoGradient, Sequence[HostTensor]]],
     ) -> None:
         """Send one message per chunk, then one for None. Ends early when a later attach waits, because the rest is not
         needed and a full connection would block."""

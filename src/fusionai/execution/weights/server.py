@@ -48,7 +48,7 @@ class Pieces(Protocol):
     def pieces(self, digest: bytes, first: int, count: int) -> bytes: ...
 
 
-class WeightDesk:
+class WeightServer:
     """Serves weights of one job at one member, on all its connections."""
 
     def __init__(self, pieces: Pieces, digests: Iterable[bytes] = (), *, patience_s: float = PATIENCE_S) -> None:

@@ -18,10 +18,10 @@ from fusionai.scheduling.analysis.fleets import (
     INT4_BYTES,
     Assumptions,
     Fleet,
-    Levers,
+    FleetNetwork,
+    LinkMeasures,
     Misfit,
-    Network,
-    Outcome,
+    PredictedSpeed,
     Shape,
     forward,
     forward_in_one_box,
@@ -166,19 +166,19 @@ TEXTBOOK: Final = "as it stands"
 BEST: Final = "overlap, 2-bit, local updates"
 LITERATURE: Final = "overlap, 64x of the literature, local updates"
 _INT8, _UNEVEN = boundary_part("int8"), boundary_part("uneven")
-TRAINING_LEVERS: Final[dict[str, Levers]] = {
-    TEXTBOOK: Levers(),
-    "overlap": Levers(overlap=True),
-    "overlap, 8-bit": Levers(overlap=True, boundary_part=_INT8),
-    "one pipeline, overlap, 8-bit": Levers(overlap=True, boundary_part=_INT8, replicas=False),
-    "overlap, 8-bit, local updates": Levers(
+TRAINING_LEVERS: Final[dict[str, LinkMeasures]] = {
+    TEXTBOOK: LinkMeasures(),
+    "overlap": LinkMeasures(overlap=True),
+    "overlap, 8-bit": LinkMeasures(overlap=True, boundary_part=_INT8),
+    "one pipeline, overlap, 8-bit": LinkMeasures(overlap=True, boundary_part=_INT8, replicas=False),
+    "overlap, 8-bit, local updates": LinkMeasures(
         overlap=True, boundary_part=_INT8, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART
     ),
-    BEST: Levers(overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART),
-    "overlap, 2-bit, local updates, no recomputation": Levers(
+    BEST: LinkMeasures(overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART),
+    "overlap, 2-bit, local updates, no recomputation": LinkMeasures(
         overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART, recompute=False
     ),
-    LITERATURE: Levers(overlap=True, boundary_part=1 / 64, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART),
+    LITERATURE: LinkMeasures(overlap=True, boundary_part=1 / 64, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART),
 }
 """Levers of the training cells by name. `local updates`: replicas exchange in 2 bits, once in 50 steps and more often
 early on. "no recomputation" shows what recomputation costs; memory may not allow training without it.
@@ -187,18 +187,18 @@ literature, for models designed for it, and this software has no such codec."""
 HALF: Final = "fp16"
 INT4: Final = "4-bit weights"
 INT4_INT8: Final = "4-bit weights, 8-bit boundary"
-DECODING_LEVERS: Final[dict[str, Levers]] = {
-    HALF: Levers(),
-    "8-bit boundary": Levers(boundary_part=_INT8),
-    INT4: Levers(weight_bytes=INT4_BYTES),
-    INT4_INT8: Levers(weight_bytes=INT4_BYTES, boundary_part=_INT8),
+DECODING_LEVERS: Final[dict[str, LinkMeasures]] = {
+    HALF: LinkMeasures(),
+    "8-bit boundary": LinkMeasures(boundary_part=_INT8),
+    INT4: LinkMeasures(weight_bytes=INT4_BYTES),
+    INT4_INT8: LinkMeasures(weight_bytes=INT4_BYTES, boundary_part=_INT8),
 }
 BOTH_INT4: Final = "4-bit weights on both sides"
-FORWARD_LEVERS: Final[dict[str, Levers]] = {
-    HALF: Levers(),
-    "8-bit boundary": Levers(boundary_part=_INT8),
-    "4-bit boundary": Levers(boundary_part=boundary_part("int4")),
-    INT4: Levers(weight_bytes=INT4_BYTES),
+FORWARD_LEVERS: Final[dict[str, LinkMeasures]] = {
+    HALF: LinkMeasures(),
+    "8-bit boundary": LinkMeasures(boundary_part=_INT8),
+    "4-bit boundary": LinkMeasures(boundary_part=boundary_part("int4")),
+    INT4: LinkMeasures(weight_bytes=INT4_BYTES),
 }
 
 
@@ -211,8 +211,8 @@ class Cell:
     levers: str
     bandwidth_mbit: int
     latency_ms: int
-    ours: Outcome | Misfit
-    theirs: Outcome | Misfit
+    ours: PredictedSpeed | Misfit
+    theirs: PredictedSpeed | Misfit
 
     @property
     def ratio(self) -> float | None:
@@ -258,12 +258,12 @@ class Comparison:
                 return cell
         raise KeyError(wanted)
 
-    def joules_per_million_tokens(self, side: Literal["ours", "theirs"], outcome: Outcome) -> float:
+    def joules_per_million_tokens(self, side: Literal["ours", "theirs"], outcome: PredictedSpeed) -> float:
         """Energy with all machines at full power."""
         fleet = self.fleet if side == "ours" else self.reference
         return fleet.power_w * 1e6 / outcome.tokens_per_s
 
-    def usd_per_million_tokens(self, side: Literal["ours", "theirs"], outcome: Outcome) -> float | None:
+    def usd_per_million_tokens(self, side: Literal["ours", "theirs"], outcome: PredictedSpeed) -> float | None:
         """Electricity plus the machines' price spread over `years` of full use; None if the fleet has no price."""
         fleet, known = (self.fleet if side == "ours" else self.reference), self.assumptions
         if fleet.price_usd is None:
@@ -292,10 +292,10 @@ def verdict(ratio: float | None) -> Verdict:
     return "within 2x" if ratio >= WITHIN else "fails"
 
 
-def _networks() -> Iterator[tuple[int, int, Network]]:
+def _networks() -> Iterator[tuple[int, int, FleetNetwork]]:
     for mbit in BANDWIDTHS_MBIT:
         for ms in LATENCIES_MS:
-            yield mbit, ms, Network(bandwidth_bytes_per_s=mbit * MBIT, latency_s=ms / 1e3)
+            yield mbit, ms, FleetNetwork(bandwidth_bytes_per_s=mbit * MBIT, latency_s=ms / 1e3)
 
 
 def _training(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Cell]:
@@ -309,8 +309,8 @@ def _training(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Ce
 
 def _decoding(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Cell]:
     for shape in DECODED:
-        half = generate_in_one_box(shape, reference, Levers(), known)
-        fair = generate_in_one_box(shape, reference, Levers(weight_bytes=INT4_BYTES), known)
+        half = generate_in_one_box(shape, reference, LinkMeasures(), known)
+        fair = generate_in_one_box(shape, reference, LinkMeasures(weight_bytes=INT4_BYTES), known)
         for name, levers in DECODING_LEVERS.items():
             for mbit, ms, network in _networks():
                 ours = generate(shape, fleet, network, levers, known)
@@ -321,14 +321,20 @@ def _decoding(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Ce
 
 def _forward(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Cell]:
     for shape in FORWARDED:
-        theirs = forward_in_one_box(shape, reference, Levers(), known)
+        theirs = forward_in_one_box(shape, reference, LinkMeasures(), known)
         for name, levers in FORWARD_LEVERS.items():
             for mbit, ms, network in _networks():
                 yield _cell("forward", shape, name, mbit, ms, forward(shape, fleet, network, levers, known), theirs)
 
 
 def _cell(
-    task: Task, shape: Shape, levers: str, mbit: int, ms: int, ours: Outcome | Misfit, theirs: Outcome | Misfit
+    task: Task,
+    shape: Shape,
+    levers: str,
+    mbit: int,
+    ms: int,
+    ours: PredictedSpeed | Misfit,
+    theirs: PredictedSpeed | Misfit,
 ) -> Cell:
     return Cell(
         task=task, model=shape.name, levers=levers, bandwidth_mbit=mbit, latency_ms=ms, ours=ours, theirs=theirs

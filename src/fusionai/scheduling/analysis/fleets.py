@@ -118,7 +118,7 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
+class FleetNetwork:
     """Access link of each machine, the same in both directions; `latency_s` is one way between any two machines."""
 
     bandwidth_bytes_per_s: float
@@ -126,7 +126,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Levers:
+class LinkMeasures:
     """Measures against slow links. `boundary_part`: bytes of boundary tensors relative to half precision."""
 
     overlap: bool = False
@@ -143,7 +143,7 @@ class Levers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PredictedSpeed:
     """Predicted speed. `terms`: the inputs of the closed form, which a discrete-event run can also take; None if the
     speed needs no closed form."""
 
@@ -166,7 +166,9 @@ class Misfit:
     missing_bytes: float
 
 
-def train(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions) -> Outcome | Misfit:
+def train(
+    shape: Shape, fleet: Fleet, network: FleetNetwork, levers: LinkMeasures, known: Assumptions
+) -> PredictedSpeed | Misfit:
     """Training speed with the best numbers of stages and replicas."""
     room = fleet.memory_bytes * known.memory_part
     state = state_bytes(shape, known)
@@ -201,7 +203,7 @@ def train(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: A
         return Misfit(missing_bytes=max(0.0, state - room * min(fleet.count, shape.layers)))
     in_flight = best.in_flight if best.stages > 1 else 1
     in_flight_bytes = in_flight * HALF_BYTES * tokens * shape.width * shape.layers / best.stages
-    return Outcome(
+    return PredictedSpeed(
         tokens_per_s=_speed(best, tokens),
         stages=best.stages,
         replicas=best.replicas,
@@ -212,17 +214,19 @@ def train(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: A
     )
 
 
-def train_in_one_box(shape: Shape, fleet: Fleet, known: Assumptions) -> Outcome | Misfit:
+def train_in_one_box(shape: Shape, fleet: Fleet, known: Assumptions) -> PredictedSpeed | Misfit:
     """Training speed in one box: links are free, memory is shared, nothing is recomputed."""
     missing = state_bytes(shape, known) - fleet.count * fleet.memory_bytes * known.memory_part
     if missing > 0:
         return Misfit(missing_bytes=missing)
     speed = fleet.count * fleet.flops_per_s * known.reference_training_part
     rate = speed / sum(_training_flops(shape, recompute=False))
-    return Outcome(tokens_per_s=rate, stages=1, replicas=1, limit="compute", terms=None)
+    return PredictedSpeed(tokens_per_s=rate, stages=1, replicas=1, limit="compute", terms=None)
 
 
-def generate(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions) -> Outcome | Misfit:
+def generate(
+    shape: Shape, fleet: Fleet, network: FleetNetwork, levers: LinkMeasures, known: Assumptions
+) -> PredictedSpeed | Misfit:
     """Decoding speed with as many sessions as memory holds: the most tokens per second of all sessions together."""
     room = fleet.memory_bytes * known.memory_part
     weights = shape.parameters * levers.weight_bytes
@@ -238,12 +242,14 @@ def generate(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known
     if best is None:
         least = weights + shape.cache_token_bytes * known.context_tokens
         return Misfit(missing_bytes=max(0.0, least - room * min(fleet.count, shape.layers)))
-    return Outcome(
+    return PredictedSpeed(
         tokens_per_s=best.tokens_per_s, stages=best.stages, replicas=best.replicas, limit=best.limit, terms=best
     )
 
 
-def generate_in_one_box(shape: Shape, fleet: Fleet, levers: Levers, known: Assumptions) -> Outcome | Misfit:
+def generate_in_one_box(
+    shape: Shape, fleet: Fleet, levers: LinkMeasures, known: Assumptions
+) -> PredictedSpeed | Misfit:
     """Decoding speed in one box. Each replica takes the smallest group of 1, 2, 4, ... machines where half-precision
     weights leave room for caches; smaller weights don't shrink the group. Links within a group are free."""
     cache = shape.cache_token_bytes * known.context_tokens
@@ -262,7 +268,7 @@ def generate_in_one_box(shape: Shape, fleet: Fleet, levers: Levers, known: Assum
     flops = 2 * shape.parameters + shape.attention_flops(known.context_tokens)
     compute_s = flops * sessions / (group * fleet.flops_per_s * known.decode_part)
     replicas = fleet.count // group
-    return Outcome(
+    return PredictedSpeed(
         tokens_per_s=replicas * sessions / (max(memory_s, compute_s) + known.overhead_s),
         stages=1,
         replicas=replicas,
@@ -271,7 +277,9 @@ def generate_in_one_box(shape: Shape, fleet: Fleet, levers: Levers, known: Assum
     )
 
 
-def forward(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions) -> Outcome | Misfit:
+def forward(
+    shape: Shape, fleet: Fleet, network: FleetNetwork, levers: LinkMeasures, known: Assumptions
+) -> PredictedSpeed | Misfit:
     """Speed of forward passes over whole sequences (prefill, scoring, embeddings) with enough sequences in flight to
     fill the pipeline."""
     # The logits of one sequence take memory beside the weights.
@@ -288,18 +296,18 @@ def forward(shape: Shape, fleet: Fleet, network: Network, levers: Levers, known:
             best = terms
     if best is None:
         return Misfit(missing_bytes=max(0.0, weights - room * min(fleet.count, shape.layers)))
-    return Outcome(
+    return PredictedSpeed(
         tokens_per_s=_filled_speed(best), stages=best.stages, replicas=best.replicas, limit=best.limit, terms=best
     )
 
 
-def forward_in_one_box(shape: Shape, fleet: Fleet, levers: Levers, known: Assumptions) -> Outcome | Misfit:
+def forward_in_one_box(shape: Shape, fleet: Fleet, levers: LinkMeasures, known: Assumptions) -> PredictedSpeed | Misfit:
     logits = HALF_BYTES * shape.sequence_tokens * shape.vocabulary
     missing = shape.parameters * levers.weight_bytes + logits - fleet.count * fleet.memory_bytes * known.memory_part
     if missing > 0:
         return Misfit(missing_bytes=missing)
     rate = fleet.count * fleet.flops_per_s * known.reference_forward_part / shape.sequence_flops
-    return Outcome(tokens_per_s=rate, stages=1, replicas=1, limit="compute", terms=None)
+    return PredictedSpeed(tokens_per_s=rate, stages=1, replicas=1, limit="compute", terms=None)
 
 
 def state_bytes(shape: Shape, known: Assumptions) -> float:
@@ -323,7 +331,7 @@ def _speed(terms: PipelineTerms, sequence_tokens: int) -> float:
 
 
 def _sequences(
-    shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions, stages: int
+    shape: Shape, fleet: Fleet, network: FleetNetwork, levers: LinkMeasures, known: Assumptions, stages: int
 ) -> GenerationTerms:
     """Terms where each pass is one whole sequence. Its arithmetic takes longer than reading the weights, and no result
     goes back to the first stage. One pass more than needed to fill the pipeline is in flight."""
@@ -350,7 +358,13 @@ def _filled_speed(terms: GenerationTerms) -> float:
 
 
 def _generation(
-    shape: Shape, fleet: Fleet, network: Network, levers: Levers, known: Assumptions, stages: int, sessions: int
+    shape: Shape,
+    fleet: Fleet,
+    network: FleetNetwork,
+    levers: LinkMeasures,
+    known: Assumptions,
+    stages: int,
+    sessions: int,
 ) -> GenerationTerms:
     """Terms with the number of passes in flight that gives the most tokens per second. More passes shorten a trip
     through the pipeline and lengthen a round of the busiest stage or link; the best number is where the two meet."""

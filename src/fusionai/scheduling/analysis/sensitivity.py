@@ -18,10 +18,10 @@ from fusionai.scheduling.analysis.fleets import (
     INT4_BYTES,
     Assumptions,
     Fleet,
-    Levers,
+    FleetNetwork,
+    LinkMeasures,
     Misfit,
-    Network,
-    Outcome,
+    PredictedSpeed,
     Shape,
     forward,
     forward_in_one_box,
@@ -32,11 +32,11 @@ from fusionai.scheduling.analysis.fleets import (
 )
 
 PART: Final = 0.2
-HOME: Final = Network(bandwidth_bytes_per_s=100 * MBIT, latency_s=0.05)
+HOME: Final = FleetNetwork(bandwidth_bytes_per_s=100 * MBIT, latency_s=0.05)
 _NO_SPEED: Final = frozenset({"electricity_usd_per_kwh", "years"})
 _WHOLE: Final = frozenset({"context_tokens"})
 
-Pair = tuple[Outcome | Misfit, Outcome | Misfit]
+Pair = tuple[PredictedSpeed | Misfit, PredictedSpeed | Misfit]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,29 +115,31 @@ def _training(fleet: Fleet, reference: Fleet, known: Assumptions) -> Pair:
     return ours, train_in_one_box(LLAMA_8B, reference, known)
 
 
-def _decoding(shape: Shape, levers: Levers) -> Callable[[Fleet, Fleet, Assumptions], Pair]:
+def _decoding(shape: Shape, levers: LinkMeasures) -> Callable[[Fleet, Fleet, Assumptions], Pair]:
     def compute(fleet: Fleet, reference: Fleet, known: Assumptions) -> Pair:
-        return generate(shape, fleet, HOME, levers, known), generate_in_one_box(shape, reference, Levers(), known)
+        return generate(shape, fleet, HOME, levers, known), generate_in_one_box(shape, reference, LinkMeasures(), known)
 
     return compute
 
 
 def _forward(fleet: Fleet, reference: Fleet, known: Assumptions) -> Pair:
-    return forward(LLAMA_8B, fleet, HOME, Levers(), known), forward_in_one_box(LLAMA_8B, reference, Levers(), known)
+    return forward(LLAMA_8B, fleet, HOME, LinkMeasures(), known), forward_in_one_box(
+        LLAMA_8B, reference, LinkMeasures(), known
+    )
 
 
 _CELLS: Final[dict[str, Callable[[Fleet, Fleet, Assumptions], Pair]]] = {
     "training 8B, all levers": _training,
-    "decoding 8B, fp16": _decoding(LLAMA_8B, Levers()),
-    "decoding 8B, 4-bit weights": _decoding(LLAMA_8B, Levers(weight_bytes=INT4_BYTES)),
-    "decoding 70B, 4-bit weights": _decoding(LLAMA_70B, Levers(weight_bytes=INT4_BYTES)),
+    "decoding 8B, fp16": _decoding(LLAMA_8B, LinkMeasures()),
+    "decoding 8B, 4-bit weights": _decoding(LLAMA_8B, LinkMeasures(weight_bytes=INT4_BYTES)),
+    "decoding 70B, 4-bit weights": _decoding(LLAMA_70B, LinkMeasures(weight_bytes=INT4_BYTES)),
     "forward 8B, fp16": _forward,
 }
 
 
 def _ratio(pair: Pair) -> float | None:
     match pair:
-        case (Outcome() as ours, Outcome() as theirs):
+        case (PredictedSpeed() as ours, PredictedSpeed() as theirs):
             return ours.tokens_per_s / theirs.tokens_per_s
         case _:
             return None

@@ -24,7 +24,7 @@ from statistics import median_low
 
 import msgspec
 
-from fusionai.primitives.pace import Pace, ServingPace
+from fusionai.primitives.pace import ServingSpeed, TrainingSpeed
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem
 
 
@@ -49,7 +49,7 @@ def paced(problem: Problem) -> Problem:
         if not peer.flops_per_s > 0:
             return peer
         # An unmeasured machine is assumed to be typical at its own speed.
-        pace = peer.pace or Pace(
+        pace = peer.pace or TrainingSpeed(
             flops_per_s=peer.flops_per_s, call_s=call_flops / peer.flops_per_s, byte_s=byte_flops / peer.flops_per_s
         )
         counted_flops = flops + calls * call_flops + moved_bytes * byte_flops
@@ -101,7 +101,7 @@ def _served(problem: Problem) -> Problem:
     )
 
 
-def typical_serving(profiles: Sequence[PeerProfile]) -> tuple[ServingPace, ...]:
+def typical_serving(profiles: Sequence[PeerProfile]) -> tuple[ServingSpeed, ...]:
     """Return the median measured serving speeds for each weight format that all profiles have."""
     measured = [{one.form: one for one in profile.serving} for profile in profiles]
     if not measured:

@@ -15,7 +15,7 @@ import numpy as np
 
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.kernels.compiled import Floats, Integers
-from fusionai.scheduling.problem.levers import UPDATE_BYTES, Levers, levers_of_problem
+from fusionai.scheduling.problem.levers import UPDATE_BYTES, MemoryMeasures, levers_of_problem
 from fusionai.scheduling.problem.types import BlockCost, Plan, Problem
 from fusionai.wire.codecs import FOR_PLANS, Codec, bytes_on_link, gently, packing
 
@@ -32,7 +32,7 @@ class Chain:
         problem: Problem,
         blocks: tuple[BlockCost, ...],
         codecs: Mapping[int, Codec] | None = None,
-        levers: Levers | None = None,
+        levers: MemoryMeasures | None = None,
     ) -> None:
         training = problem.task == "train"
         slots = 1.0 + problem.optimizer_bytes_per_trainable_byte
@@ -76,7 +76,7 @@ class Chain:
             back = bytes_on_link(packing(codec, forward=False), float(block.gradient_bytes))
             self.gradient_bytes.append(back if self._training else 0.0)
 
-    def flops(self, start: int, end: int, levers: Levers | None = None) -> float:
+    def flops(self, start: int, end: int, levers: MemoryMeasures | None = None) -> float:
         flops = self._flops[end] - self._flops[start]
         return flops + self._again[end] - self._again[start] if (levers or self.levers).recompute else flops
 
@@ -88,7 +88,7 @@ class Chain:
         """The part of `state_bytes` that steps change, which is all that a later snapshot has to carry."""
         return self._moving[end] - self._moving[start]
 
-    def resident_bytes(self, start: int, end: int, levers: Levers | None = None) -> float:
+    def resident_bytes(self, start: int, end: int, levers: MemoryMeasures | None = None) -> float:
         """Memory of the range with no microbatch in flight: parameters, their gradients and optimizer slots, gradients
         of other replicas, the largest workspace and, with `recompute`, the largest activations of one block. With
         `offload` only the chunk of an update stays of the slots, with `offload_weights` one block of the weights."""
@@ -114,7 +114,7 @@ class Chain:
         """Bytes of the optimizer slots."""
         return self._slots[end] - self._slots[start]
 
-    def in_flight_bytes(self, start: int, end: int, levers: Levers | None = None) -> float:
+    def in_flight_bytes(self, start: int, end: int, levers: MemoryMeasures | None = None) -> float:
         """Memory of one microbatch in flight: activations kept for backward (with `recompute`, the blocks' inputs
         only), and the boundary tensors of both cuts in both directions."""
         boundary = self.forward_bytes[start] + self.gradient_bytes[start]
@@ -122,7 +122,7 @@ class Chain:
         kept = self._entering if (levers or self.levers).recompute else self._kept
         return kept[end] - kept[start] + boundary
 
-    def flops_table(self, levers: Levers) -> Floats:
+    def flops_table(self, levers: MemoryMeasures) -> Floats:
         """`flops` of every range as [L, L + 1], [start, end]. Like all tables here it is 0 for empty ranges."""
         flops = _differences(self._flops)
         if levers.recompute:
@@ -139,7 +139,7 @@ class Chain:
     def trained_table(self) -> Floats:
         return _upper(_differences(self._trained))
 
-    def resident_table(self, levers: Levers) -> Floats:
+    def resident_table(self, levers: MemoryMeasures) -> Floats:
         """`resident_bytes` of every range, added in the same order so that the bits are equal."""
         held = _differences(self._state) + _longest(self._workspace)
         if levers.recompute:
@@ -152,7 +152,7 @@ class Chain:
             held = held + _longest(self._updates)
         return _upper(held)
 
-    def flight_table(self, levers: Levers) -> Floats:
+    def flight_table(self, levers: MemoryMeasures) -> Floats:
         """`in_flight_bytes` of every range."""
         sides = np.array(self.forward_bytes) + np.array(self.gradient_bytes)
         kept = _differences(self._entering if levers.recompute else self._kept)
@@ -218,7 +218,7 @@ def _upper(table: Floats) -> Floats:
 class StageTables:
     """Costs for W ways and L blocks. Arrays are [W, L, L + 1], 0 for an empty range."""
 
-    ways: tuple[Levers, ...]
+    ways: tuple[MemoryMeasures, ...]
     flops: Floats
     """Operations of forward and backward of one microbatch."""
     read_bytes: Floats
@@ -239,7 +239,7 @@ class StageTables:
         return replace(self, flight_bytes=np.array([chain.flight_table(way) for way in self.ways]))
 
 
-def stage_tables(chain: Chain, ways: Sequence[Levers]) -> StageTables:
+def stage_tables(chain: Chain, ways: Sequence[MemoryMeasures]) -> StageTables:
     """Return the tables of all ranges of `chain`."""
     none = np.zeros((chain.length, chain.length + 1))
     return StageTables(

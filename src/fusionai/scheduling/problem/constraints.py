@@ -76,7 +76,7 @@ def check_pins(problem: Problem, placeable: Sequence[BlockCost]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PipelineLimits:
     """Pipelines with pool stages from `fewest` to `most` that use every peer in the mask `required`."""
 
     fewest: int
@@ -84,11 +84,11 @@ class Limits:
     required: int = 0
 
 
-def limits_among(problem: Problem, peers: Sequence[PeerProfile], limits: Limits) -> Limits:
+def limits_among(problem: Problem, peers: Sequence[PeerProfile], limits: PipelineLimits) -> PipelineLimits:
     """`limits` for these peers, with the mask of the peers that must be used."""
     index = {peer.peer: i for i, peer in enumerate(peers)}
     required = sum(1 << index[name] for name in must_use(problem))
-    return Limits(fewest=limits.fewest, most=min(limits.most, len(peers)), required=required)
+    return PipelineLimits(fewest=limits.fewest, most=min(limits.most, len(peers)), required=required)
 
 
 def eligible(

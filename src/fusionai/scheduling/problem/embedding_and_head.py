@@ -23,14 +23,14 @@ from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Prob
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class EmbeddingAndHead:
     """Number of blocks that the job owner keeps before and after the pool's blocks."""
 
     first: int
     last: int
 
 
-def ends_of(problem: Problem) -> Ends:
+def embedding_and_head_of(problem: Problem) -> EmbeddingAndHead:
     """Number of blocks that the owner keeps at each end. Raises `PlanError` if kept blocks are placed with the pool."""
     places = {role: place_of(problem, role) for role in ("feed", "loss")}
     for role, kept in (("feed", problem.kept_first), ("loss", problem.kept_last)):
@@ -41,7 +41,7 @@ def ends_of(problem: Problem) -> Ends:
                 hint=f"Leave the {role} with the job owner, or choose the privacy level `open` or `encrypted`.",
             )
     least = 1 if problem.task == "serve" else 0
-    return Ends(
+    return EmbeddingAndHead(
         first=max(least, problem.kept_first) if places["feed"] == "owner" else 0,
         last=max(1, problem.kept_last) if places["loss"] == "owner" else 0,
     )
@@ -56,7 +56,7 @@ def place_of(problem: Problem, role: str) -> Literal["owner", "pool"]:
 
 def middle(problem: Problem) -> tuple[BlockCost, ...]:
     """The blocks that are left for the pool. Raises `PlanError` if there are none."""
-    ends = ends_of(problem)
+    ends = embedding_and_head_of(problem)
     found = problem.blocks[ends.first : len(problem.blocks) - ends.last]
     if not found:
         raise PlanError(
@@ -70,7 +70,7 @@ def middle(problem: Problem) -> tuple[BlockCost, ...]:
 def with_front(problem: Problem) -> Problem:
     """The problem with the owner as a peer to which its first blocks are pinned; the same problem if the owner keeps
     none. If the owner's machine is in the pool as well, that peer is replaced."""
-    first, owner = ends_of(problem).first, problem.owner
+    first, owner = embedding_and_head_of(problem).first, problem.owner
     if problem.task == "serve" or not first or owner is None:
         return problem
     own = msgspec.structs.replace(owner, roles=("stage", "owner"))
@@ -85,29 +85,29 @@ def with_front(problem: Problem) -> Problem:
 
 def front_of(problem: Problem, peers: list[PeerProfile]) -> int | None:
     """Index of the peer that stands for the owner's machine with the first blocks; None if there is none."""
-    if not ends_of(problem).first or problem.owner is None:
+    if not embedding_and_head_of(problem).first or problem.owner is None:
         return None
     return next((index for index, one in enumerate(peers) if one.peer == problem.owner.peer), None)
 
 
 def tail_chain(problem: Problem) -> Chain | None:
     """Costs of the owner's last blocks, which save no memory; None if the owner keeps none."""
-    last = ends_of(problem).last
+    last = embedding_and_head_of(problem).last
     return Chain(problem, problem.blocks[-last:], levers=NO_LEVERS) if last else None
 
 
-def ends_stay(plan: Plan, problem: Problem) -> bool:
+def embedding_and_head_stay(plan: Plan, problem: Problem) -> bool:
     """Return whether `plan` places exactly those blocks with the owner that `problem` keeps there."""
-    ends = ends_of(problem)
+    ends = embedding_and_head_of(problem)
     numbers = [block.block for block in problem.blocks]
     own = {*numbers[: ends.first], *numbers[len(numbers) - ends.last :]}
     return all((stage.peer == plan.feed) == (number in own) for stage in plan.stages for number in range(*stage.blocks))
 
 
-def check_ends(plan: Plan, problem: Problem) -> None:
+def check_embedding_and_head(plan: Plan, problem: Problem) -> None:
     """Raise `PlanError` if `plan` places a block elsewhere that must stay with the job owner. This also covers plans
     that were received from another machine."""
-    ends, owner = ends_of(problem), problem.owner
+    ends, owner = embedding_and_head_of(problem), problem.owner
     numbers = [block.block for block in problem.blocks]
     kept = {*numbers[: ends.first], *numbers[len(numbers) - ends.last :]}
     for stage in plan.stages:
@@ -144,7 +144,7 @@ def owners_part(plan: Plan) -> OwnersPart | None:
 
 def owners_bytes(problem: Problem) -> float:
     """Memory of both ends on the owner's machine, with one microbatch in flight at each."""
-    ends = ends_of(problem)
+    ends = embedding_and_head_of(problem)
     total = 0.0
     if ends.first:
         front = Chain(problem, problem.blocks[: ends.first])
@@ -159,7 +159,7 @@ def owners_bytes(problem: Problem) -> float:
 
 def check_owners_memory(problem: Problem) -> None:
     """Raise `PlanError` if the owner's memory can't hold its blocks; it names the missing bytes and a remedy."""
-    owner, ends = problem.owner, ends_of(problem)
+    owner, ends = problem.owner, embedding_and_head_of(problem)
     if owner is None or not (ends.first or ends.last):
         return
     needed = owners_bytes(problem)

@@ -17,7 +17,7 @@ from fusionai.wire.messages import Saving
 
 
 @dataclass(frozen=True, slots=True)
-class Levers:
+class MemoryMeasures:
     """One combination of levers.
 
     `recompute`: only the inputs of a block are kept; backward computes the other activations again, which costs one
@@ -57,7 +57,7 @@ _CANT: Final[dict[Saving, str]] = {
     "offload": "put optimizer state into a file",
     "offload_weights": "have weights lie elsewhere between uses",
 }
-NO_LEVERS: Final = Levers()
+NO_LEVERS: Final = MemoryMeasures()
 DISK_BYTES_PER_S: Final = 500e6
 """Speed of reading and writing optimizer state if the peer's was not measured: that of a SATA SSD."""
 COPY_BYTES_PER_S: Final = 6e9
@@ -71,7 +71,7 @@ UPDATE_BYTES: Final = 3 * 2**20
 _CHOICES: Final = {"never": (False,), "always": (True,), "auto": (False, True)}
 
 
-def flops_per_s(peer: PeerProfile, levers: Levers) -> float:
+def flops_per_s(peer: PeerProfile, levers: MemoryMeasures) -> float:
     """Speed of `peer` with `levers`."""
     spared = levers != NO_LEVERS and peer.device == "cpu"
     return peer.effective_flops_per_s / SPARING if spared else peer.effective_flops_per_s
@@ -105,7 +105,7 @@ def weights_bytes_per_s(peer: PeerProfile | None) -> float:
     return peer.scratch_bytes_per_s if peer is not None and peer.scratch_bytes_per_s > 0 else DISK_BYTES_PER_S
 
 
-def inability(levers: Levers, peer: PeerProfile) -> str | None:
+def inability(levers: MemoryMeasures, peer: PeerProfile) -> str | None:
     """The reason why the backend of `peer` can't apply `levers`; None if it can."""
     if levers == NO_LEVERS:
         return None
@@ -113,18 +113,18 @@ def inability(levers: Levers, peer: PeerProfile) -> str | None:
     return f"its backend {peer.backend!r} can't {' or '.join(missing)}" if missing else None
 
 
-def levers_of_problem(problem: Problem) -> Levers:
+def levers_of_problem(problem: Problem) -> MemoryMeasures:
     """Levers that the problem prescribes for all stages; a lever that is left to the plan counts as off."""
     if problem.task != "train":
         return NO_LEVERS
-    return Levers(
+    return MemoryMeasures(
         recompute=problem.recompute == "always",
         offload=problem.offload == "always",
         offload_weights=problem.offload_weights == "always",
     )
 
 
-def choices_of_problem(problem: Problem) -> tuple[Levers, ...]:
+def choices_of_problem(problem: Problem) -> tuple[MemoryMeasures, ...]:
     """Combinations of levers that a stage may use, the cheapest first. `offload_weights` requires `recompute`."""
     if problem.task != "train":
         return (NO_LEVERS,)
@@ -132,9 +132,9 @@ def choices_of_problem(problem: Problem) -> tuple[Levers, ...]:
 
 
 @cache
-def _choices(recompute: Lever, offload: Lever, offload_weights: Lever) -> tuple[Levers, ...]:
+def _choices(recompute: Lever, offload: Lever, offload_weights: Lever) -> tuple[MemoryMeasures, ...]:
     return tuple(
-        Levers(recompute=again, offload=away, offload_weights=weights)
+        MemoryMeasures(recompute=again, offload=away, offload_weights=weights)
         for weights in _CHOICES[offload_weights]
         for away in _CHOICES[offload]
         for again in _CHOICES[recompute]
@@ -148,8 +148,8 @@ def unable_to_save(stage: StagePlacement, peer: PeerProfile) -> str | None:
     return None if unable is None else f"{unable}, as the stage does."
 
 
-def levers_of_stage(stage: StagePlacement) -> Levers:
-    return Levers(recompute=stage.recompute, offload=stage.offload, offload_weights=stage.offload_weights)
+def levers_of_stage(stage: StagePlacement) -> MemoryMeasures:
+    return MemoryMeasures(recompute=stage.recompute, offload=stage.offload, offload_weights=stage.offload_weights)
 
 
 def savings(plan: Plan) -> Iterator[str]:

@@ -17,7 +17,7 @@ from fusionai.scheduling.problem.types import Link, PeerProfile
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class DirectedLink:
     """Link in one direction between two peers. `shared`: a transfer occupies the access links of both."""
 
     bandwidth_bytes_per_s: float
@@ -25,17 +25,17 @@ class Hop:
     shared: bool
 
 
-_SAME_MACHINE = Hop(bandwidth_bytes_per_s=inf, latency_s=0.0, shared=False)
+_SAME_MACHINE = DirectedLink(bandwidth_bytes_per_s=inf, latency_s=0.0, shared=False)
 
 
-def hop(sender: PeerProfile, receiver: PeerProfile, exceptions: Mapping[str, Link]) -> Hop:
+def hop(sender: PeerProfile, receiver: PeerProfile, exceptions: Mapping[str, Link]) -> DirectedLink:
     """The hop from `sender` to `receiver`; free if they are the same peer. `exceptions`: `from>to` -> link."""
     if sender.peer == receiver.peer:
         return _SAME_MACHINE
     own = exceptions.get(f"{sender.peer}>{receiver.peer}")
     if own is not None:
-        return Hop(own.bandwidth_bytes_per_s, own.latency_s, shared=False)
-    return Hop(
+        return DirectedLink(own.bandwidth_bytes_per_s, own.latency_s, shared=False)
+    return DirectedLink(
         bandwidth_bytes_per_s=min(sender.uplink.bandwidth_bytes_per_s, receiver.downlink.bandwidth_bytes_per_s),
         latency_s=sender.uplink.latency_s + receiver.downlink.latency_s,
         shared=True,

@@ -20,14 +20,14 @@ from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.chain import Chain, codecs_of
 from fusionai.scheduling.problem.levers import (
     NO_LEVERS,
-    Levers,
+    MemoryMeasures,
     flops_per_s,
     levers_of_stage,
     offload_s,
     weights_s,
     weights_update_s,
 )
-from fusionai.scheduling.problem.links import Hop, hop
+from fusionai.scheduling.problem.links import DirectedLink, hop
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement
 from fusionai.scheduling.serving.pipeline import block_s
 
@@ -100,13 +100,13 @@ class StageCosts:
         trained_bytes = self._chain.trained_bytes(*self._positions(stage))
         return stage.offload_s + weights_update_s(self.profiles.get(stage.peer), trained_bytes)
 
-    def held_bytes(self, stage: StagePlacement, levers: Levers) -> int:
+    def held_bytes(self, stage: StagePlacement, levers: MemoryMeasures) -> int:
         """Return the memory of the stage with `levers`, its microbatches in flight included."""
         start, end = self._positions(stage)
         flight_bytes = self._chain_of(stage).in_flight_bytes(start, end, levers)
         return round(self._chain.resident_bytes(start, end, levers) + stage.in_flight * flight_bytes)
 
-    def with_levers(self, stage: StagePlacement, levers: Levers) -> StagePlacement:
+    def with_levers(self, stage: StagePlacement, levers: MemoryMeasures) -> StagePlacement:
         """Return the stage with `levers`: its compute and memory, and what each lever saves and costs."""
         start, end = self._positions(stage)
         held_bytes = self.held_bytes(stage, levers)
@@ -181,7 +181,7 @@ class StageCosts:
         unknown."""
         return peer.fingerprint != "" and peer.fingerprint == self.fingerprint(stage)
 
-    def hop(self, sender: str, receiver: str) -> Hop:
+    def hop(self, sender: str, receiver: str) -> DirectedLink:
         """Return the hop in one direction between two peers."""
         ends = self.profiles.get(sender), self.profiles.get(receiver)
         match ends:
@@ -190,7 +190,7 @@ class StageCosts:
             case _:
                 known = [end for end in ends if end is not None]
                 bandwidth = min((_slower(end) for end in known), default=inf)
-                return Hop(bandwidth_bytes_per_s=bandwidth, latency_s=0.0, shared=False)
+                return DirectedLink(bandwidth_bytes_per_s=bandwidth, latency_s=0.0, shared=False)
 
     def memory_bytes(self, stage: StagePlacement) -> int:
         """Return the memory that the stage's peer lends."""

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fusionai.primitives.pace import Pace, ServingPace
+from fusionai.primitives.pace import ServingSpeed, TrainingSpeed
 from fusionai.wire.codecs import Codec, Compression
 from fusionai.wire.messages import Saving
 
@@ -42,9 +42,9 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     flops_per_s: float
     """Measured float32 speed with `threads` threads, before `share`."""
     memory_bandwidth_bytes_per_s: float = 0.0
-    pace: Pace | None = None
+    pace: TrainingSpeed | None = None
     """Measured training speed; None if not measured."""
-    serving: Annotated[tuple[ServingPace, ...], Meta(max_length=8)] = ()
+    serving: Annotated[tuple[ServingSpeed, ...], Meta(max_length=8)] = ()
     """Measured serving speed by weight format. If the requested format is missing, `flops_per_s` and
     `memory_bandwidth_bytes_per_s` are used."""
     attention_flops_per_s: float = 0.0
@@ -276,7 +276,7 @@ class Certificate(_Data, frozen=True, kw_only=True):
     explored: int = 0
 
 
-class Guard(_Data, frozen=True, kw_only=True):
+class Standby(_Data, frozen=True, kw_only=True):
     """A spare that keeps snapshots of a stage and takes it over when its peer is lost. One spare may guard several
     stages."""
 
@@ -343,7 +343,7 @@ class Plan(_Data, frozen=True, kw_only=True):
     """Peer id of the data feed; in serving, of the machine that sends tokens and receives the results."""
     spares: tuple[str, ...] = ()
     """Standby peers when the plan was made. Those in `guards` are reserved for the job, the others are free."""
-    guards: tuple[Guard, ...] = ()
+    guards: tuple[Standby, ...] = ()
     """Guards, at most one per stage."""
     snapshot_every: int = 0
     """Steps between two snapshots of a guarded stage; 0 if no stage is guarded."""

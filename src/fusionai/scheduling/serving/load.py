@@ -33,14 +33,14 @@ import msgspec
 import numpy as np
 
 from fusionai.scheduling.kernels.compiled import Floats
-from fusionai.scheduling.problem.embedding_and_head import ends_of, middle
+from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, middle
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, ServingNeeds, StagePlacement
 from fusionai.scheduling.serving.pipeline import block_s, retained_bytes, ring_bytes, stage_bytes, token_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PipelineLoad:
     """Load of a line: `sessions` are spread over `passes` in flight, and each gets one token per round."""
 
     sessions: int
@@ -77,7 +77,7 @@ def stage_room(blocks: Sequence[BlockCost], behind: Sequence[BlockCost], needs: 
     return Room(stage_bytes(blocks, probe_only, sent, needs.page_tokens), each)
 
 
-class LoadedLine:
+class LoadedPipeline:
     """A line of placed `stages`, priced by `costs`."""
 
     def __init__(self, stages: Sequence[StagePlacement], costs: StageCosts, needs: ServingNeeds) -> None:
@@ -127,15 +127,15 @@ class LoadedLine:
         whole_s = max(transit_s, passes * max(*busy.values(), *sent_s, 1e-12))
         return whole_s, passes * busy.get(self._owner, 0.0) / whole_s
 
-    def at(self, rows: int, passes: int) -> Load:
+    def at(self, rows: int, passes: int) -> PipelineLoad:
         whole_s, owner_busy = self.round_s(rows, passes)
-        return Load(rows * passes, passes, whole_s, owner_busy)
+        return PipelineLoad(rows * passes, passes, whole_s, owner_busy)
 
-    def filled(self, most_sessions: int, most_s: float = inf) -> Load | None:
+    def filled(self, most_sessions: int, most_s: float = inf) -> PipelineLoad | None:
         """The load with the most tokens a second, for at most `most_sessions` sessions with rounds of at most `most_s`;
         None if not even one session fits."""
         sessions = most_sessions if self.room is None else min(most_sessions, self.room)
-        best: Load | None = None
+        best: PipelineLoad | None = None
         for passes in range(1, min(sessions, 2 * len(self._peers)) + 1):
             rows = self._most_rows(passes, sessions // passes, most_s)
             if rows == 0:
@@ -167,7 +167,7 @@ def bound_tokens_per_s(problem: Problem, chain_plan: Plan, most_sessions: int, m
     plan of the fastest line, whose certificate bounds the shortest round."""
     needs = problem.serving
     assert needs is not None, "a serving problem says what it needs"
-    ends = ends_of(problem)
+    ends = embedding_and_head_of(problem)
     first, last = ends.first, len(problem.blocks) - ends.last
     blocks = middle(problem)
     usable = {*chain_plan.spares, *(stage.peer for stage in chain_plan.stages if "stage" in stage.roles)}

@@ -22,7 +22,7 @@ import numpy as np
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, ServingNeeds, StagePlacement
-from fusionai.scheduling.serving.load import Load, LoadedLine, bound_tokens_per_s, stage_room
+from fusionai.scheduling.serving.load import LoadedPipeline, PipelineLoad, bound_tokens_per_s, stage_room
 from fusionai.scheduling.serving.pipeline import block_s
 from fusionai.scheduling.serving.planning import serving_plan
 
@@ -45,7 +45,7 @@ NEAR_S: Final = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedLine:
+class PlacedPipeline:
     """One line, filled with sessions."""
 
     stages: tuple[StagePlacement, ...]
@@ -58,10 +58,10 @@ class ServedLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ManyLines:
+class ServingPipelines:
     """Lines that no job can run yet, compared with the single line that a job would run."""
 
-    lines: tuple[ServedLine, ...]
+    lines: tuple[PlacedPipeline, ...]
     """The lines; the plan's line comes first."""
     idle: tuple[str, ...]
     """Usable peers that are in no line."""
@@ -83,9 +83,9 @@ class ManyLines:
     optimality_gap: float
 
 
-def many_lines(
+def serving_pipelines(
     problem: Problem, chain_plan: Plan, most_sessions: int, least_tokens_per_s: float | None = None
-) -> ManyLines | None:
+) -> ServingPipelines | None:
     """Return the comparison for a serving job, with at most `most_sessions` sessions per line.
 
     `least_tokens_per_s`: required speed of each session; None takes half of the plan's prediction for a single session.
@@ -141,13 +141,13 @@ class _Filled:
         self._needs, self._costs = needs, costs
         self._most_sessions, self._most_s = most_sessions, most_s
         self._owner = problem.owner
-        self.placed: list[tuple[Sequence[StagePlacement], LoadedLine, Load]] = []
+        self.placed: list[tuple[Sequence[StagePlacement], LoadedPipeline, PipelineLoad]] = []
         self._owner_bytes = 0
         self.owner_busy = 0.0
         """Fraction of the owner's machine or access link in use; above 1, all lines are slowed by this factor."""
 
     @property
-    def last(self) -> Load:
+    def last(self) -> PipelineLoad:
         return self.placed[-1][2]
 
     @property
@@ -160,7 +160,7 @@ class _Filled:
 
     def add(self, stages: Sequence[StagePlacement]) -> bool:
         """Add a line of `stages`. Returns False if it can't serve a single session within the limit."""
-        line = LoadedLine(stages, self._costs, self._needs)
+        line = LoadedPipeline(stages, self._costs, self._needs)
         load = line.filled(self._room(line), self._most_s)
         if load is None:
             return False
@@ -169,7 +169,7 @@ class _Filled:
         self.owner_busy += max(load.owner_busy, self._link_busy(stages, load.tokens_per_s))
         return True
 
-    def _room(self, line: LoadedLine) -> int:
+    def _room(self, line: LoadedPipeline) -> int:
         """Sessions that the owner's memory leaves room for."""
         owner, room = self._owner, line.owner_room
         if owner is None or not room.each:
@@ -220,7 +220,7 @@ class _Free:
             if stage.peer in self._place:
                 self._here[self._place[stage.peer]] = False
 
-    def like(self, pattern: Sequence[StagePlacement], load: Load) -> list[StagePlacement] | None:
+    def like(self, pattern: Sequence[StagePlacement], load: PipelineLoad) -> list[StagePlacement] | None:
         """The stages of `pattern` on free machines like its own; None if there is none for one of the stages."""
         here = self._here.copy()
         stages: list[StagePlacement] = []
@@ -239,7 +239,7 @@ class _Free:
             stages.append(self._moved(stage, self._peers[chosen]))
         return stages
 
-    def _suits(self, stage: StagePlacement, load: Load) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _suits(self, stage: StagePlacement, load: PipelineLoad) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         first = self._blocks[0].block
         start, end = stage.blocks[0] - first, stage.blocks[1] - first
         blocks = self._blocks[start:end]
@@ -291,7 +291,7 @@ def _fastest(problem: Problem, left: Sequence[PeerProfile], room: int) -> tuple[
 
 def _compared(
     problem: Problem, chain_plan: Plan, filled: _Filled, pool: _Free, most_sessions: int, most_s: float
-) -> ManyLines | None:
+) -> ServingPipelines | None:
     slowed = max(1.0, filled.owner_busy)
     lines = tuple(_served(problem, stages, load, slowed) for stages, _, load in filled.placed)
     chain_load = filled.placed[0][2]
@@ -302,7 +302,7 @@ def _compared(
     asked = list(_asked(filled, problem))
     asked_lines, asked_speed = max(asked, key=lambda entry: entry[1])
     bound = max(bound_tokens_per_s(problem, chain_plan, most_sessions, most_s), together)
-    return ManyLines(
+    return ServingPipelines(
         least_tokens_per_s=1 / most_s,
         lines=lines,
         idle=tuple(peer.peer for peer in pool.left()),
@@ -333,7 +333,7 @@ def _asked(filled: _Filled, problem: Problem) -> Iterator[tuple[int, float]]:
         yield count, speed
 
 
-def _served(problem: Problem, stages: Sequence[StagePlacement], load: Load, slowed: float) -> ServedLine:
+def _served(problem: Problem, stages: Sequence[StagePlacement], load: PipelineLoad, slowed: float) -> PlacedPipeline:
     """The line with the memory of its own sessions instead of the plan's."""
     needs = problem.serving
     assert needs is not None, "a serving problem says what it needs"
@@ -349,7 +349,7 @@ def _served(problem: Problem, stages: Sequence[StagePlacement], load: Load, slow
                 stage, stage=number, memory_bytes=size, weight_bytes=weights, cache_bytes=load.sessions * room.each
             )
         )
-    return ServedLine(
+    return PlacedPipeline(
         stages=tuple(placed),
         sessions=load.sessions,
         passes=load.passes,

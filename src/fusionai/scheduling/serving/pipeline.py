@@ -17,8 +17,8 @@ from itertools import accumulate
 from math import inf
 
 from fusionai.scheduling.problem.constraints import Pins
-from fusionai.scheduling.problem.embedding_and_head import ends_of
-from fusionai.scheduling.problem.links import Hop, hop
+from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of
+from fusionai.scheduling.problem.links import DirectedLink, hop
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, ServingNeeds
 
 
@@ -58,14 +58,14 @@ def retained_bytes(blocks: Sequence[BlockCost], end: int, needs: ServingNeeds) -
     return blocks[end - 1].output_bytes if needs.retain and behind else 0
 
 
-class ServingLine:
+class ServingPipeline:
     """Costs of a serving problem on the usable peers, in an order that does not depend on how they were listed.
 
     Positions count from the chain's first block: the first block that the owner does not keep.
     """
 
     def __init__(self, problem: Problem, needs: ServingNeeds, peers: Sequence[PeerProfile]) -> None:
-        ends = ends_of(problem)
+        ends = embedding_and_head_of(problem)
         self.needs = needs
         self.blocks = problem.blocks
         self.first = ends.first
@@ -79,7 +79,7 @@ class ServingLine:
             for peer in self.peers
         ]
         owner, links = problem.owner, problem.links
-        free = Hop(bandwidth_bytes_per_s=inf, latency_s=0.0, shared=False)
+        free = DirectedLink(bandwidth_bytes_per_s=inf, latency_s=0.0, shared=False)
         self._enter = [free if owner is None else hop(owner, peer, links) for peer in self.peers]
         self._leave = [free if owner is None else hop(peer, owner, links) for peer in self.peers]
         self._hops = [[hop(one, other, links) for other in self.peers] for one in self.peers]
@@ -153,7 +153,7 @@ class ServingLine:
         return self.blocks[position - 1].output_bytes if position else 0
 
 
-def _seconds(link: Hop, size_bytes: int) -> float:
+def _seconds(link: DirectedLink, size_bytes: int) -> float:
     return size_bytes / link.bandwidth_bytes_per_s + link.latency_s
 
 

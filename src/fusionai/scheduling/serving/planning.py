@@ -24,7 +24,7 @@ from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.placement import pool_name
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.constraints import check_names, check_pins, eligible, must_use
-from fusionai.scheduling.problem.embedding_and_head import ends_of, middle, place_of
+from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, middle, place_of
 from fusionai.scheduling.problem.links import check_access, check_links, hop
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import (
@@ -39,7 +39,7 @@ from fusionai.scheduling.problem.types import (
     StagePlacement,
 )
 from fusionai.scheduling.serving.pipeline import (
-    ServingLine,
+    ServingPipeline,
     block_s,
     context_pages,
     least_tokens,
@@ -49,9 +49,9 @@ from fusionai.scheduling.serving.pipeline import (
     token_bytes,
 )
 from fusionai.scheduling.serving.prediction import first_token_s, predict_serving, together
-from fusionai.scheduling.serving.search import FoundLine, Line, LineLimits, evened, fastest_line
+from fusionai.scheduling.serving.search import FoundPipeline, LineLimits, PartialPipeline, evened, fastest_pipeline
 from fusionai.scheduling.serving.shortlist import shortlist, with_fastest
-from fusionai.scheduling.standby.assignment import with_guards
+from fusionai.scheduling.standby.assignment import with_standbys
 from fusionai.scheduling.training.one_machine import against_one
 
 SEARCH_BUDGET: Final = 100_000
@@ -96,7 +96,7 @@ def serving_plan(problem: Problem, budget: int | None = None, *, compared: bool 
         sentence = against_one(problem, plan, alone[0], 1 / alone[1], lambda open_: serving_plan(open_, compared=False))
         if sentence is not None:
             plan = msgspec.structs.replace(plan, warnings=(sentence, *plan.warnings))
-    return with_guards(plan, problem)
+    return with_standbys(plan, problem)
 
 
 def _usable(problem: Problem, needs: ServingNeeds) -> tuple[list[PeerProfile], list[Excluded]]:
@@ -105,7 +105,7 @@ def _usable(problem: Problem, needs: ServingNeeds) -> tuple[list[PeerProfile], l
     check_pins(problem, pool_blocks)
     smallest = min(
         stage_bytes([block], needs, retained_bytes(problem.blocks, end, needs), least_tokens(needs))
-        for end, block in enumerate(pool_blocks, ends_of(problem).first + 1)
+        for end, block in enumerate(pool_blocks, embedding_and_head_of(problem).first + 1)
     )
     usable, refused = eligible(problem, pool_blocks, smallest)
     if not usable:
@@ -120,9 +120,9 @@ def _usable(problem: Problem, needs: ServingNeeds) -> tuple[list[PeerProfile], l
 def _written(
     problem: Problem,
     needs: ServingNeeds,
-    line: ServingLine,
-    found: FoundLine,
-    best: Line,
+    line: ServingPipeline,
+    found: FoundPipeline,
+    best: PartialPipeline,
     cache_tokens: int,
     usable: list[PeerProfile],
 ) -> Plan:
@@ -181,13 +181,13 @@ def _found_in_pool(
     budget: int | None,
     *,
     room: int = 1,
-) -> tuple[ServingLine, FoundLine, int]:
+) -> tuple[ServingPipeline, FoundPipeline, int]:
     """Return the costs, the line that was found and the cache tokens it has room for.
 
     In large pools only a shortlist is searched, but the bound covers all usable peers.
     """
     listed = shortlist(problem, needs, usable, middle(problem), room=room)
-    line = ServingLine(problem, needs, with_fastest(problem, needs, usable, listed.peers))
+    line = ServingPipeline(problem, needs, with_fastest(problem, needs, usable, listed.peers))
     _check_owner(line, needs)
     if line.count == len(usable):
         return line, *_found(problem, line, needs, budget, SEARCH_BUDGET)
@@ -202,8 +202,8 @@ def _found_in_pool(
 
 
 def _found(
-    problem: Problem, line: ServingLine, needs: ServingNeeds, budget: int | None, usual: int
-) -> tuple[FoundLine, int]:
+    problem: Problem, line: ServingPipeline, needs: ServingNeeds, budget: int | None, usual: int
+) -> tuple[FoundPipeline, int]:
     """Return the fastest line with room for as much of the wanted cache as possible, and that number of cache
     tokens."""
     fewest_tokens = least_tokens(needs)
@@ -213,14 +213,14 @@ def _found(
         cache_tokens = _halved(cache_tokens, needs)  # `_check_owner` made sure that the least fits
     limits = _limits(problem, line, cache_tokens)
     while True:
-        found = fastest_line(line, limits, budget=usual if budget is None else budget, settle=budget is None)
+        found = fastest_pipeline(line, limits, budget=usual if budget is None else budget, settle=budget is None)
         if found.best is not None:
             single = _single(line, limits, needs)
             if single is None or single[0] >= found.seconds * (1 - ROUNDING):
                 return found, limits.cache_tokens
             # One machine alone with a smaller cache is faster: then allow all lines that smaller cache.
             limits = _limits(problem, line, single[1])
-            again = fastest_line(line, limits, budget=usual if budget is None else budget, settle=budget is None)
+            again = fastest_pipeline(line, limits, budget=usual if budget is None else budget, settle=budget is None)
             assert again.best is not None, "one machine holds it"
             return again, limits.cache_tokens
         if limits.cache_tokens <= fewest_tokens:
@@ -233,7 +233,7 @@ def _halved(cache_tokens: int, needs: ServingNeeds) -> int:
     return max(cache_tokens // needs.page_tokens // 2 * needs.page_tokens, least_tokens(needs))
 
 
-def _single(line: ServingLine, limits: LineLimits, needs: ServingNeeds) -> tuple[float, int] | None:
+def _single(line: ServingPipeline, limits: LineLimits, needs: ServingNeeds) -> tuple[float, int] | None:
     """Return seconds per token and cache tokens of the fastest line with one pool stage that holds a whole context.
 
     The cache has at most the wanted tokens. Returns None if there is no such line.
@@ -256,12 +256,12 @@ def _single(line: ServingLine, limits: LineLimits, needs: ServingNeeds) -> tuple
     return best
 
 
-def single_s(line: ServingLine, peer: int) -> float:
+def single_s(line: ServingPipeline, peer: int) -> float:
     """Return the seconds per token of the line with one pool stage, on `peer`."""
     return line.enter_s(peer) + line.compute_s(peer, 0, line.length) + line.leave_s(peer) + line.ends_s
 
 
-def _limits(problem: Problem, line: ServingLine, cache_tokens: int) -> LineLimits:
+def _limits(problem: Problem, line: ServingPipeline, cache_tokens: int) -> LineLimits:
     index = {peer.peer: i for i, peer in enumerate(line.peers)}
     required = sum(1 << index[name] for name in must_use(problem))
     reserved = problem.spares_wanted or 0
@@ -286,7 +286,7 @@ def _limits(problem: Problem, line: ServingLine, cache_tokens: int) -> LineLimit
     return LineLimits(fewest=wanted, most=problem.stages or most, cache_tokens=cache_tokens, required=required)
 
 
-def _pages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: int) -> int:
+def _pages(line: ServingPipeline, best: PartialPipeline, needs: ServingNeeds, cache_tokens: int) -> int:
     """Return the number of pages: those the line was found with, and a part of the remaining room.
 
     The room is that of every machine, the job owner's included. The pages never exceed all sessions' whole contexts.
@@ -305,11 +305,13 @@ def _pages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: int
     return sure + int((most - sure) * FILLED)
 
 
-def _placed(best: Line) -> list[tuple[int, int, int]]:
+def _placed(best: PartialPipeline) -> list[tuple[int, int, int]]:
     return [(peer, best.cuts[k], best.cuts[k + 1]) for k, peer in enumerate(best.order)]
 
 
-def _stages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: int) -> list[StagePlacement]:
+def _stages(
+    line: ServingPipeline, best: PartialPipeline, needs: ServingNeeds, cache_tokens: int
+) -> list[StagePlacement]:
     stages: list[StagePlacement] = []
     owner = line.owner
     if line.first and owner is not None:
@@ -334,7 +336,7 @@ def _stages(line: ServingLine, best: Line, needs: ServingNeeds, cache_tokens: in
 
 
 def _stage(
-    line: ServingLine,
+    line: ServingPipeline,
     needs: ServingNeeds,
     number: int,
     profile: PeerProfile,
@@ -389,7 +391,7 @@ def _alone(problem: Problem, usable: list[PeerProfile], needs: ServingNeeds) -> 
 
 
 def _warnings(
-    problem: Problem, line: ServingLine, needs: ServingNeeds, found: FoundLine, cache_tokens: int, pages: int
+    problem: Problem, line: ServingPipeline, needs: ServingNeeds, found: FoundPipeline, cache_tokens: int, pages: int
 ) -> list[str]:
     warnings: list[str] = []
     held = (pages - 1) * needs.page_tokens
@@ -402,7 +404,7 @@ def _warnings(
         free = msgspec.structs.replace(problem, stages=None)
         wider = _limits(free, line, cache_tokens)
         fewest = min(wider.fewest, problem.stages - 1)
-        fewer = fastest_line(line, replace(wider, fewest=fewest, most=problem.stages - 1), budget=SEARCH_BUDGET)
+        fewer = fastest_pipeline(line, replace(wider, fewest=fewest, most=problem.stages - 1), budget=SEARCH_BUDGET)
         if fewer.best is not None and fewer.seconds < found.seconds:
             count = len(fewer.best.order)
             warnings.append(
@@ -412,7 +414,7 @@ def _warnings(
     return warnings
 
 
-def _infeasible(line: ServingLine, limits: LineLimits) -> PlanError:
+def _infeasible(line: ServingPipeline, limits: LineLimits) -> PlanError:
     """Return the error for a problem without a line; memory is the only constraint that was not checked before."""
     largest = max(peer.memory_bytes for peer in line.peers)
     needed, block = max((line.bytes(b, b + 1, limits.cache_tokens), b) for b in range(line.length))
@@ -474,7 +476,7 @@ def _checked(problem: Problem) -> ServingNeeds:
     return needs
 
 
-def _check_owner(line: ServingLine, needs: ServingNeeds) -> None:
+def _check_owner(line: ServingPipeline, needs: ServingNeeds) -> None:
     owner = line.owner
     mine = line.owner_blocks()
     if owner is None or not mine:

@@ -27,7 +27,7 @@ import numpy as np
 
 from fusionai.scheduling.kernels.compiled import available, compiled
 from fusionai.scheduling.kernels.serving_pipeline import LineTables, Steps, cross
-from fusionai.scheduling.serving.pipeline import ServingLine
+from fusionai.scheduling.serving.pipeline import ServingPipeline
 
 SETTLED_PEERS: Final = 16
 """Number of peers up to which compiled loops, which search exhaustively, settle what the best-first search leaves
@@ -48,7 +48,7 @@ class LineLimits:
     required: int = 0
 
 
-class Line(NamedTuple):
+class PartialPipeline(NamedTuple):
     """The stages of a line so far: `order[k]` holds positions [`cuts[k]`, `cuts[k + 1]`).
 
     `seconds` excludes the way back to the job owner.
@@ -61,13 +61,13 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class FoundLine:
+class FoundPipeline:
     """Result of a search.
 
     `seconds`: time of `best`, the way back and the owner's part included. `bound_s`: no line takes less.
     """
 
-    best: Line | None
+    best: PartialPipeline | None
     seconds: float
     bound_s: float
     explored: int
@@ -77,7 +77,7 @@ class FoundLine:
         return self.bound_s >= self.seconds
 
 
-def fastest_line(line: ServingLine, limits: LineLimits, *, budget: int, settle: bool = True) -> FoundLine:
+def fastest_pipeline(line: ServingPipeline, limits: LineLimits, *, budget: int, settle: bool = True) -> FoundPipeline:
     """Return the fastest line found with at most `budget` extensions.
 
     `settle`: with few peers, compiled loops settle what the budget leaves open. `best` is None if no line within the
@@ -87,13 +87,13 @@ def fastest_line(line: ServingLine, limits: LineLimits, *, budget: int, settle: 
 
 
 class _Search:
-    def __init__(self, line: ServingLine, limits: LineLimits, budget: int, settle: bool) -> None:
+    def __init__(self, line: ServingPipeline, limits: LineLimits, budget: int, settle: bool) -> None:
         self.line = line
         self.settle = settle
         self.limits = limits
         self.budget = budget
         self.explored = 0
-        self.best: Line | None = None
+        self.best: PartialPipeline | None = None
         self.best_s = inf
         needed = [
             [line.bytes(a, b, limits.cache_tokens) if a < b else 0 for b in range(line.length + 1)]
@@ -118,21 +118,21 @@ class _Search:
             for peer in range(line.count)
         ]
 
-    def run(self) -> FoundLine:
+    def run(self) -> FoundPipeline:
         self._glance()
         bound_s = self._prove()
         if bound_s < self.best_s and self.settle and self.line.count <= SETTLED_PEERS and available():
             settled = self._settle()
             bound_s = self.best_s if settled else bound_s
         total_s = self.best_s + self.line.ends_s
-        return FoundLine(self.best, total_s, min(bound_s + self.line.ends_s, total_s), self.explored)
+        return FoundPipeline(self.best, total_s, min(bound_s + self.line.ends_s, total_s), self.explored)
 
     def _prove(self) -> float:
         """Return a lower bound on the seconds of any line: `best_s` itself if nothing is left to explore."""
-        frontier: list[tuple[float, int, Line]] = []
+        frontier: list[tuple[float, int, PartialPipeline]] = []
         known: dict[tuple[int, int, int], float] = {}
         number = 0
-        for begun in self._extensions(Line(0.0, 0, (), (0,))):
+        for begun in self._extensions(PartialPipeline(0.0, 0, (), (0,))):
             number += 1
             heappush(frontier, (begun.seconds + self._rest_s[begun.cuts[-1]], number, begun))
         while frontier:
@@ -177,7 +177,7 @@ class _Search:
                 order.insert(0, int(steps.last[step]))
                 ends.insert(0, int(steps.end[step]))
                 step = int(steps.before[step])
-            found = Line(0.0, 0, (), (0,))
+            found = PartialPipeline(0.0, 0, (), (0,))
             for peer, end in zip(order, ends, strict=True):
                 start = found.cuts[-1]
                 into_s = line.hop_s(found.order[-1], peer, start) if found.order else line.enter_s(peer)
@@ -219,9 +219,9 @@ class _Search:
     def _glance(self) -> None:
         """Find a good line quickly: keep the most promising beginnings per number of stages, and try few stage
         lengths."""
-        level = [Line(0.0, 0, (), (0,))]
+        level = [PartialPipeline(0.0, 0, (), (0,))]
         for _ in range(self.limits.most):
-            grown: dict[tuple[int, int, int], Line] = {}
+            grown: dict[tuple[int, int, int], PartialPipeline] = {}
             for line in level:
                 for longer in self._extensions(line, few=True):
                     if longer.cuts[-1] == self.line.length:
@@ -236,7 +236,7 @@ class _Search:
             far = sorted(grown.values(), key=lambda one: (-one.cuts[-1], one.seconds, one.order))
             level = list(dict.fromkeys([*ranked[:BEAM], *far[:BEAM]]))
 
-    def _extensions(self, line: Line, *, few: bool = False) -> Iterator[Line]:
+    def _extensions(self, line: PartialPipeline, *, few: bool = False) -> Iterator[PartialPipeline]:
         depth = len(line.order) + 1
         start = line.cuts[-1]
         whole = self.line.length
@@ -267,12 +267,12 @@ class _Search:
                 if end >= shortest and self._fits[peer][start][end]:
                     yield self._longer(line, mask, peer, end, into_s)
 
-    def _longer(self, line: Line, mask: int, peer: int, end: int, into_s: float) -> Line:
+    def _longer(self, line: PartialPipeline, mask: int, peer: int, end: int, into_s: float) -> PartialPipeline:
         self.explored += 1
         seconds = line.seconds + into_s + self.line.compute_s(peer, line.cuts[-1], end)
-        return Line(seconds, mask, (*line.order, peer), (*line.cuts, end))
+        return PartialPipeline(seconds, mask, (*line.order, peer), (*line.cuts, end))
 
-    def _offer(self, line: Line) -> None:
+    def _offer(self, line: PartialPipeline) -> None:
         seconds = line.seconds + self.line.leave_s(line.order[-1])
         if seconds < self.best_s:
             self.best, self.best_s = line, seconds
@@ -321,7 +321,9 @@ SLACK: Final = 0.05
 """Largest increase of one session's time per token, as a fraction, accepted for more speed of all sessions together."""
 
 
-def evened(line: ServingLine, best: Line, token_s: float, cache_tokens: int, *, most_s: float = inf) -> tuple[int, ...]:
+def evened(
+    line: ServingPipeline, best: PartialPipeline, token_s: float, cache_tokens: int, *, most_s: float = inf
+) -> tuple[int, ...]:
     """Return the cuts for `best.order`.
 
     `token_s`: seconds of the whole trip with `best.cuts`. `most_s`: upper limit on the trip with the new cuts.
@@ -353,14 +355,14 @@ def evened(line: ServingLine, best: Line, token_s: float, cache_tokens: int, *, 
     return chosen
 
 
-def _trip_s(line: ServingLine, order: tuple[int, ...], cuts: tuple[int, ...]) -> float:
+def _trip_s(line: ServingPipeline, order: tuple[int, ...], cuts: tuple[int, ...]) -> float:
     """Return the seconds of the stages' compute and the hops between them."""
     seconds = sum(line.compute_s(peer, cuts[k], cuts[k + 1]) for k, peer in enumerate(order))
     return seconds + sum(line.hop_s(order[k - 1], order[k], cuts[k]) for k in range(1, len(order)))
 
 
 def _quickest(
-    line: ServingLine, order: tuple[int, ...], needed: list[list[int]], lent: list[int], most_s: float
+    line: ServingPipeline, order: tuple[int, ...], needed: list[list[int]], lent: list[int], most_s: float
 ) -> tuple[float, tuple[int, ...] | None]:
     """Return the shortest trip with no stage above `most_s`, and its cuts; dynamic programming from the first stage
     on."""

@@ -11,7 +11,7 @@ Memory of a spare: three snapshots of each stage it guards while one arrives, an
 stages running there. In serving a guard holds the weights instead, and has room for one stage's caches. The result does
 not depend on the order in which spares are listed.
 
-`planner` and `takeover` call `with_guards`; `snapshots` decides K; `stage_costs` has the prices.
+`planner` and `takeover` call `with_standbys`; `snapshots` decides K; `stage_costs` has the prices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.problem.constraints import refusal
 from fusionai.scheduling.problem.levers import unable_to_save
 from fusionai.scheduling.problem.stage_costs import StageCosts
-from fusionai.scheduling.problem.types import Excluded, Guard, PeerProfile, Plan, Problem, StagePlacement
+from fusionai.scheduling.problem.types import Excluded, PeerProfile, Plan, Problem, StagePlacement, Standby
 from fusionai.scheduling.standby.snapshots import MOST_STEPS, SnapshotInterval, room_to_retain, snapshot_interval
 
 KEPT: Final = 2
@@ -37,7 +37,7 @@ ARRIVING: Final = KEPT + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Unguarded:
+class WithoutStandby:
     """A stage with state that has no guard, with the reason for every spare. Without spares `reasons` is empty."""
 
     stage: int
@@ -45,22 +45,22 @@ class Unguarded:
 
 
 @dataclass(frozen=True, slots=True)
-class Guarding:
+class StandbyAssignment:
     """`plan` with its guards and K, the reasons for K, and the stages that are left without a guard."""
 
     plan: Plan
     interval: SnapshotInterval
-    unguarded: tuple[Unguarded, ...]
+    unguarded: tuple[WithoutStandby, ...]
 
 
-def with_guards(plan: Plan, problem: Problem) -> Plan:
+def with_standbys(plan: Plan, problem: Problem) -> Plan:
     """`plan` with new `guards` and `snapshot_every`; nothing else changes. Candidates are `plan.spares`; a spare
     without a profile in `problem.peers` is ignored."""
-    return guarding(plan, problem).plan
+    return assign_standbys(plan, problem).plan
 
 
-def guarding(plan: Plan, problem: Problem) -> Guarding:
-    """Like `with_guards`, with the reasons."""
+def assign_standbys(plan: Plan, problem: Problem) -> StandbyAssignment:
+    """Like `with_standbys`, with the reasons."""
     costs = StageCosts(problem, plan)
     stages = [stage for stage in plan.stages if costs.guardable(plan, stage)]
     short = room_to_retain(plan, costs) if plan.task == "train" else None
@@ -68,8 +68,8 @@ def guarding(plan: Plan, problem: Problem) -> Guarding:
         bare = msgspec.structs.replace(plan, guards=(), snapshot_every=0)
         reason = f"the memory of {short} has no room to retain what a replay needs."
         reasons = (Excluded(peer=short, reason=reason),)
-        unguarded = tuple(Unguarded(stage.stage, reasons) for stage in stages)
-        return Guarding(bare, snapshot_interval(bare, problem), unguarded)
+        unguarded = tuple(WithoutStandby(stage.stage, reasons) for stage in stages)
+        return StandbyAssignment(bare, snapshot_interval(bare, problem), unguarded)
     placed = {stage.peer for stage in plan.stages} | {plan.feed}
     spares = [costs.profiles[peer] for peer in sorted(set(plan.spares) - placed) if peer in costs.profiles]
     watch = _Watch(plan, costs, stages, spares)
@@ -78,21 +78,21 @@ def guarding(plan: Plan, problem: Problem) -> Guarding:
     interval = snapshot_interval(guarded, problem)
     guarded = msgspec.structs.replace(guarded, snapshot_every=interval.every)
     unguarded = tuple(
-        Unguarded(stage.stage, tuple(watch.refusals(stage)))
+        WithoutStandby(stage.stage, tuple(watch.refusals(stage)))
         for stage in stages
         if stage.stage not in {guard.stage for guard in guards}
     )
-    return Guarding(guarded, interval, unguarded)
+    return StandbyAssignment(guarded, interval, unguarded)
 
 
-def may_guard(plan: Plan, problem: Problem, stage: StagePlacement, peer: str) -> bool:
+def may_stand_by(plan: Plan, problem: Problem, stage: StagePlacement, peer: str) -> bool:
     """Return whether `peer`, if it guarded only `stage`, has the numerics, the memory and the link for it."""
     costs = StageCosts(problem, plan)
     watch = _Watch(plan, costs, [stage], [costs.profiles[peer]])
     return watch.refusal(stage, peer, exact=problem.takeover == "exact") is None
 
 
-def without_guards(plan: Plan, lost: Iterable[str]) -> Plan:
+def without_standbys(plan: Plan, lost: Iterable[str]) -> Plan:
     """`plan` without the guards and spares among `lost`. The version stays: the broker need not grant a plan that only
     has fewer machines."""
     gone = frozenset(lost)
@@ -114,11 +114,11 @@ class _Watch:
         # Costly stages choose first, so that they get the fast spares.
         self.stages = sorted(stages, key=lambda s: (-s.compute_s, -costs.state_bytes(s), s.stage))
         self.spares = {spare.peer: spare for spare in spares}
-        self.guard_of: dict[int, Guard] = {}
+        self.guard_of: dict[int, Standby] = {}
         self.guarded_by: defaultdict[str, list[StagePlacement]] = defaultdict(list)
         self._operators = {stage.stage: costs.operators(stage) for stage in stages}
 
-    def assigned(self) -> tuple[Guard, ...]:
+    def assigned(self) -> tuple[Standby, ...]:
         """Assign all guards; returns them in order of stages."""
         known = {stage.stage: stage for stage in self.stages}
         kept = [guard for guard in self.plan.guards if guard.stage in known and guard.peer in self.spares]
@@ -176,7 +176,7 @@ class _Watch:
 
     def _give(self, stage: StagePlacement, peer: str, *, exact: bool) -> None:
         exact = exact or self.costs.exact(stage, self.spares[peer])
-        self.guard_of[stage.stage] = Guard(stage=stage.stage, peer=peer, exact=exact)
+        self.guard_of[stage.stage] = Standby(stage=stage.stage, peer=peer, exact=exact)
         self.guarded_by[peer].append(stage)
 
     def refusal(self, stage: StagePlacement, peer: str, *, exact: bool) -> str | None:

@@ -20,10 +20,10 @@ import msgspec
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.stage_costs import StageCosts
-from fusionai.scheduling.problem.types import Guard, PeerProfile, Plan, Problem, StagePlacement, TolerantTakeover
-from fusionai.scheduling.standby.assignment import may_guard, with_guards
+from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement, Standby, TolerantTakeover
+from fusionai.scheduling.standby.assignment import may_stand_by, with_standbys
 from fusionai.scheduling.standby.straggling import GAIN
-from fusionai.scheduling.standby.takeover import Waiting, handed_over, replaced, told
+from fusionai.scheduling.standby.takeover import WaitingForMachines, handed_over, replaced, with_profiles
 from fusionai.scheduling.training.cut_bits import same_sums
 from fusionai.scheduling.training.prediction import predict
 from fusionai.scheduling.training.replicated import plan as planned_replicas
@@ -82,12 +82,12 @@ def numerics(takeover: Takeover) -> Literal["exact", "tolerant"]:
 
 def stand_in(
     plan: Plan, problem: Problem, lost: frozenset[str], candidates: Sequence[PeerProfile], takeover: Takeover
-) -> Plan | Waiting:
+) -> Plan | WaitingForMachines:
     """Replace the lost peers at once, with machines that compute the same bits unless the job is `tolerant`. See
     `takeover.replaced`."""
     strict: Literal["exact", "tolerant"] = "tolerant" if takeover == "tolerant" else "exact"
     found = replaced(plan, msgspec.structs.replace(problem, takeover=strict), lost, candidates)
-    return found if isinstance(found, Waiting) else _guarded_as(found, problem)
+    return found if isinstance(found, WaitingForMachines) else _guarded_as(found, problem)
 
 
 def otherwise(
@@ -102,7 +102,7 @@ def otherwise(
         return alike if bits else Nothing("another cut over those that remain gives other bits")
     cut = _faster(alike, recut(plan, problem, there)) if len(_alike(plan, there)) < len(there) else alike
     kept = replaced(plan, msgspec.structs.replace(problem, takeover="tolerant"), lost, candidates)
-    if isinstance(kept, Waiting):
+    if isinstance(kept, WaitingForMachines):
         return cut
     if isinstance(cut, Otherwise):
         kept_per_s, cut_per_s = kept.tokens_per_s, cut.plan.tokens_per_s
@@ -172,7 +172,7 @@ def recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Ot
     """
     if not candidates:
         return Nothing("none of those that remain computes the same bits")
-    known = told(problem, candidates)
+    known = with_profiles(problem, candidates)
     there = {peer.peer for peer in candidates}
     posed = msgspec.structs.replace(
         known,
@@ -248,15 +248,15 @@ def handed_on(
     cut = otherwise(plan, problem, leaving, candidates, takeover)
     if isinstance(cut, Nothing):
         return None
-    found, known = cut.plan, told(problem, candidates)
+    found, known = cut.plan, with_profiles(problem, candidates)
     guards = {guard.stage: guard for guard in found.guards}
     pool = [stage for stage in found.stages if stage.peer != found.feed]
     for peer in sorted(leaving & {stage.peer for stage in plan.stages}):
         free = [stage for stage in pool if stage.stage not in guards] or pool
-        place = next((stage for stage in free if may_guard(found, known, stage, peer)), None)
+        place = next((stage for stage in free if may_stand_by(found, known, stage, peer)), None)
         if place is None:
             return None
-        guards[place.stage] = Guard(stage=place.stage, peer=peer, exact=False)
+        guards[place.stage] = Standby(stage=place.stage, peer=peer, exact=False)
     every = found.snapshot_every or plan.snapshot_every or 1
     return msgspec.structs.replace(found, guards=tuple(guards[stage] for stage in sorted(guards)), snapshot_every=every)
 
@@ -266,7 +266,7 @@ def widened(
 ) -> Otherwise | None:
     """For a job that was cut anew because machines were missing: a new cut over all machines that are back, if the gain
     in the steps left is worth going back to a checkpoint; otherwise None. `tolerant`: the bits may change."""
-    known = told(problem, candidates)
+    known = with_profiles(problem, candidates)
     there = {peer.peer for peer in candidates}
     posed = msgspec.structs.replace(
         known, peers=tuple(peer for peer in known.peers if peer.peer in there), required=(), incumbent=None
@@ -286,7 +286,7 @@ def widened(
 
 def _guarded_as(found: Plan, problem: Problem) -> Plan:
     """`found` with guards chosen under the job's own `takeover`: a tolerant job may also get inexact guards."""
-    return found if problem.takeover == "exact" else with_guards(found, problem)
+    return found if problem.takeover == "exact" else with_standbys(found, problem)
 
 
 def _same_numerics(one: StagePlacement, other: StagePlacement) -> bool:

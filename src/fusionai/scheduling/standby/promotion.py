@@ -33,7 +33,7 @@ from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement
 from fusionai.scheduling.standby.straggling import COOL_DOWN
 from fusionai.scheduling.standby.straggling import GAIN as CHECKPOINT_GAIN
-from fusionai.scheduling.standby.takeover import guarded_by, moved, told
+from fusionai.scheduling.standby.takeover import moved, with_profiles, with_standby
 from fusionai.scheduling.training.prediction import predict
 
 GAIN: Final = 0.03
@@ -82,7 +82,7 @@ def promoted(
     """
     if plan.task != "train" or steps_left < WORTH_STEPS:
         return None
-    costs = StageCosts(told(problem, candidates), plan)
+    costs = StageCosts(with_profiles(problem, candidates), plan)
     working = {stage.peer for stage in plan.stages} | {plan.feed}
     idle = sorted({peer.peer for peer in candidates} - working)
     now_s = predict(plan.stages, costs).step_s
@@ -101,7 +101,7 @@ def promoted(
         if (stage.stage, stage.peer) in {(guard.stage, guard.peer) for guard in found.guards}:
             if guards.get(stage.stage) == peer:
                 return Promotion(found, f"{who}, and they change places", gain) if stage.stage in sheltered else None
-            first = guarded_by(plan, problem, stage.stage, peer, candidates)
+            first = with_standby(plan, problem, stage.stage, peer, candidates)
             if first is not None:
                 return Promotion(first, f"{who}, and guards it first", 0.0)
         if gain * trust >= CHECKPOINT_GAIN:
@@ -136,7 +136,7 @@ Placement = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class MoveResult:
     """Result of one move, measured at `at_s`.
 
     `promised` and `brought` are the predicted and the measured gain as fractions of a step's time, with 0 <= brought <=
@@ -161,7 +161,7 @@ class Promises:
 
     placement: Placement = ()
     steps_s: tuple[float, ...] = ()
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[MoveResult, ...] = ()
     pending: _Promise | None = None
 
     def trust(self, now_s: float) -> float:
@@ -192,7 +192,7 @@ def stepped(promises: Promises, plan: Plan, step_s: float, now_s: float) -> Prom
     if pending is None or pending.placement != here or len(promises.steps_s) < SETTLING + ENOUGH:
         return promises
     brought = 1 - median(promises.steps_s[SETTLING:]) / pending.before_s
-    outcome = Outcome(now_s, pending.gain, min(max(brought, 0.0), pending.gain))
+    outcome = MoveResult(now_s, pending.gain, min(max(brought, 0.0), pending.gain))
     kept = tuple(one for one in promises.outcomes if now_s - one.at_s < FORGOTTEN_S)
     return replace(promises, outcomes=(*kept, outcome), pending=None)
 

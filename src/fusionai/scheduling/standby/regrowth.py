@@ -21,7 +21,7 @@ from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem
 from fusionai.scheduling.serving.prediction import predict_serving, together
 from fusionai.scheduling.standby.continuation import Otherwise, keeps_bits, recut, served_with
-from fusionai.scheduling.standby.takeover import told
+from fusionai.scheduling.standby.takeover import with_profiles
 
 GAIN: Final = 1.2
 """Least predicted gain in speed, as a factor: the geometric mean over one session and over all of them together."""
@@ -77,7 +77,7 @@ def regrown(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> 
     It has as many stages as the problem requests, if such a plan is fast enough. If `plan` itself has another number of
     stages, any number is allowed.
     """
-    known = told(problem, candidates)
+    known = with_profiles(problem, candidates)
     least = GAIN * _speed(plan, known)
     found = _as_asked(plan, known, candidates)
     if found is None or _speed(found, known) < least:

@@ -3,7 +3,7 @@
 Cuts stay, and stages whose peers still run stay unchanged, so running work is not disturbed. A lost stage goes to its
 guard, which has its snapshot. Otherwise it goes to an idle machine it fits on, which receives the snapshot or the
 checkpoint. Otherwise, if memory permits, it goes to a machine that has already taken a lost stage. In exact mode only
-machines with equal fingerprints may take over. If no machine can take a stage, `Waiting` says which machine is missing
+machines with equal fingerprints may take over. If no machine can take a stage, `WaitingForMachines` says which machine is missing
 and why the available ones can't.
 
 A machine that was lost, or that failed as a standby, may be used in plans again after a wait, which doubles with each
@@ -28,9 +28,9 @@ from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.constraints import refusal
 from fusionai.scheduling.problem.levers import unable_to_save
 from fusionai.scheduling.problem.stage_costs import StageCosts
-from fusionai.scheduling.problem.types import Certificate, Excluded, Guard, PeerProfile, Plan, Problem, StagePlacement
+from fusionai.scheduling.problem.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement, Standby
 from fusionai.scheduling.serving.prediction import predict_serving
-from fusionai.scheduling.standby.assignment import matched, may_guard, with_guards
+from fusionai.scheduling.standby.assignment import matched, may_stand_by, with_standbys
 from fusionai.scheduling.training.prediction import predict
 
 
@@ -50,7 +50,7 @@ class Unplaced:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingForMachines:
     """Result without a plan: the stages that wait for machines to join."""
 
     stages: tuple[Unplaced, ...]
@@ -67,8 +67,8 @@ class Waiting:
 
 def replaced(
     plan: Plan, problem: Problem, lost: frozenset[str], candidates: Sequence[PeerProfile] = ()
-) -> Plan | Waiting:
-    """Return `plan` (version 0) without the peers in `lost`, or `Waiting` if a stage finds no machine.
+) -> Plan | WaitingForMachines:
+    """Return `plan` (version 0) without the peers in `lost`, or `WaitingForMachines` if a stage finds no machine.
 
     The peers in `lost` no longer have their state. `candidates`: machines that may be used now; one of `lost` among
     them has come back without state. Guards that are not lost are available in any case. Guards are assigned anew from
@@ -77,7 +77,7 @@ def replaced(
     """
     if plan.feed in lost:
         raise PlanError(f"the job owner's own process {plan.feed!r} can't be replaced; it is restarted instead.")
-    known = told(problem, candidates)
+    known = with_profiles(problem, candidates)
     costs = StageCosts(known, plan)
     gone = [stage for stage in plan.stages if stage.peer in lost]
     living = {stage.peer for stage in plan.stages} - lost
@@ -92,13 +92,13 @@ def replaced(
     placing.place(gone)
     unplaced = tuple(placing.unplaced(stage) for stage in gone if stage.stage not in placing.taken)
     if unplaced:
-        return Waiting(unplaced)
+        return WaitingForMachines(unplaced)
     stages = tuple(placing.taken.get(stage.stage, stage) for stage in plan.stages)
     bare = _predicted(plan, costs, stages, tuple(peer for peer in idle if peer not in {s.peer for s in stages}))
     survivors = tuple(
         guard for guard in plan.guards if guard.peer in bare.spares and guard.stage not in {s.stage for s in gone}
     )
-    return with_guards(msgspec.structs.replace(bare, guards=survivors), known)
+    return with_standbys(msgspec.structs.replace(bare, guards=survivors), known)
 
 
 def reinforced(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Plan | None:
@@ -106,11 +106,11 @@ def reinforced(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) 
 
     New guards come from `candidates` and the present guards. A guard is never exchanged for an equally good one.
     """
-    known = told(problem, candidates)
+    known = with_profiles(problem, candidates)
     placed = {stage.peer for stage in plan.stages} | {plan.feed}
     there = {candidate.peer for candidate in candidates} | {guard.peer for guard in plan.guards}
     wider = msgspec.structs.replace(plan, version=0, spares=tuple(sorted(there - placed)))
-    better = with_guards(wider, known)
+    better = with_standbys(wider, known)
     before, after = (sum(2 if guard.exact else 1 for guard in one.guards) for one in (plan, better))
     return better if after > before else None
 
@@ -125,11 +125,11 @@ def handed_over(
     peer that only guards is dropped at once.
     """
     found = replaced(plan, problem, leaving, candidates)
-    if isinstance(found, Waiting):
+    if isinstance(found, WaitingForMachines):
         return None
     moved = {stage.stage: stage.peer for stage in plan.stages if stage.peer in leaving}
     kept = [guard for guard in found.guards if guard.stage not in moved]
-    guards = [*kept, *(Guard(stage=stage, peer=peer, exact=True) for stage, peer in moved.items())]
+    guards = [*kept, *(Standby(stage=stage, peer=peer, exact=True) for stage, peer in moved.items())]
     return msgspec.structs.replace(
         found,
         guards=tuple(sorted(guards, key=lambda guard: guard.stage)),
@@ -143,7 +143,7 @@ def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequenc
     The former peer guards the stage if it runs nothing else and has the memory; the other guards stay if they can.
     Returns None if `to` can't run the stage, or if a guarded stage would lose its guard.
     """
-    known = told(problem, candidates)
+    known = with_profiles(problem, candidates)
     costs = StageCosts(known, plan)
     former = next(placed for placed in plan.stages if placed.stage == stage)
     placing = _Placing(plan, costs, {to: costs.profiles[to]}, frozenset((to,)))
@@ -155,30 +155,30 @@ def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequenc
     spares = {former.peer, *(guard.peer for guard in plan.guards), *plan.spares} - working - {plan.feed}
     bare = _predicted(plan, costs, stages, tuple(sorted(spares)))
     kept = [guard for guard in plan.guards if guard.peer in spares and guard.stage != stage]
-    if former.peer in spares and may_guard(bare, known, placing.taken[stage], former.peer):
-        kept.append(Guard(stage=stage, peer=former.peer, exact=costs.exact(former, costs.profiles[former.peer])))
-    found = with_guards(msgspec.structs.replace(bare, guards=tuple(kept)), known)
+    if former.peer in spares and may_stand_by(bare, known, placing.taken[stage], former.peer):
+        kept.append(Standby(stage=stage, peer=former.peer, exact=costs.exact(former, costs.profiles[former.peer])))
+    found = with_standbys(msgspec.structs.replace(bare, guards=tuple(kept)), known)
     return found if {guard.stage for guard in plan.guards} <= {guard.stage for guard in found.guards} else None
 
 
-def guarded_by(plan: Plan, problem: Problem, stage: int, peer: str, candidates: Sequence[PeerProfile]) -> Plan | None:
+def with_standby(plan: Plan, problem: Problem, stage: int, peer: str, candidates: Sequence[PeerProfile]) -> Plan | None:
     """Return `plan` (version 0) with `peer`, which runs no stage, as the guard of `stage`.
 
     Returns None if `peer` has no room for that, or if another stage would lose its guard.
     """
-    known = told(problem, candidates)
+    known = with_profiles(problem, candidates)
     costs = StageCosts(known, plan)
     placed = next(one for one in plan.stages if one.stage == stage)
-    if not may_guard(plan, known, placed, peer):
+    if not may_stand_by(plan, known, placed, peer):
         return None
     exact = costs.exact(placed, costs.profiles[peer])
-    wanted = Guard(stage=stage, peer=peer, exact=exact)
+    wanted = Standby(stage=stage, peer=peer, exact=exact)
     there = {peer, *(guard.peer for guard in plan.guards), *plan.spares} - {one.peer for one in plan.stages}
     kept = tuple(guard for guard in plan.guards if guard.stage != stage and guard.peer != peer)
     wider = msgspec.structs.replace(
         plan, version=0, spares=tuple(sorted(there - {plan.feed})), guards=(wanted, *kept), snapshot_every=0
     )
-    found = with_guards(wider, known)
+    found = with_standbys(wider, known)
     stays = {guard.stage for guard in plan.guards} <= {guard.stage for guard in found.guards}
     return found if stays and wanted in found.guards else None
 
@@ -312,7 +312,7 @@ def _predicted(plan: Plan, costs: StageCosts, stages: tuple[StagePlacement, ...]
     )
 
 
-def told(problem: Problem, candidates: Sequence[PeerProfile]) -> Problem:
+def with_profiles(problem: Problem, candidates: Sequence[PeerProfile]) -> Problem:
     """Return `problem` with the profiles of `candidates` added; they replace older profiles of the same peers."""
     profiles = {peer.peer: peer for peer in problem.peers} | {peer.peer: peer for peer in candidates}
     return msgspec.structs.replace(problem, peers=tuple(profiles[name] for name in sorted(profiles)))

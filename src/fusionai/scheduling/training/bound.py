@@ -27,7 +27,7 @@ import numpy as np
 
 from fusionai.scheduling.kernels.compiled import Floats, Integers, available, compiled
 from fusionai.scheduling.kernels.training_pipeline import Before, CostTables, KindTables, arcs, before, priced, through
-from fusionai.scheduling.problem.constraints import Limits
+from fusionai.scheduling.problem.constraints import PipelineLimits
 from fusionai.scheduling.training.pipeline import Pipeline, cost_tables
 
 PAIRED: Final = 72
@@ -92,7 +92,7 @@ class Relaxation:
     """Lower bound for the pipelines within `limits`. `narrow` improves it; `bound_s` and `matter` return the
     results."""
 
-    def __init__(self, pipeline: Pipeline, limits: Limits) -> None:
+    def __init__(self, pipeline: Pipeline, limits: PipelineLimits) -> None:
         self._pipeline = pipeline
         self._limits = limits
         self._rounds = pipeline.microbatches - 1
@@ -334,7 +334,7 @@ class Relaxation:
         )
 
 
-def _kinds(pipeline: Pipeline, limits: Limits) -> list[list[int]]:
+def _kinds(pipeline: Pipeline, limits: PipelineLimits) -> list[list[int]]:
     """Return groups of peers with equal costs; a required peer is a group of its own."""
     found: dict[object, list[int]] = {}
     for peer in range(pipeline.owner):

@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import inf
 from typing import Final
 
-from fusionai.scheduling.problem.constraints import Limits
+from fusionai.scheduling.problem.constraints import PipelineLimits
 from fusionai.scheduling.training.pipeline import Pipeline, Suffix
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -24,7 +24,7 @@ _PERIODS: Final = 8
 _STARTS: Final = 2
 
 
-def construct(pipeline: Pipeline, limits: Limits) -> list[Layout]:
+def construct(pipeline: Pipeline, limits: PipelineLimits) -> list[Layout]:
     """Feasible layouts, the fastest first; empty if none was found."""
     found: dict[Layout, float] = {}
     for order in _orders(pipeline, limits):
@@ -38,7 +38,7 @@ def construct(pipeline: Pipeline, limits: Limits) -> list[Layout]:
     return sorted(found, key=lambda layout: (found[layout], layout))
 
 
-def improve(pipeline: Pipeline, limits: Limits, *, budget: int) -> tuple[Suffix | None, int]:
+def improve(pipeline: Pipeline, limits: PipelineLimits, *, budget: int) -> tuple[Suffix | None, int]:
     """Return the best pipeline that local search reaches within `budget` evaluations, and the evaluations used."""
     best: Layout | None = None
     best_s = inf
@@ -51,7 +51,7 @@ def improve(pipeline: Pipeline, limits: Limits, *, budget: int) -> tuple[Suffix 
     return (None if best is None else pipeline.fold(*best)), spent
 
 
-def descend(pipeline: Pipeline, layout: Layout, limits: Limits, budget: int) -> tuple[Layout, float, int]:
+def descend(pipeline: Pipeline, layout: Layout, limits: PipelineLimits, budget: int) -> tuple[Layout, float, int]:
     """Change `layout` while the step gets shorter. Returns the layout, its step time and the layouts evaluated."""
     step_s = _step_s(pipeline, layout, limits)
     spent = 1
@@ -69,7 +69,7 @@ def descend(pipeline: Pipeline, layout: Layout, limits: Limits, budget: int) -> 
     return layout, step_s, spent
 
 
-def _step_s(pipeline: Pipeline, layout: Layout, limits: Limits) -> float:
+def _step_s(pipeline: Pipeline, layout: Layout, limits: PipelineLimits) -> float:
     order, cuts = layout
     if not limits.fewest <= len(order) <= limits.most:
         return inf
@@ -138,7 +138,7 @@ def _fill(pipeline: Pipeline, order: list[int], period_s: float, most: int, fewe
     return (tuple(taken), tuple(cuts)) if suffix.start == 0 else None
 
 
-def _orders(pipeline: Pipeline, limits: Limits) -> Iterator[list[int]]:
+def _orders(pipeline: Pipeline, limits: PipelineLimits) -> Iterator[list[int]]:
     """Orders in which stages are filled from the end: required peers first, then by speed, memory or access link."""
     everyone = range(pipeline.owner)
     keys: tuple[Callable[[int], float], ...] = (
@@ -156,7 +156,7 @@ def _orders(pipeline: Pipeline, limits: Limits) -> Iterator[list[int]]:
             yield sorted(order, key=lambda p: p == pipeline.front)  # The peer of the first blocks comes last.
 
 
-def _periods(pipeline: Pipeline, limits: Limits) -> list[float]:
+def _periods(pipeline: Pipeline, limits: PipelineLimits) -> list[float]:
     """Target periods from the ideal (all chosen peers share the work by speed) to that of one slow peer."""
     chain = pipeline.chain
     total = chain.flops(0, chain.length)
@@ -170,7 +170,7 @@ def _periods(pipeline: Pipeline, limits: Limits) -> list[float]:
     return [*fine, *(low_s * ratio**step for step in range(_PERIODS)), inf]
 
 
-def _counts(limits: Limits) -> list[int]:
+def _counts(limits: PipelineLimits) -> list[int]:
     return sorted({limits.fewest, limits.most})
 
 

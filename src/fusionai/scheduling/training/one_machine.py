@@ -17,7 +17,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_speed
 from fusionai.scheduling.problem.chain import Chain
 from fusionai.scheduling.problem.levers import (
-    Levers,
+    MemoryMeasures,
     choices_of_problem,
     flops_per_s,
     inability,
@@ -114,7 +114,7 @@ def _everyone(problem: Problem) -> list[PeerProfile]:
     return [*problem.peers, *([] if problem.owner is None else [problem.owner])]
 
 
-def _step_s(problem: Problem, chain: Chain, peer: PeerProfile, levers: Levers) -> float:
+def _step_s(problem: Problem, chain: Chain, peer: PeerProfile, levers: MemoryMeasures) -> float:
     microbatch_s, update_s = max(chain.flops(0, chain.length, levers) / flops_per_s(peer, levers), 1e-12), 0.0
     if levers.offload:
         update_s += offload_s(peer, chain.slot_bytes(0, chain.length))
@@ -124,5 +124,5 @@ def _step_s(problem: Problem, chain: Chain, peer: PeerProfile, levers: Levers) -
     return problem.microbatches * microbatch_s + update_s
 
 
-def _needed_bytes(chain: Chain, levers: Levers) -> float:
+def _needed_bytes(chain: Chain, levers: MemoryMeasures) -> float:
     return chain.resident_bytes(0, chain.length, levers) + chain.in_flight_bytes(0, chain.length, levers)

@@ -34,7 +34,7 @@ import numpy as np
 from fusionai.scheduling.kernels.training_pipeline import CostTables
 from fusionai.scheduling.problem.chain import Chain, stage_tables
 from fusionai.scheduling.problem.constraints import Pins
-from fusionai.scheduling.problem.embedding_and_head import ends_of, front_of, tail_chain
+from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, front_of, tail_chain
 from fusionai.scheduling.problem.levers import (
     choices_of_problem,
     file_bytes_per_s,
@@ -42,7 +42,7 @@ from fusionai.scheduling.problem.levers import (
     inability,
     weights_bytes_per_s,
 )
-from fusionai.scheduling.problem.links import Hop, hop
+from fusionai.scheduling.problem.links import DirectedLink, hop
 from fusionai.scheduling.problem.types import PeerProfile, Problem
 from fusionai.wire.codecs import Codec
 
@@ -100,7 +100,7 @@ class Pipeline:
         self.owner = len(self.peers)
         self.everyone = [*self.peers, *([] if owner is None else [owner])]
         everyone = self.everyone
-        ends = ends_of(problem)
+        ends = embedding_and_head_of(problem)
         blocks = problem.blocks[: len(problem.blocks) - ends.last]
         self.chain = Chain(problem, blocks)
         self.loss = tail_chain(problem)
@@ -119,7 +119,7 @@ class Pipeline:
         self.file_bytes_per_s = [file_bytes_per_s(peer) for peer in self.peers]
         self.owner_id = None if owner is None else owner.peer
         self.up, self.down = self._access()
-        self._hops: dict[tuple[int, int], Hop] = {}
+        self._hops: dict[tuple[int, int], DirectedLink] = {}
         self._special = {end for key in problem.links for end in key.split(">")}
         self.commit_s = [
             0.0 if owner is None else self.hop(index, self.owner).latency_s + self.hop(self.owner, index).latency_s
@@ -311,7 +311,7 @@ class Pipeline:
         latency_s = self.hop(upstream, downstream).latency_s + self.hop(downstream, upstream).latency_s
         return self.transfer_s(upstream, downstream, cut) + latency_s
 
-    def hop(self, sender: int, receiver: int) -> Hop:
+    def hop(self, sender: int, receiver: int) -> DirectedLink:
         """Return the hop from `sender` to `receiver`; cached on first use, because a large pool needs few of its
         pairs."""
         found = self._hops.get((sender, receiver))

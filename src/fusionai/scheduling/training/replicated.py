@@ -27,7 +27,7 @@ from fusionai.scheduling.planner import plan as one_chain
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Certificate, Plan, Problem, StagePlacement
-from fusionai.scheduling.standby.assignment import with_guards
+from fusionai.scheduling.standby.assignment import with_standbys
 from fusionai.scheduling.training.cut_bits import dependence
 from fusionai.scheduling.training.prediction import held_per_byte, predict, reduction_s
 from fusionai.scheduling.training.replica_groups import COUNTS, Group, divide
@@ -104,7 +104,7 @@ def _of(problem: Problem, count: int, chained: Plan | None) -> Plan:
     found = _joined(whole, groups)
     _check_owner(whole, found)
     found = msgspec.structs.replace(found, warnings=dependence(found, whole))
-    return with_guards(_against(found, chained), whole)
+    return with_standbys(_against(found, chained), whole)
 
 
 def _joined(problem: Problem, groups: Sequence[Group]) -> Plan:

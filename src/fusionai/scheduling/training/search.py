@@ -28,7 +28,7 @@ import numpy as np
 
 from fusionai.scheduling.kernels.compiled import Integers, available, compiled
 from fusionai.scheduling.kernels.training_pipeline import Before, Labels, PeerTables, anneal, fill, grow, step_s
-from fusionai.scheduling.problem.constraints import Limits
+from fusionai.scheduling.problem.constraints import PipelineLimits
 from fusionai.scheduling.training.pipeline import Pipeline, Suffix, cost_tables
 
 GLANCE_BUDGET: Final = 6_000
@@ -40,7 +40,7 @@ MOST_PEERS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     `complete`: the whole space was searched, so `best` is proven optimal. `best` is None if no feasible pipeline was
@@ -54,14 +54,14 @@ class Found:
 
 def search(
     pipeline: Pipeline,
-    limits: Limits,
+    limits: PipelineLimits,
     *,
     known: Suffix | None,
     budget: int,
     glance: int = GLANCE_BUDGET,
     before: Before | None = None,
     below_s: float = inf,
-) -> Found:
+) -> SearchResult:
     """Return the fastest pipeline found, no slower than `known`, which is a feasible pipeline or None.
 
     Tries about `budget` extensions at most, `glance` of them before it loads the compiled loops, on at most
@@ -129,13 +129,13 @@ def twins(pipeline: Pipeline, required: int) -> list[int]:
 def _searched(
     pipeline: Pipeline,
     tables: PeerTables,
-    limits: Limits,
+    limits: PipelineLimits,
     known: Suffix | None,
     below_s: float,
     budget: int,
     *,
     fast: bool,
-) -> Found:
+) -> SearchResult:
     labels = _labels(tables, budget + pipeline.chain.length + 2)
     known_s = below_s if known is None else min(below_s, pipeline.step_s(known))
     run = compiled(grow) if fast else grow
@@ -149,7 +149,7 @@ def _searched(
             rest = labels.rest[rest]
             cuts.append(int(labels.start[rest]))
         known = pipeline.fold(order, cuts)
-    return Found(known, complete=bool(complete), explored=int(explored))
+    return SearchResult(known, complete=bool(complete), explored=int(explored))
 
 
 def _labels(tables: PeerTables, size: int) -> Labels:
@@ -200,7 +200,7 @@ class _Guess:
 
 def annealed(
     pipeline: Pipeline,
-    limits: Limits,
+    limits: PipelineLimits,
     *,
     known: Suffix | None = None,
     others: Sequence[Suffix] = (),
@@ -232,7 +232,7 @@ def annealed(
     return best, looked_at
 
 
-def _guesses(pipeline: Pipeline, tables: PeerTables, limits: Limits) -> Iterator[_Guess]:
+def _guesses(pipeline: Pipeline, tables: PeerTables, limits: PipelineLimits) -> Iterator[_Guess]:
     """Yield pipelines that fit and use every required peer."""
     for ranked in _rankings(pipeline, limits):
         for period_s in _periods(pipeline, limits):
@@ -251,7 +251,7 @@ def _empty(pipeline: Pipeline) -> tuple[Integers, Integers]:
     return np.zeros(pipeline.owner, dtype=np.int64), np.zeros(pipeline.owner + 1, dtype=np.int64)
 
 
-def _rankings(pipeline: Pipeline, limits: Limits) -> Iterator[Integers]:
+def _rankings(pipeline: Pipeline, limits: PipelineLimits) -> Iterator[Integers]:
     """Orders in which peers are filled; required peers come before all others."""
     peers = pipeline.owner
     speed = np.array(pipeline.speed[:peers])
@@ -267,7 +267,7 @@ def _rankings(pipeline: Pipeline, limits: Limits) -> Iterator[Integers]:
             yield np.concatenate([order[~first], order[first]])  # The peer of the first blocks is filled last.
 
 
-def _periods(pipeline: Pipeline, limits: Limits) -> list[float]:
+def _periods(pipeline: Pipeline, limits: PipelineLimits) -> list[float]:
     """Target periods from the ideal (all chosen peers share the work by speed) to that of one slow peer."""
     total = pipeline.chain.flops(0, pipeline.chain.length)
     low_s = total / sum(pipeline.speed[: limits.most])

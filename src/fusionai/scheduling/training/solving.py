@@ -21,7 +21,7 @@ import numpy as np
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.problem.constraints import Limits, limits_among
+from fusionai.scheduling.problem.constraints import PipelineLimits, limits_among
 from fusionai.scheduling.problem.types import PeerProfile, Problem
 from fusionai.scheduling.training.bound import Relaxation
 from fusionai.scheduling.training.improvement import Layout, improve
@@ -67,13 +67,13 @@ class Solved:
         return self.pipeline.step_s(self.best) <= self.least_s * (1 + EXACT)
 
 
-def solved(problem: Problem, peers: Sequence[PeerProfile], limits: Limits) -> Solved:
+def solved(problem: Problem, peers: Sequence[PeerProfile], limits: PipelineLimits) -> Solved:
     """Return the best pipeline found among `peers`; raise `PlanError` if none exists or none was found."""
     return _Solving(problem, peers, limits).run()
 
 
 class _Solving:
-    def __init__(self, problem: Problem, peers: Sequence[PeerProfile], limits: Limits) -> None:
+    def __init__(self, problem: Problem, peers: Sequence[PeerProfile], limits: PipelineLimits) -> None:
         self.problem = problem
         self.whole = Pipeline(problem, peers)
         self.asked = limits
@@ -212,7 +212,7 @@ class _Solving:
         self._offer_from(pipeline, found.best)
         return found.complete
 
-    def _among(self, peers: Sequence[int]) -> tuple[Pipeline, Limits, Suffix | None]:
+    def _among(self, peers: Sequence[int]) -> tuple[Pipeline, PipelineLimits, Suffix | None]:
         """Return the pipeline of some peers, its limits, and the best known pipeline if it uses no other peers."""
         pipeline = Pipeline(self.problem, [self.whole.peers[peer] for peer in sorted(set(peers) | self._must())])
         limits = limits_among(self.problem, pipeline.peers, self.asked)
@@ -237,7 +237,7 @@ def _carried(to: Pipeline, of: Pipeline, layout: Layout) -> Suffix | None:
     return None if -1 in order else to.fold(order, layout[1])
 
 
-def _incumbent(problem: Problem, pipeline: Pipeline, limits: Limits) -> Suffix | None:
+def _incumbent(problem: Problem, pipeline: Pipeline, limits: PipelineLimits) -> Suffix | None:
     """Return the running plan as a pipeline of this problem, or None if it no longer fits; it stays unless another is
     faster."""
     running = problem.incumbent
@@ -263,7 +263,7 @@ def _incumbent(problem: Problem, pipeline: Pipeline, limits: Limits) -> Suffix |
 _MORE = "Use smaller microbatches or fewer of them, let providers lend more memory, or let more peers join."
 
 
-def infeasible(problem: Problem, pipeline: Pipeline, limits: Limits, *, proven: bool) -> PlanError:
+def infeasible(problem: Problem, pipeline: Pipeline, limits: PipelineLimits, *, proven: bool) -> PlanError:
     """The error that names the tightest constraint. Names, counts and operators have been checked before, so memory
     (with pins) is the only constraint left. `proven`: an exact search found that no cut fits."""
     return (
@@ -306,7 +306,7 @@ def _block(pipeline: Pipeline) -> PlanError | None:
     )
 
 
-def _total(pipeline: Pipeline, limits: Limits) -> PlanError | None:
+def _total(pipeline: Pipeline, limits: PipelineLimits) -> PlanError | None:
     """The usable peers together lend too little."""
     needed, however = _least(pipeline, 0, pipeline.chain.length)
     lent = sum(sorted(pipeline.memory_bytes[: pipeline.owner], reverse=True)[: limits.most])
@@ -320,7 +320,7 @@ def _total(pipeline: Pipeline, limits: Limits) -> PlanError | None:
     )
 
 
-def _division(problem: Problem, pipeline: Pipeline, limits: Limits, proven: bool) -> PlanError:
+def _division(problem: Problem, pipeline: Pipeline, limits: PipelineLimits, proven: bool) -> PlanError:
     """The sum of the memory suffices, but no division into whole blocks with microbatches in flight fits."""
     chain = pipeline.chain
     # The way that saves most memory for the whole model; a single block may need less in another way.
