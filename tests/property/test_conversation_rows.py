@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import CorpusTokenizer as Engine
+from tokenizers import Tokenizer as Engine
 
 from fusionai.corpus.chat_tokens import ChatEncoder, ChatWriter
 from fusionai.corpus.conversations import conversation_of

@@ -1,10 +1,9 @@
 """Ten thousand seeded attempts to be believed: endorsements, placements and tickets flipped, cut, mixed and replayed.
 
-Every attempt goes through the shipped checks: `TrustList.endorsement_of` for an owner, `Roster.check` and `Roster.adopt`
-for a peer, `verify_ticket` at a door. The attacker has every statement that was ever signed, a signing key of its own,
-and the pool's authority (it is the broker), but neither the owner's key nor one that the owner trusts. What it makes
-must not be accepted, once. Neighbour: `tests/integration/test_middle_man` does the same to TLS.
-"""
+Every attempt goes through the shipped checks: `TrustList.endorsement_of` for an owner, `Roster.check` and
+`Roster.adopt` for a peer, `verify_ticket` at a door. The attacker has every statement that was ever signed, a signing
+key of its own, and the pool's authority (it is the broker), but neither the owner's key nor one that the owner trusts.
+What it makes must not be accepted, once. Neighbour: `tests/integration/test_middle_man` does the same to TLS."""
 
 from __future__ import annotations
 

@@ -17,10 +17,7 @@ Sizes = int | Sequence[int]
 
 def argument(arg: Arg, known: Callable[[str], Any], dtype: Callable[[str], Any]) -> Any:
     """Return an argument of a node as an operator takes it. Devices and memory formats do not matter to frameworks that
-    compile.
-
-    `known`: value name -> value; `dtype`: dtype name -> dtype.
-    """
+    compile. `known`: value name -> value; `dtype`: dtype name -> dtype."""
     match arg:
         case Ref(name):
             return known(name)
@@ -82,11 +79,9 @@ def adaptive_windows(size: int, count: int) -> list[tuple[int, int]]:
 
 
 class Scores(NamedTuple):
-    """How attention with a cache weighs its keys.
-
-    A score is the product of a query and a key times `scale`, then `softcap` * tanh(score / `softcap`). `sinks` [query
-    heads]: one extra score per head, which takes weight but adds no value.
-    """
+    """How attention with a cache weighs its keys. A score is the product of a query and a key times `scale`, then
+    `softcap` * tanh(score / `softcap`). `sinks` [query heads]: one extra score per head, which takes weight but adds no
+    value."""
 
     scale: float
     softcap: float | None = None
@@ -95,11 +90,8 @@ class Scores(NamedTuple):
 
 def visible_keys(queries: Any, keys: Any, *, causal: bool, window: int | None) -> Any:
     """Return True where a query at position `queries` sees a key at position `keys` (arrays of one framework,
-    broadcast); None if every query sees every key.
-
-    A causal query sees itself and the `window - 1` positions before it. A query that is not causal sees up to `window`
-    positions on either side. These are transformers' two conventions.
-    """
+    broadcast); None if every query sees every key. A causal query sees itself and the `window - 1` positions before it.
+    A query that is not causal sees up to `window` positions on either side. These are transformers' two conventions."""
     if not causal:
         return None if window is None else abs(keys - queries) <= window
     seen = keys <= queries

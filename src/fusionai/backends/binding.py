@@ -29,11 +29,8 @@ def bind_symbols(
     graph: Graph, inputs: Mapping[str, HostTensor], needed: Collection[str], *, half_floats: bool = False
 ) -> dict[str, int]:
     """Return symbol name -> size, derived from the shapes of `inputs`. With `half_floats`, a float32 input may come as
-    bfloat16.
-
-    Raises `ExecutionError` on a missing or unknown input, a wrong dtype or rank, a size outside its symbol's range, or
-    sizes that contradict each other.
-    """
+    bfloat16. Raises `ExecutionError` on a missing or unknown input, a wrong dtype or rank, a size outside its symbol's
+    range, or sizes that contradict each other."""
     for name in inputs:
         if name not in graph.inputs:
             raise ExecutionError(f"the stage has no input {name!r}{nearest(name, graph.inputs)}.")

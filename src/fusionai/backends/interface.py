@@ -90,10 +90,8 @@ NOTHING_BEGUN: Final[Mapping[str, HostTensor]] = MappingProxyType({})
 
 
 class StageProgram(Protocol):
-    """One loaded stage with its parameters, contexts of microbatches in flight and partial gradient sums.
-
-    State entries: `model/<key>` and `optimizer/<key>/<slot>`, keys as in `ParamSpec.key`.
-    """
+    """One loaded stage with its parameters, contexts of microbatches in flight and partial gradient sums. State
+    entries: `model/<key>` and `optimizer/<key>/<slot>`, keys as in `ParamSpec.key`."""
 
     def initialise(self) -> tuple[str, ...]:
         """Set every parameter from (options.seed, key). Returns state entries that have no initialisation rule and
@@ -115,11 +113,9 @@ class StageProgram(Protocol):
     def forward(
         self, call: Call, inputs: Mapping[str, HostTensor], wanted: Sequence[str] | None = None
     ) -> dict[str, HostTensor]:
-        """Return the values of `wanted` (graph output meanings; None: all).
-
-        In mode `train` the context is kept until `backward`; in other modes nothing is kept. Sizes are checked against
-        the graph's symbols before anything is allocated.
-        """
+        """Return the values of `wanted` (graph output meanings; None: all). In mode `train` the context is kept until
+        `backward`; in other modes nothing is kept. Sizes are checked against the graph's symbols before anything is
+        allocated."""
         ...
 
     def backward(
@@ -153,11 +149,9 @@ class StageProgram(Protocol):
     def export_gradients(self, keys: Sequence[str]) -> list[tuple[str, HostTensor]]: ...
 
     def import_gradients(self, entries: Iterable[tuple[str, HostTensor]], *, add: bool) -> None:
-        """Replace the gradient sums of these parameters (or add to them): for tied weights and replicas.
-
-        A single process adds the uses of a tied weight within a microbatch before it adds microbatches. Stages that
-        share a weight get the same bits by exporting their part after each microbatch and replacing their sum by zeros.
-        """
+        """Replace the gradient sums of these parameters (or add to them): for tied weights and replicas. A single
+        process adds the uses of a tied weight within a microbatch before it adds microbatches. Stages that share a
+        weight get the same bits by exporting their part after each microbatch and replacing their sum by zeros."""
         ...
 
     def apply(self, *, scale: float, learning_rate: float) -> None:
@@ -205,11 +199,9 @@ class Backend(Protocol):
         options: StageOptions,
         memory_limit_bytes: int | None = None,
     ) -> StageProgram:
-        """Prepare a stage of a *validated* graph.
-
-        Every value's size at the symbols' largest values is computed without allocating, and checked against the
-        graph's declaration and the limit. Raises `ExecutionError` if a check fails.
-        """
+        """Prepare a stage of a *validated* graph. Every value's size at the symbols' largest values is computed without
+        allocating, and checked against the graph's declaration and the limit. Raises `ExecutionError` if a check
+        fails."""
         ...
 
     def clip_scale(self, norms: Sequence[float], max_norm: float) -> tuple[float, float]:
@@ -236,11 +228,9 @@ class ServingProgram(Protocol):
     """
 
     def import_weights(self, entries: Iterable[tuple[str, HostTensor]]) -> None:
-        """Load weights, keyed by `ParamSpec.key`, in any order, each once, with the dtypes of the model's files.
-
-        Each weight is converted, packed or quantised in turn, and its source is released. Raises `ExecutionError` on an
-        unknown key, a wrong shape, or a dtype that can't be converted.
-        """
+        """Load weights, keyed by `ParamSpec.key`, in any order, each once, with the dtypes of the model's files. Each
+        weight is converted, packed or quantised in turn, and its source is released. Raises `ExecutionError` on an
+        unknown key, a wrong shape, or a dtype that can't be converted."""
         ...
 
     @property
@@ -291,9 +281,7 @@ class ServingBackend(Protocol):
     """The part of a backend that serves. A backend without it takes no part in serving jobs."""
 
     def serve(self, graph: Graph, *, options: ServeOptions, memory_limit_bytes: int | None = None) -> ServingProgram:
-        """Prepare a stage of a validated graph.
-
-        The sizes of weights and caches are computed first and checked against the limit; raises `ExecutionError` if
-        they exceed it. Parameters that two stages share (tied weights) are held by both.
-        """
+        """Prepare a stage of a validated graph. The sizes of weights and caches are computed first and checked against
+        the limit; raises `ExecutionError` if they exceed it. Parameters that two stages share (tied weights) are held
+        by both."""
         ...

@@ -83,11 +83,9 @@ def with_pace(speeds: Speeds, backend: _Trains, seconds: Seconds) -> Speeds:
 
 
 def measured_pace(backend: _Trains, seconds: Seconds) -> TrainingSpeed | None:
-    """Return the measured pace of the backend's device.
-
-    `seconds` returns the measured run time of one call of its argument. Returns None if the measurement makes no sense,
-    for example because other work disturbed it: a large block took no longer than a small one.
-    """
+    """Return the measured pace of the backend's device. `seconds` returns the measured run time of one call of its
+    argument. Returns None if the measurement makes no sense, for example because other work disturbed it: a large block
+    took no longer than a small one."""
     runs = [_Run(backend, *size) for size in (SMALL, NARROW[backend.device], LARGE[backend.device])]
     for run in runs:
         # Compilation happens at the first microbatch and again at the second, whose gradients are added to the first's.
@@ -108,11 +106,9 @@ def measured_pace(backend: _Trains, seconds: Seconds) -> TrainingSpeed | None:
 
 
 def fitted(samples: Sequence[Sample]) -> TrainingSpeed | None:
-    """Return the pace that fits `samples` best by the squares of relative errors, with no figure below zero.
-
-    If noise would make the cost of calls or bytes negative, that cost is set to zero. Returns None if the cost of
-    operations is not positive even then.
-    """
+    """Return the pace that fits `samples` best by the squares of relative errors, with no figure below zero. If noise
+    would make the cost of calls or bytes negative, that cost is set to zero. Returns None if the cost of operations is
+    not positive even then."""
     counted = np.array([(sample.flops, sample.calls, sample.moved_bytes) for sample in samples], dtype=np.float64)
     relative = counted / np.array([[sample.took_s] for sample in samples])
     # so that their coefficients are of one magnitude: operations are many and short

@@ -29,10 +29,8 @@ _JAX_CUDA: Final = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def open_backend(name: str, *, device: str = "auto", threads: int | None = None) -> Backend:
-    """Return a backend; `auto` opens the one that `suited` names.
-
-    Raises `UsageError` for an unknown name, a framework that is not installed, or a device that does not exist.
-    """
+    """Return a backend; `auto` opens the one that `suited` names. Raises `UsageError` for an unknown name, a framework
+    that is not installed, or a device that does not exist."""
     match name:
         case "auto":
             return open_backend(suited(device), device=device, threads=threads)
@@ -56,10 +54,7 @@ def open_backend(name: str, *, device: str = "auto", threads: int | None = None)
 
 def suited(device: str) -> str:
     """Return the first installed backend; but JAX if it has CUDA support and PyTorch was built without. Imports no
-    framework.
-
-    Raises `UsageError` if no framework is installed.
-    """
+    framework. Raises `UsageError` if no framework is installed."""
     there = [name for name in BACKENDS if find_spec(name) is not None]
     if not there:
         raise UsageError(
@@ -73,10 +68,8 @@ def suited(device: str) -> str:
 
 
 def lacking(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Return, for each installed backend, the operators of `graph` that it lacks, sorted.
-
-    Operators that only the loss needs count only for backends that train.
-    """
+    """Return, for each installed backend, the operators of `graph` that it lacks, sorted. Operators that only the loss
+    needs count only for backends that train."""
     everything = {node.op for node in graph.nodes}
     others = [value for meaning, value in graph.outputs.items() if meaning != "loss"]
     evaluated = {node.op for node in needed_nodes(graph, others)}
@@ -90,11 +83,8 @@ def lacking(graph: Graph) -> dict[str, tuple[str, ...]]:
 
 @contextmanager
 def _importing(backend: str) -> Generator[None]:
-    """Turn a failed import into a `UsageError`.
-
-    The error names the package to install if one is missing, or quotes the framework's own message if it does not
-    support this processor (JAX needs AVX).
-    """
+    """Turn a failed import into a `UsageError`. The error names the package to install if one is missing, or quotes the
+    framework's own message if it does not support this processor (JAX needs AVX)."""
     try:
         with loading():
             yield

@@ -206,10 +206,8 @@ class StageBase(ABC, Generic[Held]):
 
 class FrameworkBackend:
     """The framework-independent part of `backends.interface.Backend` and `backends.interface.ServingBackend`.
-
     `operators`: names of the operators it has. `stage` and `served`: make the programs of a stage in training and of a
-    stage in serving, from the arguments of `load` and `serve`.
-    """
+    stage in serving, from the arguments of `load` and `serve`."""
 
     _works_on_cpu: ClassVar[WorksIn] = "caller"
 

@@ -43,10 +43,8 @@ def numbers(tensor: HostTensor) -> npt.NDArray[Any]:
 
 
 def difference(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
-    """Return the largest difference divided by the largest expected magnitude.
-
-    Returns infinity if the shapes differ, or if a NaN or infinity in one has no equal in the other.
-    """
+    """Return the largest difference divided by the largest expected magnitude. Returns infinity if the shapes differ,
+    or if a NaN or infinity in one has no equal in the other."""
     if found.shape != expected.shape:
         return float("inf")
     if not expected.size:

@@ -391,12 +391,9 @@ def _canonical(module: nn.Module) -> dict[str, str]:
 
 
 def _attention_layers(built: Built, graph: Graph, carrying: int) -> int:
-    """Return how many attention layers the model has.
-
-    A Hugging Face configuration states it. If it does not separate attention layers from recurrent ones, the recurrent
-    ones (`carrying`) are subtracted. For other modules every softmax operator counts as attention, so an uncertain case
-    disables serving with a cache.
-    """
+    """Return how many attention layers the model has. A Hugging Face configuration states it. If it does not separate
+    attention layers from recurrent ones, the recurrent ones (`carrying`) are subtracted. For other modules every
+    softmax operator counts as attention, so an uncertain case disables serving with a cache."""
     if built.huggingface is None:
         return sum(
             node.op == "fusion.attention" or "softmax" in node.op.replace("log_softmax", "") or "scaled_dot" in node.op

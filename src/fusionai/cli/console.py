@@ -41,9 +41,8 @@ def warning(message: str) -> None:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[int] = ()) -> None:
-    """Print a table: framed on a terminal, elsewhere aligned columns without truncation.
-
-    `right`: indices of columns to align right."""
+    """Print a table: framed on a terminal, elsewhere aligned columns without truncation. `right`: indices of columns to
+    align right."""
     cells = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         framed = Table(title=title or None, title_justify="left", header_style="bold")

@@ -73,9 +73,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def everything(*, device: str, threads: int | None, home: Path, port: int = 0) -> Report:
-    """Examine all areas and return the report. Takes some seconds, mostly to measure the speed.
-
-    The broker tries to dial `port` of this machine; 0: any free one."""
+    """Examine all areas and return the report. Takes some seconds, mostly to measure the speed. The broker tries to
+    dial `port` of this machine; 0: any free one."""
     versions = {name: version for name in _LIBRARIES if (version := _installed(name)) is not None}
     looked = {name: _look_at(name, device, threads) for name in BACKENDS if _installed(name) is not None}
     reports = {name: one.report for name, one in looked.items() if isinstance(one, Survey) and one.report is not None}

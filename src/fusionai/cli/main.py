@@ -175,10 +175,8 @@ def _computes_still() -> bool:
 
 
 def _end_at_once_when_interrupted() -> None:
-    """Make further Ctrl-C end the process at once.
-
-    The command has ended, but exit handlers of libraries may take a while, and a Ctrl-C raised inside one of them is
-    printed as a traceback."""
+    """Make further Ctrl-C end the process at once. The command has ended, but exit handlers of libraries may take a
+    while, and a Ctrl-C raised inside one of them is printed as a traceback."""
 
     def leave(_number: int, _frame: FrameType | None) -> None:
         os._exit(EXIT_INTERRUPTED)

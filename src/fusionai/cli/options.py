@@ -224,9 +224,8 @@ def json_option(function: _Function) -> _Function:
 
 def write_json(path: Path | None, command: str, figures: Mapping[str, object]) -> None:
     """Write `figures` to `path` under the schema of `command`; nothing if `path` is None. NaN and infinities become
-    null, as JSON has neither.
-
-    Raises `StorageError` if the file can't be written; an existing file is then unchanged."""
+    null, as JSON has neither. Raises `StorageError` if the file can't be written; an existing file is then
+    unchanged."""
     if path is None:
         return
     encoded = msgspec.json.encode({"schema": f"fusionai.{command}/1", **figures}, enc_hook=_encode)

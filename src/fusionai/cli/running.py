@@ -72,10 +72,8 @@ ORPHAN_S: Final = 10.0
 
 
 def run_until_stopped(service: Callable[[asyncio.Event], Awaitable[_Result]], *, lifeline: bool = False) -> _Result:
-    """Run `service(stop)` in a new event loop and return its result.
-
-    `stop` is set by the first Ctrl-C and, with `lifeline`, when standard input ends. Raises `KeyboardInterrupt` after
-    a second Ctrl-C."""
+    """Run `service(stop)` in a new event loop and return its result. `stop` is set by the first Ctrl-C and, with
+    `lifeline`, when standard input ends. Raises `KeyboardInterrupt` after a second Ctrl-C."""
 
     times = 0  # counted here, because `stop` is set only when the event loop next runs
 

@@ -45,10 +45,9 @@ class Transition(Generic[M, E, R]):
 
 
 class Table(dict[tuple[str, type], Transition[M, Any, R]], Generic[M, R]):
-    """(phase, event type) -> transition.
-
-    Raises `ValueError` for a pair that is listed twice, a phase that nothing leads to, a way out of a `final` phase,
-    and a transition that allows more than half of the phases that are not final."""
+    """(phase, event type) -> transition. Raises `ValueError` for a pair that is listed twice, a phase that nothing
+    leads to, a way out of a `final` phase, and a transition that allows more than half of the phases that are not
+    final."""
 
     def __init__(
         self,
@@ -131,10 +130,8 @@ class Machine(Table[S, tuple[S, tuple[C, ...]]], Generic[S, C]):
     """Moves frozen states by a table whose actions return the new state and the commands to perform."""
 
     def advance(self, state: S, event: object) -> tuple[S, tuple[C, ...]]:
-        """Return the new state, its story one entry longer, and the commands to perform.
-
-        Raises `ForbiddenTransition`; `RuntimeError` if an action leads where its transition does not say (a defect).
-        """
+        """Return the new state, its story one entry longer, and the commands to perform. Raises `ForbiddenTransition`;
+        `RuntimeError` if an action leads where its transition does not say (a defect)."""
         kind = type(event)
         transition = self.get((state.phase, kind))
         if transition is None:

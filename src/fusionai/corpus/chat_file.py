@@ -185,10 +185,8 @@ class ChatFile:
 
 
 def open_chat(data: ChatData, directory: Path, seed: int, progress: Progress | None = None) -> ChatFile:
-    """Find the file for `data` in the cache at `directory`, or make it.
-
-    Raises `DataError` if the data can't be read or has too many invalid rows, `StorageError` for the cache.
-    """
+    """Find the file for `data` in the cache at `directory`, or make it. Raises `DataError` if the data can't be read or
+    has too many invalid rows, `StorageError` for the cache."""
     template = read_template(data.template)
     split = Split(data.evaluation_fraction, seed)
     reading = _Reading(data, directory / BAD_ROWS_FILE, progress)

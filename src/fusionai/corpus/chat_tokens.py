@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import CorpusTokenizer as Engine
+from tokenizers import Tokenizer as Engine
 from tokenizers import Encoding
 
 from fusionai.corpus.conversations import ChatConversation

@@ -42,10 +42,8 @@ class SourceFile:
 
 
 def find_files(data: FileData) -> tuple[SourceFile, ...]:
-    """All files that match the patterns, in the order of the patterns, sorted within each, without duplicates.
-
-    Raises `DataError` for a pattern without a match, a directory, or an unsupported suffix.
-    """
+    """All files that match the patterns, in the order of the patterns, sorted within each, without duplicates. Raises
+    `DataError` for a pattern without a match, a directory, or an unsupported suffix."""
     found: dict[Path, None] = {}
     for pattern in data.files:
         matches = sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else [pattern]

@@ -61,10 +61,8 @@ class Permutation:
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Assigns steps of the sample sequence to replicas in turn, so that no two replicas get the same samples.
-
-    A replica that starts late skips its first `first` steps, because other replicas have moved on by then.
-    """
+    """Assigns steps of the sample sequence to replicas in turn, so that no two replicas get the same samples. A replica
+    that starts late skips its first `first` steps, because other replicas have moved on by then."""
 
     replica: int = 0
     replicas: int = 1

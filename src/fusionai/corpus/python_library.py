@@ -29,10 +29,8 @@ class Selection:
 
 
 def select(max_bytes: int, root: Path | None = None) -> Selection:
-    """Select at most `max_bytes` of source text below `root` (default: this Python's standard library).
-
-    The same library gives the same selection. Raises `DataError` if no source is installed.
-    """
+    """Select at most `max_bytes` of source text below `root` (default: this Python's standard library). The same
+    library gives the same selection. Raises `DataError` if no source is installed."""
     library = Path(sysconfig.get_path("stdlib")) if root is None else root
     candidates = sorted(
         (path for path in library.rglob("*.py") if _LEFT_OUT.isdisjoint(path.relative_to(library).parts)),

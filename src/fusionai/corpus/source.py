@@ -31,10 +31,8 @@ def open_source(
     recipe: Recipe, directory: Path, progress: Progress | None = None
 ) -> TokenSource | TensorSource | ChatSource:
     """Open the data of a recipe. Derived files are cached in `directory`, by one process at a time; another process
-    waits and then uses them.
-
-    Raises `DataError` if the data can't be read or is too small, `StorageError` for the cache.
-    """
+    waits and then uses them. Raises `DataError` if the data can't be read or is too small, `StorageError` for the
+    cache."""
     match recipe.data:
         case TextData():
             with directory_lock(directory):
@@ -49,11 +47,9 @@ def open_source(
 
 
 class TokenSource:
-    """Rows of `sequence_length` tokens. Inputs `input_ids`, `position_ids`, `labels`, all int64 [rows, length].
-
-    Causal: `labels[i] = input_ids[i + 1]`, the last one -100. Masked: see `masking`. Tokens after the last complete row
-    are left out.
-    """
+    """Rows of `sequence_length` tokens. Inputs `input_ids`, `position_ids`, `labels`, all int64 [rows, length]. Causal:
+    `labels[i] = input_ids[i + 1]`, the last one -100. Masked: see `masking`. Tokens after the last complete row are
+    left out."""
 
     def __init__(self, recipe: Recipe, data: TextData, tokens: TokenFile) -> None:
         train = recipe.train

@@ -186,11 +186,9 @@ def special_texts(config: Mapping[str, Any]) -> dict[str, str]:
 def chat_templates(
     config: Mapping[str, Any], texts: Mapping[str, str], variables: Mapping[str, str], **options: Any
 ) -> tuple[ChatTemplate, ChatTemplate]:
-    """A model's templates for conversations without and with tools; `PLAIN` if it has none.
-
-    `config`: content of `tokenizer_config.json`. `texts`: templates from separate files, `default` and `tool_use`; they
-    take precedence over the configuration. `options`: as for `ChatTemplate`. Raises `ModelError`.
-    """
+    """A model's templates for conversations without and with tools; `PLAIN` if it has none. `config`: content of
+    `tokenizer_config.json`. `texts`: templates from separate files, `default` and `tool_use`; they take precedence over
+    the configuration. `options`: as for `ChatTemplate`. Raises `ModelError`."""
     sources: dict[str, str] = {}
     told = config.get("chat_template")
     if isinstance(told, str):

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from tokenizers import CorpusTokenizer as Engine
+from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from fusionai.corpus.files import find_files, fingerprint
@@ -138,9 +138,7 @@ class CorpusTokenizer:
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int, *, masked: bool = False) -> CorpusTokenizer:
     """Train a byte-level BPE: every text round-trips and nothing is unknown. The same texts give the same tokenizer.
-
-    `vocabulary`: the most entries it may have; a small corpus gives fewer. `masked` adds a mask token.
-    """
+    `vocabulary`: the most entries it may have; a small corpus gives fewer. `masked` adds a mask token."""
     special = [END_OF_TEXT, MASK] if masked else [END_OF_TEXT]
     engine = Engine(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -240,10 +238,8 @@ class TokenFile:
 
 
 def open_tokens(data: TextData, directory: Path, seed: int, progress: Progress | None = None) -> TokenFile:
-    """Find the token file of `data` in the cache at `directory`, or make it.
-
-    Raises `DataError` if the data is empty or can't be read, `StorageError` if the cache fails.
-    """
+    """Find the token file of `data` in the cache at `directory`, or make it. Raises `DataError` if the data is empty or
+    can't be read, `StorageError` if the cache fails."""
     pieces, content = _opened(data)
     split = Split(data.evaluation_fraction, seed)
     made_by = [str(_LAYOUT), content, data.field, repr(data.evaluation_fraction)]

@@ -84,11 +84,8 @@ class FaultLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class TrainingView:
-    """Call `step` after every step, `note` for an event, `close` at the end; also a context manager.
-
-    `pool`: profiles of the peers, for their names, devices and shares. `console`: where to write (default: standard
-    output).
-    """
+    """Call `step` after every step, `note` for an event, `close` at the end; also a context manager. `pool`: profiles
+    of the peers, for their names, devices and shares. `console`: where to write (default: standard output)."""
 
     def __init__(
         self,

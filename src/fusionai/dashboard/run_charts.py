@@ -50,9 +50,7 @@ _LEAST_LABELLED_PART: Final = 0.011
 
 def gantt_chart(spans: Mapping[int, Sequence[Span]], labels: Mapping[int, str]) -> str | None:
     """Return an SVG with a row per stage and time in milliseconds from the first span; None if nothing was timed.
-
-    Compute bars fill the row; sending is a thin bar below, because the two overlap. Waiting is blank.
-    """
+    Compute bars fill the row; sending is a thin bar below, because the two overlap. Waiting is blank."""
     shown = {stage: [span for span in row if span.kind in _COLOURS] for stage, row in sorted(spans.items())}
     flat = [span for row in shown.values() for span in row]
     if not flat:
@@ -177,10 +175,8 @@ def fault_chart(
     tenures: Sequence[Tenure],
     name: Callable[[str], str],
 ) -> str | None:
-    """Return an SVG; `commits` are (seconds, step from 1), `losses` by step. None if there is nothing to draw.
-
-    Red bands last from a fault's first sign to the next commit; a cross marks where a peer was lost.
-    """
+    """Return an SVG; `commits` are (seconds, step from 1), `losses` by step. None if there is nothing to draw. Red
+    bands last from a fault's first sign to the next commit; a cross marks where a peer was lost."""
     if not commits or not faults:
         return None
     rows = _rows(tenures, faults)

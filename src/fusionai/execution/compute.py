@@ -38,10 +38,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """When a piece of work ran, on this machine's monotonic clock, in seconds.
-
-    `end_s` includes the rest after the work, although that rest is still to come. `busy_s` is the work alone.
-    """
+    """When a piece of work ran, on this machine's monotonic clock, in seconds. `end_s` includes the rest after the
+    work, although that rest is still to come. `busy_s` is the work alone."""
 
     start_s: float
     end_s: float
@@ -53,11 +51,9 @@ Outcome = tuple[T, Timed] | Exception
 
 
 def _used_clock(works_in: WorksIn) -> Callable[[], float]:
-    """Return the clock that measures how long a piece of work used the machine.
-
-    On a processor it is CPU time: time taken by other programs is no reason to rest. On other devices and on Windows it
-    is wall time, on Windows because CPU time has a resolution of only about 1/60 s there.
-    """
+    """Return the clock that measures how long a piece of work used the machine. On a processor it is CPU time: time
+    taken by other programs is no reason to rest. On other devices and on Windows it is wall time, on Windows because
+    CPU time has a resolution of only about 1/60 s there."""
     if sys.platform == "win32":
         return time.monotonic
     clocks: Mapping[WorksIn, Callable[[], float]] = {
@@ -90,11 +86,8 @@ class ComputeThread:
         return asyncio.get_running_loop().run_in_executor(self._executor, self._timed, work)
 
     def submit(self, work: Callable[[], T], done: Callable[[Outcome[T]], None]) -> None:
-        """Like `run`, with less overhead for callers that submit hundreds of times a second.
-
-        `done` is called on the event loop, in its first turn after the work. It is not called for work that `close`
-        cancelled.
-        """
+        """Like `run`, with less overhead for callers that submit hundreds of times a second. `done` is called on the
+        event loop, in its first turn after the work. It is not called for work that `close` cancelled."""
         loop = asyncio.get_running_loop()
 
         def piece() -> None:
@@ -169,11 +162,9 @@ def keep_freed_memory() -> bool:
 
 
 def spare_memory() -> bool:
-    """Return every freed large tensor to the system, so that it leaves no hole too small for the next tensor.
-
-    Measured with recomputed activations: one third less memory at the peak of a step, one fifth more time. Applies to
-    later allocations. Return whether all settings were accepted.
-    """
+    """Return every freed large tensor to the system, so that it leaves no hole too small for the next tensor. Measured
+    with recomputed activations: one third less memory at the peak of a step, one fifth more time. Applies to later
+    allocations. Return whether all settings were accepted."""
     return _settle((_M_MMAP_THRESHOLD, _SPARED_BYTES), (_M_TRIM_THRESHOLD, _SPARED_BYTES), (_M_TOP_PAD, 0))
 
 
@@ -190,11 +181,9 @@ def _settle(*settings: tuple[int, int]) -> bool:
 
 
 def return_code_pages() -> bool:
-    """Drop the resident pages of libraries' machine code; code that is called again is read from its file.
-
-    Starting and compiling touch four times as many of these pages as normal work, about 100 MB. Return False if the
-    platform offers no way to drop them.
-    """
+    """Drop the resident pages of libraries' machine code; code that is called again is read from its file. Starting and
+    compiling touch four times as many of these pages as normal work, about 100 MB. Return False if the platform offers
+    no way to drop them."""
     if not sys.platform.startswith("linux"):
         return False
     try:

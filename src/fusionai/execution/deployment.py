@@ -16,12 +16,9 @@ from fusionai.wire import messages as wire
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A plan with everything needed to reach its members.
-
-    `plan` carries the broker's version. `members`: addresses of each peer of the plan (none for the owner). `tickets`:
-    by peer id; the owner's is the driver's ticket. `clock_ahead_s`: seconds by which the owner's clock is ahead of the
-    broker's, on which ticket expiry is based.
-    """
+    """A plan with everything needed to reach its members. `plan` carries the broker's version. `members`: addresses of
+    each peer of the plan (none for the owner). `tickets`: by peer id; the owner's is the driver's ticket.
+    `clock_ahead_s`: seconds by which the owner's clock is ahead of the broker's, on which ticket expiry is based."""
 
     plan: Plan
     members: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
@@ -40,11 +37,9 @@ class PlanSource(Protocol):
     async def replacement(
         self, present: Deployment, lost: frozenset[str], waiting: Callable[[str], None]
     ) -> Deployment:
-        """Return `present` with replacements for the peers in `lost`, recorded as the plan in force.
-
-        There is no time limit; `waiting` is called with a text that says what is being waited for. Raises `FusionError`
-        if the job can't continue.
-        """
+        """Return `present` with replacements for the peers in `lost`, recorded as the plan in force. There is no time
+        limit; `waiting` is called with a text that says what is being waited for. Raises `FusionError` if the job can't
+        continue."""
         ...
 
     def distrust(self, peer: str, reason: str) -> None:

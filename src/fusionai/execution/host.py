@@ -19,12 +19,9 @@ from fusionai.transport.signed import Seal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Resources of one machine.
-
-    `memory_limit_bytes` covers stages and snapshots together; None if the provider set no limit. `weights`: cache of
-    served models' weights; None on a machine that does not serve other owners' models. `seal`: signs the placements of
-    this machine's own jobs; None if it has no jobs.
-    """
+    """Resources of one machine. `memory_limit_bytes` covers stages and snapshots together; None if the provider set no
+    limit. `weights`: cache of served models' weights; None on a machine that does not serve other owners' models.
+    `seal`: signs the placements of this machine's own jobs; None if it has no jobs."""
 
     peer: PeerId
     backend: Backend

@@ -42,11 +42,9 @@ MAX_UNREAD: Final = 1024
 
 
 class RoundMember(ABC):
-    """Takes part in one job.
-
-    `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_link_lost` is set only in the
-    driver's process, where reports of lost links end; other members send theirs over the network.
-    """
+    """Takes part in one job. `owner` is the driver's peer id, `opened` the fence with which it opened the job.
+    `on_link_lost` is set only in the driver's process, where reports of lost links end; other members send theirs over
+    the network."""
 
     def __init__(
         self, task: Task, host: Host, job: str, owner: PeerId, opened: Fence, on_link_lost: LinkLostSink | None
@@ -91,10 +89,8 @@ class RoundMember(ABC):
 
     async def serve_control(self, channel: Channel) -> bool:
         """Follow the driver's messages until it detaches, breaks the protocol, or the connection ends. A connection
-        served earlier is closed, because the driver has reconnected.
-
-        Return True if the job is over for this member, False if it waits for its driver to come back.
-        """
+        served earlier is closed, because the driver has reconnected. Return True if the job is over for this member,
+        False if it waits for its driver to come back."""
         driver = Outbox(channel, self._driver_lost)
         former, self._driver = self._driver, driver
         if former is not None:

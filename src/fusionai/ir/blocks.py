@@ -127,10 +127,8 @@ def _renumbered(body: Sequence[Node], layer_of: dict[int, int], parts: dict[int,
 
 
 def block_hashes(graph: Graph) -> tuple[str, ...]:
-    """Return one SHA-256 per block, equal for blocks that compute the same; index: block number.
-
-    Names, node ids and layer numbers are masked, and cheap nodes (shared by all layers) are left out.
-    """
+    """Return one SHA-256 per block, equal for blocks that compute the same; index: block number. Names, node ids and
+    layer numbers are masked, and cheap nodes (shared by all layers) are left out."""
     cheap = cheap_nodes(graph)
     return tuple(_hash(graph, [node for node in nodes if node.id not in cheap]) for nodes in nodes_by_block(graph))
 
@@ -202,10 +200,8 @@ def _narrow_layers(graph: Graph, body: Sequence[Node]) -> dict[int, int]:
 
 
 def _raised(graph: Graph, cheap: frozenset[int], layer_of: dict[int, int]) -> dict[int, int]:
-    """Return node id -> its layer, raised to the highest layer of its inputs.
-
-    Readers of one written buffer stay together.
-    """
+    """Return node id -> its layer, raised to the highest layer of its inputs. Readers of one written buffer stay
+    together."""
     maker = producers(graph)
     written = {value for value, spec in graph.params.items() if spec.key in set(graph.state_writes.values())}
     floor: dict[int, int] = {}
@@ -333,10 +329,8 @@ def held_in_front(graph: Graph) -> Graph:
 
 
 def sent_bytes(graph: Graph) -> int:
-    """Return the bytes of the copies that a graph of `held_in_front` sends per microbatch.
-
-    The same amount returns as gradients.
-    """
+    """Return the bytes of the copies that a graph of `held_in_front` sends per microbatch. The same amount returns as
+    gradients."""
     copied = [value for node in graph.nodes if node.op == COPY and node.block == 0 for value in reads(node)]
     specs = [graph.params[value] for value in copied if value in graph.params and graph.params[value].trainable]
     return sum(tensor_bytes(spec.dtype, spec.shape) for spec in specs if prod(spec.shape))

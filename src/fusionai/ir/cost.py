@@ -56,10 +56,8 @@ class BlockCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 def block_costs(graph: Graph, symbols: Mapping[str, int], *, training: bool) -> tuple[BlockCostRecord, ...]:
-    """Return the cost of every block at these sizes; index: block number.
-
-    Without `training`, backward, gradients and kept activations are 0. Raises `GraphError` if a symbol has no value.
-    """
+    """Return the cost of every block at these sizes; index: block number. Without `training`, backward, gradients and
+    kept activations are 0. Raises `GraphError` if a symbol has no value."""
     return _Prices(graph, symbols, training=training).records()
 
 
@@ -144,10 +142,8 @@ class _Prices:
                 return forward
 
     def _moved_bytes(self, node: Node) -> float:
-        """Bytes of operands and results, once forward, and for backward scaled by its operations.
-
-        A lookup reads some rows of its table, but the gradient of the table is as large as the table.
-        """
+        """Bytes of operands and results, once forward, and for backward scaled by its operations. A lookup reads some
+        rows of its table, but the gradient of the table is as large as the table."""
         if OPERATORS[node.op].view:
             return 0.0
         results = sum(self._bytes(value) for value in node.outputs)
@@ -159,10 +155,8 @@ class _Prices:
         return forward + touched * (self._backward_flops(node) / flops if flops > 0 else 1.0)
 
     def _kept_bytes(self, nodes: list[Node]) -> int:
-        """Bytes of distinct storage kept from forward to backward.
-
-        Views share storage, and parameters are not counted.
-        """
+        """Bytes of distinct storage kept from forward to backward. Views share storage, and parameters are not
+        counted."""
         kept: set[str] = set()
         for node in nodes:
             if not any(value in self.needs_grad for value in node.outputs):
@@ -194,10 +188,8 @@ class _Prices:
         return 2 * results if self.training else results
 
     def _crossing(self, count: int) -> tuple[list[int], list[int]]:
-        """Bytes that cross a cut after each block, forward and backward.
-
-        Cheap values never cross, because they are recomputed.
-        """
+        """Bytes that cross a cut after each block, forward and backward. Cheap values never cross, because they are
+        recomputed."""
         output_bytes, gradient_bytes = [0] * count, [0] * count
         for node in self.graph.nodes:
             if node.id in self.cheap:
@@ -280,11 +272,9 @@ class ServingCostRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 def serving_costs(
     graph: Graph, *, weights: WeightFormat, cache: CacheFormat, pass_tokens: int, whole_tokens: int | None = None
 ) -> tuple[ServingCostRecord, ...]:
-    """Return the cost of every block of a validated serving graph; index: block number.
-
-    `whole_tokens`: number of positions that are recomputed for each new token (cacheless recompute); the block's inputs
-    are then kept for each of them, in case a stage begins there.
-    """
+    """Return the cost of every block of a validated serving graph; index: block number. `whole_tokens`: number of
+    positions that are recomputed for each new token (cacheless recompute); the block's inputs are then kept for each of
+    them, in case a stage begins there."""
     symbols = dict.fromkeys(graph.symbols, 1)
     records = block_costs(graph, symbols, training=False)
     whole = None if whole_tokens is None else block_costs(graph, {**symbols, SEQUENCE: whole_tokens}, training=False)
@@ -327,16 +317,13 @@ def serving_costs(
 
 def _attended_flops(alone: float, long: float) -> float:
     """Return the operations per position and attended position: the extra cost of a text of `LENGTH` over single
-    positions.
-    """
+    positions."""
     return max(0.0, long - LENGTH * alone) / (LENGTH * (LENGTH - 1))
 
 
 def balance_tokens(graph: Graph) -> float:
-    """Return how many positions attention must read until one position takes twice the operations.
-
-    Infinity if no cost grows with the text.
-    """
+    """Return how many positions attention must read until one position takes twice the operations. Infinity if no cost
+    grows with the text."""
     symbols = dict.fromkeys(graph.symbols, 1)
     if SEQUENCE not in symbols:
         return inf
@@ -362,10 +349,8 @@ def matrix_bytes(rows: int, columns: int, weights: WeightFormat) -> int:
 
 
 def _weight_bytes(graph: Graph, nodes: list[Node], weights: WeightFormat) -> tuple[int, int]:
-    """Return (bytes kept, bytes of these that are only looked up by rows).
-
-    Matrices that only products read are packed, all others are kept as they are.
-    """
+    """Return (bytes kept, bytes of these that are only looked up by rows). Matrices that only products read are packed,
+    all others are kept as they are."""
     packed: set[str] = set()
     tables: set[str] = set()
     plain: set[str] = set()

@@ -31,9 +31,7 @@ ALIAS: Final = "aten.alias.default"
 
 class GradientRoute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Stage `sender` sends its gradient of `value` to stage `receiver`, which made the value or continues its sum.
-
-    `value` is a boundary value, an alias of one, or a parameter's value.
-    """
+    `value` is a boundary value, an alias of one, or a parameter's value."""
 
     value: str
     sender: int
@@ -51,10 +49,8 @@ class OperandUse:
 
 @dataclass(slots=True)
 class Rewritten:
-    """Changes to a stage's graph.
-
-    `aliases`: input -> the value it repeats. `joins`: outputs that only receive gradients.
-    """
+    """Changes to a stage's graph. `aliases`: input -> the value it repeats. `joins`: outputs that only receive
+    gradients."""
 
     aliases: dict[str, str] = field(default_factory=dict[str, str])
     operands: dict[int, dict[int, str]] = field(default_factory=dict[int, dict[int, str]])
@@ -66,10 +62,8 @@ class Rewritten:
 def gradient_uses(
     graph: Graph, held: Sequence[Collection[int]], values: Collection[str]
 ) -> dict[str, list[OperandUse]]:
-    """Return the uses through which gradients of these values flow, in the order in which autograd adds them.
-
-    `held`: node ids of each stage.
-    """
+    """Return the uses through which gradients of these values flow, in the order in which autograd adds them. `held`:
+    node ids of each stage."""
     needs_grad = needing_gradient(graph)
     found: dict[str, list[OperandUse]] = {}
     stages_of: dict[int, list[int]] = {}
@@ -90,11 +84,9 @@ def gradient_uses(
 
 @dataclass(frozen=True, slots=True)
 class SharedUses:
-    """A trainable parameter that several blocks read.
-
-    `blocks`: block of each use, in the order in which autograd adds them. `interleaves`: the order returns to a higher
-    block, so that stages can't pass the sum on from last to first.
-    """
+    """A trainable parameter that several blocks read. `blocks`: block of each use, in the order in which autograd adds
+    them. `interleaves`: the order returns to a higher block, so that stages can't pass the sum on from last to
+    first."""
 
     key: str
     nbytes: int
@@ -118,10 +110,8 @@ def shared_uses(graph: Graph) -> list[SharedUses]:
 
 
 def in_stage_order(uses: Sequence[OperandUse]) -> tuple[Sequence[OperandUse], Sequence[OperandUse]]:
-    """Return (uses whose sum stages can pass on from last to first, other uses), in the order of autograd.
-
-    The first two contributions may be swapped, because a sum of two does not depend on their order.
-    """
+    """Return (uses whose sum stages can pass on from last to first, other uses), in the order of autograd. The first
+    two contributions may be swapped, because a sum of two does not depend on their order."""
     ordered = list(uses)
     if len(ordered) > 1 and ordered[0].stage < ordered[1].stage:
         ordered[:2] = ordered[1], ordered[0]
@@ -140,10 +130,8 @@ def passed_on(value: str, uses: Iterable[OperandUse], last: int) -> list[Gradien
 def route_values(
     uses: Mapping[str, Sequence[OperandUse]], producers: Mapping[str, int], taken: Collection[str]
 ) -> tuple[list[GradientRoute], dict[int, Rewritten]]:
-    """Return the routes of gradients of boundary values, and the changes to the stages' graphs.
-
-    `producers`: the stage that makes each value. `taken`: names that aliases must not have.
-    """
+    """Return the routes of gradients of boundary values, and the changes to the stages' graphs. `producers`: the stage
+    that makes each value. `taken`: names that aliases must not have."""
     routes: list[GradientRoute] = []
     changes: dict[int, Rewritten] = {}
     for value, producer in producers.items():

@@ -19,11 +19,9 @@ SYMINT = "symint"
 
 
 def prune(graph: Graph, outputs: Collection[str], *, state_writes: bool = False) -> Graph:
-    """Return the sub-graph that the outputs with these meanings need (and the state writes, if `state_writes`).
-
-    Inputs, parameters, values and nodes that nothing wanted depends on are left out; order and ids stay. Raises
-    `GraphError` for an unknown meaning.
-    """
+    """Return the sub-graph that the outputs with these meanings need (and the state writes, if `state_writes`). Inputs,
+    parameters, values and nodes that nothing wanted depends on are left out; order and ids stay. Raises `GraphError`
+    for an unknown meaning."""
     unknown = sorted(set(outputs) - set(graph.outputs))
     if unknown:
         raise GraphError(f"graph {graph.name!r} has no output {unknown[0]!r}; it has {', '.join(graph.outputs)}.")
@@ -141,10 +139,8 @@ def is_float(graph: Graph, value: str) -> bool:
 
 
 def needing_gradient(graph: Graph, grad_inputs: Collection[str] = ()) -> frozenset[str]:
-    """Values through which a gradient flows.
-
-    These are trainable parameters, `grad_inputs`, and float results of differentiable operators on such values.
-    """
+    """Values through which a gradient flows. These are trainable parameters, `grad_inputs`, and float results of
+    differentiable operators on such values."""
     found = {value for value, spec in graph.params.items() if spec.trainable} | set(grad_inputs)
     for node in graph.nodes:
         if OPERATORS[node.op].differentiable and any(value in found for value in reads(node)):

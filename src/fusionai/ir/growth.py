@@ -81,10 +81,8 @@ class Operands:
 
 
 def largest_elements(operands: Operands) -> int:
-    """Return the largest number of elements that any result of the node can have.
-
-    Raises `GraphError` if the arguments do not determine it.
-    """
+    """Return the largest number of elements that any result of the node can have. Raises `GraphError` if the arguments
+    do not determine it."""
     node = operands.node
     match OPERATORS[node.op].growth:
         case "operand":
@@ -151,10 +149,8 @@ def _sizes(operands: Operands) -> int:
 
 
 def _windows(operands: Operands) -> int:
-    """Bound for sliding windows: every element occurs at most once per position in the window.
-
-    `col2im`: an image of the given size.
-    """
+    """Bound for sliding windows: every element occurs at most once per position in the window. `col2im`: an image of
+    the given size."""
     source = operands.tensor(0, "self")
     match operands.node.op:
         case "aten.unfold.default":

@@ -34,11 +34,8 @@ Words = npt.NDArray[np.uint64]
 def initialise(
     key: str, shape: tuple[int, ...], dtype: str, init: Sequence[InitOp], seed: int
 ) -> npt.NDArray[np.generic]:
-    """Return a new array of `shape`: values computed in float32, then converted to numpy's `dtype`.
-
-    numpy has no bfloat16: for that the array holds the raw bits as uint16. Raises `GraphError` for an unknown dtype or
-    step.
-    """
+    """Return a new array of `shape`: values computed in float32, then converted to numpy's `dtype`. numpy has no
+    bfloat16: for that the array holds the raw bits as uint16. Raises `GraphError` for an unknown dtype or step."""
     if dtype not in ITEMSIZE_BYTES:
         raise GraphError(f"parameter {key!r}: can't initialise dtype {dtype!r}.")
     values = np.zeros(shape, dtype=np.float32)

@@ -28,21 +28,16 @@ Category = Literal[
 FlopRule = Literal[
     "none", "element", "reduce", "softmax", "norm", "matmul", "conv", "conv_transpose", "attention", "scan",
 ]  # fmt: skip
-"""How `ir.cost` counts operations.
-
-none: 0; element: one per result element; reduce: one per operand element; softmax, norm: a few per operand element;
-matmul, conv, conv_transpose, attention: two per multiply-add; scan: a few per element of the state that is carried from
-position to position.
-"""
+"""How `ir.cost` counts operations. none: 0; element: one per result element; reduce: one per operand element; softmax,
+norm: a few per operand element; matmul, conv, conv_transpose, attention: two per multiply-add; scan: a few per element
+of the state that is carried from position to position."""
 
 Growth = Literal[
     "operand", "broadcast", "sizes", "repeat", "arange", "join", "matmul", "conv", "conv_transpose", "lookup",
     "one_hot", "pad", "window", "windows", "adaptive", "grid", "unpool",
 ]  # fmt: skip
-"""The rule by which `ir.growth` bounds the size of results.
-
-For example: at most the largest operand; the broadcast of the operands; a list of sizes among the arguments.
-"""
+"""The rule by which `ir.growth` bounds the size of results. For example: at most the largest operand; the broadcast of
+the operands; a list of sizes among the arguments."""
 
 Saves = Literal["nothing", "operands", "result"]
 """What must be kept from forward to backward."""
@@ -50,12 +45,9 @@ Saves = Literal["nothing", "operands", "result"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """Properties of one operator.
-
-    `results` is the number of results, None if the arguments determine it (`split`). `view` means that the result
-    shares memory with its first operand, so it costs neither time nor memory. `differentiable` is False if no gradient
-    flows from result to operands, whatever their dtype.
-    """
+    """Properties of one operator. `results` is the number of results, None if the arguments determine it (`split`).
+    `view` means that the result shares memory with its first operand, so it costs neither time nor memory.
+    `differentiable` is False if no gradient flows from result to operands, whatever their dtype."""
 
     name: str
     category: Category

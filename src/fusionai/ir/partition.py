@@ -45,17 +45,13 @@ FEED: Final = -1
 
 SIZE_OF: Final = "aten.sym_size.int"
 PASSED_ON_BYTES: Final = 4 * 2**20
-"""Largest gradient of a shared parameter that travels with every microbatch: this takes 1.7 s on a 20 Mbit/s line.
-
-A larger gradient is sent once per step.
-"""
+"""Largest gradient of a shared parameter that travels with every microbatch: this takes 1.7 s on a 20 Mbit/s line. A
+larger gradient is sent once per step."""
 
 
 class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A boundary value: the stage that produces it (-1: the data feed) and all stages that read it.
-
-    `needs_grad`: whether a gradient flows back, on the routes in `Partition.gradients`.
-    """
+    """A boundary value: the stage that produces it (-1: the data feed) and all stages that read it. `needs_grad`:
+    whether a gradient flows back, on the routes in `Partition.gradients`."""
 
     value: str
     producer: int
@@ -64,12 +60,9 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class SharedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A trainable parameter held by several stages.
-
-    `stages[0]` is its home: its gradients are summed, its norm is counted and its bytes are saved there. `summed`:
-    stages whose sums over the microbatches are added at home once per step; the gradients of the others travel with
-    each microbatch (`Partition.gradients`).
-    """
+    """A trainable parameter held by several stages. `stages[0]` is its home: its gradients are summed, its norm is
+    counted and its bytes are saved there. `summed`: stages whose sums over the microbatches are added at home once per
+    step; the gradients of the others travel with each microbatch (`Partition.gradients`)."""
 
     key: str
     stages: tuple[int, ...]
@@ -77,11 +70,8 @@ class SharedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class StageGraph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One stage.
-
-    `grad_inputs`: boundary inputs, aliases and parameters (by value name) whose gradient `backward` must return.
-    `aliases`: input -> the boundary value that it repeats. `joins`: outputs that only receive gradients.
-    """
+    """One stage. `grad_inputs`: boundary inputs, aliases and parameters (by value name) whose gradient `backward` must
+    return. `aliases`: input -> the boundary value that it repeats. `joins`: outputs that only receive gradients."""
 
     stage: int
     graph: Graph
@@ -109,9 +99,7 @@ class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 def cut_blocks(graph: Graph, ranges: Sequence[tuple[int, int]], hosts: Sequence[str] = ()) -> Partition:
     """Cut at block boundaries: stage i takes the blocks `ranges[i][0] <= block < ranges[i][1]`. `hosts`: see `cut`.
-
-    Raises `GraphError` unless the ranges follow each other without gap or overlap and cover every block.
-    """
+    Raises `GraphError` unless the ranges follow each other without gap or overlap and cover every block."""
     expected = 0
     for stage, (first, end) in enumerate(ranges):
         if first != expected or end <= first:
@@ -281,11 +269,8 @@ class _Cut:
         return ordered, [value for value in self.graph.values if value in outside]
 
     def _sweep(self, stage: int, roots: list[str], as_they_are: set[int]) -> tuple[dict[int, Node], set[str]]:
-        """Collect nodes backward from the roots.
-
-        A node that reads a tensor's size does not require that tensor unless it is in `as_they_are`: the size can be
-        read from another tensor.
-        """
+        """Collect nodes backward from the roots. A node that reads a tensor's size does not require that tensor unless
+        it is in `as_they_are`: the size can be read from another tensor."""
         wanted = set(roots)
         kept: dict[int, Node] = {}
         for node in reversed(self.graph.nodes):
@@ -302,8 +287,7 @@ class _Cut:
 
     def _size_source(self, node: Node, outside: set[str]) -> Node | None:
         """Return `node` reading its size from a tensor the stage receives anyway, else from a job input; None if none
-        has it.
-        """
+        has it."""
         tensor, dim = _sized(node)
         size = self.graph.values[tensor].shape[dim]
         candidates = [value for value in self.graph.values if value in outside]
@@ -374,11 +358,9 @@ HIDDEN: Final = "hidden"
 
 
 def ends(graph: Graph, *, first_layers: int = 0, last_layers: int = 0, training: bool = True) -> tuple[int, int]:
-    """Return the number of blocks at the front and at the back that stay with the owner.
-
-    `first_layers` and `last_layers` are the layers among them. `training`: whether the graph has its loss. Raises
-    `GraphError` if no block is left between, or if the blocks between read or compute what must stay.
-    """
+    """Return the number of blocks at the front and at the back that stay with the owner. `first_layers` and
+    `last_layers` are the layers among them. `training`: whether the graph has its loss. Raises `GraphError` if no block
+    is left between, or if the blocks between read or compute what must stay."""
     count = len(nodes_by_block(graph))
     first = 1 + first_layers
     last = count - _tail_start(graph, count, training) + last_layers

@@ -62,10 +62,8 @@ Dim = int | str
 
 
 class ValueSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape and dtype of a value.
-
-    `dtype` is a name of `primitives.tensors`, or `symint` for a size computed in the graph (shape `()`).
-    """
+    """Shape and dtype of a value. `dtype` is a name of `primitives.tensors`, or `symint` for a size computed in the
+    graph (shape `()`)."""
 
     shape: tuple[Dim, ...]
     dtype: str
@@ -112,11 +110,9 @@ class ParamSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One operator call. `id` is unique in the graph *and stable under cutting* (dropout keys depend on it).
-
-    `op` is a name of `ir.operators`. `path` is the module path it came from, `block` the number of the block it belongs
-    to: 0 before the first repeated layer, 1..L the layers, L+1 after them, L+2 the loss.
-    """
+    """One operator call. `id` is unique in the graph *and stable under cutting* (dropout keys depend on it). `op` is a
+    name of `ir.operators`. `path` is the module path it came from, `block` the number of the block it belongs to: 0
+    before the first repeated layer, 1..L the layers, L+1 after them, L+2 the loss."""
 
     id: int
     op: str
@@ -157,10 +153,8 @@ def encode(graph: Graph) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Graph:
-    """Parse JSON into the closed grammar.
-
-    Raises `msgspec.ValidationError` or `DecodeError`. Use `ir.validate` for received data.
-    """
+    """Parse JSON into the closed grammar. Raises `msgspec.ValidationError` or `DecodeError`. Use `ir.validate` for
+    received data."""
     return _DECODER.decode(data)
 
 

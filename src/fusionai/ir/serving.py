@@ -39,12 +39,9 @@ _ALONG_ALL: Final = frozenset({"aten.sum.default", "aten.mean.default", "aten.ma
 
 
 def serving_graph(graph: Graph) -> Graph:
-    """Return `graph` without loss, labels and dropout, with the outputs `logits` and `hidden`.
-
-    `hidden` is the operand of the head's product, [1, s, hidden size]. Node ids and blocks stay. Raises `GraphError` if
-    there is no such head, or if random numbers are drawn, because a token would then depend on the tokens computed
-    together with it.
-    """
+    """Return `graph` without loss, labels and dropout, with the outputs `logits` and `hidden`. `hidden` is the operand
+    of the head's product, [1, s, hidden size]. Node ids and blocks stay. Raises `GraphError` if there is no such head,
+    or if random numbers are drawn, because a token would then depend on the tokens computed together with it."""
     if LOGITS not in graph.outputs:
         raise GraphError(
             f"graph {graph.name!r} has no output 'logits', only {', '.join(graph.outputs) or 'none'}.",
@@ -61,10 +58,8 @@ def serving_graph(graph: Graph) -> Graph:
 
 
 def require_servable(graph: Graph, *, attention_nodes: int, attention_layers: int) -> None:
-    """Raise `GraphError` with the reason unless `graph` (from `serving_graph`) can be served with KV caches.
-
-    The counts come from the capture: an attention layer that is not the semantic operator would not see cached tokens.
-    """
+    """Raise `GraphError` with the reason unless `graph` (from `serving_graph`) can be served with KV caches. The counts
+    come from the capture: an attention layer that is not the semantic operator would not see cached tokens."""
     if attention_nodes != attention_layers or attention_layers == 0:
         raise GraphError(
             f"{graph.name}: {attention_nodes} of {attention_layers} attention layers are the semantic operator "
@@ -188,8 +183,7 @@ def _without_identities(graph: Graph) -> Graph:
 
 def _hidden(graph: Graph) -> str:
     """Return the operand of the head: go back from the logits to the last product with a parameter, then to its operand
-    before flattening.
-    """
+    before flattening."""
     made_by = producers(graph)
     node = made_by.get(graph.outputs[LOGITS])
     while node is not None and not _is_head(graph, node):

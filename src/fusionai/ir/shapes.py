@@ -51,10 +51,8 @@ Expression = Number | Symbol | Binary
 
 
 def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:
-    """Return the size of `dim` at these symbol values.
-
-    Raises `GraphError` for a bad expression or an unknown symbol.
-    """
+    """Return the size of `dim` at these symbol values. Raises `GraphError` for a bad expression or an unknown
+    symbol."""
     if isinstance(dim, int):
         return dim
     lowest, _ = _interval(parse(dim), {name: (value, value) for name, value in symbols.items()}, dim)
@@ -62,10 +60,8 @@ def evaluate(dim: Dim, symbols: Mapping[str, int]) -> int:
 
 
 def bounds(dim: Dim, symbols: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    """Return (smallest, largest) size of `dim` over all symbol values in their ranges.
-
-    Uses interval arithmetic, so the bounds are never too tight but sometimes too wide (`s - s` is not known to be 0).
-    """
+    """Return (smallest, largest) size of `dim` over all symbol values in their ranges. Uses interval arithmetic, so the
+    bounds are never too tight but sometimes too wide (`s - s` is not known to be 0)."""
     if isinstance(dim, int):
         return dim, dim
     return _interval(parse(dim), symbols, dim)

@@ -63,10 +63,8 @@ def group_of(shape: tuple[int, ...]) -> int | None:
 
 
 def stored_bytes(shape: tuple[int, ...], form: Stored) -> int:
-    """Return the bytes of a weight stored in a format (not "").
-
-    Raises `GraphError` if the shape does not fit the format.
-    """
+    """Return the bytes of a weight stored in a format (not ""). Raises `GraphError` if the shape does not fit the
+    format."""
     count, rows = prod(shape), prod(shape[:-1])
     match form:
         case "bf16":
@@ -105,8 +103,7 @@ def pack_stored(values: npt.NDArray[Any], form: Stored) -> Bytes:
 
 def _pack_groups(rows: Floats, group: int) -> Bytes:
     """Pack in groups: a value is (level - 8) * scale + middle with level 0..15, rounded against the stored scale and
-    middle.
-    """
+    middle."""
     grouped = rows.reshape(-1, group)
     low, high = grouped.min(axis=1), grouped.max(axis=1)
     scales = bfloat16_bits(np.maximum((high - low) / np.float32(15), _TINY))

@@ -52,9 +52,8 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 def measured_device(
     backend: Backend, home: Path, *, share: float, anew: bool, clock: Clock
 ) -> tuple[DeviceReport, float | None]:
-    """Return the backend's report, and when its speeds were measured (seconds since 1970), or None if now.
-
-    Blocking. If the file can't be read or written, a warning is logged and the machine is measured."""
+    """Return the backend's report, and when its speeds were measured (seconds since 1970), or None if now. Blocking. If
+    the file can't be read or written, a warning is logged and the machine is measured."""
     now_s = clock.wall_s()
     kept = None if anew else _read(home / FILE)
     if kept is not None:

@@ -41,12 +41,9 @@ LORA_RANK: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """Token numbers for an audit.
-
-    `trial` [texts, tokens] begin with `template_tokens` known tokens; `truth` has the rest. The attacker has
-    `auxiliary`, text of its own, and `known`, some of the victim's text; losses are measured on `held_out`. Each is
-    [rows, tokens].
-    """
+    """Token numbers for an audit. `trial` [texts, tokens] begin with `template_tokens` known tokens; `truth` has the
+    rest. The attacker has `auxiliary`, text of its own, and `known`, some of the victim's text; losses are measured on
+    `held_out`. Each is [rows, tokens]."""
 
     trial: Tensor
     template_tokens: int
@@ -58,11 +55,8 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A way in which a job may send its boundaries.
-
-    `model` computes them (not the public model if there is a secret prefix), `defence` changes them. They leave the
-    owner at depth `first` and later.
-    """
+    """A way in which a job may send its boundaries. `model` computes them (not the public model if there is a secret
+    prefix), `defence` changes them. They leave the owner at depth `first` and later."""
 
     defence: Defence
     model: AttackedModel
@@ -117,10 +111,8 @@ def run(
     plan: AuditPlan,
     on_doing: Callable[[Doing], None],
 ) -> AuditResult:
-    """Attack every victim with the weights of `public`.
-
-    The first victim must be the clean one, which the controls use.
-    """
+    """Attack every victim with the weights of `public`. The first victim must be the clean one, which the controls
+    use."""
     seen = [_seen(public, victim, texts) for victim in victims]
     by_matching = _by_matching(public, seen, texts, plan, on_doing)
     cells = [(one, depth) for one in seen for depth in plan.depths if depth >= one.victim.first]
@@ -146,11 +138,8 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Boundaries [depth + 1, rows, tokens, width].
-
-    `trial` and `known` are as peers see them, `own_...` as the attacker computes them. `auxiliary`: the attacker's own
-    text as peers would see it if the victim used the public weights.
-    """
+    """Boundaries [depth + 1, rows, tokens, width]. `trial` and `known` are as peers see them, `own_...` as the attacker
+    computes them. `auxiliary`: the attacker's own text as peers would see it if the victim used the public weights."""
 
     victim: Victim
     trial: Tensor
@@ -326,10 +315,8 @@ def low_rank(rank: int, seed: int) -> Change:
 
 
 def _controls(clean: str, boundaries: Sequence[BoundaryFindings], updates: Sequence[Update]) -> Iterator[Control]:
-    """Yield each attack on a clean boundary, where it must succeed.
-
-    The white-box attack must succeed at all depths, attacks that learn or fit at the shallowest, which is the easiest.
-    """
+    """Yield each attack on a clean boundary, where it must succeed. The white-box attack must succeed at all depths,
+    attacks that learn or fit at the shallowest, which is the easiest."""
     mine = sorted((one for one in boundaries if one.defence == clean), key=lambda one: one.depth)
     for one in mine:
         yield Control(name=f"white-box, {clean}, depth {one.depth}", got=one.white_box.top1)

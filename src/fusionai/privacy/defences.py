@@ -73,8 +73,7 @@ def secret_prefix(
     on_step: Callable[[int], None],
 ) -> AttackedModel:
     """Return a copy of `public` whose first `blocks` blocks were moved and trained for `steps` of `batches` [rows,
-    tokens].
-    """
+    tokens]."""
     secret = AttackedModel(copy.deepcopy(public.model))
     generator = torch.Generator().manual_seed(seed)
     trained: list[nn.Parameter] = []

@@ -45,11 +45,9 @@ CONTROL: Final = 0.99
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """Cost of an attack.
-
-    `forward_tokens`: tokens that passed through the model or a part of it, tried or differentiated. `auxiliary_tokens`:
-    tokens of the attacker's own training text. `known_tokens`: tokens of the victim's text that are known.
-    """
+    """Cost of an attack. `forward_tokens`: tokens that passed through the model or a part of it, tried or
+    differentiated. `auxiliary_tokens`: tokens of the attacker's own training text. `known_tokens`: tokens of the
+    victim's text that are known."""
 
     forward_tokens: int
     seconds: float
@@ -58,11 +56,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """What one attack recovered.
-
-    `low`, `high`: 95 % confidence interval of `top1` (Wilson, over tokens). `secrets`: number of planted strings, of
-    which `secrets_found` were recovered exactly.
-    """
+    """What one attack recovered. `low`, `high`: 95 % confidence interval of `top1` (Wilson, over tokens). `secrets`:
+    number of planted strings, of which `secrets_found` were recovered exactly."""
 
     attack: Attack
     tokens: int
@@ -76,10 +71,8 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BoundaryFindings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer sees after `depth` blocks under `defence`, and what it recovered.
-
-    `loss`: loss of the model on held-out text with this boundary, in nats per token.
-    """
+    """What a peer sees after `depth` blocks under `defence`, and what it recovered. `loss`: loss of the model on
+    held-out text with this boundary, in nats per token."""
 
     depth: int
     defence: str
@@ -98,10 +91,8 @@ class BoundaryFindings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """What was recovered of the texts from which a weight's update was computed.
-
-    `width`: number of inputs of that weight. The gradient of more tokens than that does not determine them.
-    """
+    """What was recovered of the texts from which a weight's update was computed. `width`: number of inputs of that
+    weight. The gradient of more tokens than that does not determine them."""
 
     texts: int
     tokens: int
@@ -137,11 +128,8 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """The texts to recover.
-
-    Each begins with a known template of `template_tokens`, followed by `private_tokens`. `chance`: top-1 of always
-    guessing the most common token.
-    """
+    """The texts to recover. Each begins with a known template of `template_tokens`, followed by `private_tokens`.
+    `chance`: top-1 of always guessing the most common token."""
 
     texts: int
     template_tokens: int
@@ -150,10 +138,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete audit.
-
-    `local_blocks`: number of first blocks that stayed with the owner, if a secret prefix was audited.
-    """
+    """A complete audit. `local_blocks`: number of first blocks that stayed with the owner, if a secret prefix was
+    audited."""
 
     date: str
     command: str

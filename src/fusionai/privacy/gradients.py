@@ -36,10 +36,8 @@ _NAMES: Final = ("q_proj", "k_proj", "v_proj", "query", "key", "value", "query_k
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Gradients of the query, key and value projections of the first and second block.
-
-    Each is [outputs, inputs], or fewer rows in that form.
-    """
+    """Gradients of the query, key and value projections of the first and second block. Each is [outputs, inputs], or
+    fewer rows in that form."""
 
     first: Tensor
     second: Tensor
@@ -49,10 +47,8 @@ class Gradients:
 
 
 def gradients_of(attacked: AttackedModel, ids: Tensor) -> Gradients:
-    """Return the gradients of the language model's loss on `ids` [texts, tokens + 1].
-
-    The last token is a label only.
-    """
+    """Return the gradients of the language model's loss on `ids` [texts, tokens + 1]. The last token is a label
+    only."""
     weights = [[module.weight for module in _projections(attacked, block)] for block in (0, 1)]
     flat = [*weights[0], *weights[1]]
     with torch.enable_grad():
@@ -113,20 +109,16 @@ def in_order(guesses: Sequence[Sequence[int]], truth: Sequence[Sequence[int]]) -
 
 
 def _misfit(rows: Tensor, span: Tensor) -> Tensor:
-    """Return the distance of the last of `rows` [texts, tokens, inputs] from the span, [texts].
-
-    A text's first token attends only to itself when repeated, so every repetition gives the same row; repetitions get a
-    penalty.
-    """
+    """Return the distance of the last of `rows` [texts, tokens, inputs] from the span, [texts]. A text's first token
+    attends only to itself when repeated, so every repetition gives the same row; repetitions get a penalty."""
     last, before = rows[:, -1], rows[:, :-1]
     apart = (before - last[:, None]).square().sum(-1) / last.square().sum(-1, keepdim=True)
     return _away(last, span) + _AGAIN * (apart < _SAME).any(-1)
 
 
 def _span(gradient: Tensor, tokens: int) -> Tensor:
-    """Return an orthonormal basis [rank, inputs] of the span of the rows behind the gradient, at
-    most `tokens` of them.
-    """
+    """Return an orthonormal basis [rank, inputs] of the span of the rows behind the gradient, at most `tokens` of
+    them."""
     _, sizes, rows = torch.linalg.svd(gradient.double(), full_matrices=False)
     rank = int((sizes > _SPANNED * sizes[0]).sum())
     return rows[: min(rank, tokens)]

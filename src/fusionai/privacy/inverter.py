@@ -41,8 +41,7 @@ def nearest(boundary: Tensor, embedding: Tensor) -> Tensor:
 
 def ridge(seen: Tensor, tokens: Tensor, embedding: Tensor) -> Callable[[Tensor], Tensor]:
     """Fit on boundaries [texts, tokens, width] of known `tokens` [texts, tokens]; return a map from boundaries to
-    tokens.
-    """
+    tokens."""
     x = seen.flatten(0, 1).double()
     mean, spread = x.mean(0), x.std(0) + 1e-9
     x = (x - mean) / spread
@@ -77,8 +76,7 @@ def train_inverter(
     seen: Tensor, tokens: Tensor, vocabulary: int, budget: InverterBudget, seed: int
 ) -> Callable[[Tensor], Tensor]:
     """Train on boundaries [texts, tokens, width] of known `tokens` [texts, tokens]; return a map from boundaries to
-    tokens.
-    """
+    tokens."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inverter = _Inverter(seen.shape[-1], vocabulary, budget).to(seen.device)
@@ -105,10 +103,8 @@ class FitBudget:
 
 
 def fitted(attacked: AttackedModel, seen: Tensor, known: Tensor, depth: int, budget: FitBudget) -> Tensor:
-    """Return the recovered tokens, [texts, tokens - known].
-
-    `seen` [texts, tokens, width] is the boundary at `depth`; `known` [texts, tokens] are the first tokens of the texts.
-    """
+    """Return the recovered tokens, [texts, tokens - known]. `seen` [texts, tokens, width] is the boundary at `depth`;
+    `known` [texts, tokens] are the first tokens of the texts."""
     table = attacked.embedding.detach().float()
     fixed = table[known]
     rest = seen.shape[1] - known.shape[1]

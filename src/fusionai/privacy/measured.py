@@ -54,10 +54,8 @@ def read(text: bytes) -> Findings:
 
 
 def measured_leakage(level: PrivacyLevel, findings: Findings, packed: str = "clean") -> MeasuredLeakage:
-    """Return the extreme boundaries at a level.
-
-    `packed`: how boundaries are sent, one of `SENT`. At `split-k` the first depths are not seen.
-    """
+    """Return the extreme boundaries at a level. `packed`: how boundaries are sent, one of `SENT`. At `split-k` the
+    first depths are not seen."""
     first = findings.local_blocks if level == "split-k" else 0
     seen = [one for one in findings.boundaries if one.defence == packed and one.depth >= first]
     return MeasuredLeakage(max(seen, key=lambda one: one.worst.top1), min(seen, key=lambda one: one.worst.top1))
@@ -85,12 +83,9 @@ ADVERSARIES: Final[dict[Adversary, str]] = {
     "A5": "a malicious broker, which lies about which peers are present and which are members",
 }
 Stand = Literal["promises nothing", "holds", "reads tokens", "reconstructs", "only those trusted"]
-"""What a level promises against one adversary.
-
-"reads tokens": the adversary receives token ids. "reconstructs": what it receives can be inverted to the extent that
-was measured. "only those trusted": as "reconstructs", but limited to peers whose keys are signed by keys that the job
-owner trusts.
-"""
+"""What a level promises against one adversary. "reads tokens": the adversary receives token ids. "reconstructs": what
+it receives can be inverted to the extent that was measured. "only those trusted": as "reconstructs", but limited to
+peers whose keys are signed by keys that the job owner trusts."""
 
 _PEERS: Final[tuple[Adversary, ...]] = ("A1", "A2", "A3")
 

@@ -80,8 +80,7 @@ class AttackedModel:
 
     def run_to(self, ids: Tensor, depth: int) -> Tensor:
         """Return the boundary at `depth` of `ids` [texts, tokens], shape [texts, tokens, width], without running later
-        blocks.
-        """
+        blocks."""
         with self.recorded(upto=depth) as seen, contextlib.suppress(_Reached):
             self.base(input_ids=ids, use_cache=False)
         return seen[depth]
@@ -89,17 +88,14 @@ class AttackedModel:
     @torch.no_grad()
     def loss(self, ids: Tensor, depth: int = 0, change: Change | None = None) -> float:
         """Return the mean loss on `ids` [texts, tokens] in nats per token, with the boundary at `depth` changed by
-        `change`.
-        """
+        `change`."""
         with self._changed(depth, change):
             return float(text_loss(self.model, ids))
 
     @torch.no_grad()
     def expectations(self, ids: Tensor) -> Tensor:
         """Return the log-probability of each token at each position before it is seen, [texts, tokens, vocabulary].
-
-        Uniform at the first position, for which the model predicts nothing.
-        """
+        Uniform at the first position, for which the model predicts nothing."""
         logits = self.model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
         even = torch.full_like(logits[:, :1], -float(torch.tensor(logits.shape[-1]).log()))
         return torch.cat([even, logits[:, :-1]], dim=1)
@@ -163,12 +159,9 @@ class Prefixes:
 
     @torch.no_grad()
     def tried(self, candidates: Tensor) -> Tensor:
-        """Return the boundaries of each candidate as the next token of its text.
-
-        `candidates` is [texts, candidates], the result [depth + 1, texts, candidates, width]. The candidates are
-        processed as one text in which each sees the prefix and itself, because copies of the cache would use more
-        memory.
-        """
+        """Return the boundaries of each candidate as the next token of its text. `candidates` is [texts, candidates],
+        the result [depth + 1, texts, candidates, width]. The candidates are processed as one text in which each sees
+        the prefix and itself, because copies of the cache would use more memory."""
         texts, count = candidates.shape
         sees = torch.ones(count, self._tokens + count, dtype=torch.bool, device=candidates.device)
         sees[:, self._tokens :] = torch.eye(count, dtype=torch.bool, device=candidates.device)

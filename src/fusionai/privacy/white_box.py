@@ -22,11 +22,8 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class DepthComparison:
-    """Comparison at one depth.
-
-    `target` [texts, tokens, k] is compared with a candidate's boundary times `projection` [k, width]; with None, with
-    the boundary itself.
-    """
+    """Comparison at one depth. `target` [texts, tokens, k] is compared with a candidate's boundary times `projection`
+    [k, width]; with None, with the boundary itself."""
 
     depth: int
     target: Tensor
@@ -35,11 +32,9 @@ class DepthComparison:
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    """Scores candidates: the sum of squared distances over all parts, lower is better.
-
-    With `expected`, the score is half of that sum minus the log-probability that the model gives the candidate. For
-    whitened parts its minimum is the most likely token.
-    """
+    """Scores candidates: the sum of squared distances over all parts, lower is better. With `expected`, the score is
+    half of that sum minus the log-probability that the model gives the candidate. For whitened parts its minimum is the
+    most likely token."""
 
     parts: tuple[DepthComparison, ...]
     expected: bool = False
@@ -52,10 +47,8 @@ def matched(
     matchers: Mapping[Name, Matcher],
     on_token: Callable[[int], None],
 ) -> dict[Name, Tensor]:
-    """Return name of matcher -> tokens [texts, tokens - begin], each found given the true tokens before it.
-
-    `ids` is [texts, tokens]; the first `begin` tokens of each text are known.
-    """
+    """Return name of matcher -> tokens [texts, tokens - begin], each found given the true tokens before it. `ids` is
+    [texts, tokens]; the first `begin` tokens of each text are known."""
     texts, tokens = ids.shape
     prefixes = Prefixes(attacked)
     prefixes.advance(ids[:, :begin])
@@ -71,10 +64,8 @@ def matched(
 
 
 def reconstructed(attacked: AttackedModel, known: Tensor, length: int, matcher: Matcher) -> Tensor:
-    """Return tokens [texts, length] found one after another, each given those found before it.
-
-    `known` [texts, tokens] are the first tokens. A mistake partly spoils the tokens after it.
-    """
+    """Return tokens [texts, length] found one after another, each given those found before it. `known` [texts, tokens]
+    are the first tokens. A mistake partly spoils the tokens after it."""
     texts, begin = known.shape
     prefixes = Prefixes(attacked)
     prefixes.advance(known)
@@ -132,9 +123,8 @@ _FLOOR: Final = 1e-8
 
 def calibrated(depth: int, own: Tensor, seen: Tensor, target: Tensor) -> DepthComparison:
     """Return the part that compares the seen `target` [texts, tokens, width] with candidates, corrected and whitened.
-
-    `own` and `seen` [rows, width]: the boundaries of the known text that the attacker computes, and those that it saw.
-    """
+    `own` and `seen` [rows, width]: the boundaries of the known text that the attacker computes, and those that it
+    saw."""
     x, y = own.double(), seen.double()
     mean_x, mean_y = x.mean(0), y.mean(0)
     x, y = x - mean_x, y - mean_y
@@ -163,8 +153,7 @@ def regression(x: Tensor, y: Tensor, ridge: float) -> Tensor:
 
 def _correction(x: Tensor, difference: Tensor) -> Tensor:
     """Return [width, width] such that `x @ correction` approximates `difference`, with the ridge that fits held-out
-    rows best.
-    """
+    rows best."""
     held = torch.arange(len(x), device=x.device) % _HELD_OUT == 0
     scale = float(x.square().mean()) * len(x)
 

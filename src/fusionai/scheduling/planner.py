@@ -43,10 +43,8 @@ from fusionai.wire.codecs import Codec, gently
 
 
 def plan(problem: Problem) -> Plan:
-    """Return the plan with the shortest predicted step.
-
-    Raises `PlanError` that names the tightest constraint if no plan exists.
-    """
+    """Return the plan with the shortest predicted step. Raises `PlanError` that names the tightest constraint if no
+    plan exists."""
     if problem.task == "serve":
         return serving_plan(problem)
     problem = paced(problem)
@@ -158,10 +156,7 @@ def _warnings(problem: Problem, peers: Sequence[PeerProfile], found: Solved) -> 
 
 def _smallest(problem: Problem, blocks: tuple[BlockCost, ...]) -> tuple[float, Callable[[PeerProfile], str | None]]:
     """Return the least memory of any stage in any way, and a function that returns why a peer can hold no stage, or
-    None.
-
-    A peer can hold none if its backend supports none of the ways that fit its memory.
-    """
+    None. A peer can hold none if its backend supports none of the ways that fit its memory."""
     ways = choices_of_problem(problem)
     tables = stage_tables(Chain(problem, blocks), ways)
     needed = tables.resident_bytes + tables.flight_bytes

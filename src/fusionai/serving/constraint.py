@@ -221,11 +221,8 @@ def _engine(tokenizer: Tokenizer, vocabulary: int, stop_tokens: list[int]) -> ll
 
 
 class _Spelling:
-    """The tokenizer interface that llguidance's `TokenizerWrapper` needs.
-
-    llguidance's own reader of `tokenizer.json` takes a special token's name in a schema for that token, and then
-    refuses it.
-    """
+    """The tokenizer interface that llguidance's `TokenizerWrapper` needs. llguidance's own reader of `tokenizer.json`
+    takes a special token's name in a schema for that token, and then refuses it."""
 
     bos_token_id = None
 

@@ -141,11 +141,8 @@ class _Bytes:
 
 class _Window:
     """For all other tokenizers: a token's text is what it adds to the text of the tokens just before it. The first
-    token of a text may decode differently, so every token but the first is decoded with one before it.
-
-    A run of byte tokens is held back until its end: if the run as a whole is not valid UTF-8, each token reads as
-    U+FFFD.
-    """
+    token of a text may decode differently, so every token but the first is decoded with one before it. A run of byte
+    tokens is held back until its end: if the run as a whole is not valid UTF-8, each token reads as U+FFFD."""
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
         self._tokenizer = tokenizer

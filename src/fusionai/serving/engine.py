@@ -359,11 +359,8 @@ def machine_of(job: ServingJob, batcher: Batcher, roles: ServingRoles, incarnati
 
 def stations(peers: Collection[PeerId], owner: PeerId, addresses: Mapping[str, Sequence[str]], cores: int) -> int:
     """Return the number of passes that can be computed at the same time, at least 1. `peers` run the stages, `owner` is
-    this process, `cores` counts this computer's cores.
-
-    Peers at loopback addresses run on this computer. Each other peer counts as a computer of its own, because one
-    public address may hide many.
-    """
+    this process, `cores` counts this computer's cores. Peers at loopback addresses run on this computer. Each other
+    peer counts as a computer of its own, because one public address may hide many."""
     here = {peer for peer in peers if peer == owner or _is_here(addresses.get(peer, ()))}
     return max(1, len(set(peers) - here) + min(len(here), cores))
 

@@ -33,10 +33,7 @@ from fusionai.serving.sampling import TokenHistory, choose
 
 def token_logprob(logits: NDArray[np.float32], token: int, top: int) -> TokenLogprob:
     """Log-probability of `token` and of the `top` best tokens, best first, ties by the smaller id. `logits`:
-    [vocabulary].
-
-    Sums in float64. A token that the model rules out has -inf.
-    """
+    [vocabulary]. Sums in float64. A token that the model rules out has -inf."""
     best = float(logits.max())
     weights = logits.astype(np.float64)
     weights -= best

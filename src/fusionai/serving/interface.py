@@ -31,11 +31,9 @@ class PromptTooLong(FusionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. Applied in this order: bias, penalties, temperature, top_k, min_p, top_p.
-
-    With `temperature` 0 the best token is chosen, the smallest id among equals. The random draw for position n depends
-    only on (`seed`, n).
-    """
+    """How the next token is chosen. Applied in this order: bias, penalties, temperature, top_k, min_p, top_p. With
+    `temperature` 0 the best token is chosen, the smallest id among equals. The random draw for position n depends only
+    on (`seed`, n)."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -172,11 +172,8 @@ def expected_tokens(rate: float, count: float) -> float:
 
 def best_count(rate: float, times: PassTimes, *, rows: int = 1, most: int = MOST, guess_s: float = 0.0) -> int:
     """Number of guesses for one session that gives the most tokens per second over all sessions of the pass; 0 if no
-    gain is predicted.
-
-    `rows`: rows of the pass without guesses, one of which is this session's. `guess_s`: time to make one guess, which
-    delays the pass.
-    """
+    gain is predicted. `rows`: rows of the pass without guesses, one of which is this session's. `guess_s`: time to make
+    one guess, which delays the pass."""
     alone_s = times.predict(rows)
     if alone_s is None:
         return 0

@@ -62,11 +62,9 @@ def choose(
     position: int,
     mask: memoryview | None = None,
 ) -> int:
-    """Return the token for `position` (any number that counts up with the answer's tokens).
-
-    `logits`: [vocabulary]. `mask`: as `Constraint.allowed`; tokens beyond its end are forbidden. Raises
-    `ExecutionError` if logits are not finite, a biased token is outside the vocabulary, or every token is forbidden.
-    """
+    """Return the token for `position` (any number that counts up with the answer's tokens). `logits`: [vocabulary].
+    `mask`: as `Constraint.allowed`; tokens beyond its end are forbidden. Raises `ExecutionError` if logits are not
+    finite, a biased token is outside the vocabulary, or every token is forbidden."""
     _check(logits, int(logits.argmax()))
     scores = _adjusted(logits, sampling, history, mask)
     best = int(scores.argmax())

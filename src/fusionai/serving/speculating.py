@@ -133,8 +133,7 @@ class Speculation:
     def figures(self) -> dict[str, float]:
         """Measurements that decide the number of guesses: `pass_seconds` of a pass with one row, `row_seconds` for each
         further row, `guess_seconds` to make one guess, the number of guesses judged so far and how many of them held.
-        `passes_with_N_guesses` counts a pass once for each of its generations.
-        """
+        `passes_with_N_guesses` counts a pass once for each of its generations."""
         pass_s, two_s = self._times.predict(1) or 0.0, self._times.predict(2) or 0.0
         return {
             "guesses_tried": float(self._overall.tried),

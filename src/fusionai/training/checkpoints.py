@@ -134,10 +134,7 @@ class Checkpoints:
 
 class Collection:
     """One checkpoint being written: `take` stores what members send, `run` waits for all of it and completes the
-    checkpoint.
-
-    `cancel` before the last chunk leaves nothing behind; after it, the checkpoint is still completed.
-    """
+    checkpoint. `cancel` before the last chunk leaves nothing behind; after it, the checkpoint is still completed."""
 
     def __init__(
         self,

@@ -168,12 +168,9 @@ def stage_options(options: StageOptions, plan: Plan, stage: int) -> StageOptions
 
 
 def _weight_lag(placement: StagePlacement, microbatches: int) -> int:
-    """Return how many microbatches may delay their weight gradients.
-
-    It is the number in flight, as far as half of the peer's spare memory holds them (the plan's bytes are predictions).
-    It is 0 for a stage without weights (loss only), and with recomputation, which would then have to keep the
-    activations.
-    """
+    """Return how many microbatches may delay their weight gradients. It is the number in flight, as far as half of the
+    peer's spare memory holds them (the plan's bytes are predictions). It is 0 for a stage without weights (loss only),
+    and with recomputation, which would then have to keep the activations."""
     if "stage" not in placement.roles or placement.recompute:
         return 0
     spare_bytes = (placement.memory_limit_bytes - placement.memory_bytes) // 2

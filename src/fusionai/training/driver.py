@@ -52,11 +52,8 @@ CHECK_S = 120.0
 
 class Driver:
     """Drives one job. Call `await driver.run()`, then optionally `await driver.infer(...)`, then `await
-    driver.close()`.
-
-    `deployment`: the plan to begin with, journalled as the one in force. `saved`: step of the newest complete
-    checkpoint, -1 if there is none.
-    """
+    driver.close()`. `deployment`: the plan to begin with, journalled as the one in force. `saved`: step of the newest
+    complete checkpoint, -1 if there is none."""
 
     def __init__(
         self,

@@ -68,11 +68,8 @@ class _Word:
 
 @dataclass(slots=True)
 class Inspection:
-    """Reports of the stages, and the keys of their marks.
-
-    `secret`: the job's secret, which peers do not know; the stages' keys are derived from it. `owner`: peer id of the
-    feed.
-    """
+    """Reports of the stages, and the keys of their marks. `secret`: the job's secret, which peers do not know; the
+    stages' keys are derived from it. `owner`: peer id of the feed."""
 
     secret: bytes
     owner: str

@@ -90,9 +90,7 @@ class PseudoGradients:
 
 class LocalUpdates:
     """A driver's part in local updates: collects differences in the present round and sends agreements to stages.
-
-    `exchange` is None in a job that exchanges nothing.
-    """
+    `exchange` is None in a job that exchanges nothing."""
 
     def __init__(self, present: JobRound, exchange: Exchange | None) -> None:
         self._round = present

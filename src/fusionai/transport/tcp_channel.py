@@ -217,7 +217,6 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
 
     def _watch_over(self) -> None:
         """Check that the other side is alive until all data is acknowledged. Keep-alive probes watch idle connections.
-
         What arrives acknowledges too, so nothing can be found before `DEAD_AFTER_S` have passed in silence."""
         if self._watch is None:
             earliest_s = self._heard_s + DEAD_AFTER_S + CHECK_EVERY_S / 2

@@ -216,7 +216,8 @@ class RequestSketches(WireMessage, frozen=True, kw_only=True, tag="tell_marks"):
 
 
 class TextSketches(WireMessage, frozen=True, kw_only=True, tag="told_marks"):
-    """Answer to `RequestSketches`: tensors `got` and `gave`, float32 [positions, 16]. NaN where the stage has no mark."""
+    """Answer to `RequestSketches`: tensors `got` and `gave`, float32 [positions, 16]. NaN where the stage has no
+    mark."""
 
     fence: Fence
     stage: Count

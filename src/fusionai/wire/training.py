@@ -461,8 +461,8 @@ class PseudoGradient(WireMessage, frozen=True, kw_only=True, tag="difference"):
 
 
 class OuterUpdateChunk(WireMessage, frozen=True, kw_only=True, tag="agreement"):
-    """Driver -> stage: the parameters agreed on after `step`, in one of the forms of `ParameterForm`. Each message carries some
-    of the parameters."""
+    """Driver -> stage: the parameters agreed on after `step`, in one of the forms of `ParameterForm`. Each message
+    carries some of the parameters."""
 
     fence: Fence
     stage: Count

@@ -107,10 +107,7 @@ def batch_norm_functional(
     eps: float,
 ) -> tuple[Array, ...]:
     """Return (y, saved mean, saved inverse deviation, new running mean, new running variance); the last two are
-    unchanged outside training.
-
-    `training`: the run's mode.
-    """
+    unchanged outside training. `training`: the run's mode."""
     if not (training and in_training):
         y = _with_learned_statistics(x, weight, bias, mean, variance, eps)
         nothing = jnp.zeros((0,), x.dtype)

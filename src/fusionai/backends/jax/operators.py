@@ -1,10 +1,9 @@
 """The table from operator names to JAX functions: what this backend can run. Resolves no name that it receives.
 
 Every name is in `ir.operators.OPERATORS`. Functions take the arguments of torch's operators, with sizes as plain
-numbers. Operators that depend on the mode or on counters get the run's `JaxContext` and the node's id as first arguments.
-Neighbours: `tracing` binds these to a graph's values; the other modules of this package implement the functions by
-kind.
-"""
+numbers. Operators that depend on the mode or on counters get the run's `JaxContext` and the node's id as first
+arguments. Neighbours: `tracing` binds these to a graph's values; the other modules of this package implement the
+functions by kind."""
 
 from __future__ import annotations
 

@@ -175,10 +175,8 @@ def _average_pool(spatial: int) -> Callable[..., Array]:
 
 
 def _adaptive(spatial: int) -> Callable[..., Array]:
-    """Return a pool whose output i of n is the mean of inputs floor(i * size / n) to ceil((i + 1) * size / n).
-
-    Computed as a product with one matrix per dimension.
-    """
+    """Return a pool whose output i of n is the mean of inputs floor(i * size / n) to ceil((i + 1) * size / n). Computed
+    as a product with one matrix per dimension."""
 
     def pool(x: Array, output: Sizes) -> Array:
         wanted = many(output, spatial)

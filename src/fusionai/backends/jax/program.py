@@ -128,10 +128,8 @@ class JaxStageProgram(StageBase[_InFlight]):
     def backward(
         self, call: Call, gradients: Mapping[str, HostTensor], begun: Mapping[str, HostTensor] = NOTHING_BEGUN
     ) -> dict[str, HostTensor]:
-        """See `StageProgram.backward`. An input that the named outputs do not depend on is absent from the result.
-
-        The compiled backward sums this stage's own uses; the contributions in `begun` are added to that sum.
-        """
+        """See `StageProgram.backward`. An input that the named outputs do not depend on is absent from the result. The
+        compiled backward sums this stage's own uses; the contributions in `begun` are added to that sum."""
         held = self._take(call, gradients, begun)
         roots: Arrays = {}
         for name, gradient in gradients.items():
@@ -286,11 +284,9 @@ class JaxStageProgram(StageBase[_InFlight]):
 
 
 def traced_forward(graph: Graph, program: Program, sizes: Mapping[str, int], training: bool) -> Callable[..., Any]:
-    """Return a function (trained, leaves, others, fixed, keys) that JAX can trace.
-
-    In training it returns ((float outputs, pull), (other outputs, writes)), otherwise ((float outputs, other outputs),
-    writes). Parameters are keyed by key, inputs by name.
-    """
+    """Return a function (trained, leaves, others, fixed, keys) that JAX can trace. In training it returns ((float
+    outputs, pull), (other outputs, writes)), otherwise ((float outputs, other outputs), writes). Parameters are keyed
+    by key, inputs by name."""
     key_of = {value: graph.params[value].key for value in program.params}
 
     def run(

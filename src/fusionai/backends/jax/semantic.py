@@ -38,10 +38,7 @@ def attention(
     key: Array | None = None,
 ) -> Array:
     """Return [B, Hq, S, Dv] for q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv]; arguments as in the torch
-    backend.
-
-    `key`: key of this node's dropout, needed if `dropout` is above 0.
-    """
+    backend. `key`: key of this node's dropout, needed if `dropout` is above 0."""
     batch, heads, queries, _ = q.shape
     shared = k.shape[1]
     grouped = q.reshape(batch, shared, heads // shared, queries, q.shape[-1])
@@ -132,11 +129,9 @@ def linear_scan(decay: Array, x: Array) -> Array:
 
 
 def linear_attention(query: Array, key: Array, value: Array, *, decay: Array, beta: Array | None = None) -> Array:
-    """Compute the formula of `backends.torch.semantic.linear_attention`.
-
-    query and key [batch, positions, heads, key width], value [batch, positions, heads, value width], decay and beta
-    [batch, positions, heads]; the result has value's shape.
-    """
+    """Compute the formula of `backends.torch.semantic.linear_attention`. query and key [batch, positions, heads, key
+    width], value [batch, positions, heads, value width], decay and beta [batch, positions, heads]; the result has
+    value's shape."""
     batch, positions, heads, width = value.shape
     chunk = max(1, min(CHUNK, positions))
     missing = -positions % chunk

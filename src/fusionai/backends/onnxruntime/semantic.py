@@ -119,9 +119,7 @@ def linear_attention(
 
 class _Body:
     """The computation at one position. Operands have the names under which `scan` gives them; the state is `before`.
-
-    Names in a body must differ from the model's, so all get the current value's name as prefix.
-    """
+    Names in a body must differ from the model's, so all get the current value's name as prefix."""
 
     def __init__(self, b: Builder) -> None:
         self._b = b

@@ -74,10 +74,7 @@ def session_of(
     threads: int | None,
 ) -> Callable[[Mapping[str, Array]], dict[str, Array]]:
     """Return `nodes` as a function of the values `given` and the keys of nodes that draw random numbers
-    (`semantic.keys`).
-
-    Raises `ExecutionError` if an operator is not supported or ONNX Runtime rejects the model.
-    """
+    (`semantic.keys`). Raises `ExecutionError` if an operator is not supported or ONNX Runtime rejects the model."""
     built = Builder(graph, symbols)
     for name in given:
         built.give(name)

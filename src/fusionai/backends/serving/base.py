@@ -28,11 +28,8 @@ class ServingBase(ABC):
     """Framework-independent part of `backends.interface.ServingProgram`."""
 
     def __init__(self, graph: Graph, options: ServeOptions, *, whole: bool = False) -> None:
-        """`whole`: the stage keeps its inputs instead of keys and values.
-
-        Raises `ExecutionError` on an attention that can't use a cache, and on an operator that draws random numbers:
-        its keys would differ from pass to pass.
-        """
+        """`whole`: the stage keeps its inputs instead of keys and values. Raises `ExecutionError` on an attention that
+        can't use a cache, and on an operator that draws random numbers: its keys would differ from pass to pass."""
         for node in graph.nodes:
             if node.op == RANDOM:
                 raise ExecutionError(f"{describe(node)}: a serving stage can't draw random numbers.")
@@ -214,10 +211,8 @@ def _positions_of(segments: Sequence[Segment]) -> HostTensor:
 
 
 def _adapters_of(segments: Sequence[Segment], ranks: Sequence[int]) -> HostTensor:
-    """Return which adapter ranks apply at which position, as 0 or 1: float32 [1, positions, sum of all ranks].
-
-    Raises `ExecutionError` if a segment names an adapter that is not loaded.
-    """
+    """Return which adapter ranks apply at which position, as 0 or 1: float32 [1, positions, sum of all ranks]. Raises
+    `ExecutionError` if a segment names an adapter that is not loaded."""
     ends = np.cumsum([0, *ranks])
     mask = np.zeros((1, sum(segment.length for segment in segments), int(ends[-1])), np.float32)
     at = 0

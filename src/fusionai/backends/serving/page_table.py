@@ -228,10 +228,7 @@ class LayerShape:
 
 def layer_shapes(graph: Graph, options: ServeOptions) -> tuple[LayerShape, ...]:
     """Return the cache shape of every attention node, in graph order. A window that no session can outgrow counts as
-    none.
-
-    Raises `ExecutionError` on an attention that can't use a cache.
-    """
+    none. Raises `ExecutionError` on an attention that can't use a cache."""
     found: list[LayerShape] = []
     for node in graph.nodes:
         if node.op != "fusion.attention":

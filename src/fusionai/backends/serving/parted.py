@@ -39,10 +39,8 @@ ALIGNMENT_BYTES: Final = 64
 
 
 def cached_attention(spans: Sequence[RowSpan], cache: HostCache, q: Array, k: Array, v: Array, scores: Scores) -> Array:
-    """Write the pass's k and v to the cache and return the attention's output [T, Hq, Dv].
-
-    q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], all float32.
-    """
+    """Write the pass's k and v to the cache and return the attention's output [T, Hq, Dv]. q [T, Hq, D], k [T, Hkv, D],
+    v [T, Hkv, Dv], all float32."""
     cache.write(spans, k, v)
     out = np.empty((q.shape[0], q.shape[1], v.shape[2]), np.float32)
     for span in spans:
@@ -241,8 +239,7 @@ class PartedServing(ServingBase):
         values: Mapping[str, Array],
         row_groups: Iterable[tuple[Sequence[int], int]],
     ) -> dict[str, Array]:
-        """Return what the part makes, the rows of all groups in order. A group is (its rows, its padded
-        size)."""
+        """Return what the part makes, the rows of all groups in order. A group is (its rows, its padded size)."""
         made: dict[str, list[Array]] = {name: [] for name in part.makes}
         for rows, size in row_groups:
             at = (wanted, number, size)

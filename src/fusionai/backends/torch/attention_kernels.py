@@ -170,11 +170,9 @@ def _power(builder: Any, x: Any) -> Any:
 
 
 def _weighed() -> Any:
-    """Return an intrinsic that turns the scores of `count` keys at w into weights, in place.
-
-    A weight is e to the score minus the largest score so far, which is kept at x. The sums of weights at y are updated,
-    and the factors by which earlier sums shrink are written to `y_step`.
-    """
+    """Return an intrinsic that turns the scores of `count` keys at w into weights, in place. A weight is e to the score
+    minus the largest score so far, which is kept at x. The sums of weights at y are updated, and the factors by which
+    earlier sums shrink are written to `y_step`."""
 
     def codegen(builder: Any, args: Any) -> None:
         w, _, x, _, y, y_step, count = args
@@ -442,9 +440,6 @@ def _made(stamp: int) -> Any:
 
 
 attend = _made(stamp_of(__file__, row_code.__file__, about=f"{_VECTORS} {_ROWS}"))
-"""Kernel of one span's attention.
-
-`task`: numbers as `Place` lists them. `scale`: factor of the scores, which `softcap` limits unless it is 0. `table`:
-the session's pages. `sinks`: one number per head, or empty. `scratch`: `scratch_floats` floats; `scratch_address`:
-their address.
-"""
+"""Kernel of one span's attention. `task`: numbers as `Place` lists them. `scale`: factor of the scores, which `softcap`
+limits unless it is 0. `table`: the session's pages. `sinks`: one number per head, or empty. `scratch`: `scratch_floats`
+floats; `scratch_address`: their address."""

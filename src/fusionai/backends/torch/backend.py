@@ -38,9 +38,8 @@ from fusionai.wire.messages import OptimizerSpec
 
 
 class TorchBackend(FrameworkBackend):
-    """Implements `backends.interface.Backend` and `backends.interface.ServingBackend`.
-
-    `threads` limits torch's threads in this process; None leaves them."""
+    """Implements `backends.interface.Backend` and `backends.interface.ServingBackend`. `threads` limits torch's threads
+    in this process; None leaves them."""
 
     name = "torch"
 
@@ -88,10 +87,7 @@ class TorchBackend(FrameworkBackend):
 
 def _make_cuda_deterministic() -> None:
     """Make CUDA give the same bits for the same inputs. An operator without a deterministic kernel warns and runs
-    anyway.
-
-    The CPU needs no such settings: its kernels are deterministic for a given number of threads.
-    """
+    anyway. The CPU needs no such settings: its kernels are deterministic for a given number of threads."""
     fix_cublas_workspace()
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True

@@ -28,8 +28,7 @@ hang."""
 
 @cache
 def kernel_module(module: str, what: str) -> Any | None:
-    """Import a module that compiles kernels; None if numba is missing or fails, and then operators
-    compute `what`."""
+    """Import a module that compiles kernels; None if numba is missing or fails, and then operators compute `what`."""
     if not available():
         return None
     try:

@@ -100,9 +100,7 @@ class CompiledStage:
 
     def needed_bytes(self, held_bytes: int, microbatches: int, limit_bytes: int | None) -> int:
         """Return the bytes that the stage needs at the symbols' largest values, with `microbatches` in flight.
-
-        `held_bytes`: parameters, gradients and optimizer slots.
-        """
+        `held_bytes`: parameters, gradients and optimizer slots."""
         training = self._options.optimizer is not None
         symbols = largest(self._graph)
         names = frozenset(self._graph.outputs)

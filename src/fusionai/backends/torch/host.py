@@ -33,10 +33,8 @@ ALIGNMENT_BYTES: Final = 64
 
 
 def to_torch(tensor: HostTensor, device: torch.device, *, own: bool = False) -> torch.Tensor:
-    """Return a torch tensor with these bytes. With `own` the result never shares memory with `tensor`.
-
-    Without `own` it may share memory: the caller must keep the bytes unchanged as long as the result lives.
-    """
+    """Return a torch tensor with these bytes. With `own` the result never shares memory with `tensor`. Without `own` it
+    may share memory: the caller must keep the bytes unchanged as long as the result lives."""
     if tensor.layout:
         return _laid_out(to_torch(replace(tensor, layout=()), device, own=own), tensor.layout)
     dtype = DTYPES[tensor.dtype]
@@ -54,11 +52,8 @@ def to_torch(tensor: HostTensor, device: torch.device, *, own: bool = False) -> 
 
 
 def to_host(value: torch.Tensor | int, *, own: bool = False, laid_out: bool = False) -> HostTensor:
-    """Return the bytes of a tensor; a size computed in the graph becomes an int64 of shape ().
-
-    With `own` the bytes are a copy. With `laid_out`, strides and offset are included if the tensor was not C-contiguous
-    and aligned.
-    """
+    """Return the bytes of a tensor; a size computed in the graph becomes an int64 of shape (). With `own` the bytes are
+    a copy. With `laid_out`, strides and offset are included if the tensor was not C-contiguous and aligned."""
     if isinstance(value, int):
         value = torch.tensor(value, dtype=torch.int64)
     name = DTYPE_NAMES.get(value.dtype)

@@ -67,11 +67,9 @@ class Interpreter:
     def run(
         self, context: TorchContext, inputs: Mapping[str, Any], params: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return (outputs by meaning, new buffer values by key).
-
-        `inputs` and `params` are keyed by value name and may contain more than needed. A parameter is a tensor or
-        whatever the kernels of its readers accept. Raises `ExecutionError` naming the node that failed.
-        """
+        """Return (outputs by meaning, new buffer values by key). `inputs` and `params` are keyed by value name and may
+        contain more than needed. A parameter is a tensor or whatever the kernels of its readers accept. Raises
+        `ExecutionError` naming the node that failed."""
         registers = self.start(context, inputs, params)
         self.advance(registers, 0, len(self.steps))
         return self.results(registers)

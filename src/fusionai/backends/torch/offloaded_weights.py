@@ -110,11 +110,8 @@ class OffloadedWeights:
 
 
 def cast_once(graph: Graph, interpreter: Interpreter, parts: Collection[RecomputedSegment]) -> bool:
-    """Return whether autocast casts no trained weight in two of `parts`.
-
-    A weight used twice normally has one cast for both uses, whose gradients are summed in bfloat16. With a second cast
-    they would be summed in float32.
-    """
+    """Return whether autocast casts no trained weight in two of `parts`. A weight used twice normally has one cast for
+    both uses, whose gradients are summed in bfloat16. With a second cast they would be summed in float32."""
     seen: set[str] = set()
     for part in parts:
         nodes = [step.node for step in interpreter.steps[part.start : part.stop]]

@@ -1,9 +1,8 @@
 """The table from operator names to torch calls: what this backend can run. Resolves no name that it receives.
 
 Every name comes from the hand-written list `ir.operators.OPERATORS`; a graph can only pick entries of the finished
-table. Operators that depend on the mode or on counters get the run's `TorchContext` and the node's id as first arguments.
-Neighbours: `interpreter` binds these to a graph's values, `semantic` implements semantic operators.
-"""
+table. Operators that depend on the mode or on counters get the run's `TorchContext` and the node's id as first
+arguments. Neighbours: `interpreter` binds these to a graph's values, `semantic` implements semantic operators."""
 
 from __future__ import annotations
 

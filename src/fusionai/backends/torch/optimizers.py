@@ -48,11 +48,9 @@ SIGNED: Final = frozenset({"exp_avg"})
 
 
 class TorchStageOptimizer:
-    """One optimizer over a stage's trainable parameters (key -> leaf tensor).
-
-    `slots`: where its state is stored. `weights`: where offloaded parameters are stored, in slot `WEIGHT`; their
-    tensors are empty between uses. Raises `ValueError` for settings that torch would reject.
-    """
+    """One optimizer over a stage's trainable parameters (key -> leaf tensor). `slots`: where its state is stored.
+    `weights`: where offloaded parameters are stored, in slot `WEIGHT`; their tensors are empty between uses. Raises
+    `ValueError` for settings that torch would reject."""
 
     def __init__(
         self,
@@ -273,10 +271,7 @@ def make_optimizer(
     spec: OptimizerSpec, parameters: list[torch.Tensor], learning_rate: float = 0.0
 ) -> torch.optim.Optimizer:
     """Return torch's AdamW or SGD with its defaults for the device, for the plain training that stages are compared
-    with.
-
-    Raises `ValueError` for state in 8 bits, which torch does not have.
-    """
+    with. Raises `ValueError` for state in 8 bits, which torch does not have."""
     if spec.state_bits != 32:
         raise ValueError(f"torch's optimizers keep no state of {spec.state_bits} bits")
     named = {str(place): parameter for place, parameter in enumerate(parameters)}

@@ -125,7 +125,8 @@ def lookup_tables(graph: Graph) -> frozenset[str]:
 
 
 def kernels(graph: Graph, uses: Mapping[int, ProductWeight], tables: frozenset[str]) -> dict[int, Callable[..., Any]]:
-    """Return node id -> function to call instead of its operator. Parameters in `uses` and `tables` come as `PackedParameter`."""
+    """Return node id -> function to call instead of its operator. Parameters in `uses` and `tables` come as
+    `PackedParameter`."""
     held = {use.weight for use in uses.values()} | tables
     found: dict[int, Callable[..., Any]] = {}
     for node in graph.nodes:
@@ -175,11 +176,9 @@ def gated(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def one_by_one(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a product of two batches of matrices that is computed item by item.
-
-    The number of items depends on all rows of a pass (mixtures of experts gather a matrix for every row), and libraries
-    may choose kernels by that number. Here every call has the sizes of one item.
-    """
+    """Return a product of two batches of matrices that is computed item by item. The number of items depends on all
+    rows of a pass (mixtures of experts gather a matrix for every row), and libraries may choose kernels by that number.
+    Here every call has the sizes of one item."""
 
     def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         # A single product per sum has only one order. Other devices are excluded, because each call would cost a wait.
@@ -217,8 +216,8 @@ def _use(node: Node) -> ProductWeight | None:
 
 
 def _product(node: Node) -> Callable[..., torch.Tensor]:
-    """Return a function called like the node's operator, with the weight as `PackedParameter`; the packed product contains the
-    bias."""
+    """Return a function called like the node's operator, with the weight as `PackedParameter`; the packed product
+    contains the bias."""
     identity = node.id
     if node.op == _ADDMM:
         return lambda _bias, x, weight: weight.packed[identity](x)

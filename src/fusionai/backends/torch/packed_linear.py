@@ -90,11 +90,8 @@ def pack(
     in_blocks: bool = False,
     pages: WidePages | None = None,
 ) -> PackedLinear:
-    """Return `weight` [out, in], of floats, packed as `form`; the caller releases the original.
-
-    `in_blocks`: store it in blocks, as compiled row products read it, in `pages`. Raises `ExecutionError` if values do
-    not fit the form.
-    """
+    """Return `weight` [out, in], of floats, packed as `form`; the caller releases the original. `in_blocks`: store it
+    in blocks, as compiled row products read it, in `pages`. Raises `ExecutionError` if values do not fit the form."""
     if not (in_blocks and weight.dtype in _EXACT_IN_FLOAT32):
         weight = weight.to(torch.float32)
     if weight.device.type != "cpu":
@@ -152,10 +149,8 @@ def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantise_groups(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (int32 [out, in] of 0..15, bfloat16 [in / group, out, 2] of scale and middle).
-
-    A value is (level - 8) * scale + middle.
-    """
+    """Return (int32 [out, in] of 0..15, bfloat16 [in / group, out, 2] of scale and middle). A value is (level - 8) *
+    scale + middle."""
     grouped = weight.reshape(weight.shape[0], -1, group)
     low, high = grouped.amin(dim=2), grouped.amax(dim=2)
     scale = ((high - low) / 15.0).clamp_min(torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
@@ -330,11 +325,9 @@ _KNOWN: Final[dict[Hashable, Counts]] = {}
 
 
 def steady_counts(kind: str, shape: tuple[int, int], make: Callable[[], tuple[Product, torch.Tensor]]) -> Counts:
-    """Return the numbers of rows for products of one `kind` with matrices of `shape` [out, in].
-
-    `make` returns such a product, and the matrix in float32 as the product reads it (integer levels if quantised). It
-    is called only if the answer is not known yet.
-    """
+    """Return the numbers of rows for products of one `kind` with matrices of `shape` [out, in]. `make` returns such a
+    product, and the matrix in float32 as the product reads it (integer levels if quantised). It is called only if the
+    answer is not known yet."""
     key = (kind, shape, torch.get_num_threads())
     known = _KNOWN.get(key)
     if known is None:

@@ -31,10 +31,8 @@ from fusionai.primitives.errors import ExecutionError
 def cached_attention(
     layout: PassLayout, cache: LayerCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    """Write the pass's k and v to the cache and return the attention's output [1, Hq, T, Dv].
-
-    q [1, Hq, T, D], k [1, Hkv, T, D], v [1, Hkv, T, Dv].
-    """
+    """Write the pass's k and v to the cache and return the attention's output [1, Hq, T, Dv]. q [1, Hq, T, D], k [1,
+    Hkv, T, D], v [1, Hkv, T, Dv]."""
     if q.shape[0] != 1:
         raise ExecutionError(f"a pass packs its sessions along the sequence, got a batch of {q.shape[0]}.")
     cache.write(layout, k, v)

@@ -61,10 +61,8 @@ def describe_device(device: torch.device, speeds: Speeds) -> DeviceReport:
 
 
 def measure_speeds(device: torch.device, scratch: Path | None = None) -> Speeds:
-    """Measure speeds with the threads this process may use now. Takes about a second.
-
-    `scratch`: directory for large temporary files.
-    """
+    """Measure speeds with the threads this process may use now. Takes about a second. `scratch`: directory for large
+    temporary files."""
     size = MATRIX_SIZE[device.type]
     left = torch.ones(size, size, device=device)
     result = torch.empty_like(left)
@@ -100,11 +98,8 @@ def memory_bytes(device: torch.device) -> int:
 
 def fingerprint(device: torch.device) -> str:
     """Return a hex SHA-256 over versions, instruction set, device, threads and the bits of a small training
-    computation.
-
-    The device's name is included because kernels choose their blocking by vendor and cache sizes, for more shapes than
-    any probe can try.
-    """
+    computation. The device's name is included because kernels choose their blocking by vendor and cache sizes, for more
+    shapes than any probe can try."""
     described = (
         torch.__version__,
         str(torch.version.cuda),

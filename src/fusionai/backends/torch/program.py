@@ -55,10 +55,8 @@ class _InFlight:
 
 
 class _Entry(torch.autograd.Function):
-    """The point where an input enters the graph; it captures the input's gradient as autograd summed it.
-
-    A leaf tensor would give the gradient other strides, and autocast would cast a leaf only once for all its readers.
-    """
+    """The point where an input enters the graph; it captures the input's gradient as autograd summed it. A leaf tensor
+    would give the gradient other strides, and autocast would cast a leaf only once for all its readers."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, name: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:

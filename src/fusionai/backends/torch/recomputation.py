@@ -42,10 +42,7 @@ class RecomputedSegment:
 
 def segments(interpreter: Interpreter, weights: Mapping[str, Collection[str]] = _NONE) -> tuple[RecomputedSegment, ...]:
     """Return one segment per block. Nodes out of order, such as a mask that all blocks read, belong to the surrounding
-    block.
-
-    `weights`: value -> keys of the parameters that it is or may share memory with.
-    """
+    block. `weights`: value -> keys of the parameters that it is or may share memory with."""
     found: list[RecomputedSegment] = []
     start = 0
     highest = -1

@@ -65,10 +65,8 @@ def blocks_bytes(factor: Factor, columns: int, count: int) -> int:
 
 
 def floats_in_blocks(matrix: torch.Tensor, pages: WidePages | None = None) -> Blocks:
-    """Return [columns, summands] float32, bfloat16 or float16 as [blocks, summands, 16] or [blocks, pairs, 16, 2].
-
-    The memory comes from `pages` if given.
-    """
+    """Return [columns, summands] float32, bfloat16 or float16 as [blocks, summands, 16] or [blocks, pairs, 16, 2]. The
+    memory comes from `pages` if given."""
     columns, count = matrix.shape
     paired = matrix.dtype == torch.bfloat16
     whole = _filled(matrix, count % 2 if paired else 0)

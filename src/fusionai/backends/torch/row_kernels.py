@@ -57,10 +57,8 @@ _FP32, _BF16, _FP16 = int(Form.FP32), int(Form.BF16), int(Form.FP16)
 
 
 def _dots(form: Form, columns: int, rows: int) -> Any:
-    """Return an intrinsic for `columns` x `rows` inner products: y[r][c] = sum of w[c] * x[r] over `count`.
-
-    Strides and addresses are in bytes.
-    """
+    """Return an intrinsic for `columns` x `rows` inner products: y[r][c] = sum of w[c] * x[r] over `count`. Strides and
+    addresses are in bytes."""
     size = SIZE[form]
 
     def codegen(builder: Any, args: Any) -> None:
@@ -151,11 +149,8 @@ def _mix(form: Form) -> Any:
 
 
 def _as_half(builder: Any, value: Any) -> Any:
-    """Return the bits of a float32 as float16, rounded to nearest even.
-
-    Uses integers, because on processors without a conversion instruction LLVM would call a function that does not
-    exist.
-    """
+    """Return the bits of a float32 as float16, rounded to nearest even. Uses integers, because on processors without a
+    conversion instruction LLVM would call a function that does not exist."""
 
     def number(bits: int) -> Any:
         return ir.Constant(INT, bits)

@@ -73,9 +73,7 @@ class RowPlan:
 
 def plan_rows(graph: Graph, wanted: Sequence[str], uses: Mapping[int, ProductWeight]) -> RowPlan:
     """Return the plan for the outputs `wanted`. `uses`: products by node id, as `packed_graph.products` returns them.
-
-    Raises `Unplanned` if an operator or a shape is not supported.
-    """
+    Raises `Unplanned` if an operator or a shape is not supported."""
     nodes = needed_nodes(graph, {graph.outputs[meaning] for meaning in wanted})
     return _Planner(graph, nodes, uses).planned(wanted)
 

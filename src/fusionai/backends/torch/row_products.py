@@ -180,10 +180,8 @@ def _second(builder: Any, words: Any) -> Any:
 
 
 def _tile(kind: Factor, blocks: int, rows: int, *, resumed: bool = False) -> Any:
-    """Return an intrinsic for `blocks` x `rows` vectors of inner products.
-
-    `w`: the first block; `w_step`: bytes of a block. y is overwritten, or added to if `resumed`.
-    """
+    """Return an intrinsic for `blocks` x `rows` vectors of inner products. `w`: the first block; `w_step`: bytes of a
+    block. y is overwritten, or added to if `resumed`."""
 
     def codegen(builder: Any, args: Any) -> None:
         w, w_step, x, x_step, y, y_step, count = args

@@ -56,10 +56,7 @@ does not exist, which ends the process."""
 
 def by_registers(wide: _T, avx2: _T, other: _T) -> _T:
     """Return the value for this processor: `wide` for 32 vector registers of 16 numbers, `avx2` for 16 of 8, `other`
-    for 16 of 4.
-
-    Processors other than x86 have 32 of 4, as much as the second.
-    """
+    for 16 of 4. Processors other than x86 have 32 of 4, as much as the second."""
     if LEVEL.startswith("AVX512"):
         return wide
     return other if _INTEL_LIKE and LEVEL == "DEFAULT" else avx2
@@ -102,10 +99,7 @@ def load_one(builder: Any, form: Form, address: Any) -> Any:
 
 def _of_half(builder: Any, bits: Any, spread: Callable[[int], Any]) -> Any:
     """Return the exact float32 values of float16 bits held in 32-bit integers, by integer operations and one product
-    with a power of two.
-
-    `spread`: returns a number for every lane.
-    """
+    with a power of two. `spread`: returns a number for every lane."""
 
     def number(value: int) -> Any:
         return ir.Constant(bits.type, spread(value))
@@ -193,11 +187,9 @@ def intrinsic_of(name: str, codegen: Callable[..., Any]) -> Any:
 
 
 def named(function: Any, name: str) -> Any:
-    """Give a nested function a name of its own and return it.
-
-    Numba distinguishes functions of the same name by a number that starts anew in each process. If one process loaded
-    code that two others left on disk, such functions could call each other's code.
-    """
+    """Give a nested function a name of its own and return it. Numba distinguishes functions of the same name by a
+    number that starts anew in each process. If one process loaded code that two others left on disk, such functions
+    could call each other's code."""
     function.__name__ = function.__qualname__ = name
     return function
 
@@ -222,9 +214,7 @@ call_at: Any = intrinsic(_call_at)
 
 def stamp_of(*files: str, about: str = "") -> int:
     """Return a number for the sources that a compiled function is made from and for what else it depends on (`about`).
-
     A kernel takes it as a closure variable, which makes it part of the key under which numba caches the code; by
-    itself, numba considers only the function's file and the processor.
-    """
+    itself, numba considers only the function's file and the processor."""
     sources = (Path(file).read_bytes() for file in (__file__, *files))
     return int.from_bytes(hashlib.sha256(b"".join((*sources, about.encode()))).digest()[:7])

@@ -43,11 +43,9 @@ def attention(
     key: DropoutKey,
     node: int,
 ) -> torch.Tensor:
-    """Return [B, Hq, S, Dv] for q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv].
-
-    `scale`, `softcap`, `sinks`, `causal`, `window`: see `arguments.Scores`. `key_mask` [B, T]: non-zero where a key
-    may be seen. `dropout`: probability of dropping a weight, 0.0 outside training.
-    """
+    """Return [B, Hq, S, Dv] for q [B, Hq, S, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv]. `scale`, `softcap`, `sinks`,
+    `causal`, `window`: see `arguments.Scores`. `key_mask` [B, T]: non-zero where a key may be seen. `dropout`:
+    probability of dropping a weight, 0.0 outside training."""
     if softcap is not None or sinks is not None or dropout > 0.0:
         mask = _visible(q, k, causal=causal, window=window, key_mask=key_mask)
         return _explicit(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout, key=key, node=node)
@@ -208,11 +206,8 @@ def expert_linear(
     x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *, transposed: bool = False
 ) -> torch.Tensor:
     """Return [rows, out] for x [rows, in], weight [experts, out, in] (`transposed`: [experts, in, out]), experts int64
-    [rows].
-
-    Computes one product per expert that has rows. Gathering a weight for each row would take `rows` times a weight's
-    memory.
-    """
+    [rows]. Computes one product per expert that has rows. Gathering a weight for each row would take `rows` times a
+    weight's memory."""
     width = weight.shape[2 if transposed else 1]
     if x.is_meta or not x.shape[0]:
         return x.new_zeros(x.shape[0], width)
@@ -231,10 +226,8 @@ CHUNK: Final = 64
 
 
 def linear_scan(decay: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return all `h[t] = decay[t] * h[t - 1] + x[t]`, starting from a zero state.
-
-    decay, x and the result have the same shape [batch, positions, ...].
-    """
+    """Return all `h[t] = decay[t] * h[t - 1] + x[t]`, starting from a zero state. decay, x and the result have the same
+    shape [batch, positions, ...]."""
     if decay.shape != x.shape:
         raise ValueError(f"expected decays and inputs of one shape, got {list(decay.shape)} and {list(x.shape)}")
     if x.is_meta or not x.numel():

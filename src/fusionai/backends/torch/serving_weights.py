@@ -21,12 +21,9 @@ from fusionai.wire.serving import WeightFormat
 
 
 class ServingWeights:
-    """Weights under import and in use.
-
-    `graph`: the served graph. `joined`: the graph that runs, whose parameters may stack several of the served graph's.
-    `uses`: products by node id. `tables`: parameters that lookups read, kept in their file's narrower dtype.
-    `in_blocks`: matrices are stored in blocks, as row programs read them.
-    """
+    """Weights under import and in use. `graph`: the served graph. `joined`: the graph that runs, whose parameters may
+    stack several of the served graph's. `uses`: products by node id. `tables`: parameters that lookups read, kept in
+    their file's narrower dtype. `in_blocks`: matrices are stored in blocks, as row programs read them."""
 
     def __init__(
         self, graph: Graph, joined: Joined, form: WeightFormat, device: torch.device, *, in_blocks: bool = False

@@ -51,11 +51,9 @@ def measure(
     limit_bytes: int | None,
     recompute: bool = False,
 ) -> Footprint:
-    """Run without memory and return the footprint.
-
-    `interpreter` must be compiled for `META`. `recompute`: count as `run_in_segments` runs. Raises `ExecutionError` if
-    a value differs from the graph's declaration, or if a single value or all live values together exceed `limit_bytes`.
-    """
+    """Run without memory and return the footprint. `interpreter` must be compiled for `META`. `recompute`: count as
+    `run_in_segments` runs. Raises `ExecutionError` if a value differs from the graph's declaration, or if a single
+    value or all live values together exceed `limit_bytes`."""
     registers = interpreter.start(
         context,
         {name: _input(graph, name, shape, context, grad_inputs) for name, shape in shapes.items()},

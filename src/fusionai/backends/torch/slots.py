@@ -130,11 +130,8 @@ class HostSlots(MemorySlots):
 
 
 class DiskSlots:
-    """Slots in an unnamed file under `directory`.
-
-    The file's space is allocated at once, so a disk that is too small raises `ExecutionError` before the first step,
-    not during one. `what`: what error messages call the content.
-    """
+    """Slots in an unnamed file under `directory`. The file's space is allocated at once, so a disk that is too small
+    raises `ExecutionError` before the first step, not during one. `what`: what error messages call the content."""
 
     def __init__(
         self, layout: Layout, directory: Path | None, device: torch.device, what: str = "optimizer state"

@@ -94,11 +94,9 @@ class CheckReport:
 def check(
     source: ModelSource, *, compare: Callable[[str], None] | None = None, **options: Unpack[CaptureOptions]
 ) -> CheckReport:
-    """Capture as far as possible and report.
-
-    `compare`: also compare the graph with the module by numbers, passing lines of progress to this function. Raises
-    `ModelError` if the model can't be built or traced at all, or if graph and module differ.
-    """
+    """Capture as far as possible and report. `compare`: also compare the graph with the module by numbers, passing
+    lines of progress to this function. Raises `ModelError` if the model can't be built or traced at all, or if graph
+    and module differ."""
     made = draft(source, **options)
     captured, graph = made.captured, made.captured.graph
     problems = [CheckFinding(found.op, found.path, found.reason, found.line) for found in made.unsupported]

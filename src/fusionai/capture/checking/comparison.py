@@ -59,12 +59,9 @@ def relative_difference(got: HostTensor | torch.Tensor, expected: torch.Tensor) 
 
 
 def gradient_difference(got: torch.Tensor, wanted: torch.Tensor, largest: float) -> float:
-    """Return the relative difference of a parameter's gradient.
-
-    `largest`: magnitude of the largest gradient of all parameters. A difference below float32 rounding of `largest` is
-    taken relative to `largest`, because some gradients consist of rounding errors only: that of a key projection's bias
-    is zero.
-    """
+    """Return the relative difference of a parameter's gradient. `largest`: magnitude of the largest gradient of all
+    parameters. A difference below float32 rounding of `largest` is taken relative to `largest`, because some gradients
+    consist of rounding errors only: that of a key projection's bias is zero."""
     if got.shape != wanted.shape:
         return math.inf
     difference = _apart(got, wanted)

@@ -99,10 +99,8 @@ def _values(tensor: OffloadedTensor) -> torch.Tensor:
 
 
 class ParameterFile:
-    """Values and gradients by key, in an unnamed file. `specs`: key -> (dtype, shape, whether it is trained).
-
-    Raises `ExecutionError` if the disk has no room for all of it.
-    """
+    """Values and gradients by key, in an unnamed file. `specs`: key -> (dtype, shape, whether it is trained). Raises
+    `ExecutionError` if the disk has no room for all of it."""
 
     def __init__(self, specs: Mapping[str, tuple[str, tuple[int, ...], bool]]) -> None:
         layout: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}

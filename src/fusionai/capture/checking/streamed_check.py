@@ -71,8 +71,8 @@ def streamed_differences(
 
 
 class _Comparison:
-    """Runs both sides in one mode after the other. `gradient` and `worst`: as in `WorstDifferences`, set once training has
-    run."""
+    """Runs both sides in one mode after the other. `gradient` and `worst`: as in `WorstDifferences`, set once training
+    has run."""
 
     def __init__(self, checked: Captured, weights: _Weights, inputs: Mapping[str, torch.Tensor], seed: int) -> None:
         self._checked = checked
@@ -142,10 +142,8 @@ class _Comparison:
 
 
 class _Weights:
-    """The module without memory, its parameters, and the graph's parameters.
-
-    `of_module`, `of_graph`: by key. The graph's buffers and constants are in memory, as they are while capturing.
-    """
+    """The module without memory, its parameters, and the graph's parameters. `of_module`, `of_graph`: by key. The
+    graph's buffers and constants are in memory, as they are while capturing."""
 
     def __init__(self, checked: Captured, seed: int, progress: Progress) -> None:
         built, specs = checked.source.built, {spec.key: spec for spec in checked.graph.params.values()}

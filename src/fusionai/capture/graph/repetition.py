@@ -64,11 +64,9 @@ class _Calls:
 
 @dataclass(slots=True)
 class Repetition:
-    """Repeated layers found and copied in one trace.
-
-    `layers`: path of each layer that may be copied. `traced`: by the number of the mark. `written`: whether a result of
-    a copied layer was written to afterwards, so that copies are not valid.
-    """
+    """Repeated layers found and copied in one trace. `layers`: path of each layer that may be copied. `traced`: by the
+    number of the mark. `written`: whether a result of a copied layer was written to afterwards, so that copies are not
+    valid."""
 
     layers: list[str] = field(default_factory=list)
     traced: list[Traced] = field(default_factory=list)

@@ -5,8 +5,8 @@ adapter directory fits the module. Base parameters are frozen and keep the names
 adapter's parameters are `<layer>.lora_A.weight` and `<layer>.lora_B.weight`; PEFT's files have the same names after the
 prefix `base_model.model.`.
 
-Several adapters beside one base model (`AdapterSlots`) share one graph for serving: their matrices are concatenated, `A`
-along its rows and `B` along its columns, with each adapter's scale folded in. Between the two products a mask input
+Several adapters beside one base model (`AdapterSlots`) share one graph for serving: their matrices are concatenated,
+`A` along its rows and `B` along its columns, with each adapter's scale folded in. Between the two products a mask input
 keeps the columns of the position's own adapter and sets all others to exactly zero. So positions of different adapters,
 and of none, share one pass, and any backend computes it with plain products. If an adapter does not change a layer, its
 part there is zero.
@@ -261,11 +261,8 @@ class AdapterSlots:
         return frozenset(f"{layer}.{part}" for layer in self.layers for part in (DOWN, UP))
 
     def tensor(self, key: str) -> HostTensor:
-        """Return the concatenated matrix of all adapters for `key`, in float32.
-
-        Raises `ModelError` if a weight is not finite: NaN and infinity times a mask of zero would still reach other
-        adapters' positions.
-        """
+        """Return the concatenated matrix of all adapters for `key`, in float32. Raises `ModelError` if a weight is not
+        finite: NaN and infinity times a mask of zero would still reach other adapters' positions."""
         layer, _, part = key.rpartition(".")
         pieces = [_piece(adapter, layer, is_up=part == UP) for adapter in self.adapters]
         inputs, outputs = next(

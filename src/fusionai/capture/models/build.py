@@ -128,11 +128,8 @@ def build(source: ModelSource, seed: int, adapter: Adapters | None = None) -> Bu
 
 
 def rebuild(built: Built, keys: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Construct the module again with only these parameters in real memory, and yield them.
-
-    The random state is seeded from (seed, first key), so the same keys give the same values on any machine with the
-    same library versions.
-    """
+    """Construct the module again with only these parameters in real memory, and yield them. The random state is seeded
+    from (seed, first key), so the same keys give the same values on any machine with the same library versions."""
     if built.real:
         parameters = built.parameters()
         yield from ((key, parameters[key].detach()) for key in sorted(keys))

@@ -62,10 +62,8 @@ _Parts = tuple[tuple[int, int, int], ...]
 
 def loading(model: nn.Module, wanted: Mapping[str, torch.Tensor], found: Mapping[str, Shape]) -> dict[str, Source]:
     """Return how to make each of the `wanted` parameters (by state-dict names) from tensors with the names and shapes
-    of `found`, as `from_pretrained` would. Parameters that no tensor makes are left out.
-
-    Raises `ModelError` if a conversion fails because a part is missing or has another shape.
-    """
+    of `found`, as `from_pretrained` would. Parameters that no tensor makes are left out. Raises `ModelError` if a
+    conversion fails because a part is missing or has another shape."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -90,10 +88,8 @@ def loading(model: nn.Module, wanted: Mapping[str, torch.Tensor], found: Mapping
 
 def saving(model: nn.Module, shapes: Mapping[str, Shape]) -> dict[str, Assembly]:
     """Return name in files -> the parts it consists of, as `save_pretrained` would write tensors of these names and
-    shapes.
-
-    If a conversion moves single elements, its parameter keeps its own name, which `from_pretrained` accepts too.
-    """
+    shapes. If a conversion moves single elements, its parameter keeps its own name, which `from_pretrained` accepts
+    too."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         PrefixChange,
@@ -206,11 +202,9 @@ def _by_address(
     sources: Sequence[tuple[str, Shape]],
     full: Mapping[str, Shape],
 ) -> dict[int, _Parts]:
-    """Return the extents of each result, by the result's index. Results that move single elements are left out.
-
-    Every element is its own address. In large tensors only the first elements of each row have one; these and the
-    shapes show whether rows stay whole.
-    """
+    """Return the extents of each result, by the result's index. Results that move single elements are left out. Every
+    element is its own address. In large tensors only the first elements of each row have one; these and the shapes show
+    whether rows stay whole."""
     # A row is the last dimension. With `row` 1, every element is a row.
     widths = {shape[-1] if shape else 1 for _, shape in sources}
     elements = sum(prod(shape) for _, shape in sources)

@@ -231,11 +231,8 @@ def _transform(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prog
 
 
 def shared_draws(programs: Mapping[str, tuple[Program | None, tuple[int, ...]]]) -> dict[str, Program | None]:
-    """Return the programs in the IR's form, from parameter -> (program, shape).
-
-    Parameters of one shape that began with the same draws, as copies do, share a number made from the first one's name.
-    All others draw by their own name.
-    """
+    """Return the programs in the IR's form, from parameter -> (program, shape). Parameters of one shape that began with
+    the same draws, as copies do, share a number made from the first one's name. All others draw by their own name."""
     drawn = {
         name: (program[0].args, shape)
         for name, (program, shape) in programs.items()
@@ -278,11 +275,9 @@ _SILENT = ("dirac_", "orthogonal_", "sparse_")
 
 @contextmanager
 def watching(kept: frozenset[tuple[int, ...]] = frozenset()) -> Iterator[InitialisationWatch]:
-    """Open a watch; `kept` as in `InitialisationWatch`.
-
-    Functions that do nothing on meta tensors are replaced while it is open, in every module that imported them. The
-    truncated normal gets a program; the other functions make the program unknown.
-    """
+    """Open a watch; `kept` as in `InitialisationWatch`. Functions that do nothing on meta tensors are replaced while it
+    is open, in every module that imported them. The truncated normal gets a program; the other functions make the
+    program unknown."""
     watch = InitialisationWatch(kept)
     replaced: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
     for name in _SILENT:

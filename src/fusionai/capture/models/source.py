@@ -79,10 +79,8 @@ def architecture_of(task: str) -> Architecture:
 
 
 def parse_source(text: str, architecture: Architecture = "causal_lm") -> ModelSource:
-    """Return what `text` names: a directory, a `.json` file, `module:function` or a hub id, tried in this order.
-
-    Raises `ModelError` if it is none of them or if the JSON file does not hold a configuration.
-    """
+    """Return what `text` names: a directory, a `.json` file, `module:function` or a hub id, tried in this order. Raises
+    `ModelError` if it is none of them or if the JSON file does not hold a configuration."""
     path = Path(text).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

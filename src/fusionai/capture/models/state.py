@@ -37,12 +37,9 @@ _SHOWN: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What safetensors files hold of a model.
-
-    `entries`: key -> (file, name in the file) of tensors stored unchanged. `assembled`: keys that consist of parts of
-    tensors in files; `files`: tensor name -> file. `computed`: keys that transformers' operations make from those
-    tensors.
-    """
+    """What safetensors files hold of a model. `entries`: key -> (file, name in the file) of tensors stored unchanged.
+    `assembled`: keys that consist of parts of tensors in files; `files`: tensor name -> file. `computed`: keys that
+    transformers' operations make from those tensors."""
 
     entries: Mapping[str, tuple[Path, str]]
     assembled: Mapping[str, Assembly] = field(default_factory=dict[str, Assembly])

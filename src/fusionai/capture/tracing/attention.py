@@ -54,10 +54,8 @@ def attention(
     softcap: float | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Compute attention, forward only and without dropout, to check a module in its own process.
-
-    query [b, hq, s, d], key [b, hkv, s, d], value [b, hkv, s, dv]; returns [b, hq, s, dv].
-    """
+    """Compute attention, forward only and without dropout, to check a module in its own process. query [b, hq, s, d],
+    key [b, hkv, s, d], value [b, hkv, s, dv]; returns [b, hq, s, dv]."""
     if dropout:
         raise NotImplementedError("fusion::attention has no eager dropout; run the captured graph instead")
     key, value = _shared(query, key), _shared(query, value)
@@ -117,10 +115,8 @@ def attention_forward(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention function: query [b, hq, s, d] in, [b, s, hq, dv] out.
-
-    With a learned bias ([b or 1, hq, s, t], as in T5) or a mask that is a tensor, it consists of plain operations.
-    """
+    """Transformers' attention function: query [b, hq, s, d] in, [b, s, hq, dv] out. With a learned bias ([b or 1, hq,
+    s, t], as in T5) or a mask that is a tensor, it consists of plain operations."""
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _HARMLESS)
     if unknown:
         raise ModelError(

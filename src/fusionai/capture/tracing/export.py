@@ -55,10 +55,8 @@ _EXAMPLE_SIZES = {"b": 3, "s": 13}
 
 
 def export(task: TaskModule, inputs: tuple[InputSpec, ...], symbols: Mapping[str, tuple[int, int]]) -> ExportedProgram:
-    """Trace `task` in functional form, with every symbol's range.
-
-    Raises `ModelError` if it can't be traced, and in training if it defines gradients of its own.
-    """
+    """Trace `task` in functional form, with every symbol's range. Raises `ModelError` if it can't be traced, and in
+    training if it defines gradients of its own."""
     if task.module.training:
         refuse_hooks(task.module)
     sizes = {name: _example_size(name, bounds) for name, bounds in symbols.items()}

@@ -136,11 +136,8 @@ def _lightning_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Lightning attention (arXiv 2401.04658), like the forward of `MiniMaxLightningAttention`: the sums of its loop
-    over blocks of the sequence, computed for all blocks at once.
-
-    The decays are the four buffers that the layer stores in files: values computed from a rate would differ wherever
-    the stored ones were rounded.
-    """
+    over blocks of the sequence, computed for all blocks at once. The decays are the four buffers that the layer stores
+    in files: values computed from a rate would differ wherever the stored ones were rounded."""
     _refuse(others | {"past_key_values": past_key_values})
     layer = cast(Any, self)
     batch, length, _ = hidden_states.shape

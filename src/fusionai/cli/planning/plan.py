@@ -149,10 +149,8 @@ def plan(
     **of_training: Any,
 ) -> None:
     """Show how MODEL would be split over this machine's pool, or over the machines of POOL.toml, and how fast it would
-    run. Nothing is started.
-
-    MODEL: a configuration file (.json), a directory in Hugging Face layout, a hub id, or module:function.
-    """
+    run. Nothing is started. MODEL: a configuration file (.json), a directory in Hugging Face layout, a hub id, or
+    module:function."""
     _check_flags(task, of_training)
     if picture_file is not None and picture_file.suffix != ".svg":
         raise UsageError(f"--picture: expected a name that ends in .svg, got {picture_file.name}.")

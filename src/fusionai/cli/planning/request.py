@@ -121,9 +121,8 @@ def problem_of(graph: Graph, pool: PoolOnPaper, asked: Asked) -> Problem:
 
 
 def _kept(graph: Graph, pool: PoolOnPaper, asked: Asked) -> tuple[int, int]:
-    """Return the numbers of first and last blocks that stay with the job owner, 0 if the level keeps none.
-
-    Raises `UsageError` if the owner's machine is not described, `GraphError` if the graph has no such ends."""
+    """Return the numbers of first and last blocks that stay with the job owner, 0 if the level keeps none. Raises
+    `UsageError` if the owner's machine is not described, `GraphError` if the graph has no such ends."""
     if not keeps_ends(asked.privacy):
         return 0, 0
     if pool.owner is None:

@@ -55,11 +55,9 @@ def simulate(
     catalogue_file: Path | None,
     json_file: Path | None,
 ) -> None:
-    """Simulate the job of SCENARIO.toml: a step event by event, then hours during which machines come and go.
-
-    Runs the planner, the takeovers and the broker's decisions of a real pool in virtual time. The same scenario and
-    seed give the same figures.
-    """
+    """Simulate the job of SCENARIO.toml: a step event by event, then hours during which machines come and go. Runs the
+    planner, the takeovers and the broker's decisions of a real pool in virtual time. The same scenario and seed give
+    the same figures."""
     read = read_scenario(scenario_file, read_catalogue(catalogue_file))
     if plots is not None:
         try:

@@ -83,7 +83,6 @@ def show_picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str,
 
 def picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]) -> Iterator[str]:
     """Yield the pipeline from the feed down: who holds what, the time of each stage and link, and the use of memory.
-
     The slowest stage or link is marked."""
     slowest_s = max([*(s.compute_s for s in found.stages), *(c.transfer_s for c in crossings), 1e-12])
     width = max(len(names.get(stage.peer, stage.peer)) for stage in found.stages)

@@ -86,11 +86,8 @@ def broker(
     home: Path,
     json_file: Path | None,
 ) -> None:
-    """Run the broker of a pool until Ctrl-C. Prints its addresses and an invitation.
-
-    Restarted with the same --home it is the same pool: members reconnect by themselves, and running jobs continue
-    while the broker is away.
-    """
+    """Run the broker of a pool until Ctrl-C. Prints its addresses and an invitation. Restarted with the same --home it
+    is the same pool: members reconnect by themselves, and running jobs continue while the broker is away."""
     from fusionai.broker.main import DEFAULT_PORT, Announcement, BrokerOptions, run_broker
 
     options = BrokerOptions(

@@ -117,10 +117,8 @@ def join(
     json_file: Path | None,
     **lent: Any,
 ) -> None:
-    """Join a pool with an invitation and lend this machine until Ctrl-C.
-
-    INVITE is needed only the first time. `-` reads it from standard input, so that process lists don't show it.
-    """
+    """Join a pool with an invitation and lend this machine until Ctrl-C. INVITE is needed only the first time. `-`
+    reads it from standard input, so that process lists don't show it."""
     if invitation == "-":
         invitation = sys.stdin.readline()
     if owner:

@@ -46,10 +46,9 @@ def in_pool(
 
 
 def pool_profiles(home: Path, *, trusted: bool = False) -> PoolOnPaper:
-    """Return the connected peers of the pool, with this machine as job owner, for planning.
-
-    Members that can't be planned with are listed in `absent`, with the reason. `trusted`: use only members on the
-    owner's trust list. Raises `UsageError` if no peer is left."""
+    """Return the connected peers of the pool, with this machine as job owner, for planning. Members that can't be
+    planned with are listed in `absent`, with the reason. `trusted`: use only members on the owner's trust list. Raises
+    `UsageError` if no peer is left."""
     members, barred = in_pool(home, lambda session: session.pool()), ()
     if trusted:
         names = {member.view.peer: member.profile.name for member in members}

@@ -46,20 +46,16 @@ DAY_S: Final = 86_400
 
 @click.group()
 def trust() -> None:
-    """Choose which machines this machine's jobs of privacy level `trusted` may use.
-
-    Such jobs run only on members whose keys are endorsed by a signing key trusted here. The broker passes endorsements
-    on but can't make any.
-    """
+    """Choose which machines this machine's jobs of privacy level `trusted` may use. Such jobs run only on members whose
+    keys are endorsed by a signing key trusted here. The broker passes endorsements on but can't make any."""
 
 
 @trust.command()
 @home_option
 @json_option
 def key(home: Path, json_file: Path | None) -> None:
-    """Show this machine's signing key, and the key that it lends itself under.
-
-    If there is no signing key yet, one is created and trusted here."""
+    """Show this machine's signing key, and the key that it lends itself under. If there is no signing key yet, one is
+    created and trusted here."""
     signer = _own_key(home)
     lends = load_identity(home).peer if (home / KEY_FILE).is_file() else None
     write_json(json_file, "trust", {"signing_key": signer, "peer": lends})
@@ -104,10 +100,9 @@ def remove(signing_key: str, home: Path) -> None:
 @home_option
 @json_option
 def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) -> None:
-    """Endorse the machine whose key is PEER, with this machine's signing key.
-
-    The endorsement counts here at once. Run the printed `fusion trust carry` command on the endorsed machine, so that
-    it also counts for others who trust this signing key."""
+    """Endorse the machine whose key is PEER, with this machine's signing key. The endorsement counts here at once. Run
+    the printed `fusion trust carry` command on the endorsed machine, so that it also counts for others who trust this
+    signing key."""
     member = _peer(peer)
     signer = _own_key(home)
     trust_list = _trust_list(home)
@@ -136,9 +131,8 @@ def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) ->
 @click.argument("line", metavar="ENDORSEMENT")
 @home_option
 def carry_line(line: str, home: Path) -> None:
-    """Show ENDORSEMENT, which `fusion trust sign` printed for this machine's key, to the pool.
-
-    A running `fusion join` shows it within seconds."""
+    """Show ENDORSEMENT, which `fusion trust sign` printed for this machine's key, to the pool. A running `fusion join`
+    shows it within seconds."""
     if not (home / KEY_FILE).is_file():
         raise UsageError(f"this machine has no key yet (there is no {home / KEY_FILE}).", hint="Join a pool first.")
     data = parse_line(line)
@@ -152,9 +146,8 @@ def carry_line(line: str, home: Path) -> None:
 @click.option("--undo", is_flag=True, help="Cancel a revocation.")
 @home_option
 def revoke(peer: str, undo: bool, home: Path) -> None:
-    """Exclude PEER from this machine's `trusted` jobs, regardless of endorsements.
-
-    Running jobs exclude it within seconds. Other machines that trust PEER must revoke it themselves."""
+    """Exclude PEER from this machine's `trusted` jobs, regardless of endorsements. Running jobs exclude it within
+    seconds. Other machines that trust PEER must revoke it themselves."""
     member = _peer(peer)
     trust_list = _trust_list(home)
     rest = tuple(one for one in trust_list.revoked if one.peer != member)

@@ -91,9 +91,8 @@ def chat(
     system: str | None,
     home: Path,
 ) -> None:
-    """Chat with the model of a running gateway (--url), or serve MODEL for this conversation.
-
-    In the chat, /peers shows the route of the last answer and /help lists the other commands."""
+    """Chat with the model of a running gateway (--url), or serve MODEL for this conversation. In the chat, /peers shows
+    the route of the last answer and /help lists the other commands."""
     if model is not None and url is not None:
         raise UsageError("give a MODEL to serve or the --url of a running gateway, not both.")
     if model is None and local is not None:
@@ -275,9 +274,8 @@ def _line(prompt: str) -> str | None:
 
 
 def _shown(text: str) -> str:
-    """Return `text` without control characters, so that a model can't move the cursor or colour the terminal.
-
-    Line breaks and tabs stay."""
+    """Return `text` without control characters, so that a model can't move the cursor or colour the terminal. Line
+    breaks and tabs stay."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

@@ -136,9 +136,8 @@ class _Cards(msgspec.Struct, frozen=True):
 
 
 class ChatClient:
-    """A connection to a gateway, used as `with ChatClient(url, key) as client:`.
-
-    Raises `TransportError` if the gateway does not answer, `ApiRefusal` if it refuses a request."""
+    """A connection to a gateway, used as `with ChatClient(url, key) as client:`. Raises `TransportError` if the gateway
+    does not answer, `ApiRefusal` if it refuses a request."""
 
     def __init__(self, address: str, key: str | None) -> None:
         parts = urlsplit(address if "://" in address else f"http://{address}")

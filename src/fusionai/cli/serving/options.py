@@ -161,9 +161,8 @@ def _checked(served: ServingOptions) -> ServingOptions:
 def _resolved(
     privacy: PrivacyLevel | None, ends: Literal["owner", "pool"] | None
 ) -> tuple[PrivacyLevel, Literal["owner", "pool"]]:
-    """Return the privacy level and the place of embedding and head, with their defaults.
-
-    Raises `UsageError` if `ends` places them in the pool at a level that keeps them with the owner."""
+    """Return the privacy level and the place of embedding and head, with their defaults. Raises `UsageError` if `ends`
+    places them in the pool at a level that keeps them with the owner."""
     level = privacy or ("encrypted" if ends == "pool" else "split")
     if ends == "pool" and keeps_ends(level):
         raise UsageError(

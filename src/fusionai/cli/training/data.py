@@ -30,7 +30,6 @@ CLOSE: Final = "]]"
 @json_option
 def data(recipe: Path, rows: int, json_file: Path | None) -> None:
     """Show the data that RECIPE.toml trains on: counts, bad rows, and sample rows with the tokens trained on marked.
-
     Sends nothing to the pool: the rows' text goes only to this terminal and to FILE."""
     from fusionai.corpus.chat_source import ChatSource
     from fusionai.corpus.recipe import load_recipe

@@ -174,7 +174,6 @@ def shared_cores(
     cores: int,
 ) -> str:
     """Return a sentence if several processes on this machine run stages with more threads than its `cores`, else "".
-
     `peers`: those that run a stage; `addresses`: where they listen, by peer; `here`: this machine's hosts. The job
     owner's process runs on this machine. A peer without a profile counts as one thread."""
     found: dict[str, int] = {}

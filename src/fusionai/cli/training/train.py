@@ -30,9 +30,8 @@ def train(
     home: Path,
     json_file: Path | None,
 ) -> None:
-    """Train the model of RECIPE.toml on the pool.
-
-    After an interruption or a stop, run the same command again to resume."""
+    """Train the model of RECIPE.toml on the pool. After an interruption or a stop, run the same command again to
+    resume."""
     from fusionai.cli.training.observation import show_observation
     from fusionai.cli.training.run_report import RunReport
     from fusionai.cli.training.watch import Watch

@@ -28,7 +28,6 @@ from fusionai.training.progress import StepDone
 
 class Watch:
     """Callable with every event and the lines to print about faults. As a context manager it closes the live view.
-
     `faults`: the report of faults, which must have seen an event before this is called with it."""
 
     def __init__(self, title: str, total_steps: int, faults: FaultReport) -> None:

@@ -47,9 +47,8 @@ async def begin(
     note: Callable[[str], None],
 ) -> Deployment:
     """Return the deployment for a training job. `members`: the pool's members, None while its broker is away. `driving`
-    is set before the broker is asked to start the job.
-
-    Raises `PlanError`, `RecipeError`, `RefusedError`, `TransportError`."""
+    is set before the broker is asked to start the job. Raises `PlanError`, `RecipeError`, `RefusedError`,
+    `TransportError`."""
     known = _known(replanner, prepared)
     if known is None:
         if members is None:
@@ -115,9 +114,8 @@ async def first_deployment(
     pool_name: str,
     note: Callable[[str], None],
 ) -> Deployment:
-    """List the pool, plan, and ask the broker to adopt the plan; repeat if a peer was taken meanwhile.
-
-    Raises `PlanError`, `RefusedError`, `TransportError`."""
+    """List the pool, plan, and ask the broker to adopt the plan; repeat if a peer was taken meanwhile. Raises
+    `PlanError`, `RefusedError`, `TransportError`."""
     for attempt in range(PLAN_ATTEMPTS):
         members = await replanner.pool.pool()
         usable = replanner.usable(members)
@@ -154,9 +152,8 @@ def _as_begun(replanner: TrainingReplanner, problem: Problem) -> Problem:
 
 def _equal_numerics(replanner: TrainingReplanner, usable: tuple[PoolMember, ...]) -> tuple[PoolMember, ...]:
     """Return the members that may continue the job once steps are committed. An exact job needs machines that compute
-    the same bits; a job with takeover = "any" prefers them if there are as many as it had.
-
-    Raises `PlanError` if an exact job finds none."""
+    the same bits; a job with takeover = "any" prefers them if there are as many as it had. Raises `PlanError` if an
+    exact job finds none."""
     plan = replanner.adopted
     if replanner.is_tolerant or plan is None or not replanner.journal.committed:
         return usable

@@ -144,11 +144,9 @@ class _Child:
 
 @dataclass(slots=True)
 class LocalPool:
-    """A pool, used as `async with LocalPool(directory, peers) as pool:`. `invitation` also admits a job owner.
-
-    Any process can be killed and started again. It keeps its home and so its identity, and the broker its port. `say`
-    receives lines about processes that ended unexpectedly and their restarts.
-    """
+    """A pool, used as `async with LocalPool(directory, peers) as pool:`. `invitation` also admits a job owner. Any
+    process can be killed and started again. It keeps its home and so its identity, and the broker its port. `say`
+    receives lines about processes that ended unexpectedly and their restarts."""
 
     directory: Path
     peers: Sequence[LocalPeer]
@@ -204,10 +202,9 @@ class LocalPool:
         await child.process.wait()
 
     async def start_again(self, name: str) -> None:
-        """Restart an ended process with the same arguments and home, and wait until it is ready.
-
-        A peer starts at low priority if the system allows it, because its start takes seconds of computation that on a
-        machine of its own would not slow down others. Raises `FusionError` if the process still runs or can't start."""
+        """Restart an ended process with the same arguments and home, and wait until it is ready. A peer starts at low
+        priority if the system allows it, because its start takes seconds of computation that on a machine of its own
+        would not slow down others. Raises `FusionError` if the process still runs or can't start."""
         child = self._child(name)
         if child.lives:
             raise FusionError(f"{name} can't be restarted: it is still running.")
@@ -294,9 +291,8 @@ class LocalPool:
         return child
 
     async def _announced(self, child: _Child, path: Path, kind: type[_Said]) -> _Said:
-        """Wait for the JSON file that the process writes when it is ready, and return its content.
-
-        Raises `FusionError` if the process ends first or takes longer than `START_TIMEOUT_S`."""
+        """Wait for the JSON file that the process writes when it is ready, and return its content. Raises `FusionError`
+        if the process ends first or takes longer than `START_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 while (said := _read_json(path, kind)) is None:

@@ -85,7 +85,6 @@ class _Besides:
 @dataclass(kw_only=True)
 class PoolReplanner:
     """Gets plans for one job. `problem`: the planning problem, which may be replaced when speeds are measured again.
-
     Stores nothing on disk: for jobs that start from scratch after a restart, such as serving."""
 
     pool: PlanRequests
@@ -171,9 +170,8 @@ class PoolReplanner:
         self, waiting: WaitingForMachines, plan: Plan, lost: frozenset[str], members: tuple[PoolMember, ...]
     ) -> Plan | str:
         """Handle the case that no machine can take over with the same bits and the same cut. Returns an alternative
-        plan after the grace period; before that, or without an alternative, a sentence about what is waited for.
-
-        Raises `ExecutionError` if the recipe refuses the available machines."""
+        plan after the grace period; before that, or without an alternative, a sentence about what is waited for. Raises
+        `ExecutionError` if the recipe refuses the available machines."""
         now_s = self.clock.now_s()
         if self._short_since_s is None:
             self._short_since_s = now_s
@@ -299,9 +297,8 @@ class PoolReplanner:
         return member.view.clears not in ("", self.job)
 
     async def make_real(self, plan: Plan) -> Deployment:
-        """Have the broker adopt `plan` (version 0), store it, and return it with its version and tickets.
-
-        Raises `RefusedError`, `TransportError`, `StorageError`, and `TrustError` if the version is not new."""
+        """Have the broker adopt `plan` (version 0), store it, and return it with its version and tickets. Raises
+        `RefusedError`, `TransportError`, `StorageError`, and `TrustError` if the version is not new."""
         async with self._turn:
             granted = await self._granted(self.with_record(plan))
             # Members admit the peers of the placement with the newest version, so an old placement must not get it.

@@ -148,10 +148,9 @@ class PoolSession:
         return (await self._ask(wire.InviteRequest(uses=uses, lifetime_s=lifetime_s), wire.Invited)).invitation
 
     async def request(self, job: JobId, title: str, plan: Plan, steps: int) -> Deployment:
-        """Have the broker adopt a plan of version 0, or get new tickets for the plan in force.
-
-        Raises `RefusedError` if a peer of the plan is taken, gone or not trusted, or another plan is in force, and the
-        caller should plan again; `TrustError` if the broker grants a different plan."""
+        """Have the broker adopt a plan of version 0, or get new tickets for the plan in force. Raises `RefusedError` if
+        a peer of the plan is taken, gone or not trusted, or another plan is in force, and the caller should plan again;
+        `TrustError` if the broker grants a different plan."""
         if self._trust is None:
             raise TrustError("this session only looks at the pool; it can't request plans.")
         try:

@@ -287,9 +287,8 @@ def _with_tokenizer(config: Mapping[str, Any], vocabulary: int | None, end_id: i
 def problem_for(
     prepared: PreparedJob, members: tuple[PoolMember, ...], owner: PeerProfile, note: Callable[[str], None]
 ) -> Problem:
-    """Return the problem for a job's first plan: the graph's costs at the job's sizes over the free peers.
-
-    Raises `RecipeError` for a required peer that is absent; `note` receives a warning for an excluded one."""
+    """Return the problem for a job's first plan: the graph's costs at the job's sizes over the free peers. Raises
+    `RecipeError` for a required peer that is absent; `note` receives a warning for an excluded one."""
     recipe = prepared.recipe
     required = tuple(_named(name, members, recipe) for name in recipe.placement.required)
     excluded = [peer for name in recipe.placement.excluded for peer in _excluded(name, members, note)]

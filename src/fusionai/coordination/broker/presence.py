@@ -128,10 +128,9 @@ def _check_leftovers(turn: Transaction, member: Member, jobs: tuple[str, ...]) -
 
 
 def _check_dismissed(turn: Transaction, member: Member, jobs: tuple[str, ...]) -> None:
-    """End a job whose driver ended it while this broker was away, so that no report of its end comes.
-
-    The job is over once its driver is out of touch and no member present has held anything of it for `clear_s`. Members
-    of a driver that crashed keep their stages for its return."""
+    """End a job whose driver ended it while this broker was away, so that no report of its end comes. The job is over
+    once its driver is out of touch and no member present has held anything of it for `clear_s`. Members of a driver
+    that crashed keep their stages for its return."""
     if member.job is None or member.job in jobs:
         if member.peer in turn.desk.dismissed:
             turn.keep(dismissed=without_entry(turn.desk.dismissed, member.peer))

@@ -144,10 +144,9 @@ ATTEMPTS: Final = 5
 
 @dataclass(slots=True)
 class Patience:
-    """How long a job may go without progress, and since when it does.
-
-    A limit follows the time that passes of this work take at the stage, with a wide margin and never below `floor_s`.
-    It doubles each time nothing came back in time, as TCP's does, until something has."""
+    """How long a job may go without progress, and since when it does. A limit follows the time that passes of this work
+    take at the stage, with a wide margin and never below `floor_s`. It doubles each time nothing came back in time, as
+    TCP's does, until something has."""
 
     times: StageTimes
     floor_s: float

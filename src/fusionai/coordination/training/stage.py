@@ -399,9 +399,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
 
     def wants(self, event: ForwardArrived | BackwardArrived | SharedArrived) -> bool:
         """Return whether this tensor is for work still to be done and the first of its kind. Other tensors must not
-        take memory.
-
-        `handle` drops and counts unwanted tensors, and refuses them in a phase that takes no tensors."""
+        take memory. `handle` drops and counts unwanted tensors, and refuses them in a phase that takes no tensors."""
         if (self.phase, type(event)) not in TABLE:
             return False
         match event:

@@ -62,22 +62,17 @@ class _MemberConnection:
         return not (self.over or self.control.lost or self.control.channel.closed or self.state.closed)
 
     def sign_of_life(self) -> bool:
-        """Return whether a ping was answered or part of a state arrived since the last call.
-
-        Other messages do not count: they prove only the direction from the member to the driver. A member that the
-        driver can't reach still reports lost links and would be taken for healthy.
-        """
+        """Return whether a ping was answered or part of a state arrived since the last call. Other messages do not
+        count: they prove only the direction from the member to the driver. A member that the driver can't reach still
+        reports lost links and would be taken for healthy."""
         now = (self.answers, self.state.stats.arrived_bytes)
         known, self.seen = self.seen, now
         return now != known
 
 
 class Connections:
-    """Connections to all members of a job.
-
-    `open` connects to members as plans need them, `tell` sends to one, `dismiss` detaches members that are left out,
-    `close` detaches all.
-    """
+    """Connections to all members of a job. `open` connects to members as plans need them, `tell` sends to one,
+    `dismiss` detaches members that are left out, `close` detaches all."""
 
     def __init__(
         self,

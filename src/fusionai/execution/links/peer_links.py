@@ -43,10 +43,8 @@ def dials(me: PeerId, other: PeerId, owner: PeerId) -> bool:
 async def open_job(
     transport: Transport, addresses: Sequence[str], peer: PeerId, stream: wire.Stream, opening: wire.OpenJob
 ) -> Channel:
-    """Dial a member of a job and show the ticket, within `LINK_TIMEOUT_S`.
-
-    Raises `RefusedError`, `TransportError`, `TrustError`.
-    """
+    """Dial a member of a job and show the ticket, within `LINK_TIMEOUT_S`. Raises `RefusedError`, `TransportError`,
+    `TrustError`."""
     channel: Channel | None = None
     try:
         async with asyncio.timeout(LINK_TIMEOUT_S):
@@ -78,10 +76,8 @@ class _Dialling:
 
 
 class Links:
-    """Links to all other members.
-
-    `on_message` gets every message except pings and pongs; `on_lost` is called once per lost link.
-    """
+    """Links to all other members. `on_message` gets every message except pings and pongs; `on_lost` is called once per
+    lost link."""
 
     def __init__(
         self,

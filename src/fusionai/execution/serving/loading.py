@@ -54,10 +54,8 @@ async def prepare_stage(
     postman: ServingPostman,
     memory_limit_bytes: int | None,
 ) -> tuple[ServingStage, ServingProgram]:
-    """Validate and prepare one stage in the compute thread. `memory_limit_bytes`: memory left for this stage.
-
-    Raises `GraphError` for a graph or boundary that is not valid, `ExecutionError` for a stage this machine can't run.
-    """
+    """Validate and prepare one stage in the compute thread. `memory_limit_bytes`: memory left for this stage. Raises
+    `GraphError` for a graph or boundary that is not valid, `ExecutionError` for a stage this machine can't run."""
     place, identity = f"stage {load.stage}", identity_of(load)
     graph_bytes = tensors.get("graph")
     if graph_bytes is None:

@@ -50,12 +50,9 @@ WORKING_BEATS: Final = 4
 
 
 class ServingMember(RoundMember):
-    """Takes part in one serving job.
-
-    `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_result`, `on_testimony` and
-    `on_link_lost` are set only in the driver's process, where results of passes, data for checks and reports of lost
-    links end; other members send theirs over the network.
-    """
+    """Takes part in one serving job. `owner` is the driver's peer id, `opened` the fence with which it opened the job.
+    `on_result`, `on_testimony` and `on_link_lost` are set only in the driver's process, where results of passes, data
+    for checks and reports of lost links end; other members send theirs over the network."""
 
     def __init__(
         self,

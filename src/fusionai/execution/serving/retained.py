@@ -84,11 +84,8 @@ class RetainedRows:
                 taken += count
 
     def rows(self, segments: Sequence[Segment], pages: Sequence[int] | None = None) -> dict[str, HostTensor]:
-        """Return the segments' positions one after the other, as they were sent.
-
-        `pages`: the page table to use instead of the session's own. Raises `ExecutionError` for positions not kept (any
-        more).
-        """
+        """Return the segments' positions one after the other, as they were sent. `pages`: the page table to use instead
+        of the session's own. Raises `ExecutionError` for positions not kept (any more)."""
         parts: list[list[Bytes]] = [[] for _ in self._specs]
         for segment in segments:
             table = self._tables.get(segment.session, []) if pages is None else pages

@@ -156,10 +156,7 @@ class ServingStage:
 
     async def begin(self, *, fresh: bool) -> tuple[tuple[int, int], ...]:
         """Take part in passes from now on, and return (session, positions) of what is cached, after all work in
-        progress.
-
-        `fresh`: everything computed and kept so far is useless.
-        """
+        progress. `fresh`: everything computed and kept so far is useless."""
         if fresh and self._retained is not None:
             self._retained.clear()
         if self._book is not None:

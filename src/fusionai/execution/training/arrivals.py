@@ -1,8 +1,8 @@
 """Tensors that arrive at a stage: checked when they come, then held, by step, for the work that uses them.
 
 `Arrivals` checks a message before anything is stored: names, dtypes and sizes must be ones the graph allows. The
-backend checks exact shapes once it knows the sizes of the microbatch. `WaitingTensors` limits the bytes that may wait: credit
-bounds what well-behaved neighbours send, and the limit bounds the others. A replay delivers many steps at once.
+backend checks exact shapes once it knows the sizes of the microbatch. `WaitingTensors` limits the bytes that may wait:
+credit bounds what well-behaved neighbours send, and the limit bounds the others. A replay delivers many steps at once.
 
 `execution.training.runtime` calls both and first asks its stage machine whether a tensor is needed at all;
 `execution.training.boundary` and the graph define what is expected.
@@ -92,10 +92,8 @@ class Arrivals:
     def _as_agreed(
         self, name: str, carried: Carried, codec: Packing, *, following: bool = False
     ) -> HostTensor | PackedTensor:
-        """Return the tensor as it was before packing, after checking its packing.
-
-        Packing other than agreed is refused, because stages would then compute with different numbers.
-        """
+        """Return the tensor as it was before packing, after checking its packing. Packing other than agreed is refused,
+        because stages would then compute with different numbers."""
         was, found = (carried.was, carried.was.codec) if isinstance(carried, Packed) else (carried, "none")
         expected = codec if packs(codec, was.dtype, was.shape) else "none"
         if found != expected:

@@ -258,11 +258,8 @@ def boundaries(partition: Partition) -> tuple[Boundary, ...]:
 
 
 def replicated(partitions: Sequence[Partition]) -> tuple[Boundary, ...]:
-    """Return the boundaries of all replicas' stages, numbered consecutively from replica to replica.
-
-    Each partition is one cut of the same graph; the cuts may differ. All stages that hold the same trainable parameter
-    share it.
-    """
+    """Return the boundaries of all replicas' stages, numbered consecutively from replica to replica. Each partition is
+    one cut of the same graph; the cuts may differ. All stages that hold the same trainable parameter share it."""
     holders: dict[str, list[int]] = {}
     passed_on: dict[str, set[int]] = {}
     """Key -> stages whose gradients already went into the sum of the first holder in their replica."""

@@ -93,11 +93,8 @@ def turned_back(y: Floats, starts: npt.NDArray[np.int64]) -> Floats:
 
 def signed(x: Floats, starts: npt.NDArray[np.int64]) -> Floats:
     """Multiply each group by its own signs. The signs are fixed for ever and do not depend on a library's random
-    numbers.
-
-    With equal signs for all groups, the quantisation errors of similar rows would be similar too. They would not cancel
-    out in sums over rows, such as gradients of weights, and similar rows are the normal case.
-    """
+    numbers. With equal signs for all groups, the quantisation errors of similar rows would be similar too. They would
+    not cancel out in sums over rows, such as gradients of weights, and similar rows are the normal case."""
     if available():
         out = np.empty_like(x)
         compiled(times_windows)(x, sequence(), starts, out)

@@ -111,11 +111,9 @@ Carried = HostTensor | Packed
 
 
 def pack(name: str, tensor: HostTensor, codec: Packing, *, following: bool = False) -> Carried:
-    """Pack a tensor, or return it unchanged if the codec does not pack tensors of its dtype and shape.
-
-    `following`: predict each row (along the second-to-last dimension) from earlier ones. It is meant for activations
-    and is ignored by codecs that do not predict.
-    """
+    """Pack a tensor, or return it unchanged if the codec does not pack tensors of its dtype and shape. `following`:
+    predict each row (along the second-to-last dimension) from earlier ones. It is meant for activations and is ignored
+    by codecs that do not predict."""
     if not packs(codec, tensor.dtype, tensor.shape):
         return tensor
     following = following and follows(codec, tensor.shape)
@@ -272,10 +270,8 @@ class _Before:
         return rows - self._mean
 
     def see(self, differences: Floats) -> Floats:
-        """Return the rows [lead, some, width] with these differences from the mean, and add them to the mean.
-
-        Numbers that are not finite do not enter the mean, because they would spoil all later rows.
-        """
+        """Return the rows [lead, some, width] with these differences from the mean, and add them to the mean. Numbers
+        that are not finite do not enter the mean, because they would spoil all later rows."""
         rows = differences + self._mean
         total = rows[:, 0]
         for place in range(1, rows.shape[1]):  # this order on every machine, for equal bits
@@ -352,11 +348,8 @@ def _restored(
 
 
 def _to_levels(x: Floats, most: int, levels: npt.NDArray[np.int8], scales: npt.NDArray[np.uint16]) -> None:
-    """Quantise each group to levels from -most to most.
-
-    The scale is rounded up, so the largest number's level exceeds `most` only by rounding errors, which clipping
-    removes.
-    """
+    """Quantise each group to levels from -most to most. The scale is rounded up, so the largest number's level exceeds
+    `most` only by rounding errors, which clipping removes."""
     largest = _largest_bits(x)
     finite = largest < _NOT_FINITE
     scaled = largest.view(np.float32) * np.float32(1 / most)
@@ -406,11 +399,9 @@ def _largest_bits(x: Floats) -> Words:
 
 
 def _to_few(x: Floats, few: _Few, scales: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:
-    """Return the code of each number, and write the scales.
-
-    A group dominated by one number has nearly equal magnitudes after the Hadamard transform instead of a normal
-    distribution. A second scale that puts all of them at the outermost level is therefore tried as well.
-    """
+    """Return the code of each number, and write the scales. A group dominated by one number has nearly equal magnitudes
+    after the Hadamard transform instead of a normal distribution. A second scale that puts all of them at the outermost
+    level is therefore tried as well."""
     largest = _largest_bits(x)
     usable = (largest < _NOT_FINITE) & (largest >= _TINY)
     # Scaled by a power of two, so that squares do not underflow or overflow.

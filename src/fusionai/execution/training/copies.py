@@ -71,10 +71,8 @@ class StateCopy:
         return (entry for name in names for entry in self._program.export_entries([name]))
 
     def complete(self) -> None:
-        """Copy everything not yet taken, because the state is about to change.
-
-        A failure (no memory) must not fail the step; `take` reports it instead.
-        """
+        """Copy everything not yet taken, because the state is about to change. A failure (no memory) must not fail the
+        step; `take` reports it instead."""
         try:
             self._copied.extend(self._pending)
         except Exception as error:

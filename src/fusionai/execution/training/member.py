@@ -41,12 +41,9 @@ OutputSink = Callable[[wire.Output, dict[str, HostTensor]], None]
 
 
 class JobMember(RoundMember):
-    """Takes part in one job.
-
-    `owner` is the driver's peer id, `opened` the fence with which it opened the job. `on_output` and `on_link_lost` are
-    set only in the driver's process, where job outputs and reports of lost links end; other members send theirs over
-    the network.
-    """
+    """Takes part in one job. `owner` is the driver's peer id, `opened` the fence with which it opened the job.
+    `on_output` and `on_link_lost` are set only in the driver's process, where job outputs and reports of lost links
+    end; other members send theirs over the network."""
 
     def __init__(
         self,

@@ -194,11 +194,9 @@ class StageRuntime:
         self._handle(event)
 
     async def receive_state(self, message: wire.StateChunk, tensors: Mapping[str, HostTensor]) -> None:
-        """Take part of a state to start from; the last chunk names its step.
-
-        It may arrive on another connection before the resume that asks for it. Then it waits, because initialisation
-        would overwrite it, but not longer than its fence is valid.
-        """
+        """Take part of a state to start from; the last chunk names its step. It may arrive on another connection before
+        the resume that asks for it. Then it waits, because initialisation would overwrite it, but not longer than its
+        fence is valid."""
         while self.accepts(message.fence) and not self._machine.expects_state:
             await self._happened.wait()
         if not self.accepts(message.fence):

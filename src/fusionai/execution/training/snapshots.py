@@ -95,11 +95,8 @@ class SnapshotStore:
 
     def take(self, sender: PeerId, message: wire.Snapshot, tensors: Mapping[str, HostTensor]) -> bool:
         """Take one part and return whether the snapshot is complete. A new snapshot of a stage replaces one that was
-        arriving.
-
-        Raises `ExecutionError` if there is no room, an entry comes twice, or the snapshot that has the rest of this one
-        is missing. Further parts of it are ignored then, like parts that follow a gap.
-        """
+        arriving. Raises `ExecutionError` if there is no room, an entry comes twice, or the snapshot that has the rest
+        of this one is missing. Further parts of it are ignored then, like parts that follow a gap."""
         self.drop_below(message.line)
         arriving = self._arriving.pop(message.stage, None)
         if message.part == 0:
@@ -181,11 +178,8 @@ log = logging.getLogger(__name__)
 
 
 class MemberSnapshots:
-    """Snapshots of one member.
-
-    `on_kept(stage, step)`: a guarded stage's snapshot is complete. `on_refused(stage, code, reason)`: a snapshot did
-    not fit in memory or is missing.
-    """
+    """Snapshots of one member. `on_kept(stage, step)`: a guarded stage's snapshot is complete. `on_refused(stage, code,
+    reason)`: a snapshot did not fit in memory or is missing."""
 
     def __init__(
         self,

@@ -72,10 +72,7 @@ class Stages:
         self, attach: wire.Attach, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId]
     ) -> StageRuntime:
         """Return the present runtime if this attach describes the same stage, otherwise a new one; `adopt` puts it in
-        place.
-
-        Raises `GraphError`, `ExecutionError`.
-        """
+        place. Raises `GraphError`, `ExecutionError`."""
         if places.get(attach.stage) != self._host.peer:
             raise ExecutionError(f"the plan does not place stage {attach.stage} on this peer.")
         identity = _identity(attach)
@@ -106,11 +103,9 @@ class Stages:
     async def prepare(
         self, told: wire.Prepare, tensors: Mapping[str, HostTensor], places: Mapping[int, PeerId], kept_bytes: int
     ) -> None:
-        """Load and rehearse a guarded stage's program, unless that was done.
-
-        Nothing is kept if the program does not fit in memory beside the snapshots: `kept_bytes` of other stages, and
-        the most that a guard may hold of this one. Raises what an attach would raise.
-        """
+        """Load and rehearse a guarded stage's program, unless that was done. Nothing is kept if the program does not
+        fit in memory beside the snapshots: `kept_bytes` of other stages, and the most that a guard may hold of this
+        one. Raises what an attach would raise."""
         identity = _identity(told)
         runtime, ahead = self._runtimes.get(told.stage), self._ahead.get(told.stage)
         if (runtime is not None and runtime.identity == identity) or (ahead is not None and ahead[0] == identity):
@@ -134,10 +129,7 @@ class Stages:
     ) -> LoadedStage:
         """Return a program of a stage that runs elsewhere, to recheck it. If one is ready for a takeover, it is used,
         since a takeover brings its own state; otherwise another is loaded into the memory left beside `kept_bytes` of
-        snapshots.
-
-        Raises what an attach would raise.
-        """
+        snapshots. Raises what an attach would raise."""
         ahead = self._ahead.get(told.stage)
         if ahead is not None and ahead[0] == _identity(told):
             await self._host.compute.run(ahead[1].program.discard)
@@ -163,11 +155,9 @@ class Stages:
         aside: frozenset[int] = frozenset(),
         guarded: frozenset[int] = frozenset(),
     ) -> Coroutine[object, object, None]:
-        """Drop all stages but these. The stages are removed now; await the result until their tasks have ended.
-
-        Stages `aside` stay loaded but send nothing until another attach. Programs of `guarded` stages that are ready
-        for a takeover stay.
-        """
+        """Drop all stages but these. The stages are removed now; await the result until their tasks have ended. Stages
+        `aside` stay loaded but send nothing until another attach. Programs of `guarded` stages that are ready for a
+        takeover stay."""
         gone = [self._runtimes.pop(stage) for stage in self.numbers if stage not in stages | aside]
         self._guarded = guarded
         self._ahead = {stage: one for stage, one in self._ahead.items() if stage in stages | guarded}
@@ -209,10 +199,8 @@ async def _end(runtime: StageRuntime, reason: str) -> None:
 
 
 def rehearse(loaded: LoadedStage, options: StageOptions) -> None:
-    """Run one microbatch of zeros. Raises what the backend raises.
-
-    The program's state is unusable afterwards: a takeover imports its own or initialises it.
-    """
+    """Run one microbatch of zeros. Raises what the backend raises. The program's state is unusable afterwards: a
+    takeover imports its own or initialises it."""
     graph, boundary, program = loaded.graph, loaded.boundary, loaded.program
     symbols = largest(graph)
 
@@ -258,11 +246,9 @@ async def load_stage(
     places: Mapping[int, PeerId],
     memory_limit_bytes: int | None,
 ) -> LoadedStage:
-    """Validate and load one stage in the compute thread.
-
-    `places`: the peer of each of the job's stages. `memory_limit_bytes`: memory left for this stage. Raises
-    `GraphError` for a graph or boundary that is not valid, `ExecutionError` for a stage that this machine can't run.
-    """
+    """Validate and load one stage in the compute thread. `places`: the peer of each of the job's stages.
+    `memory_limit_bytes`: memory left for this stage. Raises `GraphError` for a graph or boundary that is not valid,
+    `ExecutionError` for a stage that this machine can't run."""
     told_as = type(told).__name__.lower()
     graph_bytes = tensors.get("graph")
     if graph_bytes is None:

@@ -96,11 +96,8 @@ class StageExecutor:
 
     async def do(self, work: StageWork) -> bool:
         """Do one piece of work and return whether entries are missing after `initialise`. Raises what the backend
-        raises; `TransportError` if the connection of an export is lost.
-
-        Results of forward and backward are sent last, with no await after it: a neighbour's answer must not arrive
-        before the stage knows that the work is done.
-        """
+        raises; `TransportError` if the connection of an export is lost. Results of forward and backward are sent last,
+        with no await after it: a neighbour's answer must not arrive before the stage knows that the work is done."""
         call = Call(work.mode, work.step, work.microbatch, self._boundary.replica)
         match work.kind:
             case "forward":

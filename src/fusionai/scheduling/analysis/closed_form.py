@@ -112,10 +112,9 @@ class PipelineTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationTerms:
-    """Decoding round of `replicas` equal pipelines, in which every resident session gets one token.
-
-    `passes` passes are in flight, each with `rows` sessions (or `rows` positions of a sequence). Seconds are per pass
-    on one stage or hop. `hops`: hops of a pass, including the one back to the first stage if there is one."""
+    """Decoding round of `replicas` equal pipelines, in which every resident session gets one token. `passes` passes are
+    in flight, each with `rows` sessions (or `rows` positions of a sequence). Seconds are per pass on one stage or hop.
+    `hops`: hops of a pass, including the one back to the first stage if there is one."""
 
     stages: int
     replicas: int

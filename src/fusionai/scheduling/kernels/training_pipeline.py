@@ -179,10 +179,8 @@ def update_s(costs: CostTables, peer: int, start: int, end: int, way: int) -> fl
 
 
 def extend(tables: PeerTables, stages: int, suffix: Suffix, peer: int, start: int, way: int) -> tuple[int, Suffix]:
-    """Put blocks [start, end) on `peer`, in this way, before a suffix of `stages` stages. Pins are not checked.
-
-    Returns the number of microbatches that fit and the longer suffix; -1 if memory is too small.
-    """
+    """Put blocks [start, end) on `peer`, in this way, before a suffix of `stages` stages. Pins are not checked. Returns
+    the number of microbatches that fit and the longer suffix; -1 if memory is too small."""
     costs = tables.costs
     end, head, period_s, transit_s, head_up_s, head_down_s, longest_s = suffix
     room = held(costs, peer, start, end, way)
@@ -278,10 +276,8 @@ def grow(
     tables: PeerTables, labels: Labels, fewest: int, most: int, required: int, best_s: float, budget: int
 ) -> tuple[int, int, float, int, bool]:
     """Extend label 0, the tail, to whole pipelines of fewer than `best_s` seconds, with at most `budget` extensions.
-
     Returns the label of the best pipeline without its first stage and the peer of that stage (-1 if no pipeline beats
-    `best_s`), the step in seconds, the number of extensions, and whether the search was complete.
-    """
+    `best_s`), the step in seconds, the number of extensions, and whether the search was complete."""
     costs = tables.costs
     peers, ways = costs.able.shape
     length = costs.flops.shape[1]
@@ -354,11 +350,9 @@ def suffix_of(labels: Labels, label: int) -> Suffix:
 
 
 def kept(labels: Labels, number: int, mask: int, suffix: Suffix, rest: int) -> bool:
-    """Store `suffix`, which uses the peers `mask` and is `rest` plus one stage, as label `number`.
-
-    Returns False if another suffix of the same state is at least as good in everything. Suffixes that the new one beats
-    leave the list of their state: only suffixes of one state can dominate each other.
-    """
+    """Store `suffix`, which uses the peers `mask` and is `rest` plus one stage, as label `number`. Returns False if
+    another suffix of the same state is at least as good in everything. Suffixes that the new one beats leave the list
+    of their state: only suffixes of one state can dominate each other."""
     start, head, period_s, transit_s, up_s, down_s, longest_s = suffix
     slot = slot_of(labels, mask, head, start)
     other = labels.first[slot]
@@ -455,10 +449,8 @@ def ones(mask: int) -> int:
 
 def step_s(tables: PeerTables, order: Integers, cuts: Integers, count: int, limit_s: float) -> float:
     """Step time of the pipeline in which `order[k]` holds blocks [cuts[k], cuts[k + 1]) for k < count, before the tail.
-
     Each stage takes the way that is best with the stages after it. Returns inf if the pipeline doesn't fit, violates a
-    pin, or takes `limit_s` or longer.
-    """
+    pin, or takes `limit_s` or longer."""
     suffix = tables.tail
     rounds = tables.costs.microbatches - 1
     for place in range(count - 1, -1, -1):
@@ -471,10 +463,7 @@ def step_s(tables: PeerTables, order: Integers, cuts: Integers, count: int, limi
 
 def fill(tables: PeerTables, ranked: Integers, period_s: float, most: int, order: Integers, cuts: Integers) -> int:
     """Fill stages from the last to the first with the peers of `ranked` in turn, each stage as long as `period_s` and
-    memory allow.
-
-    Writes `order` and `cuts`; returns the number of stages, 0 if they don't reach the first block.
-    """
+    memory allow. Writes `order` and `cuts`; returns the number of stages, 0 if they don't reach the first block."""
     suffix = tables.tail
     count = 0
     for place in range(ranked.shape[0]):
@@ -513,10 +502,8 @@ def anneal(
     seed: int,
 ) -> tuple[int, float]:
     """Change the pipeline at random, `rounds` times (`changed`). A change is kept if the step gets no longer, and at
-    first also if it gets longer by about the fraction `heat`.
-
-    Leaves the fastest pipeline seen in `order` [P] and `cuts` [P + 1]; returns its stages and seconds.
-    """
+    first also if it gets longer by about the fraction `heat`. Leaves the fastest pipeline seen in `order` [P] and
+    `cuts` [P + 1]; returns its stages and seconds."""
     peers = tables.costs.busy_s.shape[0]
     now_s = best_s = step_s(tables, order, cuts, count, np.inf)
     best_count = count
@@ -575,10 +562,8 @@ def is_pipeline(ranked: Integers, bounds: Integers, count: int, length: int, req
 
 def changed(ranked: Integers, bounds: Integers, count: int, fewest: int, most: int, draws: Integers) -> int:
     """Change the pipeline of `count` stages in place: move cuts, exchange stages or peers, add or drop a stage.
-
     `ranked`: all peers, those of the stages first. `draws`: four random numbers. Returns the new number of stages, 0 if
-    the change is impossible; then nothing has changed.
-    """
+    the change is impossible; then nothing has changed."""
     peers = ranked.shape[0]
     move = draws[0] % 8
     one = draws[1] % count
@@ -699,11 +684,9 @@ class KindTables(NamedTuple):
 
 
 def arcs(tables: KindTables, most_period_s: float, most_update_s: float) -> Floats:
-    """Return [N, L, L + 1]: least compute of each stage within a period and an update, inf where it doesn't fit.
-
-    If a stage's memory holds fewer microbatches than there are, its round trip must fit into as many periods as it
-    holds microbatches. The least possible time is assumed for everything behind it.
-    """
+    """Return [N, L, L + 1]: least compute of each stage within a period and an update, inf where it doesn't fit. If a
+    stage's memory holds fewer microbatches than there are, its round trip must fit into as many periods as it holds
+    microbatches. The least possible time is assumed for everything behind it."""
     costs = tables.costs
     kinds = costs.speed.shape[0]
     length = costs.flops.shape[1]
@@ -774,11 +757,9 @@ def behind_last(tables: KindTables, limit_s: float, behind_s: Floats) -> None:
 def cross(
     tables: KindTables, cut: int, sent: float, received: float, limit_s: float, beyond_s: Floats, found_s: Floats
 ) -> None:
-    """Fill `found_s[:, cut]`: least transit beyond `cut` as seen from a stage on each kind, hop included.
-
-    `sent` and `received`: bytes that the stage sends and receives over the cut. `beyond_s[kind]`: transit of everything
-    beyond the cut if the stage next to it is on `kind`.
-    """
+    """Fill `found_s[:, cut]`: least transit beyond `cut` as seen from a stage on each kind, hop included. `sent` and
+    `received`: bytes that the stage sends and receives over the cut. `beyond_s[kind]`: transit of everything beyond the
+    cut if the stage next to it is on `kind`."""
     kinds = tables.costs.speed.shape[0]
     if tables.bandwidth.shape[0] > 0:
         for kind in range(kinds):
@@ -870,10 +851,8 @@ def traced(
     path: Integers,
     starts: Integers,
 ) -> int:
-    """Write the cheapest chain into `path` and `starts`, reconstructed from the sums; return its number of stages.
-
-    If hops are only bounded from below, the next kind is one of those with the least bound.
-    """
+    """Write the cheapest chain into `path` and `starts`, reconstructed from the sums; return its number of stages. If
+    hops are only bounded from below, the next kind is one of those with the least bound."""
     kinds = tables.costs.speed.shape[0]
     length = tables.costs.flops.shape[1]
     count = 0
@@ -996,10 +975,8 @@ def least_s(chain_s: Floats, prices_s: Floats, machines: Integers, fewest: int, 
 def turned(
     direction: Floats, prices_s: Floats, path: Integers, machines: Integers, fewest: int, most: int, required: Flags
 ) -> float:
-    """Turn `direction`, in which prices move, towards what the chain `path` uses too often.
-
-    Returns the square of its length.
-    """
+    """Turn `direction`, in which prices move, towards what the chain `path` uses too often. Returns the square of its
+    length."""
     kinds = machines.shape[0]
     count = path.shape[0]
     slope = np.zeros(kinds + 1)

@@ -29,10 +29,8 @@ from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem
 
 
 def paced(problem: Problem) -> Problem:
-    """Return `problem` with converted costs and speeds.
-
-    Returns `problem` itself if no machine has a measured pace, and an equal problem if it was converted before.
-    """
+    """Return `problem` with converted costs and speeds. Returns `problem` itself if no machine has a measured pace, and
+    an equal problem if it was converted before."""
     if problem.task == "serve":
         return _served(problem)
     machines = (*problem.peers, *(() if problem.owner is None else (problem.owner,)))

@@ -18,11 +18,8 @@ from fusionai.scheduling.problem.types import BlockCost, Excluded, PeerProfile, 
 
 
 class Pins:
-    """The pins of a problem, by position and peer index.
-
-    `blocks`: the blocks to place, in order. `peers`: the peers in index order. `only`: index of a peer that holds its
-    pinned blocks and no others.
-    """
+    """The pins of a problem, by position and peer index. `blocks`: the blocks to place, in order. `peers`: the peers in
+    index order. `only`: index of a peer that holds its pinned blocks and no others."""
 
     def __init__(
         self,
@@ -39,11 +36,9 @@ class Pins:
         self._only_count = sum(peer == only for _, peer in self._pins)
 
     def table(self, blocks: int) -> tuple[list[int], int, int]:
-        """Return the pins as arrays: the required peer per position, the exclusive peer, and its number of blocks.
-
-        The list has -1 for a position without a pin, and is empty if there are no pins. The exclusive peer, which holds
-        its pinned blocks and no others, is -1 if there is none.
-        """
+        """Return the pins as arrays: the required peer per position, the exclusive peer, and its number of blocks. The
+        list has -1 for a position without a pin, and is empty if there are no pins. The exclusive peer, which holds its
+        pinned blocks and no others, is -1 if there is none."""
         if not self._pins:
             return [], -1, 0
         peers = [-1] * blocks
@@ -97,11 +92,9 @@ def eligible(
     smallest_stage_bytes: float,
     unfit: Callable[[PeerProfile], str | None] | None = None,
 ) -> tuple[list[PeerProfile], list[Excluded]]:
-    """Split `problem.peers` into usable and refused peers, sorted by peer id.
-
-    `smallest_stage_bytes`: memory of the smallest possible stage. `unfit` returns why a peer that lends this much still
-    can't hold a stage, or None. Raises `PlanError` if a required or pinned peer can't be used.
-    """
+    """Split `problem.peers` into usable and refused peers, sorted by peer id. `smallest_stage_bytes`: memory of the
+    smallest possible stage. `unfit` returns why a peer that lends this much still can't hold a stage, or None. Raises
+    `PlanError` if a required or pinned peer can't be used."""
     ops = sorted({op for block in pool_blocks for op in block.ops})
     usable: list[PeerProfile] = []
     refused: list[Excluded] = []

@@ -203,10 +203,8 @@ class StageCosts:
         return self.snapshot_bytes(stage) / link.bandwidth_bytes_per_s + link.latency_s
 
     def guardable(self, plan: Plan, stage: StagePlacement) -> bool:
-        """Return whether a guard is useful for the stage: it has state and runs outside the job owner's process.
-
-        State in the owner's process is lost together with the process that writes checkpoints.
-        """
+        """Return whether a guard is useful for the stage: it has state and runs outside the job owner's process. State
+        in the owner's process is lost together with the process that writes checkpoints."""
         return stage.peer != plan.feed and self.state_bytes(stage) > 0
 
     def name(self, peer: str) -> str:

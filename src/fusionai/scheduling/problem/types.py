@@ -112,11 +112,8 @@ class BlockCost(_Data, frozen=True, kw_only=True):
 
 
 class ServingNeeds(_Data, frozen=True, kw_only=True):
-    """Requirements of a serving job on its stages.
-
-    If a problem has them, its block costs are those of one position of a pass (`ir.cost`), with weights in the
-    format in which they are kept.
-    """
+    """Requirements of a serving job on its stages. If a problem has them, its block costs are those of one position of
+    a pass (`ir.cost`), with weights in the format in which they are kept."""
 
     weights: Literal["fp32", "bf16", "fp16", "int8", "int4"] = "fp32"
     cache: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -145,11 +142,8 @@ class RolePlacement(_Data, frozen=True, kw_only=True):
 
 
 class SharedWeight(_Data, frozen=True, kw_only=True):
-    """A trainable parameter that several blocks read.
-
-    If its blocks are on several machines, its gradient is added in another order than in one process. `blocks`: one
-    number per use, the last use first.
-    """
+    """A trainable parameter that several blocks read. If its blocks are on several machines, its gradient is added in
+    another order than in one process. `blocks`: one number per use, the last use first."""
 
     key: str
     nbytes: int
@@ -160,10 +154,8 @@ class SharedWeight(_Data, frozen=True, kw_only=True):
 
 
 class Problem(_Data, frozen=True, kw_only=True):
-    """The planning problem.
-
-    `blocks` are in order; those that stay with the owner (`scheduling.problem.embedding_and_head`) are not offered to
-    the pool's peers."""
+    """The planning problem. `blocks` are in order; those that stay with the owner
+    (`scheduling.problem.embedding_and_head`) are not offered to the pool's peers."""
 
     task: Literal["train", "serve"] = "train"
     graph_hash: str
@@ -287,10 +279,8 @@ class Standby(_Data, frozen=True, kw_only=True):
 
 
 class TolerantTakeover(_Data, frozen=True, kw_only=True):
-    """A plan change after which results may differ from those of the plan before.
-
-    The cause is machines with other numerics, or a cut that adds gradients in another order.
-    """
+    """A plan change after which results may differ from those of the plan before. The cause is machines with other
+    numerics, or a cut that adds gradients in another order."""
 
     step: int
     """Number of steps committed before the change; the next step is the first that may differ."""
@@ -328,12 +318,9 @@ class ServingSizes(_Data, frozen=True, kw_only=True):
 
 
 class Plan(_Data, frozen=True, kw_only=True):
-    """Partition, placement and schedule of a job; immutable. `version` is 0 until the broker assigns one.
-
-    `stages` are in pipeline order and include those of the job owner: the last (the loss, by default) and, if the
-    model's beginning stays there, the first. Several replicas follow one after the other, with consecutive stage
-    numbers.
-    """
+    """Partition, placement and schedule of a job; immutable. `version` is 0 until the broker assigns one. `stages` are
+    in pipeline order and include those of the job owner: the last (the loss, by default) and, if the model's beginning
+    stays there, the first. Several replicas follow one after the other, with consecutive stage numbers."""
 
     version: int = 0
     task: Literal["train", "serve"] = "train"

@@ -23,20 +23,16 @@ from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, S
 
 
 def block_s(block: BlockCost, profile: PeerProfile, positions: int = 1) -> float:
-    """Return the seconds of one pass of `positions` positions through `block`.
-
-    Without a measured memory bandwidth, operations alone determine the time.
-    """
+    """Return the seconds of one pass of `positions` positions through `block`. Without a measured memory bandwidth,
+    operations alone determine the time."""
     seconds = positions * block.forward_flops / profile.effective_flops_per_s
     bandwidth = profile.memory_bandwidth_bytes_per_s * profile.share
     return max(seconds, (block.parameter_bytes - block.looked_up_bytes) / bandwidth) if bandwidth > 0 else seconds
 
 
 def stage_bytes(blocks: Sequence[BlockCost], needs: ServingNeeds, sent_bytes: int, cache_tokens: int) -> int:
-    """Return the memory of a stage of these blocks.
-
-    `sent_bytes`: bytes retained per token, 0 if no later stage could need them.
-    """
+    """Return the memory of a stage of these blocks. `sent_bytes`: bytes retained per token, 0 if no later stage could
+    need them."""
     weights = sum(block.parameter_bytes for block in blocks)
     workspace = max(block.workspace_bytes for block in blocks)
     return weights + ring_bytes(blocks, needs) + workspace + cache_tokens * token_bytes(blocks, sent_bytes)
@@ -60,9 +56,7 @@ def retained_bytes(blocks: Sequence[BlockCost], end: int, needs: ServingNeeds) -
 
 class ServingPipeline:
     """Costs of a serving problem on the usable peers, in an order that does not depend on how they were listed.
-
-    Positions count from the chain's first block: the first block that the owner does not keep.
-    """
+    Positions count from the chain's first block: the first block that the owner does not keep."""
 
     def __init__(self, problem: Problem, needs: ServingNeeds, peers: Sequence[PeerProfile]) -> None:
         ends = embedding_and_head_of(problem)

@@ -71,11 +71,9 @@ stages than it will run."""
 
 
 def serving_plan(problem: Problem, budget: int | None = None, *, compared: bool = True) -> Plan:
-    """Return the plan with the least predicted seconds per token.
-
-    Raises `PlanError` that names the tightest constraint. If `budget` is given, the search ends there, whatever it has
-    proven. `compared`: add a comparison with one machine alone.
-    """
+    """Return the plan with the least predicted seconds per token. Raises `PlanError` that names the tightest
+    constraint. If `budget` is given, the search ends there, whatever it has proven. `compared`: add a comparison with
+    one machine alone."""
     problem = paced(problem)
     needs = _checked(problem)
     usable, refused = _usable(problem, needs)
@@ -182,10 +180,8 @@ def _found_in_pool(
     *,
     room: int = 1,
 ) -> tuple[ServingPipeline, FoundPipeline, int]:
-    """Return the costs, the line that was found and the cache tokens it has room for.
-
-    In large pools only a shortlist is searched, but the bound covers all usable peers.
-    """
+    """Return the costs, the line that was found and the cache tokens it has room for. In large pools only a shortlist
+    is searched, but the bound covers all usable peers."""
     listed = shortlist(problem, needs, usable, middle(problem), room=room)
     line = ServingPipeline(problem, needs, with_fastest(problem, needs, usable, listed.peers))
     _check_owner(line, needs)
@@ -234,10 +230,8 @@ def _halved(cache_tokens: int, needs: ServingNeeds) -> int:
 
 
 def _single(line: ServingPipeline, limits: LineLimits, needs: ServingNeeds) -> tuple[float, int] | None:
-    """Return seconds per token and cache tokens of the fastest line with one pool stage that holds a whole context.
-
-    The cache has at most the wanted tokens. Returns None if there is no such line.
-    """
+    """Return seconds per token and cache tokens of the fastest line with one pool stage that holds a whole context. The
+    cache has at most the wanted tokens. Returns None if there is no such line."""
     if limits.fewest > 1 or limits.required.bit_count() > 1:
         return None
     best: tuple[float, int] | None = None
@@ -287,10 +281,8 @@ def _limits(problem: Problem, line: ServingPipeline, cache_tokens: int) -> LineL
 
 
 def _pages(line: ServingPipeline, best: PartialPipeline, needs: ServingNeeds, cache_tokens: int) -> int:
-    """Return the number of pages: those the line was found with, and a part of the remaining room.
-
-    The room is that of every machine, the job owner's included. The pages never exceed all sessions' whole contexts.
-    """
+    """Return the number of pages: those the line was found with, and a part of the remaining room. The room is that of
+    every machine, the job owner's included. The pages never exceed all sessions' whole contexts."""
     pages = min(needs.sessions * context_pages(needs) + 1, MOST_PAGES)
     rooms = [(line.lent_bytes(peer, 0) - line.bytes(a, b, 0), line.token_bytes(a, b)) for peer, a, b in _placed(best)]
     if line.owner is not None:
@@ -361,10 +353,8 @@ def _stage(
 
 
 def _alone(problem: Problem, usable: list[PeerProfile], needs: ServingNeeds) -> tuple[str, float] | None:
-    """Return the fastest single machine that holds the whole model and one context, and its seconds per token.
-
-    For a machine of the pool the time includes the way from the job owner and back.
-    """
+    """Return the fastest single machine that holds the whole model and one context, and its seconds per token. For a
+    machine of the pool the time includes the way from the job owner and back."""
     owner = problem.owner
     machines = [*usable, *([] if owner is None else [owner])]
     operators = {op for block in problem.blocks for op in block.ops}

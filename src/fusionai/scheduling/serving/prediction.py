@@ -71,11 +71,8 @@ def first_token_s(stages: Sequence[StagePlacement], costs: StageCosts, prompt_to
 
 
 def _parts(stages: Sequence[StagePlacement], costs: StageCosts, rows: int, wanted: int) -> list[tuple[float, str]]:
-    """Return the parts of a pass of `rows` positions as (seconds, description).
-
-    Scores are computed for `wanted` of the positions: the head, and the link to a stage that is only the head, carry no
-    others.
-    """
+    """Return the parts of a pass of `rows` positions as (seconds, description). Scores are computed for `wanted` of the
+    positions: the head, and the link to a stage that is only the head, carry no others."""
     needs = costs.problem.serving
     owner = costs.problem.owner
     parts = [

@@ -49,10 +49,8 @@ class LineLimits:
 
 
 class PartialPipeline(NamedTuple):
-    """The stages of a line so far: `order[k]` holds positions [`cuts[k]`, `cuts[k + 1]`).
-
-    `seconds` excludes the way back to the job owner.
-    """
+    """The stages of a line so far: `order[k]` holds positions [`cuts[k]`, `cuts[k + 1]`). `seconds` excludes the way
+    back to the job owner."""
 
     seconds: float
     mask: int
@@ -62,10 +60,8 @@ class PartialPipeline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FoundPipeline:
-    """Result of a search.
-
-    `seconds`: time of `best`, the way back and the owner's part included. `bound_s`: no line takes less.
-    """
+    """Result of a search. `seconds`: time of `best`, the way back and the owner's part included. `bound_s`: no line
+    takes less."""
 
     best: PartialPipeline | None
     seconds: float
@@ -78,11 +74,9 @@ class FoundPipeline:
 
 
 def fastest_pipeline(line: ServingPipeline, limits: LineLimits, *, budget: int, settle: bool = True) -> FoundPipeline:
-    """Return the fastest line found with at most `budget` extensions.
-
-    `settle`: with few peers, compiled loops settle what the budget leaves open. `best` is None if no line within the
-    limits was found; an infinite bound then proves that there is none.
-    """
+    """Return the fastest line found with at most `budget` extensions. `settle`: with few peers, compiled loops settle
+    what the budget leaves open. `best` is None if no line within the limits was found; an infinite bound then proves
+    that there is none."""
     return _Search(line, limits, budget, settle).run()
 
 
@@ -324,10 +318,8 @@ SLACK: Final = 0.05
 def evened(
     line: ServingPipeline, best: PartialPipeline, token_s: float, cache_tokens: int, *, most_s: float = inf
 ) -> tuple[int, ...]:
-    """Return the cuts for `best.order`.
-
-    `token_s`: seconds of the whole trip with `best.cuts`. `most_s`: upper limit on the trip with the new cuts.
-    """
+    """Return the cuts for `best.order`. `token_s`: seconds of the whole trip with `best.cuts`. `most_s`: upper limit on
+    the trip with the new cuts."""
     order, length = best.order, line.length
     if len(order) == 1:
         return best.cuts

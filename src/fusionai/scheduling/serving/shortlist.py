@@ -30,10 +30,8 @@ a quarter by memory."""
 
 @dataclass(frozen=True, slots=True)
 class Shortlist:
-    """The listed peers, and a bound for all.
-
-    `bound_s`: no line of any peers takes less through the pool's blocks; 0.0 if all peers are listed.
-    """
+    """The listed peers, and a bound for all. `bound_s`: no line of any peers takes less through the pool's blocks; 0.0
+    if all peers are listed."""
 
     peers: list[PeerProfile]
     bound_s: float

@@ -214,10 +214,8 @@ class _Watch:
 
 
 def matched(choices: Sequence[Sequence[str]], taken: Mapping[int, str] | None = None) -> dict[int, str]:
-    """Assign to as many of `choices` as possible one of its entries, each entry once; `choices[i]` best first.
-
-    Returns index -> entry. `taken`: initial pairs. An index in `taken` stays matched, though possibly to another entry.
-    """
+    """Assign to as many of `choices` as possible one of its entries, each entry once; `choices[i]` best first. Returns
+    index -> entry. `taken`: initial pairs. An index in `taken` stays matched, though possibly to another entry."""
     holder = {entry: index for index, entry in (taken or {}).items()}
     placed = set(holder.values())
 

@@ -166,10 +166,8 @@ def recorded(before: Plan, after: Plan, problem: Problem, step: int, tolerance: 
 
 
 def recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Otherwise | Nothing:
-    """Return the best plan over `candidates`, with any number of stages, or why they can't hold the model.
-
-    The recipe's stages, spares, required and pinned machines are dropped: they were chosen for a pool that has changed.
-    """
+    """Return the best plan over `candidates`, with any number of stages, or why they can't hold the model. The recipe's
+    stages, spares, required and pinned machines are dropped: they were chosen for a pool that has changed."""
     if not candidates:
         return Nothing("none of those that remain computes the same bits")
     known = with_profiles(problem, candidates)

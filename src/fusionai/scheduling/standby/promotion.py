@@ -46,11 +46,8 @@ WORTH_STEPS: Final = COOL_DOWN
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """The next plan to switch to.
-
-    `plan` has version 0; `reason` is text for the user. `gain` is the predicted fraction of a step's time that is
-    saved, 0 if the plan only prepares the swap.
-    """
+    """The next plan to switch to. `plan` has version 0; `reason` is text for the user. `gain` is the predicted fraction
+    of a step's time that is saved, 0 if the plan only prepares the swap."""
 
     plan: Plan
     reason: str
@@ -74,12 +71,9 @@ def promoted(
     rested: bool,
     trust: float,
 ) -> Promotion | None:
-    """Return the next move, or None.
-
-    `candidates`: usable machines, those of the plan included. `sheltered`: stages whose guard has a snapshot newer than
-    the checkpoint. `rested`: whether the last plan change is long enough ago for a move by way of a checkpoint.
-    `trust`: fraction of a predicted gain to count on, in (0, 1].
-    """
+    """Return the next move, or None. `candidates`: usable machines, those of the plan included. `sheltered`: stages
+    whose guard has a snapshot newer than the checkpoint. `rested`: whether the last plan change is long enough ago for
+    a move by way of a checkpoint. `trust`: fraction of a predicted gain to count on, in (0, 1]."""
     if plan.task != "train" or steps_left < WORTH_STEPS:
         return None
     costs = StageCosts(with_profiles(problem, candidates), plan)
@@ -137,11 +131,8 @@ Placement = tuple[tuple[int, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class MoveResult:
-    """Result of one move, measured at `at_s`.
-
-    `promised` and `brought` are the predicted and the measured gain as fractions of a step's time, with 0 <= brought <=
-    promised.
-    """
+    """Result of one move, measured at `at_s`. `promised` and `brought` are the predicted and the measured gain as
+    fractions of a step's time, with 0 <= brought <= promised."""
 
     at_s: float
     promised: float
@@ -172,10 +163,8 @@ class Promises:
 
 
 def promised(promises: Promises, plan: Plan, gain: float) -> Promises:
-    """Record that a step of `plan` is predicted to be shorter by `gain`, a fraction of the current step's time.
-
-    If fewer than `ENOUGH` steps were measured before, the prediction is not compared.
-    """
+    """Record that a step of `plan` is predicted to be shorter by `gain`, a fraction of the current step's time. If
+    fewer than `ENOUGH` steps were measured before, the prediction is not compared."""
     if len(promises.steps_s) < ENOUGH or gain <= 0:
         return replace(promises, pending=None)
     return replace(promises, pending=_Promise(placement(plan), gain, median(promises.steps_s)))

@@ -72,11 +72,9 @@ class Regrowth:
 
 
 def regrown(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Otherwise | None:
-    """Return the plan (version 0) over all `candidates` if it is faster than `plan` by the factor `GAIN`, else None.
-
-    It has as many stages as the problem requests, if such a plan is fast enough. If `plan` itself has another number of
-    stages, any number is allowed.
-    """
+    """Return the plan (version 0) over all `candidates` if it is faster than `plan` by the factor `GAIN`, else None. It
+    has as many stages as the problem requests, if such a plan is fast enough. If `plan` itself has another number of
+    stages, any number is allowed."""
     known = with_profiles(problem, candidates)
     least = GAIN * _speed(plan, known)
     found = _as_asked(plan, known, candidates)

@@ -45,10 +45,7 @@ COPY_BYTES_PER_S: Final = 1e9
 
 
 class SnapshotInterval(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Interval of the snapshots.
-
-    `every`: K in steps, 0 if no stage is guarded. `reason`: a sentence for the user.
-    """
+    """Interval of the snapshots. `every`: K in steps, 0 if no stage is guarded. `reason`: a sentence for the user."""
 
     every: int
     reason: str
@@ -140,10 +137,8 @@ def _beside_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement, guard: s
 
 
 def _held(plan: Plan, costs: StageCosts) -> tuple[int, str]:
-    """Return the largest K for which every peer has room for what it retains, and the peer that limits it.
-
-    K is 0 if memory is too small even for K = 1.
-    """
+    """Return the largest K for which every peer has room for what it retains, and the peer that limits it. K is 0 if
+    memory is too small even for K = 1."""
     free: dict[str, int] = {}
     sent: defaultdict[str, float] = defaultdict(float)
     for stage in plan.stages:

@@ -75,11 +75,9 @@ class Straggling:
 
 @dataclass(frozen=True, slots=True)
 class Better:
-    """A better plan and its reasons.
-
-    `problem`: the problem with measured speeds, from which the job's next plans are made. `slow`: by peer, how many
-    times slower it was measured than its profile in the previous problem says. `reason`: text for the user.
-    """
+    """A better plan and its reasons. `problem`: the problem with measured speeds, from which the job's next plans are
+    made. `slow`: by peer, how many times slower it was measured than its profile in the previous problem says.
+    `reason`: text for the user."""
 
     plan: Plan
     problem: Problem
@@ -93,11 +91,8 @@ def watching(step: int) -> Straggling:
 
 
 def observed(watch: Straggling, plan: Plan, busy_s: Mapping[int, float]) -> Straggling:
-    """Return the state after a committed step.
-
-    `busy_s`: by stage, seconds of forward and backward, including the pauses of a limited share. Missing stages and the
-    job owner's are not judged, and a single stage is never judged.
-    """
+    """Return the state after a committed step. `busy_s`: by stage, seconds of forward and backward, including the
+    pauses of a limited share. Missing stages and the job owner's are not judged, and a single stage is never judged."""
     counted = [stage for stage in plan.stages if _counts(stage) and busy_s.get(stage.stage, 0.0) > 0]
     if len(counted) < 2:
         return watch
@@ -122,11 +117,9 @@ def observed(watch: Straggling, plan: Plan, busy_s: Mapping[int, float]) -> Stra
 
 
 def better_plan(watch: Straggling, plan: Plan, problem: Problem, step: int) -> Better | None:
-    """Return a plan (version 0) that is worth the move, or None.
-
-    `problem.peers`: the machines that the job may use now, active and idle. After None, continue with
-    `watch.asked(step)`; after a plan, with `watching` from the step at which it starts.
-    """
+    """Return a plan (version 0) that is worth the move, or None. `problem.peers`: the machines that the job may use
+    now, active and idle. After None, continue with `watch.asked(step)`; after a plan, with `watching` from the step at
+    which it starts."""
     if not watch.due(step):
         return None
     slow = {

@@ -3,8 +3,8 @@
 Cuts stay, and stages whose peers still run stay unchanged, so running work is not disturbed. A lost stage goes to its
 guard, which has its snapshot. Otherwise it goes to an idle machine it fits on, which receives the snapshot or the
 checkpoint. Otherwise, if memory permits, it goes to a machine that has already taken a lost stage. In exact mode only
-machines with equal fingerprints may take over. If no machine can take a stage, `WaitingForMachines` says which machine is missing
-and why the available ones can't.
+machines with equal fingerprints may take over. If no machine can take a stage, `WaitingForMachines` says which machine
+is missing and why the available ones can't.
 
 A machine that was lost, or that failed as a standby, may be used in plans again after a wait, which doubles with each
 consecutive loss (`Loss`). A machine that has joined again waits for at most `LONGEST_SETTLE_S`, because a new process
@@ -36,10 +36,8 @@ from fusionai.scheduling.training.prediction import predict
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
-    """A lost stage that no machine can take.
-
-    `fingerprint`: required fingerprint; empty if any will do. `refusals`: the reason for each available machine.
-    """
+    """A lost stage that no machine can take. `fingerprint`: required fingerprint; empty if any will do. `refusals`: the
+    reason for each available machine."""
 
     stage: int
     memory_bytes: int
@@ -102,10 +100,8 @@ def replaced(
 
 
 def reinforced(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Plan | None:
-    """Return `plan` (version 0) with guards for stages that have none or an inexact one; None if nothing improves.
-
-    New guards come from `candidates` and the present guards. A guard is never exchanged for an equally good one.
-    """
+    """Return `plan` (version 0) with guards for stages that have none or an inexact one; None if nothing improves. New
+    guards come from `candidates` and the present guards. A guard is never exchanged for an equally good one."""
     known = with_profiles(problem, candidates)
     placed = {stage.peer for stage in plan.stages} | {plan.feed}
     there = {candidate.peer for candidate in candidates} | {guard.peer for guard in plan.guards}
@@ -119,11 +115,8 @@ def handed_over(
     plan: Plan, problem: Problem, leaving: frozenset[str], candidates: Sequence[PeerProfile]
 ) -> Plan | None:
     """Return `plan` (version 0) with the stages of the `leaving` peers on other machines; None if no machine can take
-    over.
-
-    The leaving peers become guards of their stages, so their state is available until the next peer has it. A leaving
-    peer that only guards is dropped at once.
-    """
+    over. The leaving peers become guards of their stages, so their state is available until the next peer has it. A
+    leaving peer that only guards is dropped at once."""
     found = replaced(plan, problem, leaving, candidates)
     if isinstance(found, WaitingForMachines):
         return None
@@ -138,11 +131,9 @@ def handed_over(
 
 
 def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequence[PeerProfile]) -> Plan | None:
-    """Return `plan` (version 0) with one stage moved to `to`, which runs none.
-
-    The former peer guards the stage if it runs nothing else and has the memory; the other guards stay if they can.
-    Returns None if `to` can't run the stage, or if a guarded stage would lose its guard.
-    """
+    """Return `plan` (version 0) with one stage moved to `to`, which runs none. The former peer guards the stage if it
+    runs nothing else and has the memory; the other guards stay if they can. Returns None if `to` can't run the stage,
+    or if a guarded stage would lose its guard."""
     known = with_profiles(problem, candidates)
     costs = StageCosts(known, plan)
     former = next(placed for placed in plan.stages if placed.stage == stage)
@@ -162,10 +153,8 @@ def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequenc
 
 
 def with_standby(plan: Plan, problem: Problem, stage: int, peer: str, candidates: Sequence[PeerProfile]) -> Plan | None:
-    """Return `plan` (version 0) with `peer`, which runs no stage, as the guard of `stage`.
-
-    Returns None if `peer` has no room for that, or if another stage would lose its guard.
-    """
+    """Return `plan` (version 0) with `peer`, which runs no stage, as the guard of `stage`. Returns None if `peer` has
+    no room for that, or if another stage would lose its guard."""
     known = with_profiles(problem, candidates)
     costs = StageCosts(known, plan)
     placed = next(one for one in plan.stages if one.stage == stage)
@@ -270,16 +259,12 @@ class _Placing:
 
     def _base_bytes(self, stage: StagePlacement) -> int:
         """Return the bytes of the snapshot that the stage is restored from, kept until the snapshot line has passed it.
-
-        0 in serving, which restores nothing.
-        """
+        0 in serving, which restores nothing."""
         return 0 if self.plan.task == "serve" else self.costs.state_bytes(stage)
 
     def _least_bytes(self, stage: StagePlacement) -> int:
-        """Return the stage's memory with the fewest microbatches in flight that keep the pipeline busy.
-
-        Those are one for each stage of the replica from this one on.
-        """
+        """Return the stage's memory with the fewest microbatches in flight that keep the pipeline busy. Those are one
+        for each stage of the replica from this one on."""
         after = sum(one.replica == stage.replica and one.stage >= stage.stage for one in self.plan.stages)
         fewest = min(stage.in_flight, self.plan.microbatches_of(stage), after)
         return stage.memory_bytes - (stage.in_flight - fewest) * stage.in_flight_bytes + self._base_bytes(stage)
@@ -346,10 +331,8 @@ class Loss:
     """Time since which the machine works again: it runs a stage, or could take one over. None: not yet."""
 
     def wait_s(self, *, rejoined: bool) -> float:
-        """Return how many seconds after the loss the broker must have heard from the machine.
-
-        `rejoined`: the machine has joined again since.
-        """
+        """Return how many seconds after the loss the broker must have heard from the machine. `rejoined`: the machine
+        has joined again since."""
         return min(_doubled_s(self.times), LONGEST_SETTLE_S if rejoined else LONGEST_RETRY_S)
 
     def is_over(self, heard_s: float, *, rejoined: bool) -> bool:
@@ -357,10 +340,8 @@ class Loss:
         return heard_s - self.at_s >= self.wait_s(rejoined=rejoined)
 
     def is_there(self, heard_s: float) -> bool:
-        """Return whether the machine was heard since this loss, whatever the number of losses.
-
-        That is enough for a job that waits for this machine and for no other.
-        """
+        """Return whether the machine was heard since this loss, whatever the number of losses. That is enough for a job
+        that waits for this machine and for no other."""
         return heard_s - self.at_s >= SETTLE_S
 
     @property

@@ -70,9 +70,7 @@ _COSTS_BY_KIND: Final = (
 @dataclass(frozen=True, slots=True)
 class Box:
     """Pipelines with a period in (low_s, high_s] and files that take more than `low_update_s`, up to `high_update_s`.
-
-    `kinds`: the kinds of machines that a shorter step may use. No step of these pipelines is shorter than `bound_s`.
-    """
+    `kinds`: the kinds of machines that a shorter step may use. No step of these pipelines is shorter than `bound_s`."""
 
     low_s: float
     high_s: float
@@ -111,10 +109,8 @@ class Relaxation:
         self.effort = 0.0
 
     def narrow(self, known_s: float, *, goal: float = 0.0, effort: float = EFFORT) -> None:
-        """Divide boxes until the bound is within the fraction `goal` of `known_s`, or until `effort` is spent.
-
-        A later call with a smaller `known_s` continues where the last one ended.
-        """
+        """Divide boxes until the bound is within the fraction `goal` of `known_s`, or until `effort` is spent. A later
+        call with a smaller `known_s` continues where the last one ended."""
         if not available():
             effort = min(effort, SLOW_EFFORT)
         self._known_s = min(known_s, self._known_s)
@@ -161,10 +157,8 @@ class Relaxation:
         return [int(peer) for kind in found for peer in self._kinds[kind]]
 
     def chains(self, most: int) -> list[list[tuple[int, int]]]:
-        """Return the stages (peer, start) of the cheapest chains of the `most` most promising boxes.
-
-        If a chain uses a kind more often than it has machines, its last machine appears again.
-        """
+        """Return the stages (peer, start) of the cheapest chains of the `most` most promising boxes. If a chain uses a
+        kind more often than it has machines, its last machine appears again."""
         found: list[list[tuple[int, int]]] = []
         for box in sorted(self._open())[:most]:
             used: dict[int, int] = {}
@@ -178,10 +172,8 @@ class Relaxation:
         return found
 
     def before(self, peers: list[int]) -> Before:
-        """Return the costs before a stage, for a search among `peers` for a step shorter than the known one.
-
-        `peers` must include all peers that `matter` returns.
-        """
+        """Return the costs before a stage, for a search among `peers` for a step shorter than the known one. `peers`
+        must include all peers that `matter` returns."""
         boxes = self._open()
         edges = sorted({edge for box in boxes for edge in (box.low_s, box.high_s)})
         if len(edges) > INTERVALS + 1:
@@ -290,11 +282,8 @@ class Relaxation:
         return replace(box, kinds=kinds, prices_s=everyone, bound_s=bound_s, path=chain)
 
     def _price_likely(self, box: Box, cost: Floats, prices_s: Floats, target_s: float) -> None:
-        """Raise the prices of the kinds that short chains use, in place.
-
-        Chains among these kinds alone take a small part of the time of a round over all kinds, and any set of prices
-        proves a bound.
-        """
+        """Raise the prices of the kinds that short chains use, in place. Chains among these kinds alone take a small
+        part of the time of a round over all kinds, and any set of prices proves a bound."""
         likely = self._required[box.kinds] | (prices_s[:-1] != 0)
         likely[:LIKELY] = True
         few = np.flatnonzero(likely)

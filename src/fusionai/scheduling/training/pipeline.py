@@ -48,11 +48,8 @@ from fusionai.wire.codecs import Codec
 
 
 class Suffix(NamedTuple):
-    """The stages from block `start` to the end of the pipeline.
-
-    Of two suffixes with equal other fields, the one with the smaller period, transit, update and link occupancies is
-    better.
-    """
+    """The stages from block `start` to the end of the pipeline. Of two suffixes with equal other fields, the one with
+    the smaller period, transit, update and link occupancies is better."""
 
     start: int
     """Position of the first block."""
@@ -196,10 +193,7 @@ class Pipeline:
 
     def fold(self, order: Sequence[int], cuts: Sequence[int]) -> Suffix | None:
         """Return the pipeline in which `order[k]` holds [cuts[k], cuts[k + 1]), each stage in the way that is best
-        overall.
-
-        `cuts` runs from 0 to the chain's length. Returns None if some stage does not fit.
-        """
+        overall. `cuts` runs from 0 to the chain's length. Returns None if some stage does not fit."""
         suffixes = [self.tail]
         for index in range(len(order) - 1, -1, -1):
             grown = [one for suffix in suffixes for one in self.longer(suffix, order[index], cuts[index])]
@@ -222,10 +216,8 @@ class Pipeline:
         return in_file + float(self.tables.trained_bytes[way, start, end]) / self.away_bytes_per_s[peer]
 
     def held(self, peer: int, start: int, end: int, way: int) -> int:
-        """Return how many microbatches in flight fit beside the stage's resident bytes, at most M.
-
-        Negative if the resident bytes alone don't fit, the peer can't work that way, or a pin forbids the range.
-        """
+        """Return how many microbatches in flight fit beside the stage's resident bytes, at most M. Negative if the
+        resident bytes alone don't fit, the peer can't work that way, or a pin forbids the range."""
         free = self.memory_bytes[peer] - self._resident[way][start][end]
         flight = self._flight[way][start][end]
         if free < 0 or not self.able[peer][way] or not self._pins.allow(peer, start, end):
@@ -254,11 +246,8 @@ class Pipeline:
         return self._pins.allow(peer, start, end)
 
     def in_flight(self, best: Suffix) -> tuple[int, ...]:
-        """Return the microbatches in flight per stage, first to last, the owner's loss stage included.
-
-        Each stage gets as many as sustain the closed form's period (see `credits`), at most M and at most what its
-        memory holds.
-        """
+        """Return the microbatches in flight per stage, first to last, the owner's loss stage included. Each stage gets
+        as many as sustain the closed form's period (see `credits`), at most M and at most what its memory holds."""
         stages = [*self.pool_stages(best), *([] if self.loss is None else [self.tail])]
         if not best.period_s > 0:
             return tuple(min(stage.held, self.microbatches) for stage in stages)
@@ -293,11 +282,9 @@ class Pipeline:
         return other
 
     def _crossing_s(self, upstream: int, downstream: int, cut: int) -> float:
-        """Return the longest time both transfers wait for others on shared access links.
-
-        Links serve all transfers evenly. The others are the activations and gradients of the stage's other neighbour,
-        assumed to be as large as these.
-        """
+        """Return the longest time both transfers wait for others on shared access links. Links serve all transfers
+        evenly. The others are the activations and gradients of the stage's other neighbour, assumed to be as large as
+        these."""
         forward, backward = self.hop(upstream, downstream), self.hop(downstream, upstream)
         if not (forward.shared and backward.shared):
             return 0.0
@@ -378,11 +365,9 @@ class Pipeline:
         return loss.in_flight_bytes(0, loss.length) + self.chain.forward_bytes[cut] + self.chain.gradient_bytes[cut]
 
     def _access(self) -> tuple[list[float], list[float]]:
-        """Return the uplink and downlink bandwidth of every machine that is left for its own stage.
-
-        The owner's line carries the tensors of both model ends. The bandwidth for its first stage is reduced by the
-        share that the last stage uses.
-        """
+        """Return the uplink and downlink bandwidth of every machine that is left for its own stage. The owner's line
+        carries the tensors of both model ends. The bandwidth for its first stage is reduced by the share that the last
+        stage uses."""
         up = [p.uplink.bandwidth_bytes_per_s for p in self.everyone]
         down = [p.downlink.bandwidth_bytes_per_s for p in self.everyone]
         if self.front is not None and self.loss is not None:
@@ -440,10 +425,8 @@ def cost_tables(pipeline: Pipeline, peers: Sequence[int]) -> CostTables:
 
 
 def _unbeaten(suffixes: list[Suffix]) -> list[Suffix]:
-    """Return the suffixes that no other one equals or beats in period, transit and update.
-
-    All have the same machines and cuts and differ in those three times alone.
-    """
+    """Return the suffixes that no other one equals or beats in period, transit and update. All have the same machines
+    and cuts and differ in those three times alone."""
     kept: list[Suffix] = []
     for one in sorted(suffixes, key=lambda s: (s.period_s, s.transit_s, s.update_s)):
         if not any(other.transit_s <= one.transit_s and other.update_s <= one.update_s for other in kept):

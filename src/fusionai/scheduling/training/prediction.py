@@ -31,11 +31,9 @@ from fusionai.scheduling.problem.types import Plan, StagePlacement
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted step time and its bottleneck.
-
-    `bottleneck` describes what limits the speed. `reduction_s` is the part of `step_s` that summing the replicas'
-    gradients takes, `commit_s` the part that waiting for the step's commit takes.
-    """
+    """Predicted step time and its bottleneck. `bottleneck` describes what limits the speed. `reduction_s` is the part
+    of `step_s` that summing the replicas' gradients takes, `commit_s` the part that waiting for the step's commit
+    takes."""
 
     step_s: float
     bottleneck: str
@@ -91,10 +89,8 @@ def predict(stages: Sequence[StagePlacement], costs: StageCosts) -> Prediction:
 
 
 def commit_s(stages: Sequence[StagePlacement], costs: StageCosts) -> float:
-    """Return the commit's round trip in seconds, of the replica that waits longest.
-
-    0 if the problem has no job owner or the owner has the first stage itself.
-    """
+    """Return the commit's round trip in seconds, of the replica that waits longest. 0 if the problem has no job owner
+    or the owner has the first stage itself."""
     owner = costs.problem.owner
     if owner is None:
         return 0.0
@@ -125,11 +121,9 @@ def reduced_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement) -> float
 
 
 def held_per_byte(replicas: int) -> float:
-    """Return the additional memory for summing, in bytes per byte of trainable parameters.
-
-    The value is that of the stage that holds most. A home holds its own gradients, those of all other replicas and the
-    sums while they are sent; other stages hold their gradients and the sums.
-    """
+    """Return the additional memory for summing, in bytes per byte of trainable parameters. The value is that of the
+    stage that holds most. A home holds its own gradients, those of all other replicas and the sums while they are sent;
+    other stages hold their gradients and the sums."""
     return 0.0 if replicas == 1 else float(replicas)
 
 

@@ -63,10 +63,8 @@ def divide(problem: Problem, most: int) -> tuple[Group, ...]:
 
 
 def fastest(problem: Problem, most: int, exchange: Exchanging | None = None) -> tuple[Group, ...]:
-    """Return the groups whose number gives the most steps per second in total; the smallest such number.
-
-    Raises like `divide`.
-    """
+    """Return the groups whose number gives the most steps per second in total; the smallest such number. Raises like
+    `divide`."""
     share_s = 0.0 if exchange is None else exchange_s(problem, exchange)
     beside = 0.0 if exchange is None else exchange.beside
     best = divide(problem, 1)
@@ -82,21 +80,16 @@ def fastest(problem: Problem, most: int, exchange: Exchanging | None = None) -> 
 
 
 def pace(groups: Sequence[Group], share_s: float = 0.0, beside: float = 0.0) -> float:
-    """Return the predicted steps per second of all groups together.
-
-    `share_s`: seconds that one group's part in the exchanges adds to every step; a single group has none. `beside`:
-    part of a step that hides the exchange.
-    """
+    """Return the predicted steps per second of all groups together. `share_s`: seconds that one group's part in the
+    exchanges adds to every step; a single group has none. `beside`: part of a step that hides the exchange."""
     step_s = max(group.plan.step_time_s for group in groups)
     exchanging_s = len(groups) * share_s if len(groups) > 1 else 0.0
     return len(groups) / (step_s + max(0.0, exchanging_s - beside * step_s))
 
 
 def exchange_s(problem: Problem, exchange: Exchanging) -> float:
-    """Return the seconds per step that one group's exchanges take; 0 without an owner.
-
-    Once in `every` steps all trainable parameters go to the job owner and come back, over a line that all groups share.
-    """
+    """Return the seconds per step that one group's exchanges take; 0 without an owner. Once in `every` steps all
+    trainable parameters go to the job owner and come back, over a line that all groups share."""
     if problem.owner is None:
         return 0.0
     packed_bytes = bytes_on_link(exchange.codec, sum(block.trainable_bytes for block in problem.blocks))
@@ -105,11 +98,8 @@ def exchange_s(problem: Problem, exchange: Exchanging) -> float:
 
 
 def anchored(problem: Problem) -> Problem:
-    """Return the problem with the additional memory of exchanging replicas.
-
-    Stages keep the last synchronised parameters, the outer momentum and the packing error, each as large as the
-    trainable parameters.
-    """
+    """Return the problem with the additional memory of exchanging replicas. Stages keep the last synchronised
+    parameters, the outer momentum and the packing error, each as large as the trainable parameters."""
     kept = problem.optimizer_bytes_per_trainable_byte + 3.0
     return msgspec.structs.replace(problem, optimizer_bytes_per_trainable_byte=kept)
 

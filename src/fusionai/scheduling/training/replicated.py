@@ -38,11 +38,8 @@ WORTH: Final = 1.25
 
 
 def plan(problem: Problem) -> Plan:
-    """Return the plan; pure and deterministic.
-
-    Raises `PlanError` if no plan with the requested number of replicas exists; with `auto`, if not even one replica
-    fits.
-    """
+    """Return the plan; pure and deterministic. Raises `PlanError` if no plan with the requested number of replicas
+    exists; with `auto`, if not even one replica fits."""
     problem = paced(problem)
     match problem.replicas:
         case 1:
@@ -215,10 +212,9 @@ class Lighter:
 
 
 def lighter(problem: Problem, found: Plan) -> tuple[Lighter, ...]:
-    """Return the codecs smaller than that of `problem` which each speed the job up by `WORTH`.
-
-    `found`: the plan without them. Codecs are planned among its machines only; other machines, of which there may be
-    thousands, could make the gain larger."""
+    """Return the codecs smaller than that of `problem` which each speed the job up by `WORTH`. `found`: the plan
+    without them. Codecs are planned among its machines only; other machines, of which there may be thousands, could
+    make the gain larger."""
     if problem.task != "train" or problem.compression not in LADDER:
         return ()
     compute_s = found.microbatches * max(stage.compute_s for stage in found.stages)

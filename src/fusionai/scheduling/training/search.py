@@ -41,11 +41,8 @@ MOST_PEERS: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Result of a search.
-
-    `complete`: the whole space was searched, so `best` is proven optimal. `best` is None if no feasible pipeline was
-    found or known.
-    """
+    """Result of a search. `complete`: the whole space was searched, so `best` is proven optimal. `best` is None if no
+    feasible pipeline was found or known."""
 
     best: Suffix | None
     complete: bool

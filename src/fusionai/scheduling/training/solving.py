@@ -141,11 +141,8 @@ class _Solving:
                 self._offer(self.whole.fold((peer,), (0, self.whole.chain.length)))
 
     def _promising(self) -> list[int]:
-        """Return the peers for a first pipeline in a large pool.
-
-        These are the fastest, the largest and the best connected of the fast peers, the required ones and those of the
-        running plan.
-        """
+        """Return the peers for a first pipeline in a large pool. These are the fastest, the largest and the best
+        connected of the fast peers, the required ones and those of the running plan."""
         whole = self.whole
         if whole.owner <= LISTED:
             return list(range(whole.owner))
