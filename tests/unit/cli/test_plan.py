@@ -375,6 +375,22 @@ def test_serving_has_no_compression(files: Path, capsys: pytest.CaptureFixture[s
     assert "--compression is for --task train" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("task", "unused"),
+    [("serve", ("--batch", "--microbatches", "--sequence")), ("train", ("--context", "--sessions", "--weights"))],
+)
+def test_a_flag_without_effect_is_named(
+    graph: None, files: Path, capsys: pytest.CaptureFixture[str], task: str, unused: tuple[str, ...]
+):
+    assert planned(files, "--task", task, "--context", "64", "--sessions", "2", "--weights", "fp32") == 0
+    sentences = {f"{flag} has no effect on a plan for --task {task}." for flag in unused}
+    assert {
+        line for line in json.loads((files / "plan.json").read_text())["warnings"] if "no effect" in line
+    } == sentences
+    shown = " ".join(capsys.readouterr().err.split())
+    assert all(sentence in shown for sentence in sentences)
+
+
 def test_serving_has_no_precision_of_training(files: Path, capsys: pytest.CaptureFixture[str]):
     assert planned(files, "--task", "serve", "--precision", "bf16") == 2
     assert "--precision is for --task train" in capsys.readouterr().err

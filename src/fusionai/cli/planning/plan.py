@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, get_args
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from fusionai.cli.options import HowMany, home_option, json_option, lora_option, stages_option, write_json
 from fusionai.cli.planning.figures import PlanReport
@@ -177,7 +178,7 @@ def plan(
     problem = replicated.with_replicas(problem, found.replicas)
     found = msgspec.structs.replace(
         found,
-        warnings=(*found.warnings, *_constraint_warnings(found, problem)),
+        warnings=(*found.warnings, *_constraint_warnings(found, problem), *_unused_flags(task)),
         excluded=(*found.excluded, *pool.absent),
     )
     report = PlanReport.of(found, problem, graph, pool, asked, least_speed)
@@ -197,6 +198,12 @@ _ONLY_IN_TRAINING: Final = {
     "replicas": 1,
 }
 """Flags that have no meaning with --task serve, with their defaults."""
+_UNUSED: Final = {
+    "serve": ("batch", "microbatches", "sequence"),
+    "train": ("weights", "cache", "context_tokens", "sessions", "least_speed"),
+}
+"""Task -> parameters of the command that its plans do not depend on. They are accepted, so that one command line can
+serve for both tasks."""
 
 
 def _check_flags(task: Literal["train", "serve"], flags: Mapping[str, object]) -> None:
@@ -204,7 +211,7 @@ def _check_flags(task: Literal["train", "serve"], flags: Mapping[str, object]) -
     batch, microbatches = flags["batch"], flags["microbatches"]
     assert isinstance(batch, int)
     assert isinstance(microbatches, int)
-    if batch % microbatches:
+    if task == "train" and batch % microbatches:
         raise UsageError(
             f"--batch {batch} is not divisible into {microbatches} equal microbatches (--microbatches).",
             hint="Choose a batch that is a multiple of the number of microbatches.",
@@ -219,6 +226,15 @@ def _check_flags(task: Literal["train", "serve"], flags: Mapping[str, object]) -
             "--offload-weights always needs recomputed activations, but --recompute is never.",
             hint="Use --recompute auto or always.",
         )
+
+
+def _unused_flags(task: Literal["train", "serve"]) -> Iterator[str]:
+    """Yield a sentence per flag that was given although plans for this task do not depend on it."""
+    context = click.get_current_context()
+    for flag in context.command.params:
+        given = flag.name is not None and context.get_parameter_source(flag.name) is ParameterSource.COMMANDLINE
+        if given and flag.name in _UNUSED[task]:
+            yield f"{flag.opts[0]} has no effect on a plan for --task {task}."
 
 
 def _level(served: ServingOptions, pool: PoolOnPaper) -> PrivacyLevel:
