@@ -15,8 +15,8 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer as Engine
 from tokenizers import Encoding
+from tokenizers import Tokenizer as Engine
 
 from fusionai.corpus.conversations import ChatConversation
 from fusionai.corpus.files import RowError
