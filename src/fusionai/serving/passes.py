@@ -18,7 +18,7 @@ from fusionai.coordination.serving.events import ProbeReturned
 from fusionai.coordination.serving.sessions import PassPlan
 from fusionai.execution.serving.member import ServingMember
 from fusionai.execution.serving.retained import packed
-from fusionai.execution.state import headers
+from fusionai.execution.state import as_array, headers
 from fusionai.ir.partition import FEED
 from fusionai.ir.serving import LOGITS
 from fusionai.primitives.ids import PeerId
@@ -155,7 +155,7 @@ class Passes:
         if tensor is not None and len(tensor.shape) == 3 and tensor.shape[:2] == (1, count):
             logits = output != LOGITS or (tensor.dtype == "float32" and tensor.shape[2] >= self._job.vocabulary)
             if logits and tensor.dtype in FLOAT_DTYPES:
-                return as_float32(tensor).reshape(count, -1)
+                return as_array(tensor).astype(np.float32, copy=False).reshape(count, -1)
         got = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
         self._drop(PeerId(places.get(message.stage, self._job.owner)), f"expected {count} rows of {output}, got {got}")
         return None
@@ -171,11 +171,3 @@ class Passes:
         if not np.isfinite(rows).all():
             distance = float("inf")
         return ProbeReturned(self._machine.fence, number, digest, distance, TOLERANCE[self._job.options.weights])
-
-
-def as_float32(tensor: HostTensor) -> np.ndarray:
-    """Return a float32 array; float32 input shares memory, other dtypes are copied."""
-    if tensor.dtype == "bfloat16":
-        bits = np.frombuffer(tensor.data, np.uint16).astype(np.uint32) << 16
-        return bits.view(np.float32).reshape(tensor.shape)
-    return np.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape).astype(np.float32, copy=False)

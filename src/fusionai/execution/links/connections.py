@@ -23,6 +23,7 @@ from fusionai.execution.host import Host
 from fusionai.execution.links.outbox import Outbox
 from fusionai.execution.links.peer_links import open_job
 from fusionai.execution.member import RoundMember
+from fusionai.execution.state import by_name
 from fusionai.primitives.errors import ChannelClosed, FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -306,8 +307,7 @@ class LocalChannel:
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
         if self._closed or self._other is None or self._other.closed:
             raise ChannelClosed("the local channel is closed.")
-        headers = getattr(message, "tensors", ())
-        named: dict[str, HostTensor] = {h.name: tensor for h, tensor in zip(headers, tensors, strict=True)}
+        named = by_name(message, tensors)
         self.stats.sent_frames += 1
         self._other.stats.received_frames += 1
         self._other.stats.arrived_bytes += 1  # nothing is encoded, but it counts as a sign of life
