@@ -181,7 +181,7 @@ class Admission:
         """Pass or probe `number` crossed all stages: they have dropped these sessions, unless a session was admitted
         again since the pass was sent."""
         for session in sessions:
-            if self._forget.get(session, number + 1) <= number:
+            if session in self._forget and self._forget[session] <= number:
                 del self._forget[session]
 
     def take_number(self) -> int:
