@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from fusionai.backends.torch.backend import TorchBackend
-from fusionai.coordination.serving.batching import PROBE_SESSION
+from fusionai.coordination.serving.admission import PROBE_SESSION
 from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
 from fusionai.wire.messages import Segment, ServeOptions
 

@@ -23,9 +23,8 @@ from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Certificate, Plan, StagePlacement, Standby
 from fusionai.serving import progress
 from fusionai.serving.engine import ServingEngine
-from fusionai.serving.graph import weight_keys
 from fusionai.serving.interface import Emitted, Finished, Generation, StreamEvent, TokenStream
-from fusionai.serving.job import ServingJob
+from fusionai.serving.job import ServingJob, weight_keys
 from fusionai.serving.proposing import Proposer
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore

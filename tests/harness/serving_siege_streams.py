@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fusionai.serving.history import TokenHistory
 from fusionai.serving.interface import Sampling
-from fusionai.serving.sampling import choose
+from fusionai.serving.sampling import TokenHistory, choose
 from harness.tiny_text import write_tiny_text
 
 CONTEXT: Final = 256

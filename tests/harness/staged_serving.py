@@ -29,7 +29,7 @@ from fusionai.ir.serving import FROM_SEGMENTS, LOGITS, require_servable, serving
 from fusionai.ir.validate import validate
 from fusionai.primitives.errors import GraphError
 from fusionai.primitives.tensors import host_tensor
-from fusionai.serving.graph import weight_keys
+from fusionai.serving.job import weight_keys
 from fusionai.storage.weight_manifest import ModelWeights, manifest
 from fusionai.storage.weight_store import WeightStore
 from fusionai.wire.serving import Segment, ServeOptions

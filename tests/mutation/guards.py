@@ -98,6 +98,7 @@ SUBJECTS: Final = {
         ),
         Subject("machine", ("unit/coordination/test_machine.py",)),
         *(Subject(f"serving.{part}", SERVING) for part in SERVING_PARTS),
+        Subject("serving.admission", (*BATCHES, *SERVING)),
         Subject("serving.batching", (*BATCHES, *SERVING)),
         Subject("serving.sessions", (*BATCHES, *SERVING)),
         Subject("serving.pages", ("unit/coordination/test_pages.py", *BATCHES, *SERVING)),

@@ -148,9 +148,27 @@ class RoundMember(ABC):
     async def close(self) -> None:
         """End all work of this member. Does nothing if it is closed already."""
 
-    @abstractmethod
     def _obey(self, envelope: Envelope, driver: Outbox) -> None:
         """Handle one message of the driver without waiting; longer work goes on in tasks."""
+        match envelope.message:
+            case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
+                driver.post(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
+            case wire.Enlist() as enlist:
+                self.to_driver(self.enlist(enlist))
+            case message:
+                if not self._order(envelope):
+                    name = type(message).__name__
+                    raise ExecutionError(
+                        f"the driver sent a {name} on its control connection, where it does not belong."
+                    )
+
+    @abstractmethod
+    def enlist(self, enlist: wire.Enlist) -> wire.Enlisted | wire.Refused:
+        """Begin a round: adopt its fence and placement, and drop the stages that have no place here."""
+
+    @abstractmethod
+    def _order(self, envelope: Envelope) -> bool:
+        """Follow an order about stages. Returns False for a message that is no order of this kind of job."""
 
     @abstractmethod
     async def _detach(self) -> None:
@@ -218,6 +236,19 @@ class RoundMember(ABC):
     @abstractmethod
     async def _from_link(self, peer: PeerId, envelope: Envelope) -> None:
         """Handle one message of another member. Raises `ExecutionError` for one that it may not send."""
+
+    def _only_the_driver(self, peer: PeerId, message: wire.Message) -> ExecutionError:
+        return ExecutionError(f"peer {short(peer)} sent a {type(message).__name__}; only the driver may send it.")
+
+    def _is_of_round(self, peer: PeerId, message: wire.Message, sender: int | None) -> bool:
+        """Return whether a message of another member belongs to the present round. `sender`: the stage that it names as
+        its sender, None for a standby. Raises `ExecutionError` if the stage is not the peer's."""
+        if getattr(message, "fence", None) != self._placement.fence:
+            self.stale_dropped += 1  # from another placement, whose senders may differ
+            return False
+        if sender is not None and self._placement.peer_of(sender) != peer:
+            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__} as stage {sender}, not its own.")
+        return True
 
     def _dials(self, other: PeerId) -> bool:
         """Return whether this side opens the link to `other`."""

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
 from fusionai.primitives.tensors import HostTensor
-from fusionai.wire.messages import TensorHeader
+from fusionai.wire.messages import Message, TensorHeader
 
 CHUNK_BYTES: Final = 32 * 2**20
 """Bytes per chunk: large enough to amortise a message, small enough to bound memory. A larger tensor travels alone."""
@@ -45,6 +45,11 @@ def chunks(entries: Iterable[tuple[str, Some]]) -> Iterator[list[tuple[str, Some
 def headers(tensors: Mapping[str, HostTensor]) -> tuple[TensorHeader, ...]:
     """Return the descriptions of a message's tensors, in order."""
     return tuple(TensorHeader(name, tensor.dtype, tensor.shape, tensor.layout) for name, tensor in tensors.items())
+
+
+def by_name(message: Message, tensors: Sequence[HostTensor]) -> dict[str, HostTensor]:
+    """Return a message's tensors by the names in its headers."""
+    return {header.name: tensor for header, tensor in zip(getattr(message, "tensors", ()), tensors, strict=True)}
 
 
 _NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16}

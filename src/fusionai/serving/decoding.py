@@ -1,8 +1,8 @@
 """Incremental detokenization: tokens come one by one, text goes out in pieces.
 
 A piece never contains half a character, text that a later token may change, or the possible start of a stop string. All
-pieces together equal the decoding of all tokens at once. Neighbours: `text` has the tokenizer, `stops` finds stop
-strings, the gateway sends the pieces.
+pieces together equal the decoding of all tokens at once. Neighbours: `text` has the tokenizer, the gateway sends
+the pieces.
 """
 
 from __future__ import annotations
@@ -12,8 +12,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from fusionai.serving.stops import StopScanner
 from fusionai.serving.text import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """Text that may be passed on, and the stop string that follows it, if one was found."""
+
+    text: str
+    stop: str | None = None
+
+
+class StopScanner:
+    """The stop string that is completed first ends the text; of two that end at the same place, the longer one. How the
+    text is cut into pieces makes no difference."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._waiting = ""
+
+    def feed(self, fresh: str) -> Scanned:
+        """Scan more text."""
+        text = self._waiting + fresh
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, stop = min(found)
+            self._waiting = ""
+            return Scanned(text[:at], stop)
+        held = max((overlap(text, stop) for stop in self._stops), default=0)
+        cut = len(text) - held
+        self._waiting = text[cut:]
+        return Scanned(text[:cut])
+
+    def rest(self) -> str:
+        """End the text; returns what was held back."""
+        text, self._waiting = self._waiting, ""
+        return text
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
 
 _HALF: Final = "\ufffd"
 _CONTEXT_TOKENS: Final = 16

@@ -25,10 +25,9 @@ from fusionai.ir.schema import Graph
 from fusionai.ir.serving import LOGITS
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.tensors import host_tensor
-from fusionai.serving.history import TokenHistory
 from fusionai.serving.interface import Sampling
 from fusionai.serving.proposing import Guesses
-from fusionai.serving.sampling import choose
+from fusionai.serving.sampling import TokenHistory, choose
 from fusionai.storage.weight_manifest import ModelWeights
 from fusionai.wire.messages import Segment, ServeOptions
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import inf
 
 from fusionai.ir.schema import Graph
+from fusionai.ir.serving import serving_graph
 from fusionai.primitives.ids import JobId, PeerId
 from fusionai.serving.speculating import Speculate
 from fusionai.storage.weight_manifest import ModelWeights
@@ -27,7 +28,7 @@ class ServingJob:
     graph: Graph
     options: ServeOptions
     weights: ModelWeights
-    """Has every `ParamSpec.key` that the graph without its loss reads (`serving.graph.weight_keys`)."""
+    """Has every `ParamSpec.key` that the graph without its loss reads (`weight_keys`)."""
     vocabulary: int
     context_tokens: int
     """Upper limit of prompt plus answer."""
@@ -51,3 +52,8 @@ class ServingJob:
     whose bits do not depend on a chunk's length. None: every chunk is as long as possible."""
     balance_tokens: float = inf
     """Number of attended positions at which one position takes twice the operations."""
+
+
+def weight_keys(graph: Graph) -> tuple[str, ...]:
+    """Keys of all parameters that `graph` without its loss reads, sorted."""
+    return tuple(sorted({spec.key for spec in serving_graph(graph).params.values()}))

@@ -2,19 +2,53 @@
 
 A draw is a pure function of (seed, position). Tokens are laid along [0, 1) in order of their ids, so that a difference
 in the last bits of logits moves the borders a little and reorders nothing. Neighbours: `interface.Sampling` has the
-options, `history` the counts for penalties, `logprobs` the probabilities; `proposing` verifies proposals with this.
+options; `generating` draws tokens and verifies proposals with this.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fusionai.primitives.errors import ExecutionError
-from fusionai.serving.history import TokenHistory
 from fusionai.serving.interface import Sampling
+
+_ROOM = 64
+
+
+class TokenHistory:
+    """Distinct tokens of prompt and answer. Adding a token takes constant time, whatever the text's length."""
+
+    def __init__(self, prompt: Sequence[int] = ()) -> None:
+        distinct = np.unique(np.asarray(prompt, dtype=np.int64))
+        self._slots = {int(token): slot for slot, token in enumerate(distinct)}
+        self._ids = np.concatenate([distinct, np.zeros(_ROOM, dtype=np.int64)])
+        self._counts = np.zeros(len(self._ids), dtype=np.int64)
+        self.generated_tokens = 0
+
+    def add(self, token: int) -> None:
+        """Add a token of the answer."""
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[slot] = token
+        self._counts[slot] += 1
+        self.generated_tokens += 1
+
+    @property
+    def seen(self) -> NDArray[np.int64]:
+        """Distinct tokens of prompt and answer, in order of first occurrence; a view."""
+        return self._ids[: len(self._slots)]
+
+    @property
+    def generated_counts(self) -> NDArray[np.int64]:
+        """How often each token of `seen` is in the answer; a view."""
+        return self._counts[: len(self._slots)]
+
 
 _WORD: Final = 2**64
 _BLOCK: Final = 1024

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -58,6 +59,10 @@ class Speculation:
         self._guess_s = 0.0
         """Moving mean of the time for one guess for all generations that asked."""
         self._broken = False
+        self.proposed, self.accepted = 0, 0
+        """Guesses that were verified in a pass, and those of them that were right."""
+        self._passes_by_guesses: Counter[int] = Counter()
+        """Guesses sent for a generation in one pass -> number of such passes."""
 
     def begin(self, number: int, prompt: Sequence[int], sampling: Sampling) -> None:
         """Follow a generation from now on. Does nothing if it is followed already."""
@@ -76,6 +81,12 @@ class Speculation:
         self._overall.observe(followed.guessed, tokens)
         followed.guessed = ()
         self._proposer.extend(number, tokens)
+
+    def verified(self, proposed: int, accepted: int) -> None:
+        """Record a generation's share of a pass: guesses that were in it, and those that were right."""
+        self.proposed += proposed
+        self.accepted += accepted
+        self._passes_by_guesses[proposed] += 1
 
     def ask(self, numbers: Sequence[int], rows: int, answer: Callable[[Guesses], None]) -> None:
         """Request guesses for these generations, which must be followed; `rows`: rows of the pass that they share.
@@ -122,7 +133,7 @@ class Speculation:
     def figures(self) -> dict[str, float]:
         """Measurements that decide the number of guesses: `pass_seconds` of a pass with one row, `row_seconds` for each
         further row, `guess_seconds` to make one guess, the number of guesses judged so far and how many of them held.
-        """
+        `passes_with_N_guesses` counts a pass once for each of its generations."""
         pass_s, two_s = self._times.predict(1) or 0.0, self._times.predict(2) or 0.0
         return {
             "guesses_tried": float(self._overall.tried),
@@ -130,6 +141,11 @@ class Speculation:
             "guess_seconds": self._guess_s,
             "pass_seconds": pass_s,
             "row_seconds": two_s - pass_s,
+            **{
+                f"passes_with_{count}_guesses": float(times)
+                for count, times in sorted(self._passes_by_guesses.items())
+                if count
+            },
         }
 
     def end(self, number: int) -> None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-from fusionai.serving.tool_bodies import CallState, Given
-from fusionai.serving.tools import CallPiece, ToolForm
+from fusionai.serving.tools import CallPiece, CallState, Given, ToolForm
 
 _DECODER: Final = json.JSONDecoder()
 _CALL_KEYS: Final = ("name", "parameters", "arguments", "type", "function", "id")

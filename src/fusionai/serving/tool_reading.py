@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusionai.serving.stops import overlap
-from fusionai.serving.tool_bodies import Body, CallState, Given
+from fusionai.serving.decoding import overlap
 from fusionai.serving.tool_json import JsonBody
 from fusionai.serving.tool_xml import FUNCTION, XmlBody
-from fusionai.serving.tools import CallPiece, ToolDefinition, ToolForm
+from fusionai.serving.tools import Body, CallPiece, CallState, Given, ToolDefinition, ToolForm
 
 
 @dataclass(frozen=True, slots=True)

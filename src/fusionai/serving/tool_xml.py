@@ -13,9 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fusionai.serving.stops import overlap
-from fusionai.serving.tool_bodies import CallState, Given
-from fusionai.serving.tools import CallPiece, ToolDefinition, ToolForm
+from fusionai.serving.decoding import overlap
+from fusionai.serving.tools import CallPiece, CallState, Given, ToolDefinition, ToolForm
 
 FUNCTION: Final = "<function="
 _PARAMETER: Final = "<parameter="

@@ -12,7 +12,7 @@ import string
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 _MISTRAL_ID: Final = 9
 """Mistral's templates require ids of exactly this many letters and digits."""
@@ -107,3 +107,37 @@ def calls_of(pieces: Iterable[CallPiece]) -> list[ToolCall]:
         else:
             calls[piece.index] = replace(known, arguments=known.arguments + piece.arguments)
     return [calls[index] for index in sorted(calls)]
+
+
+class CallState(Enum):
+    """`MORE`: the call continues; `TEXT`: it is no call, and nothing of it was passed on; `DONE`: the call is over."""
+
+    MORE = "more"
+    TEXT = "text"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Result of reading some text. A piece with a name begins a call, other pieces belong to the call begun last;
+    `whole`: number of calls that ended. `rest`: unused text; after `MORE` it must be passed again, before the text that
+    follows."""
+
+    outcome: CallState
+    rest: str
+    pieces: tuple[CallPiece, ...] = ()
+    whole: int = 0
+
+
+class Body(Protocol):
+    """Reads the text behind one announcement."""
+
+    @property
+    def begun(self) -> bool:
+        """True once a call was passed on; from then on the text can't be plain text any more."""
+        ...
+
+    def take(self, rest: str, *, final: bool) -> Given:
+        """Read `rest`, all text that was not used so far. If `final`, no text follows, and the outcome is never
+        `MORE`."""
+        ...

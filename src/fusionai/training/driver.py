@@ -48,8 +48,6 @@ Listener = Callable[[progress.Progress], None]
 
 CHECK_S = 120.0
 """Timeout for a referee's answer, in seconds (chosen)."""
-LINK_GRACE_S = 0.2
-"""Seconds to wait after a lost link: it is often the first sign of a lost peer, which is reported a moment later."""
 
 
 class Driver:
@@ -449,14 +447,11 @@ class Driver:
     async def _suspect_link(self, reporter: PeerId, message: wire.LinkLost) -> None:
         """Report a broken link to the machine, unless one of the two peers turns out to be lost."""
         other, fence = PeerId(message.peer), self.fence
-        while True:
-            await asyncio.sleep(LINK_GRACE_S)
-            if not (self._connections.is_doubtful(reporter) or self._connections.is_doubtful(other)):
-                break
+        both_remain = await self._connections.both_remain(reporter, other)
         # A guard exchanges no tensors; its link matters only for a snapshot that it was asked to pass on.
         idle = not self._machine.roles.stages_of(reporter) and reporter != self._job.owner
         missed = not idle or self._machine.phase is DriverPhase.LOADING
-        if missed and self._connections.is_open(reporter) and self._connections.is_open(other):
+        if missed and both_remain:
             self._tell(events.LinkBroken(reporter, other, message.reason), fence)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:

@@ -7,7 +7,6 @@ next one begins. `training.driver` says when; `execution.links.connections` reac
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine, Sequence
 
 import msgspec
@@ -20,7 +19,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections
 from fusionai.execution.state import headers
-from fusionai.primitives.errors import FusionError, TransportError
+from fusionai.execution.tasks import JobTasks
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan
@@ -29,8 +28,6 @@ from fusionai.training.inspection import Inspection
 from fusionai.transport.signed import Seal
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, StageOptions
-
-log = logging.getLogger(__name__)
 
 Tell = Callable[[DriverEvent, Fence | None], None]
 """Queues (event, fence of the event's round) for the machine; the fence is None for events that outlast rounds."""
@@ -67,17 +64,16 @@ class JobRound:
         """Signed placement of the present round."""
         self._prepared: Fence | None = None
         """The round whose standbys were asked to prepare their stages."""
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending = JobTasks(job.job, self._failed)
         """Tasks that end with the round."""
-        self._lasting: set[asyncio.Task[None]] = set()
+        self._lasting = JobTasks(job.job, self._failed)
 
     # ---------------------------------------------------------------------------------------------------- members
 
     def end(self, following: Fence) -> None:
         """Adopt the next round's fence and cancel the tasks of the present one."""
         self.fence = following
-        for task in self._ending:
-            task.cancel()
+        self._ending.cancel()
 
     def cut_of(self, plan: Plan) -> Cut:
         return self.cut if self.cut.holds(plan) else cut(self.job, plan)
@@ -215,32 +211,17 @@ class JobRound:
 
     def start(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         """Run `work` in a task that ends with the round."""
-        return self._spawn(work, self._ending)
+        return self._ending.start(work)
 
     def start_lasting(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
         """Run `work` in a task that outlasts the round."""
-        return self._spawn(work, self._lasting)
+        return self._lasting.start(work)
 
-    def _spawn(self, work: Coroutine[object, object, object], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
-        async def reported() -> None:
-            try:
-                await work
-            except TransportError as error:  # the connection's owner reports the loss as an event
-                log.info("a connection of %s: %s", self.job.job, error)
-            except FusionError as error:
-                self.tell(events.CommandFailed(str(error)), None)
-            except Exception as error:  # the job must end with a reason instead of waiting for a failed task
-                log.exception("a command of %s failed", self.job.job)
-                self.tell(events.CommandFailed(f"{type(error).__name__}: {error}"), None)
-
-        task = asyncio.create_task(reported())
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # for a task that was cancelled before it began
-        return task
+    def _failed(self, reason: str) -> None:
+        self.tell(events.CommandFailed(reason), None)
 
     async def close(self) -> None:
         """Cancel the round's tasks and wait for the lasting ones."""
-        for task in self._ending:
-            task.cancel()
-        await asyncio.gather(*self._ending, *self._lasting, return_exceptions=True)
+        self._ending.cancel()
+        await self._ending.wait()
+        await self._lasting.wait()

@@ -575,6 +575,16 @@ def test_a_late_pass_does_not_answer_for_a_session_that_was_admitted_and_dropped
     assert batcher.forgotten == (1,)
 
 
+def test_stages_that_hold_a_waiting_session_again_are_told_again() -> None:
+    batcher = limited()
+    read(batcher, session(1, 4, 9))
+    batcher.compute_again()
+    batcher.dropped(batcher.take_number(), (1,))
+    assert batcher.forgotten == ()
+    batcher.forget((1,))
+    assert batcher.forgotten == (1,)
+
+
 def test_what_one_pass_can_not_name_keeps_its_place_at_the_stages() -> None:
     batcher = limited(in_flight=1)
     batcher.forget(range(1000, 1000 + MAX_SESSIONS // 2 + 6))
@@ -906,6 +916,16 @@ def test_a_text_that_is_over_keeps_its_pages_until_it_is_let_go() -> None:
     batcher.let_go(1)
     batcher.let_go(1)
     assert (batcher.is_held(1), batcher.pages.room) == (False, room)
+
+
+def test_a_text_without_a_computed_position_is_not_held() -> None:
+    batcher = holding(in_flight=1)
+    room = batcher.pages.room
+    batcher.submit(session(1, 9, 3), 0.0)
+    sent(batcher)
+    batcher.cancel(1)
+    assert not batcher.is_held(1)
+    assert (batcher.take_over(), batcher.pages.room) == ((), room)
 
 
 def sent_forget(batcher: Batcher) -> tuple[int, ...]:

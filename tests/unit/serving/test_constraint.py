@@ -24,9 +24,8 @@ from fusionai.serving.constraint import (
     JsonSchema,
     Pattern,
 )
-from fusionai.serving.history import TokenHistory
 from fusionai.serving.interface import Sampling
-from fusionai.serving.sampling import choose
+from fusionai.serving.sampling import TokenHistory, choose
 from fusionai.serving.text import Tokenizer
 from fusionai.serving.tool_grammar import call_grammar
 from fusionai.serving.tool_reading import ToolReader

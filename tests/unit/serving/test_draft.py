@@ -12,9 +12,8 @@ from fusionai.execution.compute import ComputeThread
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.serving.draft import DraftProposer, LoadedDraft
-from fusionai.serving.history import TokenHistory
 from fusionai.serving.interface import Sampling
-from fusionai.serving.sampling import choose
+from fusionai.serving.sampling import TokenHistory, choose
 from fusionai.wire.messages import Segment, ServeOptions
 
 VOCABULARY = 23

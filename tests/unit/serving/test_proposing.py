@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from fusionai.serving.generating import Generating
-from fusionai.serving.history import TokenHistory
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.serving.proposing import Acceptance, NgramProposer, PassTimes, best_count, expected_tokens
-from fusionai.serving.sampling import choose
+from fusionai.serving.sampling import TokenHistory, choose
 
 VOCABULARY = 40
 

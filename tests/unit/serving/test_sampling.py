@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from fusionai.primitives.errors import ExecutionError
-from fusionai.serving.history import TokenHistory
 from fusionai.serving.interface import Sampling
-from fusionai.serving.sampling import choose, uniform
+from fusionai.serving.sampling import TokenHistory, choose, uniform
 
 VOCABULARY = 97
 FIRST_DRAWS = [0.011546754286331562, 0.30931491118583454, 0.3336157643809733]

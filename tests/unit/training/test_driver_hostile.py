@@ -31,7 +31,7 @@ LIAR = peer_id(1)
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between peers within this process nobody is late."""
-    monkeypatch.setattr("fusionai.training.driver.LINK_GRACE_S", 0.02)
+    monkeypatch.setattr("fusionai.execution.links.connections.LINK_GRACE_S", 0.02)
 
 
 def zeros(step: int, microbatch: int) -> dict[str, np.ndarray]:

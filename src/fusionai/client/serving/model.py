@@ -31,7 +31,7 @@ from fusionai.ir.serving import LOGITS, SEQUENCE, require_servable, serving_grap
 from fusionai.primitives.errors import GraphError, ModelError, UsageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES
 from fusionai.serving.draft import DraftProposer, load_draft
-from fusionai.serving.graph import weight_keys
+from fusionai.serving.job import weight_keys
 from fusionai.serving.model_text import ModelText
 from fusionai.serving.text import read_json
 from fusionai.storage.adapter_files import CONFIG_FILE, AdapterFiles, read_adapter

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from fusionai.coordination.machine import FollowUp
-from fusionai.coordination.serving.batching import PROBE_SESSION
+from fusionai.coordination.serving.admission import PROBE_SESSION
 from fusionai.coordination.serving.commands import (
     BeginRound,
     ReportFault,
@@ -165,7 +165,7 @@ class Rounds:
         if event.number not in self.rebuilds:
             return []
         _, missing = self.rebuilds[event.number]
-        if event.end >= missing.get(event.session, event.end + 1):
+        if event.session in missing and event.end >= missing[event.session]:
             del missing[event.session]
         if missing:
             return []

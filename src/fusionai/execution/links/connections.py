@@ -23,6 +23,7 @@ from fusionai.execution.host import Host
 from fusionai.execution.links.outbox import Outbox
 from fusionai.execution.links.peer_links import open_job
 from fusionai.execution.member import RoundMember
+from fusionai.execution.state import by_name
 from fusionai.primitives.errors import ChannelClosed, FusionError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
@@ -37,6 +38,9 @@ StateServer = Callable[[PeerId, Channel], Awaitable[None]]
 """Reads a member's state connection. Returns or raises `FusionError` when the connection has ended."""
 LostSink = Callable[[PeerId, str], None]
 
+LINK_GRACE_S: Final = 0.2
+"""Seconds to wait after a lost link. It is often the first sign of a lost peer, whose own connection fails a moment
+later."""
 OPENING_S: Final = 3.0
 """Seconds to open both connections to a member, handshakes included (chosen)."""
 
@@ -197,6 +201,13 @@ class Connections:
         silent = peer in self._silence.watched and self._silence.silent_s(peer) > 2 * self._silence.ping_s
         return silent and self.is_open(peer)
 
+    async def both_remain(self, one: PeerId, other: PeerId) -> bool:
+        """Return whether both members of a lost link are still connected, once neither is doubtful any more."""
+        while True:
+            await asyncio.sleep(LINK_GRACE_S)
+            if not (self.is_doubtful(one) or self.is_doubtful(other)):
+                return self.is_open(one) and self.is_open(other)
+
     # --------------------------------------------------------------------------------------------------- the ends
 
     def tell(self, peer: PeerId, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
@@ -296,8 +307,7 @@ class LocalChannel:
     async def send(self, message: Message, tensors: Sequence[HostTensor] = ()) -> None:
         if self._closed or self._other is None or self._other.closed:
             raise ChannelClosed("the local channel is closed.")
-        headers = getattr(message, "tensors", ())
-        named: dict[str, HostTensor] = {h.name: tensor for h, tensor in zip(headers, tensors, strict=True)}
+        named = by_name(message, tensors)
         self.stats.sent_frames += 1
         self._other.stats.received_frames += 1
         self._other.stats.arrived_bytes += 1  # nothing is encoded, but it counts as a sign of life

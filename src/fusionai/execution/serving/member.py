@@ -18,19 +18,18 @@ from typing import Final
 
 from fusionai.execution.compute import return_code_pages, return_freed_memory
 from fusionai.execution.host import Host
-from fusionai.execution.links.outbox import Outbox
 from fusionai.execution.member import LinkLostSink, RoundMember
 from fusionai.execution.serving.loading import StageWeights, identity_of, prepare_stage
 from fusionai.execution.serving.stage import ServingStage
 from fusionai.execution.serving.verifier import TextVerifier
-from fusionai.execution.state import headers
+from fusionai.execution.state import by_name, headers
 from fusionai.primitives.errors import (
     ExecutionError,
     FusionError,
     GraphError,
     TransportError,
 )
-from fusionai.primitives.ids import PeerId, short
+from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
 from fusionai.storage.weight_pieces import spec_bytes
 from fusionai.transport.interface import Channel, Envelope
@@ -92,23 +91,17 @@ class ServingMember(RoundMember):
 
     # ------------------------------------------------------------------------------------------ reading channels
 
-    def _obey(self, envelope: Envelope, driver: Outbox) -> None:
-        """Handle one message of the driver without waiting; longer work goes on in tasks."""
+    def _order(self, envelope: Envelope) -> bool:
         match envelope.message:
-            case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
-                driver.post(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
-            case wire.Enlist() as enlist:
-                self.to_driver(self.enlist(enlist))
             case wire.Load() as load:
                 self._start(self._load(load, envelope.tensors))
             case wire.Rebuild() as order:
                 self._deliver(order, {})
             case wire.RequestSketches() | wire.ShowRows() | wire.ReadAgain() as order:
                 self._testify(order)
-            case other:
-                raise ExecutionError(
-                    f"the driver sent a {type(other).__name__} on its control connection, where it does not belong."
-                )
+            case _:
+                return False
+        return True
 
     async def serve_state(self, channel: Channel) -> None:
         """Fetch weights over the driver's state connection when needed."""
@@ -151,14 +144,9 @@ class ServingMember(RoundMember):
             case wire.ReadText():
                 sender = None  # from a guard; the driver knows which one it asked
             case _:
-                raise ExecutionError(
-                    f"peer {short(peer)} sent a {type(message).__name__}; only the driver may send it."
-                )
-        if message.fence != self._placement.fence:
-            self.stale_dropped += 1  # from another placement, whose senders may differ
+                raise self._only_the_driver(peer, message)
+        if not self._is_of_round(peer, message, sender):
             return
-        if sender is not None and self._placement.peer_of(sender) != peer:
-            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__} as stage {sender}, not its own.")
         match message:
             case wire.Pass():
                 self._deliver(message, envelope.tensors)
@@ -458,15 +446,13 @@ class ServingMember(RoundMember):
         if peer != self._host.peer:
             self._post(peer, message, tensors)
         elif isinstance(message, wire.Pass):
-            named = {header.name: tensor for header, tensor in zip(message.tensors, tensors, strict=True)}
-            asyncio.get_running_loop().call_soon(self._deliver, message, named)
+            asyncio.get_running_loop().call_soon(self._deliver, message, by_name(message, tensors))
 
     def result(self, message: wire.PassResult, tensors: Sequence[HostTensor]) -> None:
         if self._on_result is None:
             self._post(self.owner, message, tensors)
         else:
-            named = {header.name: tensor for header, tensor in zip(message.tensors, tensors, strict=True)}
-            self._on_result(message, named)
+            self._on_result(message, by_name(message, tensors))
 
     def _report(self, error: FusionError) -> None:
         """Fail all stages here, because a bad message addressed none in particular."""

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from fusionai.execution.host import Host
-from fusionai.execution.links.outbox import Outbox
 from fusionai.execution.member import LinkLostSink, RoundMember
+from fusionai.execution.state import by_name
 from fusionai.execution.training import retained as envelopes
 from fusionai.execution.training.retained import Sent
 from fusionai.execution.training.runtime import StageRuntime
@@ -85,13 +85,8 @@ class JobMember(RoundMember):
 
     # ------------------------------------------------------------------------------------------ reading channels
 
-    def _obey(self, envelope: Envelope, driver: Outbox) -> None:
-        """Handle one message of the driver without waiting; longer work goes on in tasks."""
+    def _order(self, envelope: Envelope) -> bool:
         match envelope.message:
-            case wire.Ping(sequence=sequence, sent_at_s=sent_at_s):
-                driver.post(wire.Pong(sequence=sequence, sent_at_s=sent_at_s))
-            case wire.Enlist() as enlist:
-                self.to_driver(self.enlist(enlist))
             case wire.Attach() as attach:
                 self._start(self._attach(attach, envelope.tensors))
             case wire.Prepare() as told:
@@ -106,10 +101,9 @@ class JobMember(RoundMember):
                 if isinstance(message, wire.Commit) and message.fence == self._placement.fence:
                     self._snapshots.store.drop_below(message.line)
                 self._deliver(message, envelope.tensors)
-            case other:
-                raise ExecutionError(
-                    f"the driver sent a {type(other).__name__} on its control connection, where it does not belong."
-                )
+            case _:
+                return False
+        return True
 
     async def serve_state(self, channel: Channel) -> None:
         """Take state chunks from the driver. What `state` sends leaves on the same connection."""
@@ -161,12 +155,9 @@ class JobMember(RoundMember):
         message = envelope.message
         sender = envelopes.sender(message)
         if sender is None:
-            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__}; only the driver may send it.")
-        if _fence(message) != self._placement.fence:
-            self.stale_dropped += 1  # from another placement, whose senders may differ
+            raise self._only_the_driver(peer, message)
+        if not self._is_of_round(peer, message, sender):
             return
-        if self._placement.peer_of(sender) != peer:
-            raise ExecutionError(f"peer {short(peer)} sent a {type(message).__name__} as stage {sender}, not its own.")
         if isinstance(message, wire.Output):
             self._take_output(message, envelope.tensors)
         else:
@@ -271,11 +262,7 @@ class JobMember(RoundMember):
     def to_stage(self, stage: int, message: wire.Message, tensors: Sequence[HostTensor] = ()) -> None:
         peer = self._placement.peer_of(stage)
         if peer == self._host.peer:
-            headers = getattr(message, "tensors", ())
-            named: dict[str, HostTensor] = {
-                header.name: tensor for header, tensor in zip(headers, tensors, strict=True)
-            }
-            asyncio.get_running_loop().call_soon(self._deliver, message, named)
+            asyncio.get_running_loop().call_soon(self._deliver, message, by_name(message, tensors))
             return
         self._post(peer, message, tensors)
 
@@ -288,9 +275,7 @@ class JobMember(RoundMember):
 
     def output(self, message: wire.Output, tensors: Sequence[HostTensor]) -> None:
         if self._on_output is not None:
-            self._take_output(
-                message, {header.name: tensor for header, tensor in zip(message.tensors, tensors, strict=True)}
-            )
+            self._take_output(message, by_name(message, tensors))
             return
         self._post(self.owner, message, tensors)
 
@@ -418,9 +403,8 @@ class JobMember(RoundMember):
         if self.owner in (peer, self._host.peer):
             await self.state(message, tensors)
         elif peer == self._host.peer:
-            named = {header.name: tensor for header, tensor in zip(message.tensors, tensors, strict=True)}
             if not isinstance(message, wire.Snapshot):
-                self.testimony(peer, message, named)
+                self.testimony(peer, message, by_name(message, tensors))
         else:
             await self._snapshots.send(peer, addresses, message, tensors)
 

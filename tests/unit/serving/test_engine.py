@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusionai.primitives.ids import PeerId
-from fusionai.serving.stations import stations
+from fusionai.serving.engine import stations
 
 OWNER, ADA, BOB, CYD = (PeerId(name) for name in ("owner", "ada", "bob", "cyd"))
 HERE = {

@@ -1,0 +1,330 @@
+"""The open requests of a serving engine: pass results in, tokens and states of the job out to their listeners.
+
+`Answers` decides on which thread a pass's logits are sampled and when speculative tokens are requested. What a pass
+counts for is decided by `coordination.serving.batching`.
+
+Neighbours: `serving.driver` reports passes, failures and states; `serving.generating` keeps the state of one
+generation; `serving.engine` submits requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+
+from fusionai.coordination.round.events import CommandFailed
+from fusionai.coordination.serving.commands import ServingState
+from fusionai.coordination.serving.driver import ServingMachine
+from fusionai.coordination.serving.events import ServingEvent
+from fusionai.primitives.errors import ExecutionError
+from fusionai.serving.faults import ServingFaultLog
+from fusionai.serving.generating import Generating, Rows, TextToEmbed, Verdict
+from fusionai.serving.interface import Generation, GenerationPaused, HopTiming
+from fusionai.serving.job import ServingJob
+from fusionai.serving.passes import Returned
+from fusionai.serving.proposing import Guesses
+from fusionai.serving.speculating import Speculation
+
+log = logging.getLogger(__name__)
+
+INLINE_PLAIN: Final = 2**19
+"""Largest number of logits of greedy rows that are sampled on the event loop. Finding their maxima takes a tenth of a
+millisecond, as long as a hand-over to a thread."""
+INLINE: Final = 2**14
+"""Largest number of logits that are sampled on the event loop with any other sampling (chosen)."""
+SPEED_S: Final = 10.0
+"""Window of `Answers.tokens_per_s`, in seconds."""
+
+
+class Answers:
+    """`tell` hands an event to the driver, or None to have it send the passes that are due."""
+
+    def __init__(
+        self,
+        job: ServingJob,
+        machine: ServingMachine,
+        faults: ServingFaultLog,
+        speculation: Speculation | None,
+        *,
+        now_s: Callable[[], float],
+        tell: Callable[[ServingEvent | None], None],
+    ) -> None:
+        self.state: ServingState = "starting"
+        self.detail = ""
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ready.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self.emitted_tokens = 0
+        self._job = job
+        self._machine = machine
+        self._batcher = machine.batcher
+        self._faults = faults
+        self._speculation = speculation
+        self._now_s = now_s
+        self._tell = tell
+        self._generations: dict[int, Generating] = {}
+        self._embeddings: dict[int, TextToEmbed] = {}
+        self._sampled_now: Counter[int] = Counter()
+        """Number of passes, per generation, whose rows are sampled in the thread or wait for it."""
+        self._sampling = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampling")
+        self._recent: deque[tuple[float, int]] = deque()
+        """(time, emitted tokens) of the last passes."""
+
+    # -------------------------------------------------------------------------------------------------- requests
+
+    def generate(self, number: int, generation: Generation) -> Generating:
+        """Open a generation under the number of its session, which has been submitted."""
+        if not self._generations:
+            self._faults.asked()
+        generating = self._generations[number] = Generating(number, generation, self._abandoned)
+        if self.state in ("recovering", "waiting"):
+            generating.held(GenerationPaused(self.state, self.detail))
+        self._tell(None)
+        return generating
+
+    def embed(self, number: int, prompt: tuple[int, ...]) -> TextToEmbed:
+        embedding = self._embeddings[number] = TextToEmbed(number, prompt)
+        return embedding
+
+    def end_embedding(self, number: int) -> None:
+        if self._embeddings.pop(number, None) is not None:
+            self._batcher.cancel(number)
+
+    def _abandoned(self, number: int) -> None:
+        """Drop a generation that nothing listens to any more; its KV cache pages are free at once."""
+        self._forget(number)
+        self._batcher.cancel(number)
+        self._tell(None)
+
+    def _forget(self, number: int) -> None:
+        self._generations.pop(number, None)
+        if self._speculation is not None:
+            self._speculation.end(number)
+
+    def end_all(self, reason: str) -> None:
+        for generating in list(self._generations.values()):
+            generating.finish("failed", f"the engine stopped: {reason}")
+        for embedding in list(self._embeddings.values()):
+            embedding.fail(ExecutionError(f"the engine stopped: {reason}."))
+        self._generations.clear()
+        self._embeddings.clear()
+
+    def close(self) -> None:
+        self._sampling.shutdown(wait=True, cancel_futures=True)
+        if self._speculation is not None:
+            self._speculation.close()
+
+    # --------------------------------------------------------------------------------------------------- results
+
+    def returned(self, result: Returned) -> None:
+        """Sample the rows of a finished pass, on the event loop or in a thread, then emit the tokens."""
+        sessions = self._machine.sessions_of(result.fence, result.plan.number)
+        rows = {number: share for number, share in _shares(result).items() if number in sessions}
+        todo = [(self._generations[number], *share) for number, share in rows.items() if number in self._generations]
+        size = sum(len(share) for _, share, _, _ in todo) * self._job.vocabulary
+        plain = all(generating.is_plain for generating, *_ in todo)
+        # While the thread samples an earlier pass of a text, later ones go to the thread too, to keep the order.
+        follows = any(generating.number in self._sampled_now for generating, *_ in todo)
+        if size <= (INLINE_PLAIN if plain else INLINE) and not follows:
+            self._take(result, rows, lambda: _judged(todo, self._job.vocabulary))
+            return
+        self._sampled_now.update(generating.number for generating, *_ in todo)
+
+        def done(judged: asyncio.Future[dict[int, Verdict]]) -> None:
+            self._sampled_now.subtract(generating.number for generating, *_ in todo)
+            self._sampled_now += Counter()
+            if not judged.cancelled():
+                self._take(result, rows, judged.result)
+
+        work = asyncio.get_running_loop().run_in_executor(self._sampling, _judged, todo, self._job.vocabulary)
+        work.add_done_callback(done)
+
+    def _take(self, result: Returned, rows: Mapping[int, Share], judged: Callable[[], Mapping[int, Verdict]]) -> None:
+        try:
+            self._give_out(result, rows, judged())
+        except Exception as error:  # otherwise the error would be lost and the pass's generations would wait for ever
+            log.exception("the result of pass %d of %s could not be processed", result.plan.number, self._job.job)
+            self._tell(CommandFailed(f"{type(error).__name__}: {error}"))
+
+    def _give_out(self, result: Returned, rows: Mapping[int, Share], verdicts: Mapping[int, Verdict]) -> None:
+        number, now_s = result.plan.number, self._now_s()
+        cached = {one: self._batcher.matched(one) for one in verdicts}
+        tokens = {one: tuple(verdict.tokens) for one, verdict in verdicts.items()}
+        finished = {one for one, verdict in verdicts.items() if verdict.ended is not None}
+        counted = self._machine.returned(result.fence, number, tokens, finished, now_s)
+        hops = self._hops(result) if verdicts else ()
+        emitted = 0
+        self._watch(result, counted)
+        going_on: list[int] = []
+        for session in counted:
+            generating, verdict = self._generations.get(session), verdicts.get(session)
+            if generating is not None and verdict is not None:
+                generating.adopt(verdict, hops, cached[session])
+                emitted += len(verdict.tokens)
+                if self._goes_on(generating, verdict) and verdict.tokens:
+                    going_on.append(session)
+            embedding = self._embeddings.get(session)
+            if embedding is not None and session in rows:
+                embedding.adopt(rows[session][0])
+                if embedding.done.done():
+                    del self._embeddings[session]
+        if emitted:
+            self.emitted_tokens += emitted
+            self._recent.append((now_s, emitted))
+            self._faults.flowed()
+        # Deadlines are checked here too, because a whole answer may take less time than one tick.
+        self.expire(now_s)
+        self._guess([one for one in going_on if one in self._generations], len(result.plan.segments))
+        self._tell(None)
+
+    def _goes_on(self, generating: Generating, verdict: Verdict) -> bool:
+        number = generating.number
+        if self._speculation is not None:
+            self._speculation.verified(verdict.proposed, verdict.accepted)
+        if generating.finished:
+            self._forget(number)
+            self._batcher.cancel(number)  # the batcher does not know of the end if a constraint caused it
+            return False
+        if self._speculation is not None and _may_be_guessed(generating):
+            self._speculation.emitted(number, verdict.tokens)
+            return True
+        return False
+
+    # ------------------------------------------------------------------------------------------------- guesses
+
+    def _watch(self, result: Returned, counted: Collection[int]) -> None:
+        """Record the pass's duration, and begin to follow generations whose prompt is being read. Runs before the
+        pass's tokens are emitted."""
+        if self._speculation is None:
+            return
+        generations = [one for number in counted if (one := self._generations.get(number)) is not None]
+        if generations and all(one.prompt_read for one in generations):
+            self._speculation.passed(len(result.plan.tokens), result.elapsed_s)
+        for one in generations:
+            if _may_be_guessed(one):
+                self._speculation.begin(one.number, one.generation.prompt, one.generation.sampling)
+
+    def _guess(self, numbers: Sequence[int], rows: int) -> None:
+        """Request guesses for these generations. Until the answer comes they are in no pass."""
+        if self._speculation is None or not numbers:
+            return
+        for number in numbers:
+            self._batcher.hold(number)
+        asking = True
+
+        def answer(guesses: Guesses) -> None:
+            for number in numbers:
+                self._batcher.propose(number, guesses[number])
+            if not asking:
+                self._tell(None)
+
+        self._speculation.ask(numbers, rows, answer)
+        asking = False
+
+    def _hops(self, result: Returned) -> tuple[HopTiming, ...]:
+        """Timing of each hop. Time that no stage accounts for is transfer time, divided equally among the changes of
+        machine."""
+        known_s = sum(hop.queued_s + hop.compute_s for hop in result.hops)
+        way_s = max(0.0, result.elapsed_s - known_s)
+        places, owner = self._machine.roles.places, self._job.owner
+        peers = [owner, *(places.get(hop.stage, owner) for hop in result.hops)]
+        moves = [one != before for before, one in itertools.pairwise(peers)]
+        moves[-1:] = [moves[-1] + (peers[-1] != owner)] if moves else []  # the last hop includes the way back
+        share_s = way_s / sum(moves) if any(moves) else 0.0
+        return tuple(
+            HopTiming(hop.stage, self._faults.name(peer), hop.queued_s, hop.compute_s, share_s * count)
+            for hop, peer, count in zip(result.hops, peers[1:], moves, strict=True)
+        )
+
+    # ------------------------------------------------------------------------------------------- news of the job
+
+    def failed(self, sessions: Sequence[int], reason: str) -> None:
+        """End these sessions, because they can't continue."""
+        for number in sessions:
+            generating, embedding = self._generations.get(number), self._embeddings.pop(number, None)
+            if generating is not None:
+                generating.finish("failed", reason)
+                self._forget(number)
+            if embedding is not None:
+                embedding.fail(ExecutionError(f"{reason.rstrip('.')}."))
+
+    def stands(self, state: ServingState, detail: str) -> None:
+        """Adopt the state of the job, and tell listeners about pauses."""
+        before, self.state, self.detail = self.state, state, detail
+        if state == "ready" and not self.ready.done():
+            self.ready.set_result(None)
+        if state == before or "starting" in (state, before):
+            return
+        match state:
+            case "ready":
+                if not self._generations:
+                    self._faults.recovered_unnoticed()
+                held = GenerationPaused("running", detail)
+            case "recovering" | "waiting":
+                held = GenerationPaused(state, detail)
+            case _:
+                return
+        for generating in self._generations.values():
+            generating.held(held)
+
+    def expire(self, now_s: float) -> None:
+        """End the sessions whose deadline has passed."""
+        for number in self._batcher.expire(now_s):
+            generating = self._generations.get(number)
+            if generating is not None:
+                generating.finish("deadline", f"its deadline of {generating.generation.deadline_s:g} s has passed")
+                self._forget(number)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Mean over the last `SPEED_S` seconds."""
+        since_s = self._now_s() - SPEED_S
+        while self._recent and self._recent[0][0] < since_s:
+            self._recent.popleft()
+        return sum(count for _, count in self._recent) / SPEED_S
+
+
+def _may_be_guessed(generating: Generating) -> bool:
+    """Return whether guesses are allowed for the generation. A constraint rules them out: which tokens it allows
+    depends on all tokens before."""
+    return generating.generation.constraint is None and generating.generation.max_tokens > 1
+
+
+Share = tuple[Rows, int, tuple[int, ...]]
+"""One session's part of a pass: its rows, the position of the first row, and the tokens computed after each row but the
+last."""
+
+
+def _shares(result: Returned) -> dict[int, Share]:
+    plan, rows = result.plan, result.rows
+    if rows is None:
+        return {}
+    owners = np.array(plan.wanted_sessions)
+    shares: dict[int, Share] = {}
+    begin = 0
+    for segment in plan.segments:
+        count = int(np.count_nonzero(owners == segment.session))
+        end = begin + segment.length
+        if count:
+            first = int(np.flatnonzero(owners == segment.session)[0])
+            packed = plan.tokens[begin:end]
+            shares[segment.session] = (
+                rows[first : first + count],
+                segment.start + segment.length - count,
+                packed[segment.length - count + 1 :],
+            )
+        begin = end
+    return shares
+
+
+def _judged(todo: Sequence[tuple[Generating, Rows, int, tuple[int, ...]]], vocabulary: int) -> dict[int, Verdict]:
+    return {
+        generating.number: generating.judge(rows[:, :vocabulary], first, proposals)
+        for generating, rows, first, proposals in todo
+    }

@@ -1,0 +1,173 @@
+"""Passes, probes and rebuilds that the driver of a serving job sends through the stages, and their results.
+
+`serving.driver` says what is sent, `execution.serving.member` sends it; `serving.answers` samples what comes back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from fusionai.coordination.serving.commands import SendProbe, SendRebuild
+from fusionai.coordination.serving.driver import ServingMachine
+from fusionai.coordination.serving.events import ProbeReturned
+from fusionai.coordination.serving.sessions import PassPlan
+from fusionai.execution.serving.member import ServingMember
+from fusionai.execution.serving.retained import packed
+from fusionai.execution.state import as_array, headers
+from fusionai.ir.partition import FEED
+from fusionai.ir.serving import LOGITS
+from fusionai.primitives.ids import PeerId
+from fusionai.primitives.tensors import FLOAT_DTYPES, HostTensor, host_tensor
+from fusionai.serving.job import ServingJob
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence, Segment, StageDelay
+
+TOLERANCE: Final[Mapping[str, float]] = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2, "int8": 5e-2, "int4": 5e-2}
+"""Largest allowed difference between a probe's logits and the first probe's, relative to the first probe's largest
+logit, by the format of weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A finished pass. `rows`: [wanted rows, vocabulary or hidden size], None if no rows were wanted."""
+
+    fence: Fence
+    plan: PassPlan
+    rows: np.ndarray | None
+    hops: tuple[StageDelay, ...]
+    elapsed_s: float
+
+
+class Passes:
+    """`drop` ends the connection to a member that sent an invalid result, with the reason."""
+
+    def __init__(
+        self,
+        job: ServingJob,
+        machine: ServingMachine,
+        member: ServingMember,
+        *,
+        now_s: Callable[[], float],
+        drop: Callable[[PeerId, str], None],
+    ) -> None:
+        self.compute_s: dict[int, float] = {}
+        """Moving mean of a stage's compute time per pass, by stage."""
+        self._job = job
+        self._machine = machine
+        self._member = member
+        self._now_s = now_s
+        self._drop = drop
+        self._sent: dict[int, tuple[PassPlan, float]] = {}
+        """Passes in flight with the time they were sent, by number."""
+        self._first_probe: np.ndarray | None = None
+
+    def begin_round(self) -> None:
+        """Void everything in flight."""
+        self._sent.clear()
+
+    def distrust_probes(self) -> None:
+        """Compare probes with the next one that returns, because a faulty peer took part in the first."""
+        self._first_probe = None
+
+    # ------------------------------------------------------------------------------------------------------ sending
+
+    def send_due(self) -> None:
+        """Send the passes that fit into the pipeline."""
+        now_s = self._now_s()
+        while (plan := self._machine.next_pass(now_s)) is not None:
+            self._sent[plan.number] = (plan, now_s)
+            self._send(
+                plan.number, plan.segments, plan.tokens, plan.wanted, forget=plan.forget, hidden=plan.output == "hidden"
+            )
+
+    def probe(self, command: SendProbe) -> None:
+        last_row = (len(command.tokens) - 1,)
+        self._send(command.number, command.segments, command.tokens, last_row, forget=command.forget)
+
+    def rebuild_from_tokens(self, command: SendRebuild) -> None:
+        taken = 0
+        for parts in packed(command.segments, self._job.options.pass_tokens):
+            length = sum(part.length for part in parts)
+            self._send(command.number, parts, command.tokens[taken : taken + length], rebuild=command.through)
+            taken += length
+
+    def _send(
+        self,
+        number: int,
+        segments: tuple[Segment, ...],
+        tokens: Sequence[int],
+        wanted: tuple[int, ...] = (),
+        *,
+        forget: tuple[int, ...] = (),
+        hidden: bool = False,
+        rebuild: int = -1,
+    ) -> None:
+        tensors = {"input_ids": host_tensor("int64", (1, len(tokens)), np.array(tokens, np.int64).data)}
+        message = wire.Pass(
+            fence=self._machine.fence,
+            number=number,
+            producer=FEED,
+            consumer=0,
+            segments=segments,
+            wanted=wanted,
+            output="hidden" if hidden else "logits",
+            forget=forget,
+            rebuild=rebuild,
+            tensors=headers(tensors),
+        )
+        self._member.to_stage(0, message, tuple(tensors.values()))
+
+    # ------------------------------------------------------------------------------------------------------ results
+
+    def arrived(self, message: wire.PassResult, tensors: Mapping[str, HostTensor]) -> Returned | ProbeReturned | None:
+        """Return what arrived; None if it belongs to nothing in flight or is invalid. A member that sends an invalid
+        result counts as lost. Never raises."""
+        machine = self._machine
+        if message.fence != machine.fence:
+            return None
+        now_s = self._now_s()
+        for hop in message.hops:
+            mean_s = self.compute_s.get(hop.stage, hop.compute_s)
+            self.compute_s[hop.stage] = mean_s + 0.05 * (hop.compute_s - mean_s)
+            machine.measured(message.fence, message.number, hop.stage, hop.compute_s)
+        if message.number in machine.rounds.probes:
+            rows = self._rows(message, tensors, 1, LOGITS)
+            return None if rows is None else self._probed(message.number, rows)
+        if (sent := self._sent.pop(message.number, None)) is None:
+            return None
+        plan, sent_s = sent
+        rows = self._rows(message, tensors, len(plan.wanted), plan.output) if plan.wanted else None
+        if plan.wanted and rows is None:
+            return None
+        return Returned(message.fence, plan, rows, message.hops, now_s - sent_s)
+
+    def _rows(
+        self, message: wire.PassResult, tensors: Mapping[str, HostTensor], count: int, output: str
+    ) -> np.ndarray | None:
+        """Return the output as [count, width], or None if it is not what was expected."""
+        places = self._machine.roles.places
+        tensor = tensors.get(output) if message.stage == len(places) - 1 else None
+        if tensor is not None and len(tensor.shape) == 3 and tensor.shape[:2] == (1, count):
+            logits = output != LOGITS or (tensor.dtype == "float32" and tensor.shape[2] >= self._job.vocabulary)
+            if logits and tensor.dtype in FLOAT_DTYPES:
+                return as_array(tensor).astype(np.float32, copy=False).reshape(count, -1)
+        got = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+        self._drop(PeerId(places.get(message.stage, self._job.owner)), f"expected {count} rows of {output}, got {got}")
+        return None
+
+    def _probed(self, number: int, rows: np.ndarray) -> ProbeReturned:
+        digest = hashlib.sha256(rows.tobytes()).hexdigest()
+        distance = 0.0
+        if self._first_probe is None:
+            self._first_probe = rows.copy()
+        else:
+            scale = float(np.abs(self._first_probe).max()) or 1.0
+            distance = float(np.abs(rows - self._first_probe).max()) / scale
+        if not np.isfinite(rows).all():
+            distance = float("inf")
+        return ProbeReturned(self._machine.fence, number, digest, distance, TOLERANCE[self._job.options.weights])
