@@ -195,8 +195,9 @@ class _Silenced(io.TextIOBase):
 def _quiet_export() -> Iterator[None]:
     """Suppress what a failing export prints (its unfinished graph and a traceback); our error names the model's line
     instead."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    with patched((logger, "disabled", True)), contextlib.redirect_stderr(_Silenced(sys.stderr)):
+    loggers = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+    silent = [(logging.getLogger(name), "disabled", True) for name in loggers]
+    with patched(*silent), contextlib.redirect_stderr(_Silenced(sys.stderr)):
         yield
 
 
