@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusionai.primitives.errors import TrustError, WireError
 from fusionai.transport.identity import peer_of, public_bytes
-from fusionai.transport.relay_dialling import HEADER_BYTES, bytes_to_come, greeting
+from fusionai.transport.relay import HEADER_BYTES, bytes_to_come, greeting
 from fusionai.transport.signed import (
     MAX_TOKEN_BYTES,
     SIGNATURE_BYTES,

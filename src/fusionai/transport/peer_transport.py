@@ -1,12 +1,12 @@
 """Reaches a peer by any route that works: directly by TCP, through NATs by QUIC, or over the broker's relay.
 
-Decides which route is tried when. All routes are raced in the order that `ways` gives. The relay is tried last; it
+Decides which route is tried when. All routes are raced in the order that `RouteTable` gives. The relay is tried last; it
 wins only if nothing else answers, or if it is what worked last time. While a link goes over the relay, better routes
 are tried again in the background, and the next connection uses the one that was found. The other side proves its
 identity on every route alike.
 
-`tcp` dials, `quic` goes through NATs, `introductions` asks the broker, `relay_dialling` connects through its relay,
-`routes` decides which attempt wins; `peer` passes on the broker's notices.
+`tcp` dials, `quic` goes through NATs, `introductions` asks the broker, `relay` connects through its relay, `addresses`
+decides which attempt wins. `peer` passes on the broker's notices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fusionai.transport.interface import Accept, Channel
 from fusionai.transport.introductions import Introductions, Meeting
 from fusionai.transport.quic import QuicListener, QuicTransport, format_quic, parse_quic
 from fusionai.transport.quic_channel import QuicChannel
-from fusionai.transport.relay_dialling import through_relay
+from fusionai.transport.relay import through_relay
 from fusionai.transport.routes import (
     RELAY_SCHEME,
     Attempt,

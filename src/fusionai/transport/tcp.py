@@ -1,8 +1,8 @@
 """The network transport: mutual TLS 1.3 over TCP.
 
 Candidate addresses are raced in order. Decides which errors a failed connection raises. Runs on any asyncio event
-loop, faster on uvloop. `racing` decides which attempt wins, `tcp_channel` moves the bytes, `tcp_listener` accepts
-connections, `credentials` proves this machine's identity.
+loop, faster on uvloop. `addresses` decides which attempt wins, `channels.tcp` moves the bytes, `credentials` proves
+this machine's identity.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from fusionai.primitives.ids import PeerId
 from fusionai.transport.credentials import Credentials, MemberCredentials, StrangerCredentials
 from fusionai.transport.framed import AcceptedTasks, AcceptLimits, Dialling
 from fusionai.transport.interface import Accept, Role
-from fusionai.transport.relay import Relay
-from fusionai.transport.relay_dialling import MAGIC
+from fusionai.transport.relay import MAGIC, Relay
 from fusionai.transport.routes import Attempt, candidates, first_to_answer, format_address, parse_address
 from fusionai.transport.tcp_channel import GOODBYE_TIMEOUT_S, TcpChannel
 from fusionai.transport.uplink import TransferLimits
