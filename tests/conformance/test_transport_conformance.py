@@ -24,7 +24,7 @@ from fusionai.transport.credentials import MemberCredentials, StrangerCredential
 from fusionai.transport.identity import load_identity, peer_of
 from fusionai.transport.interface import Channel, Listener, Remote, Role, Transport
 from fusionai.transport.quic import QuicTransport
-from fusionai.transport.routes import parse_address
+from fusionai.transport.addresses import parse_address
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.frame import (
     GREETING_LIMITS,

@@ -32,7 +32,7 @@ from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.framed import AcceptLimits
 from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
-from fusionai.transport.routes import parse_address
+from fusionai.transport.addresses import parse_address
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire import messages
 from fusionai.wire.frame import (

@@ -37,7 +37,7 @@ from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, keep_membership, load_membership
 from fusionai.transport.identity import Identity, load_identity, make_private_directory, read_private
 from fusionai.transport.relay import PAIR_BYTES_PER_S, Relay, RelayLimits
-from fusionai.transport.routes import parse_address, port_of
+from fusionai.transport.addresses import parse_address, port_of
 from fusionai.transport.tcp import TcpTransport
 from fusionai.transport.trust import Endorsement, Signer, TrustList, TrustListFile, key_text, load_trust_list
 

@@ -26,7 +26,7 @@ from fusionai.transport.authority import Authority
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.interface import Accept, Remote, Transport
 from fusionai.transport.quic import QuicListener, QuicTransport
-from fusionai.transport.routes import RELAY_SCHEME, format_address, host_of
+from fusionai.transport.addresses import RELAY_SCHEME, format_address, host_of
 from fusionai.transport.signed import LIFETIME_S, MEETING_BYTES, PairingToken, Side, sign_pairing
 from fusionai.wire.messages import Introduced, Meet, MeetNotice, Observe, Observed
 

@@ -16,7 +16,7 @@ from fusionai.primitives.ids import PeerId
 from fusionai.transport.enrolment import Membership
 from fusionai.transport.interface import Channel
 from fusionai.transport.introductions import Introductions
-from fusionai.transport.routes import best_links
+from fusionai.transport.addresses import best_links
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.messages import LinkView, Observed
 

@@ -25,7 +25,7 @@ from fusionai.storage.weight_memory import WeightsInFiles
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.enrolment import Membership, enrol, load_membership
 from fusionai.transport.peer_transport import PeerTransport
-from fusionai.transport.routes import relay_candidates
+from fusionai.transport.addresses import relay_candidates
 from fusionai.transport.tcp import TcpListener
 from fusionai.transport.trust import carried_endorsements
 from fusionai.transport.uplink import TransferLimits

@@ -41,7 +41,7 @@ from fusionai.serving.interface import EngineBusy, EngineStatus, Generation, Pro
 from fusionai.serving.job import ServingJob
 from fusionai.serving.proposing import NgramProposer, Proposer
 from fusionai.serving.speculating import Speculation
-from fusionai.transport.routes import parse_address
+from fusionai.transport.addresses import parse_address
 
 PROBE_TOKENS: Final = 8
 """Length of the probe text that must cross all stages before the engine is ready (chosen)."""

@@ -27,7 +27,7 @@ from fusionai.transport.introductions import Introductions, Meeting
 from fusionai.transport.quic import QuicListener, QuicTransport, format_quic, parse_quic
 from fusionai.transport.quic_channel import QuicChannel
 from fusionai.transport.relay import through_relay
-from fusionai.transport.routes import (
+from fusionai.transport.addresses import (
     RELAY_SCHEME,
     Attempt,
     RouteTable,

@@ -27,7 +27,7 @@ from fusionai.transport.framed import AcceptedTasks, AcceptLimits, Dialling
 from fusionai.transport.identity import public_key_of
 from fusionai.transport.interface import Accept, Role
 from fusionai.transport.quic_channel import QuicChannel
-from fusionai.transport.routes import Attempt, candidates, first_to_answer, format_address, parse_address
+from fusionai.transport.addresses import Attempt, candidates, first_to_answer, format_address, parse_address
 from fusionai.transport.uplink import TransferLimits
 from fusionai.wire.messages import Stream
 

@@ -26,7 +26,7 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.transport.bulk import use_for_bulk
 from fusionai.transport.identity import Identity, public_key_of
 from fusionai.transport.links import CHECK_EVERY_S, DEAD_AFTER_S, set_options, silent_s
-from fusionai.transport.routes import format_address
+from fusionai.transport.addresses import format_address
 from fusionai.transport.signed import (
     MAX_TOKEN_BYTES,
     SIGNATURE_BYTES,

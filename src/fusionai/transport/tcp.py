@@ -23,7 +23,7 @@ from fusionai.transport.credentials import Credentials, MemberCredentials, Stran
 from fusionai.transport.framed import AcceptedTasks, AcceptLimits, Dialling
 from fusionai.transport.interface import Accept, Role
 from fusionai.transport.relay import MAGIC, Relay
-from fusionai.transport.routes import Attempt, candidates, first_to_answer, format_address, parse_address
+from fusionai.transport.addresses import Attempt, candidates, first_to_answer, format_address, parse_address
 from fusionai.transport.tcp_channel import GOODBYE_TIMEOUT_S, TcpChannel
 from fusionai.transport.uplink import TransferLimits
 from fusionai.wire.messages import Stream

@@ -31,7 +31,7 @@ from fusionai.transport.links import (
     tcp_figures,
     unacknowledged_s,
 )
-from fusionai.transport.routes import route_to
+from fusionai.transport.addresses import route_to
 from fusionai.transport.uplink import RateLimit, TransferLimits
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Way

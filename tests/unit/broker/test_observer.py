@@ -15,7 +15,7 @@ from fusionai.transport.authority import load_authority
 from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel, Remote
-from fusionai.transport.routes import parse_address
+from fusionai.transport.addresses import parse_address
 from fusionai.transport.tcp import TcpTransport
 from fusionai.wire.messages import Observe, Observed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusionai.primitives.errors import UsageError
-from fusionai.transport.routes import candidates, format_address, parse_address
+from fusionai.transport.addresses import candidates, format_address, parse_address
 
 
 @pytest.mark.parametrize(

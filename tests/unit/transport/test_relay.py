@@ -22,7 +22,7 @@ from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.framed import Dialling
 from fusionai.transport.interface import Channel
 from fusionai.transport.relay import BAD_GREETING, BAD_TOKEN, Relay, RelayLimits, greeting, through_relay
-from fusionai.transport.routes import parse_address
+from fusionai.transport.addresses import parse_address
 from fusionai.transport.signed import PairingToken, Side, prove_holding, sign_pairing
 from fusionai.transport.tcp import TcpTransport
 from fusionai.transport.tcp_channel import TcpChannel

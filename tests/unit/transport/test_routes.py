@@ -7,8 +7,8 @@ import ipaddress
 import pytest
 
 from fusionai.primitives.ids import PeerId
-from fusionai.transport import routes as ways
-from fusionai.transport.routes import route_to
+from fusionai.transport import addresses as ways
+from fusionai.transport.addresses import route_to
 
 PEER = PeerId("a" * 52)
 LOOPBACK, OWN, OTHER, PUBLIC, NAME, RELAY = (

@@ -23,7 +23,7 @@ from fusionai.transport import bulk
 from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
 from fusionai.transport.framed import AcceptLimits
 from fusionai.transport.interface import Channel, Listener
-from fusionai.transport.routes import parse_address
+from fusionai.transport.addresses import parse_address
 from fusionai.transport.tcp import TcpTransport
 from fusionai.transport.tcp_channel import TcpChannel
 from fusionai.transport.uplink import TransferLimits
