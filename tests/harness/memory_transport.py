@@ -15,7 +15,7 @@ from typing import Final
 from fusionai.primitives.errors import ChannelClosed, FusionError, TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.transport.framed import AcceptedTasks, AcceptLimits, Dialling, FramedChannel
+from fusionai.transport.channels.framed import AcceptedTasks, AcceptLimits, Dialling, FramedChannel
 from fusionai.transport.interface import Accept, Remote, Role
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Stream

@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 from fusionai.cli.running import run
 from fusionai.primitives.errors import ChannelClosed, WireError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, host_tensor
-from fusionai.transport.authority import load_authority
-from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.framed import AcceptLimits
-from fusionai.transport.identity import load_identity
+from fusionai.transport.channels.framed import AcceptLimits
 from fusionai.transport.interface import Channel
-from fusionai.transport.addresses import parse_address
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.addresses import parse_address
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.authority import load_authority
+from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.identity import load_identity
 from fusionai.wire import messages
 from fusionai.wire.frame import (
     GREETING_LIMITS,

@@ -23,12 +23,12 @@ from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import PoolClock, SystemClock
 from fusionai.storage.weight_memory import WeightsInFiles
 from fusionai.storage.weight_store import WeightStore
+from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.enrolment import Membership, enrol, load_membership
 from fusionai.transport.peer_transport import PeerTransport
-from fusionai.transport.addresses import relay_candidates
-from fusionai.transport.tcp import TcpListener
-from fusionai.transport.trust import carried_endorsements
-from fusionai.transport.uplink import TransferLimits
+from fusionai.transport.routes.addresses import relay_candidates
+from fusionai.transport.routes.tcp import TcpListener
+from fusionai.transport.security.trust import carried_endorsements
 from fusionai.wire import messages as wire
 
 

@@ -22,7 +22,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan, Standby
 from fusionai.serving.deployment import ServedCut, cut, ranges_of
 from fusionai.serving.job import ServingJob
-from fusionai.transport.signed import Seal
+from fusionai.transport.security.signed import Seal
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 

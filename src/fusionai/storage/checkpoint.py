@@ -34,15 +34,15 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.adapter_files import PREFIX, WEIGHTS_FILE
 from fusionai.storage.assembly import Assembly, assembled, inverted
 from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors, sync_directory
-from fusionai.storage.manifest import (
+from fusionai.storage.reader import (
     MANIFEST,
     MANIFEST_HASH,
     CheckpointHeader,
+    CheckpointReader,
     FileRecord,
     Manifest,
     step_directory,
 )
-from fusionai.storage.reader import CheckpointReader
 from fusionai.storage.safetensors_file import INDEX_FILE, SINGLE_FILE, SafetensorsFile, Written, write_safetensors
 
 

@@ -1,7 +1,7 @@
 """Reaches a peer by any route that works: directly by TCP, through NATs by QUIC, or over the broker's relay.
 
-Decides which route is tried when. All routes are raced in the order that `RouteTable` gives. The relay is tried last; it
-wins only if nothing else answers, or if it is what worked last time. While a link goes over the relay, better routes
+Decides which route is tried when. All routes are raced in the order that `RouteTable` gives. The relay is tried last;
+it wins only if nothing else answers, or if it is what worked last time. While a link goes over the relay, better routes
 are tried again in the background, and the next connection uses the one that was found. The other side proves its
 identity on every route alike.
 
@@ -19,15 +19,12 @@ from typing import Any, Final
 
 from fusionai.primitives.errors import FusionError, TransportError, UsageError, WireError
 from fusionai.primitives.ids import PeerId, short
+from fusionai.transport.channels.framed import Dialling, FramedChannel
+from fusionai.transport.channels.quic import QuicChannel
+from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.conversation import Conversation
-from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.framed import Dialling, FramedChannel
 from fusionai.transport.interface import Accept, Channel
-from fusionai.transport.introductions import Introductions, Meeting
-from fusionai.transport.quic import QuicListener, QuicTransport, format_quic, parse_quic
-from fusionai.transport.quic_channel import QuicChannel
-from fusionai.transport.relay import through_relay
-from fusionai.transport.addresses import (
+from fusionai.transport.routes.addresses import (
     RELAY_SCHEME,
     Attempt,
     RouteTable,
@@ -37,8 +34,11 @@ from fusionai.transport.addresses import (
     parse_address,
     port_of,
 )
-from fusionai.transport.tcp import TcpListener, TcpTransport
-from fusionai.transport.uplink import TransferLimits
+from fusionai.transport.routes.introductions import Introductions, Meeting
+from fusionai.transport.routes.quic import QuicListener, QuicTransport, format_quic, parse_quic
+from fusionai.transport.routes.relay import through_relay
+from fusionai.transport.routes.tcp import TcpListener, TcpTransport
+from fusionai.transport.security.credentials import MemberCredentials
 from fusionai.wire.messages import LinkView, MeetNotice, Observe, Observed, Stream
 
 _OBSERVE_S: Final = 3.0

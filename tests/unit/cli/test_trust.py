@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.transport.identity import load_identity
-from fusionai.transport.trust import carried_endorsements, load_trust_list, parse_line
+from fusionai.transport.security.identity import load_identity
+from fusionai.transport.security.trust import carried_endorsements, load_trust_list, parse_line
 from harness.live_pool import Done, fusion
 
 

@@ -16,8 +16,7 @@ from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
 from fusionai.storage.assembly import Assembly, Extent
 from fusionai.storage.atomic import write_atomic
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointReader, CheckpointWriter
-from fusionai.storage.manifest import step_directory
-from fusionai.storage.reader import complete_checkpoints, latest, open_latest, prune, sweep
+from fusionai.storage.reader import complete_checkpoints, latest, open_latest, prune, step_directory, sweep
 from fusionai.storage.safetensors_file import SafetensorsFile, write_safetensors
 from harness.examples import examples
 from harness.model_files import model_tensors

@@ -28,9 +28,9 @@ from fusionai.transport.enrolment import (
     format_invitation,
     load_membership,
 )
-from fusionai.transport.identity import load_identity, peer_of
 from fusionai.transport.interface import Channel
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.identity import load_identity, peer_of
 from fusionai.wire.messages import Done, JoinGranted, JoinRequest, Message, Refused
 
 TOKEN = bytes(range(16))

@@ -16,9 +16,9 @@ from fusionai.primitives.ids import PeerId
 from fusionai.transport import peer_transport
 from fusionai.transport.interface import Channel
 from fusionai.transport.peer_transport import PeerTransport
-from fusionai.transport.relay import Relay
-from fusionai.transport.signed import LIFETIME_S, PairingToken, sign_pairing
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.relay import Relay
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.signed import LIFETIME_S, PairingToken, sign_pairing
 from fusionai.wire.messages import Introduced, Meet, MeetNotice, Message, Observe, Observed, Refused
 from harness.patience import CEILING_S
 

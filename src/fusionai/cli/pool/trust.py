@@ -1,9 +1,8 @@
 """`fusion trust`: edits this machine's trust list: trusted signing keys, endorsed machines, revoked machines.
 
 Only files of this machine change. An endorsement is passed on as a printed line, which is not secret. Keys are given in
-full, because names come from the broker, and the trust list must not depend on the broker. `transport.trust` stores
-the file, `transport.trust` signs.
-"""
+full, because names come from the broker, and the trust list must not depend on the broker. `transport.security.trust`
+stores the file, `transport.security.trust` signs."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from fusionai.cli import console
 from fusionai.cli.options import home_option, json_option, write_json
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
-from fusionai.transport.identity import KEY_FILE, load_identity, public_bytes, public_key_of
-from fusionai.transport.trust import (
+from fusionai.transport.security.identity import KEY_FILE, load_identity, public_bytes, public_key_of
+from fusionai.transport.security.trust import (
     TRUST_FILE,
     Endorsement,
     Revoked,
