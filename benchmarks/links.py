@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--way", default=WAYS[0], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.way == "cubic":
-        bulk.LOOK_EVERY_S, bulk.LOSSY_PATHS = math.inf, "cubic"
+        bulk.SAMPLE_EVERY_S, bulk.LOSSY_PATHS = math.inf, "cubic"
     match arguments.side:
         case "far":
             run(far(arguments.home, arguments.host))

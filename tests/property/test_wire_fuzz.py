@@ -302,7 +302,7 @@ def fuzz_listener(home: Path, count: int) -> None:
     async def main() -> None:
         loop_errors: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
-        door = TcpTransport(victim.credentials("victim"), door_limits=AcceptLimits(greeting_s=2.0))
+        door = TcpTransport(victim.credentials("victim"), accept_limits=AcceptLimits(greeting_s=2.0))
         listener = await door.listen(victim.accept, host="127.0.0.1", port=0, strangers=True)
         target = parse_address(listener.addresses[0])
         assert target is not None

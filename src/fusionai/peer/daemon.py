@@ -85,7 +85,7 @@ async def run_peer(
     transport = PeerTransport(membership.credentials, membership.broker_addresses, rates=rates)
     links = await measured_links(transport, membership.broker_addresses, clock)
     if links[0] is not UNMEASURED:
-        rates.turns.measured(links[0].bandwidth_bytes_per_s)
+        rates.uplink.measured(links[0].bandwidth_bytes_per_s)
     profile = make_profile(options, membership.peer, report, *links, carried_endorsements(options.home))
     host = Host(
         peer=membership.peer,

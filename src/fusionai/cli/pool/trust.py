@@ -28,11 +28,11 @@ from fusionai.transport.security.trust import (
     TrustList,
     carry,
     endorse,
+    format_endorsement,
     key_text,
-    line_of,
     load_trust_list,
+    parse_endorsement,
     parse_key,
-    parse_line,
     read_endorsement,
     save_trust_list,
     signing_key,
@@ -119,11 +119,11 @@ def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) ->
         serial=secrets.token_bytes(16),
     )
     _keep(home, msgspec.structs.replace(trust_list, endorsements=(data, *trust_list.endorsements)))
-    write_json(json_file, "trust", {"peer": member, "signing_key": signer, "endorsement": line_of(data)})
+    write_json(json_file, "trust", {"peer": member, "signing_key": signer, "endorsement": format_endorsement(data)})
     console.line(
         f"Endorsed for {days} days: {member}{f' ({name})' if name else ''}. To show it to others, run on that machine:"
     )
-    console.line(f"  fusion trust carry {line_of(data)}")
+    console.line(f"  fusion trust carry {format_endorsement(data)}")
 
 
 @trust.command("carry")
@@ -134,7 +134,7 @@ def carry_line(line: str, home: Path) -> None:
     shows it within seconds."""
     if not (home / KEY_FILE).is_file():
         raise UsageError(f"this machine has no key yet (there is no {home / KEY_FILE}).", hint="Join a pool first.")
-    data = parse_line(line)
+    data = parse_endorsement(line)
     carry(home, data, load_identity(home).peer)
     statement = read_endorsement(data)
     console.line(f"Carried until {_date(statement.not_after_s)}: the endorsement by {key_text(statement.signer)}.")

@@ -211,7 +211,7 @@ class FramedChannel(ABC):
         self._outbound = GREETING_LIMITS
         self._inbox = Inbox(self._pause_reading, self._resume_reading)
         self._closing = False
-        self._heard_s = self._loop.time()
+        self._last_arrival_s = self._loop.time()
         """When something arrived last, on the event loop's clock."""
 
     @property

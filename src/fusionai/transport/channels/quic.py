@@ -4,8 +4,8 @@ QUIC proves that the other side holds its key. The certificate proves that the k
 send theirs ahead of the first frame: a length of four bytes, then DER; a stranger sends length 0. UDP does not report
 a dead process, so both sides send a datagram twice a second.
 
-Decides how bytes move and when the other side counts as gone. `framed` defines what frames mean, `quic` dials and
-accepts, the library is loaded there too.
+Decides how bytes move and when the other side counts as gone. `framed` defines what frames mean, `routes.quic`
+loads the library, dials and accepts.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ class QuicChannel(FramedChannel):
         self._readable = asyncio.Event()
         self._readable.set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._goodbye: asyncio.Task[None] | None = None
+        self._closing_task: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()
         """Set when all tasks of this channel have ended or been cancelled."""
 
     def start(self, stream: Any) -> None:
         """The stream is open: send this side's certificate and start reading until the end."""
         self._send = stream.send()
-        self._heard_s = self._loop.time()
+        self._last_arrival_s = self._loop.time()
         own = self._credentials.certificate if isinstance(self._credentials, MemberCredentials) else b""
         self._write(_LENGTH.pack(len(own)) + own)
-        for work in (self._read(stream.recv()), self._beat(), self._hear()):
+        for work in (self._read(stream.recv()), self._send_datagrams(), self._receive_datagrams()):
             self._start(work)
 
     @property
@@ -118,8 +118,8 @@ class QuicChannel(FramedChannel):
 
     async def close(self) -> None:
         self._finish()
-        if self._goodbye is not None:
-            await asyncio.shield(self._goodbye)
+        if self._closing_task is not None:
+            await asyncio.shield(self._closing_task)
 
     async def gone(self) -> None:
         """Return when the channel has ended, whichever side ended it."""
@@ -130,22 +130,22 @@ class QuicChannel(FramedChannel):
     async def _read(self, stream: Any) -> None:
         try:
             if not self.opened.done():
-                self._connected(await self._introduced(stream))
+                self._connected(await self._verified_remote(stream))
             while not self._inbox.ended:
                 await self._readable.wait()
                 data = await stream.read(READ_BYTES)
                 if not data:
                     break
-                await self._took(data)
+                await self._feed(data)
             self._lost("the other side closed the channel")
         except self._errors as error:
             self._lost(_reason(error))
         except FusionError as error:
             self._settle(error)
-        if self._goodbye is None:
+        if self._closing_task is None:
             self._abort()
 
-    async def _introduced(self, stream: Any) -> Remote:
+    async def _verified_remote(self, stream: Any) -> Remote:
         """Return the peer that the other side's certificate names. Raises `TrustError`."""
         (length,) = _LENGTH.unpack(await stream.read_exact(_LENGTH.size))
         if length > MAX_CERTIFICATE_BYTES:
@@ -161,8 +161,8 @@ class QuicChannel(FramedChannel):
             raise TrustError("expected a certificate for the key the connection was made with, got another's.")
         return Remote(certified.peer, certified.role, host, port)
 
-    async def _took(self, data: bytes) -> None:
-        self._heard_s = self._loop.time()
+    async def _feed(self, data: bytes) -> None:
+        self._last_arrival_s = self._loop.time()
         self.stats.arrived_bytes += len(data)
         for frame in self._reader.feed(data):
             self._arrived(frame)
@@ -179,7 +179,7 @@ class QuicChannel(FramedChannel):
                 await asyncio.sleep(due_s)
         await self._send.write_all(data)
 
-    async def _beat(self) -> None:
+    async def _send_datagrams(self) -> None:
         """Send a datagram twice a second. End the channel if nothing has arrived for too long while this side was
         running."""
         loop = self._loop
@@ -191,16 +191,16 @@ class QuicChannel(FramedChannel):
             await asyncio.sleep(BEAT_S)
             if loop.time() - before_s > 2 * BEAT_S:
                 # This side was suspended, so data that arrived meanwhile is still unread.
-                self._heard_s = loop.time()
-            elif self._readable.is_set() and loop.time() - self._heard_s > DEAD_AFTER_S:
+                self._last_arrival_s = loop.time()
+            elif self._readable.is_set() and loop.time() - self._last_arrival_s > DEAD_AFTER_S:
                 self._fail(ChannelClosed(f"the other side has sent nothing for {DEAD_AFTER_S:g} s."))
                 return
 
-    async def _hear(self) -> None:
+    async def _receive_datagrams(self) -> None:
         try:
             while True:
                 await self._connection.read_datagram()
-                self._heard_s = self._loop.time()
+                self._last_arrival_s = self._loop.time()
         except self._errors:
             # The connection has ended; reading the stream says why.
             return
@@ -210,7 +210,7 @@ class QuicChannel(FramedChannel):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _say_goodbye(self) -> None:
+    async def _close_gracefully(self) -> None:
         self._closing = True
         self._inbox.end(ChannelClosed("this side closed the channel."), discard=True)
         try:
@@ -236,14 +236,14 @@ class QuicChannel(FramedChannel):
 
     def _write(self, data: bytes) -> None:
         self._waiting.append(data)
-        self._start(self._write_in_turn())
+        self._start(self._write_queued())
 
     async def _put_waiting(self) -> None:
         """Send what `_write` has queued, before the caller's own data."""
         while self._waiting:
             await self._put(self._waiting.popleft())
 
-    async def _write_in_turn(self) -> None:
+    async def _write_queued(self) -> None:
         try:
             async with self._sending:
                 await self._put_waiting()
@@ -255,14 +255,14 @@ class QuicChannel(FramedChannel):
         self._end_tasks()
 
     def _finish(self) -> None:
-        if self._goodbye is None:
-            self._goodbye = self._loop.create_task(self._say_goodbye())
+        if self._closing_task is None:
+            self._closing_task = self._loop.create_task(self._close_gracefully())
 
     def _pause_reading(self) -> None:
         self._readable.clear()
 
     def _resume_reading(self) -> None:
-        self._heard_s = self._loop.time()
+        self._last_arrival_s = self._loop.time()
         self._readable.set()
 
 

@@ -1,10 +1,10 @@
 """One connection of mutual TLS 1.3 over TCP, as a channel. Decides buffers, high-water marks and deadlines.
 
 Reading: TLS writes directly into the frame reader's buffers, so a tensor is copied once, by decryption. Writing: a
-small frame goes in one write. A large body goes in slices; each waits for its turn on the machine's uplink and until
-the connection is below its high-water mark.
+small frame goes in one write. A large body goes in slices; each waits for a grant of the machine's uplink and until the
+connection is below its high-water mark.
 
-`bulk` watches large bodies, `framed` defines what frames mean, `tcp` dials and accepts.
+`bulk` watches large bodies, `framed` defines what frames mean, `routes.tcp` dials and accepts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Way
 
 SMALL_BODY_BYTES: Final = 64 * 2**10
-"""Largest body in bytes of a frame that is sent in one write, without a turn on the uplink."""
+"""Largest body in bytes of a frame that is sent in one write, without a grant of the uplink."""
 SLICE_BYTES: Final = 256 * 2**10
 SMALL_READ_BYTES: Final = 16 * 2**10
 """Reads of at most this size are treated as small frames by the download limit."""
@@ -103,9 +103,9 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         async with self._sending:
             transport = self._live_transport()
             if body_bytes <= SMALL_BODY_BYTES:
-                await self._small_turn(len(head) + body_bytes)
+                await self._wait_for_rate(len(head) + body_bytes)
                 transport.write(joined(head, tensors))
-                self._watch_over()
+                self._schedule_check()
             else:
                 await self._send_large(transport, head, tensors)
             self._count_sent(len(head) + body_bytes)
@@ -124,7 +124,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
                 return False
             upload.take(len(head) + body_bytes, now_s)
         transport.write(joined(head, tensors))
-        self._watch_over()
+        self._schedule_check()
         self._count_sent(len(head) + body_bytes)
         return True
 
@@ -153,7 +153,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         host, port = (transport.get_extra_info("peername") or ("", 0))[:2]
         if self.way != "relay":
             self.way = route_to(host)
-        self._watch_over()
+        self._schedule_check()
         tls: ssl.SSLObject = transport.get_extra_info("ssl_object")
         try:
             remote = self._credentials.remote(tls.getpeercert(binary_form=True))
@@ -168,9 +168,9 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if not self.closed:
             self.stats.arrived_bytes += nbytes
-            self._heard_s = self._loop.time()
+            self._last_arrival_s = self._loop.time()
             if self._limits.download is not None:
-                self._paid_for(nbytes, self._limits.download)
+                self._count_download(nbytes, self._limits.download)
             self._reader.advance(nbytes)
             self._drain_reader()
 
@@ -215,20 +215,20 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
 
     # Internals.
 
-    def _watch_over(self) -> None:
+    def _schedule_check(self) -> None:
         """Check that the other side is alive until all data is acknowledged. Keep-alive probes watch idle connections.
         What arrives acknowledges too, so nothing can be found before `DEAD_AFTER_S` have passed in silence."""
         if self._watch is None:
-            earliest_s = self._heard_s + DEAD_AFTER_S + CHECK_EVERY_S / 2
-            self._watch = self._loop.call_at(max(self._loop.time() + CHECK_EVERY_S, earliest_s), self._look_for_life)
+            earliest_s = self._last_arrival_s + DEAD_AFTER_S + CHECK_EVERY_S / 2
+            self._watch = self._loop.call_at(max(self._loop.time() + CHECK_EVERY_S, earliest_s), self._check_alive)
 
-    def _look_for_life(self) -> None:
+    def _check_alive(self) -> None:
         """Drop the connection if the other side has gone silently."""
         self._watch = None
         if self._transport is None or self._gone.is_set():
             return
-        if self._loop.time() < self._heard_s + DEAD_AFTER_S:
-            self._watch_over()
+        if self._loop.time() < self._last_arrival_s + DEAD_AFTER_S:
+            self._schedule_check()
             return
         sock = self._transport.get_extra_info("socket")
         if sock is None:  # asyncio has lost it in this iteration of the loop; `connection_lost` comes next
@@ -238,9 +238,9 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
             self._fail(ChannelClosed(f"the other side has acknowledged nothing for {DEAD_AFTER_S:g} s."))
             return
         if owed_s is not None or self._transport.get_write_buffer_size() or not self._writable.is_set():
-            self._watch_over()
+            self._schedule_check()
 
-    async def _small_turn(self, nbytes: int) -> None:
+    async def _wait_for_rate(self, nbytes: int) -> None:
         """Wait until a small frame may be sent."""
         if (upload := self._limits.upload) is None:
             return
@@ -252,7 +252,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
 
     async def _send_large(self, transport: asyncio.Transport, head: bytes, tensors: Sequence[HostTensor]) -> None:
         if self._bulk is None:
-            self._bulk = Bulk(transport, self._limits.turns)
+            self._bulk = Bulk(transport, self._limits.uplink)
         upload = self._limits.upload
         slice_bytes = SLICE_BYTES if upload is None else upload.slice_bytes(SLICE_BYTES)
         if upload is not None:
@@ -263,11 +263,11 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
                 for start in range(0, tensor.nbytes, slice_bytes):
                     piece = tensor.data[start : start + slice_bytes]
                     await self._bulk.slice(piece.nbytes)
-                    self._live_transport()  # it may have gone while other connections had their turn
+                    self._live_transport()  # it may have gone while other connections used the uplink
                     if upload is not None:
                         await self._wait(upload.take(piece.nbytes, self._loop.time()))
                     transport.write(piece)
-                    self._watch_over()
+                    self._schedule_check()
                     self._slices += 1
                     if not self._writable.is_set():
                         await self._until_writable()
@@ -313,7 +313,7 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
     def _write(self, data: bytes) -> None:
         if self._transport is not None:
             self._transport.write(data)
-            self._watch_over()
+            self._schedule_check()
 
     def _abort(self) -> None:
         if self._transport is not None:
@@ -324,29 +324,29 @@ class TcpChannel(FramedChannel, asyncio.BufferedProtocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
 
-    def _paid_for(self, nbytes: int, download: RateLimit) -> None:
+    def _count_download(self, nbytes: int, download: RateLimit) -> None:
         """Count received bytes. If they exceed the limit, pause reading until they are within it."""
         now_s = self._loop.time()
         waits = nbytes > SMALL_READ_BYTES or not download.admits_small(now_s)
         due_s = download.take(nbytes, now_s)
         if waits and due_s > 0 and not self._over_limit:
             self._over_limit = True
-            self._hold_or_read()
-            self._loop.call_later(due_s, self._within_limit)
+            self._apply_pauses()
+            self._loop.call_later(due_s, self._resume_after_limit)
 
-    def _within_limit(self) -> None:
+    def _resume_after_limit(self) -> None:
         self._over_limit = False
-        self._hold_or_read()
+        self._apply_pauses()
 
     def _pause_reading(self) -> None:
         self._inbox_full = True
-        self._hold_or_read()
+        self._apply_pauses()
 
     def _resume_reading(self) -> None:
         self._inbox_full = False
-        self._hold_or_read()
+        self._apply_pauses()
 
-    def _hold_or_read(self) -> None:
+    def _apply_pauses(self) -> None:
         if self._transport is None or self._transport.is_closing():
             return
         if self._inbox_full or self._over_limit:

@@ -14,34 +14,34 @@ from typing import Final
 RISE: Final = 0.003
 """Rise of the estimate per sample at full pace without a queue, as a fraction."""
 FAST_RISE: Final = 0.03
-"""The same after `CALM_LOOKS` such samples."""
+"""The same after `CALM_SAMPLES` such samples."""
 FALL: Final = 0.006
 """Fall of the estimate per sample while a queue stands, as a fraction."""
-CALM_LOOKS: Final = 20
+CALM_SAMPLES: Final = 20
 """Samples at full pace without a queue after which the estimate rises faster: the line is faster than measured."""
 LEAST: Final = 0.85
 """Lowest estimate, as a fraction of the measured bandwidth. Below it a standing queue is caused by other traffic."""
-QUEUE_LOOKS: Final = 3
+QUEUE_SAMPLES: Final = 3
 """Samples in a row with a queue after which it counts as standing, not as a burst."""
 SHARED_BELOW: Final = 0.4
 """Fraction of the line. While the current senders use less than this together, another may send at the same time."""
 
 
 class UplinkScheduler:
-    """Uplink scheduler of one machine: grants turns to its connections."""
+    """Grants the uplink of one machine to its connections, usually to one at a time."""
 
     def __init__(self) -> None:
-        self.line_bytes_per_s: float | None = None
+        self.uplink_bytes_per_s: float | None = None
         """Estimated uplink bandwidth; None if unknown."""
         self._measured = 0.0
         self._standing = 0
         self._calm = 0
         self._holders: dict[object, float] = {}
-        """Connections that have a turn, with the bytes per second each delivers alone; infinite if unknown."""
+        """Connections that have a grant, with the bytes per second each delivers alone; infinite if unknown."""
         self._waiting: deque[tuple[object, float, asyncio.Future[None]]] = deque()
 
     async def take(self, who: object, bytes_per_s: float | None) -> None:
-        """Wait until `who` has a turn. `bytes_per_s`: its last delivery rate. The caller must call `give_back`
+        """Wait until `who` has a grant. `bytes_per_s`: its last delivery rate. The caller must call `release`
         afterwards."""
         rate = math.inf if bytes_per_s is None else bytes_per_s
         if not self._waiting and self._admits():
@@ -56,33 +56,33 @@ class UplinkScheduler:
             if entry in self._waiting:
                 self._waiting.remove(entry)
             else:
-                self.give_back(who)
+                self.release(who)
             raise
 
     def measured(self, bytes_per_s: float) -> None:
         """Set the measured uplink bandwidth."""
-        self.line_bytes_per_s = self._measured = bytes_per_s
+        self.uplink_bytes_per_s = self._measured = bytes_per_s
 
     def seen(self, *, queues: bool, held: bool) -> None:
         """Report a sample of a sender at the line's pace: whether it reached the pace (`held`) and whether a queue
         stands."""
-        if self.line_bytes_per_s is None:
+        if self.uplink_bytes_per_s is None:
             return
         self._standing = self._standing + 1 if queues else 0
         if queues:
             self._calm = 0
-            if self._standing >= QUEUE_LOOKS:
-                self.line_bytes_per_s = max((1 - FALL) * self.line_bytes_per_s, LEAST * self._measured)
+            if self._standing >= QUEUE_SAMPLES:
+                self.uplink_bytes_per_s = max((1 - FALL) * self.uplink_bytes_per_s, LEAST * self._measured)
         elif held:
             self._calm += 1
-            self.line_bytes_per_s *= 1 + (RISE if self._calm < CALM_LOOKS else FAST_RISE)
+            self.uplink_bytes_per_s *= 1 + (RISE if self._calm < CALM_SAMPLES else FAST_RISE)
 
     @property
-    def somebody_waits(self) -> bool:
+    def has_waiting(self) -> bool:
         return bool(self._waiting)
 
-    def give_back(self, who: object) -> None:
-        """End the turn of `who`, if it has one. If it is still waiting, its `take` returns without a turn."""
+    def release(self, who: object) -> None:
+        """End the grant of `who`, if it has one. If it is still waiting, its `take` returns without a grant."""
         self._holders.pop(who, None)
         for entry in [one for one in self._waiting if one[0] is who]:
             self._waiting.remove(entry)
@@ -95,9 +95,9 @@ class UplinkScheduler:
                 granted.set_result(None)
 
     def _admits(self) -> bool:
-        if not self._holders or self.line_bytes_per_s is None:
+        if not self._holders or self.uplink_bytes_per_s is None:
             return True
-        return sum(self._holders.values()) < SHARED_BELOW * self.line_bytes_per_s
+        return sum(self._holders.values()) < SHARED_BELOW * self.uplink_bytes_per_s
 
 
 BURST_S: Final = 0.05
@@ -143,9 +143,9 @@ class RateLimit:
 
 
 class TransferLimits:
-    """Limits of one machine: `upload` and `download` rates (None: unlimited), and `turns`, the order of bulk sends."""
+    """Limits of one machine: `upload` and `download` rates (None: unlimited), and `uplink`, which orders bulk sends."""
 
     def __init__(self, *, upload_bytes_per_s: float | None = None, download_bytes_per_s: float | None = None) -> None:
         self.upload = None if upload_bytes_per_s is None else RateLimit(upload_bytes_per_s)
         self.download = None if download_bytes_per_s is None else RateLimit(download_bytes_per_s)
-        self.turns = UplinkScheduler()
+        self.uplink = UplinkScheduler()

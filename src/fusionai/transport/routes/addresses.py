@@ -12,18 +12,22 @@ import ipaddress
 import re
 import socket
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import psutil
 
 from fusionai.primitives.errors import FusionError, RefusedError, TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.channels.framed import FramedChannel
+from fusionai.transport.channels.framed import AcceptLimits, Dialling, FramedChannel
 from fusionai.transport.channels.link import LinkFigures
-from fusionai.wire.messages import MAX_LINKS, LinkView, Way
+from fusionai.transport.channels.uplink import TransferLimits
+from fusionai.transport.interface import Role
+from fusionai.transport.security.credentials import Credentials, MemberCredentials, StrangerCredentials
+from fusionai.wire.messages import MAX_LINKS, LinkView, Stream, Way
 
 SCHEME: Final = "tcp"
 RELAY_SCHEME: Final = "relay"
@@ -272,6 +276,43 @@ async def first_to_answer(attempts: Sequence[Attempt[C]], *, timeout_s: float) -
         await _drop(running)
     # That another machine answered is more important than that others did not answer.
     raise next((error for error in failures if isinstance(error, TrustError)), failures[-1])
+
+
+class RacingTransport(ABC, Generic[C]):
+    """Dials the addresses of one scheme by racing them. May be created outside an event loop. `rates` limit all its
+    connections together."""
+
+    scheme: ClassVar[str]
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        *,
+        accept_limits: AcceptLimits | None = None,
+        rates: TransferLimits | None = None,
+    ) -> None:
+        self._credentials = credentials
+        self._role: Role = credentials.role
+        self._rates = rates or TransferLimits()
+        self._accept_limits = accept_limits or AcceptLimits()
+
+    @abstractmethod
+    def attempts(self, addresses: Sequence[str], dialling: Dialling, timeout_s: float) -> list[Attempt[C]]:
+        """Return one attempt per address of this scheme, in order. Raises `UsageError` for malformed addresses."""
+
+    async def dial(
+        self, addresses: Sequence[str], *, expect: PeerId | None, stream: Stream, timeout_s: float = 10.0
+    ) -> C:
+        attempts = self.attempts(addresses, Dialling(expect, stream), timeout_s)
+        if not attempts:
+            raise UsageError(f"expected at least one {self.scheme}:// address to dial, got {list(addresses)}.")
+        return await first_to_answer(attempts, timeout_s=timeout_s)
+
+    def _member(self) -> MemberCredentials:
+        """Credentials to listen with. Raises `TrustError` if this machine has not joined a pool."""
+        if isinstance(self._credentials, StrangerCredentials):
+            raise TrustError("a machine outside any pool can't listen.", hint="Join with an invitation first.")
+        return self._credentials
 
 
 async def _drop(tasks: set[asyncio.Task[C]]) -> None:

@@ -25,11 +25,10 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.transport.channels.framed import AcceptedTasks, AcceptLimits, Dialling
 from fusionai.transport.channels.quic import QuicChannel
 from fusionai.transport.channels.uplink import TransferLimits
-from fusionai.transport.interface import Accept, Role
-from fusionai.transport.routes.addresses import Attempt, candidates, first_to_answer, format_address, parse_address
-from fusionai.transport.security.credentials import Credentials, MemberCredentials, StrangerCredentials
+from fusionai.transport.interface import Accept
+from fusionai.transport.routes.addresses import Attempt, RacingTransport, candidates, format_address, parse_address
+from fusionai.transport.security.credentials import Credentials, MemberCredentials
 from fusionai.transport.security.identity import public_key_of
-from fusionai.wire.messages import Stream
 
 VERSION: Final = "1.2.0"
 _SAMPLES: Final = (b"", b"\x00", bytes(range(256)), b"\xff" * 15, b"ab" * 8, bytes(range(251)) * 40)
@@ -46,7 +45,7 @@ def load() -> ModuleType:
         raise TransportError(f"QUIC needs the package iroh, which can't be loaded ({error}).", hint=_INSTALL) from error
     if version != VERSION:
         raise TransportError(f"QUIC needs iroh {VERSION}, {version} is installed.", hint=_INSTALL)
-    _mend(iroh_ffi)
+    _repair(iroh_ffi)
     return iroh_ffi
 
 
@@ -58,7 +57,7 @@ def available() -> bool:
     return True
 
 
-def _mend(library: Any) -> None:
+def _repair(library: Any) -> None:
     """Replace the binding's copy, once per process. Raises `TransportError`, and leaves the library unchanged, if the
     replacement gives another result."""
     builder = library._UniffiRustBufferBuilder
@@ -115,17 +114,20 @@ def format_quic(peer: PeerId, host: str, port: int) -> str:
     return format_address(f"{peer}@{host}", port, SCHEME)
 
 
-class QuicTransport:
+class QuicTransport(RacingTransport[QuicChannel]):
     """Implements `Transport`. The constructor raises `TransportError` if the library is missing."""
 
+    scheme = SCHEME
+
     def __init__(
-        self, credentials: Credentials, *, door_limits: AcceptLimits | None = None, rates: TransferLimits | None = None
+        self,
+        credentials: Credentials,
+        *,
+        accept_limits: AcceptLimits | None = None,
+        rates: TransferLimits | None = None,
     ) -> None:
         self._library: Any = load()
-        self._credentials = credentials
-        self._role: Role = credentials.role
-        self._rates = rates or TransferLimits()
-        self._door_limits = door_limits or AcceptLimits()
+        super().__init__(credentials, accept_limits=accept_limits, rates=rates)
         self._endpoint: Any = None
         self._opening = asyncio.Lock()
         self._users = 0
@@ -133,21 +135,12 @@ class QuicTransport:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, accept: Accept, *, host: str, port: int, strangers: bool = False) -> QuicListener:
-        if isinstance(self._credentials, StrangerCredentials):
-            raise TrustError("a machine outside any pool can't listen.", hint="Join with an invitation first.")
+        credentials = self._member()
         if self._endpoint is not None:
             raise UsageError("expected to listen before anything is dialled: there is one UDP port for both.")
         endpoint = await self._enter(f"{host}:{port}")
-        self._listener = QuicListener(self, endpoint, self._credentials, accept, host, strangers, self._door_limits)
+        self._listener = QuicListener(self, endpoint, credentials, accept, host, strangers, self._accept_limits)
         return self._listener
-
-    async def dial(
-        self, addresses: Sequence[str], *, expect: PeerId | None, stream: Stream, timeout_s: float = 10.0
-    ) -> QuicChannel:
-        attempts = self.attempts(addresses, Dialling(expect, stream), timeout_s)
-        if not attempts:
-            raise UsageError(f"expected at least one quic:// address to dial, got {list(addresses)}.")
-        return await first_to_answer(attempts, timeout_s=timeout_s)
 
     def attempts(self, addresses: Sequence[str], dialling: Dialling, timeout_s: float) -> list[Attempt[QuicChannel]]:
         targets = [target for address in addresses if (target := parse_quic(address)) is not None]
@@ -294,15 +287,15 @@ class QuicListener:
         self._endpoint = endpoint
         self._strangers = strangers
         self._accepted = AcceptedTasks(accept, limits, (transport.errors,))
-        self._door = asyncio.get_running_loop().create_task(self._stand_at_door())
+        self._accepting = asyncio.get_running_loop().create_task(self._accept_all())
 
     async def close(self) -> None:
-        self._door.cancel()
-        await asyncio.wait([self._door])
+        self._accepting.cancel()
+        await asyncio.wait([self._accepting])
         await self._accepted.close()
         await self._transport.left()
 
-    async def _stand_at_door(self) -> None:
+    async def _accept_all(self) -> None:
         while (incoming := await self._endpoint.accept_next()) is not None:
             self._accepted.start(self._accepted.serve(partial(self._connected, incoming)))
 

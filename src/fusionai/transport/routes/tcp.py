@@ -18,15 +18,20 @@ from functools import partial
 from typing import Final
 
 from fusionai.primitives.errors import TransportError, TrustError, UsageError
-from fusionai.primitives.ids import PeerId
 from fusionai.transport.channels.framed import AcceptedTasks, AcceptLimits, Dialling
 from fusionai.transport.channels.tcp import GOODBYE_TIMEOUT_S, TcpChannel
 from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.interface import Accept, Role
-from fusionai.transport.routes.addresses import Attempt, candidates, first_to_answer, format_address, parse_address
+from fusionai.transport.routes.addresses import (
+    SCHEME,
+    Attempt,
+    RacingTransport,
+    candidates,
+    format_address,
+    parse_address,
+)
 from fusionai.transport.routes.relay import MAGIC, Relay
-from fusionai.transport.security.credentials import Credentials, MemberCredentials, StrangerCredentials
-from fusionai.wire.messages import Stream
+from fusionai.transport.security.credentials import Credentials, MemberCredentials
 
 _LOG = logging.getLogger(__name__)
 _BACKLOG: Final = 256
@@ -57,7 +62,7 @@ class TcpListener:
         self._rates = rates
         self._relay = relay
         self._accepted = AcceptedTasks(accept, limits)
-        self._door = asyncio.get_running_loop().create_task(self._stand_at_door())
+        self._accepting = asyncio.get_running_loop().create_task(self._accept_all())
 
     def candidates_now(self) -> tuple[str, ...]:
         """Return the addresses at which this machine can be dialled now. Its network may have changed since the
@@ -65,12 +70,12 @@ class TcpListener:
         return candidates(*self._place)
 
     async def close(self) -> None:
-        self._door.cancel()
-        await asyncio.wait([self._door])
+        self._accepting.cancel()
+        await asyncio.wait([self._accepting])
         self._socket.close()
         await self._accepted.close()
 
-    async def _stand_at_door(self) -> None:
+    async def _accept_all(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -172,39 +177,31 @@ async def first_byte(sock: socket.socket) -> bytes:
             loop.remove_reader(sock)
 
 
-class TcpTransport:
-    """Implements `Transport` for one machine. May be created outside an event loop; it keeps no connection. `rates`
-    limit all its connections together."""
+class TcpTransport(RacingTransport[TcpChannel]):
+    """Implements `Transport` for one machine. Keeps no connection."""
+
+    scheme = SCHEME
 
     def __init__(
-        self, credentials: Credentials, *, door_limits: AcceptLimits | None = None, rates: TransferLimits | None = None
+        self,
+        credentials: Credentials,
+        *,
+        accept_limits: AcceptLimits | None = None,
+        rates: TransferLimits | None = None,
     ) -> None:
-        self._credentials = credentials
-        self._rates = rates or TransferLimits()
-        self._role: Role = credentials.role
+        super().__init__(credentials, accept_limits=accept_limits, rates=rates)
         self._context = credentials.dialling_context()
-        self._door_limits = door_limits or AcceptLimits()
 
     async def listen(
         self, accept: Accept, *, host: str, port: int, strangers: bool = False, relay: Relay | None = None
     ) -> TcpListener:
         """Listen. With `relay`, connections for the relay may come to the same port. Raises `UsageError` if the port or
         host can't be used, `TrustError` if this machine has not joined a pool."""
-        if isinstance(self._credentials, StrangerCredentials):
-            raise TrustError("a machine outside any pool can't listen.", hint="Join with an invitation first.")
+        credentials = self._member()
         sock = await open_listener(host, port)
-        return TcpListener(sock, self._credentials, accept, strangers, self._door_limits, self._rates, relay)
-
-    async def dial(
-        self, addresses: Sequence[str], *, expect: PeerId | None, stream: Stream, timeout_s: float = 10.0
-    ) -> TcpChannel:
-        attempts = self.attempts(addresses, Dialling(expect, stream), timeout_s)
-        if not attempts:
-            raise UsageError(f"expected at least one tcp:// address to dial, got {list(addresses)}.")
-        return await first_to_answer(attempts, timeout_s=timeout_s)
+        return TcpListener(sock, credentials, accept, strangers, self._accept_limits, self._rates, relay)
 
     def attempts(self, addresses: Sequence[str], dialling: Dialling, timeout_s: float) -> list[Attempt[TcpChannel]]:
-        """Return one attempt per `tcp://` address, in order. Raises `UsageError` for malformed addresses."""
         targets = [target for address in addresses if (target := parse_address(address)) is not None]
         return [
             Attempt(format_address(*target), partial(self._try, *target, dialling, timeout_s)) for target in targets

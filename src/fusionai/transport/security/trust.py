@@ -34,8 +34,8 @@ from fusionai.transport.security.signed import StatementKind
 SIGNING_KEY_FILE: Final = "trust.pem"
 MAX_ENDORSEMENT_BYTES: Final = 512
 _KEY_PREFIX: Final = "signing-"
-_LINE_PREFIX: Final = "endorsement-1:"
-MAX_LINE_LENGTH: Final = len(_LINE_PREFIX) + 4 * MAX_ENDORSEMENT_BYTES // 3 + 4
+_TEXT_PREFIX: Final = "endorsement-1:"
+MAX_TEXT_LENGTH: Final = len(_TEXT_PREFIX) + 4 * MAX_ENDORSEMENT_BYTES // 3 + 4
 
 Seconds = Annotated[int, Meta(ge=0, le=10**12)]
 
@@ -123,23 +123,23 @@ def parse_key(text: str) -> bytes:
         ) from error
 
 
-def line_of(data: bytes) -> str:
+def format_endorsement(data: bytes) -> str:
     """Return the endorsement as one line of text. It is not secret and may be sent over any channel."""
-    return _LINE_PREFIX + base64.urlsafe_b64encode(data).decode().rstrip("=")
+    return _TEXT_PREFIX + base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
-def parse_line(line: str) -> bytes:
-    """Inverse of `line_of`. Raises `UsageError` if the line holds no endorsement."""
+def parse_endorsement(line: str) -> bytes:
+    """Inverse of `format_endorsement`. Raises `UsageError` if the line holds no endorsement."""
     text = line.strip()
     try:
-        if len(text) > MAX_LINE_LENGTH or not text.startswith(_LINE_PREFIX):
+        if len(text) > MAX_TEXT_LENGTH or not text.startswith(_TEXT_PREFIX):
             raise ValueError
-        encoded = text[len(_LINE_PREFIX) :]
+        encoded = text[len(_TEXT_PREFIX) :]
         data = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
         read_endorsement(data)
     except (ValueError, binascii.Error, TrustError) as error:
         raise UsageError(
-            f"expected a line that begins with {_LINE_PREFIX}, got {text[:40]!r}.",
+            f"expected a line that begins with {_TEXT_PREFIX}, got {text[:40]!r}.",
             hint="`fusion trust sign` prints the line; copy all of it.",
         ) from error
     return data
@@ -216,22 +216,22 @@ def load_trust_list(path: Path) -> TrustList:
     """Read the trust list. Raises `TrustError` if the file is missing or readable by others, `StorageError` if it is
     broken."""
     hint = "Restore it from a backup, or delete it and create a new trust list; until then no key is trusted."
-    circle = read_private_json(path, TrustList, what="a trust file", hint=hint, limit_bytes=MAX_FILE_BYTES)
-    if circle is None:
+    trust_list = read_private_json(path, TrustList, what="a trust file", hint=hint, limit_bytes=MAX_FILE_BYTES)
+    if trust_list is None:
         raise TrustError(
             f"this machine has no trust list yet (there is no {path}).",
             hint="Create a trust list with `fusion trust key` and `fusion trust sign`.",
         )
     try:
-        _ = circle.keys, [read_endorsement(one) for one in circle.endorsements]
+        _ = trust_list.keys, [read_endorsement(one) for one in trust_list.endorsements]
     except FusionError as error:
         raise StorageError(f"expected a trust file in {path}, got something else: {error}.", hint=hint) from error
-    return circle
+    return trust_list
 
 
-def save_trust_list(path: Path, circle: TrustList) -> None:
+def save_trust_list(path: Path, trust_list: TrustList) -> None:
     """Write the trust list. Raises `StorageError`."""
-    write_private_json(path, circle)
+    write_private_json(path, trust_list)
 
 
 @dataclass(slots=True)
@@ -241,29 +241,29 @@ class TrustListFile:
     path: Path
     wall_s: Callable[[], float]
     _seen: tuple[int, int, int, int] | None = field(default=None, init=False)
-    _circle: TrustList | None = field(default=None, init=False)
+    _list: TrustList | None = field(default=None, init=False)
 
     def check(self, peer: PeerId, carried: Sequence[bytes]) -> Endorsement:
         """Return the endorsement of `peer`. Raises `TrustError` if it is not trusted or the file can't be read."""
         try:
-            circle = self._read()
+            trust_list = self._read()
         except TrustError:
             raise
         except FusionError as error:
             raise TrustError(error.message, hint=error.hint) from error
-        return circle.endorsement_of(peer, carried, self.wall_s())
+        return trust_list.endorsement_of(peer, carried, self.wall_s())
 
     def _read(self) -> TrustList:
         try:
             status = self.path.stat()
         except OSError:
-            self._circle = None
+            self._list = None
             return load_trust_list(self.path)  # raises the error that describes the problem
         seen = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
-        if self._circle is None or seen != self._seen:
-            self._circle = None
-            self._circle, self._seen = load_trust_list(self.path), seen
-        return self._circle
+        if self._list is None or seen != self._seen:
+            self._list = None
+            self._list, self._seen = load_trust_list(self.path), seen
+        return self._list
 
 
 class _Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

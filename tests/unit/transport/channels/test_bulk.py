@@ -49,16 +49,16 @@ class House:
     """Connections of one machine with a measured line."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.turns = UplinkScheduler()
-        self.turns.measured(LINE)
+        self.uplink = UplinkScheduler()
+        self.uplink.measured(LINE)
         self.sockets: dict[int, Sent] = {}
         monkeypatch.setattr(module, "kernel_view", lambda sock: self.sockets[id(sock)].view)
-        monkeypatch.setattr(module, "pace", lambda sock, bytes_per_s: None)
+        monkeypatch.setattr(module, "set_pacing_rate", lambda sock, bytes_per_s: None)
 
     def connection(self, view: KernelView | None = FAR) -> tuple[Sent, Bulk]:
         sent = Sent(socket.socket(), view)
         self.sockets[id(sent.socket)] = sent
-        return sent, Bulk(cast("Any", sent), self.turns)
+        return sent, Bulk(cast("Any", sent), self.uplink)
 
     def close(self) -> None:
         for sent in self.sockets.values():
@@ -168,7 +168,7 @@ async def test_who_sends_a_whole_state_lets_others_in_between(house: House):
 
     whole = asyncio.create_task(state())
     await asyncio.wait_for(later, CEILING_S)
-    assert parts * PIECE <= module.LEAST_TURN_BYTES
+    assert parts * PIECE <= module.LEAST_GRANT_BYTES
     assert not whole.done()
     second.written()
     await asyncio.wait_for(whole, CEILING_S)
@@ -195,7 +195,7 @@ async def test_what_goes_next_door_takes_no_turn_nor_where_the_kernel_says_nothi
 async def test_a_path_that_loses_packets_goes_by_bbr_from_then_on(house: House, monkeypatch: pytest.MonkeyPatch):
     ways: list[str] = []
     monkeypatch.setattr(module, "use_for_bulk", lambda sock, way: ways.append(way) or True)
-    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "SAMPLE_EVERY_S", 0.0)
     sent, bulk = house.connection()
     assert ways == [module.CLEAN_PATHS]
     await frame(sent, bulk)
@@ -211,6 +211,6 @@ async def test_a_path_that_loses_packets_goes_by_bbr_from_then_on(house: House, 
 async def test_an_unmeasured_line_is_left_to_bbr(house: House, monkeypatch: pytest.MonkeyPatch):
     ways: list[str] = []
     monkeypatch.setattr(module, "use_for_bulk", lambda sock, way: ways.append(way) or True)
-    house.turns.line_bytes_per_s = None
+    house.uplink.uplink_bytes_per_s = None
     house.connection()
     assert ways == [module.LOSSY_PATHS]

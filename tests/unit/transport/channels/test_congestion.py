@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionai.transport.channels import bulk as congestion
-from fusionai.transport.channels.bulk import KernelView, Pacing, kernel_view, pace, use_for_bulk
+from fusionai.transport.channels.bulk import KernelView, Pacing, kernel_view, set_pacing_rate, use_for_bulk
 from harness.examples import examples
 
 LINE = 12.5e6
@@ -26,8 +26,8 @@ def view(queue_s: float = 0.0, *, rtt_s: float = 0.02, delivered: float = LINE, 
 def settled() -> Pacing:
     """Of a connection that has sent for a second."""
     pacing = Pacing()
-    for _ in range(congestion.UNCAPPED_LOOKS):
-        pacing.look(view())
+    for _ in range(congestion.UNCAPPED_SAMPLES):
+        pacing.sample(view())
     return pacing
 
 
@@ -44,9 +44,9 @@ class Line:
         free = self.line - others
         rate = min(pacing.bytes_per_s or self.line * 1.2, self.line * 1.2)
         most = (self.held - 1) * self.line * self.rtt_s
-        self.queue_bytes = min(max(0.0, self.queue_bytes + (rate - free) * congestion.LOOK_EVERY_S), most)
+        self.queue_bytes = min(max(0.0, self.queue_bytes + (rate - free) * congestion.SAMPLE_EVERY_S), most)
         delivered = free if self.queue_bytes > 0 else min(rate, free)
-        pacing.look(view(self.queue_bytes / self.line, rtt_s=self.rtt_s, delivered=delivered))
+        pacing.sample(view(self.queue_bytes / self.line, rtt_s=self.rtt_s, delivered=delivered))
         return delivered, self.queue_bytes / self.line
 
 
@@ -65,7 +65,7 @@ def test_the_line_is_full_and_its_queue_short(line: float, rtt_s: float):
 def test_without_a_queue_nothing_is_capped():
     pacing = settled()
     for _ in range(100):
-        pacing.look(view())
+        pacing.sample(view())
     assert pacing.bytes_per_s is None
 
 
@@ -73,17 +73,17 @@ def test_a_queue_of_a_few_milliseconds_is_noise():
     """On a LAN round trips are shorter than the time a busy machine takes to answer."""
     pacing = settled()
     for _ in range(100):
-        pacing.look(view(0.003, rtt_s=0.0001))
+        pacing.sample(view(0.003, rtt_s=0.0001))
     assert pacing.bytes_per_s is None
 
 
 def test_jitter_is_no_queue():
     pacing = settled()
-    pacing.look(
+    pacing.sample(
         KernelView(rtt_s=0.032, jitter_s=0.008, least_rtt_s=0.02, delivered_bytes_per_s=LINE, limited_here=False)
     )
     assert pacing.bytes_per_s is None
-    pacing.look(
+    pacing.sample(
         KernelView(rtt_s=0.032, jitter_s=0.001, least_rtt_s=0.02, delivered_bytes_per_s=LINE, limited_here=False)
     )
     assert pacing.bytes_per_s is not None
@@ -92,7 +92,7 @@ def test_jitter_is_no_queue():
 def test_who_has_nothing_to_send_is_not_slowed_down():
     pacing = settled()
     for _ in range(100):
-        pacing.look(view(0.5, limited=True))
+        pacing.sample(view(0.5, limited=True))
     assert pacing.bytes_per_s is None
 
 
@@ -100,31 +100,31 @@ def test_a_queue_that_others_make_leaves_most_of_the_line():
     """Somebody else keeps the queue full whatever bulk does."""
     pacing = settled()
     for _ in range(200):
-        pacing.look(view(0.5, delivered=LINE))
+        pacing.sample(view(0.5, delivered=LINE))
     assert pacing.bytes_per_s == pytest.approx(congestion.LEAST_OF_BEST * LINE, rel=0.01)
 
 
 def test_beside_a_standing_queue_cap_and_best_do_not_pull_each_other_down():
     """A cap that holds says nothing of the line: two connections of one machine had ended at an eighth of it."""
     pacing = settled()
-    pacing.look(view(delivered=LINE))
+    pacing.sample(view(delivered=LINE))
     for _ in range(2000):
         delivered = min(pacing.bytes_per_s or LINE, LINE / 2)
-        pacing.look(view(0.5, delivered=delivered))
+        pacing.sample(view(0.5, delivered=delivered))
     assert pacing.bytes_per_s is not None
     assert pacing.bytes_per_s >= congestion.LEAST_OF_BEST * congestion.OWN_LIMIT * LINE / 2
 
 
 def test_a_line_that_others_have_left_is_taken_again_in_a_few_looks():
     pacing = settled()
-    pacing.look(view(delivered=LINE))
+    pacing.sample(view(delivered=LINE))
     for _ in range(500):
-        pacing.look(view(0.5, delivered=min(pacing.bytes_per_s or LINE, LINE / 4)))
+        pacing.sample(view(0.5, delivered=min(pacing.bytes_per_s or LINE, LINE / 4)))
     assert pacing.bytes_per_s is not None
     assert pacing.bytes_per_s < LINE / 3
     looks = 0
     while (pacing.bytes_per_s or LINE) < LINE:
-        pacing.look(view(delivered=min(pacing.bytes_per_s or LINE, LINE)))
+        pacing.sample(view(delivered=min(pacing.bytes_per_s or LINE, LINE)))
         looks += 1
     assert looks < 15
 
@@ -164,9 +164,9 @@ def test_the_kernel_tells_what_is_asked_and_takes_the_cap(pair: tuple[socket.soc
     assert seen is not None
     assert 0 < seen.least_rtt_s <= seen.rtt_s < 1
     assert 0 < seen.delivered_bytes_per_s < 1e12
-    pace(near, 1e6)
+    set_pacing_rate(near, 1e6)
     assert near.getsockopt(socket.SOL_SOCKET, 47) == 1_000_000
-    pace(near, None)
+    set_pacing_rate(near, None)
     assert near.getsockopt(socket.SOL_SOCKET, 47) in (-1, 2**32 - 1)
 
 
@@ -186,37 +186,37 @@ def test_a_kernel_without_it_is_no_error(pair: tuple[socket.socket, socket.socke
 def test_a_measured_line_is_kept_just_below_what_it_carries():
     pacing = Pacing()
     for queue_s in (0.0, 0.01, 0.0, 0.02) * 50:
-        pacing.look(view(queue_s, delivered=LINE / 3), LINE)
-        assert pacing.bytes_per_s == congestion.OF_LINE * LINE
-        assert pacing.keeps_line
+        pacing.sample(view(queue_s, delivered=LINE / 3), LINE)
+        assert pacing.bytes_per_s == congestion.OF_UPLINK * LINE
+        assert pacing.uses_own_uplink
 
 
 def test_a_queue_that_stands_for_long_is_another_lines():
     """The other end's line is full: bulk follows what comes through, and takes its own line again once that is over."""
     pacing = Pacing()
-    for _ in range(congestion.LONG_QUEUE_LOOKS + 5):
-        pacing.look(view(0.05, delivered=LINE / 3), LINE)
-    assert not pacing.keeps_line
+    for _ in range(congestion.LONG_QUEUE_SAMPLES + 5):
+        pacing.sample(view(0.05, delivered=LINE / 3), LINE)
+    assert not pacing.uses_own_uplink
     assert pacing.bytes_per_s is not None
     assert pacing.bytes_per_s < LINE / 2
     looks = 0
-    while not pacing.keeps_line:
-        pacing.look(view(delivered=min(pacing.bytes_per_s or LINE, LINE)), LINE)
+    while not pacing.uses_own_uplink:
+        pacing.sample(view(delivered=min(pacing.bytes_per_s or LINE, LINE)), LINE)
         looks += 1
     assert looks < 30
-    assert pacing.bytes_per_s == congestion.OF_LINE * LINE
+    assert pacing.bytes_per_s == congestion.OF_UPLINK * LINE
 
 
 def test_a_probe_is_not_held_back():
     pacing = Pacing()
-    for _ in range(congestion.UNCAPPED_LOOKS):
-        pacing.look(view(0.5))
+    for _ in range(congestion.UNCAPPED_SAMPLES):
+        pacing.sample(view(0.5))
         assert pacing.bytes_per_s is None
 
 
 def lossy(*looks: tuple[int, float]) -> bool:
     losses = congestion.Losses()
-    return any(losses.look(dataclasses.replace(view(queue_s), resent_segments=seen)) for seen, queue_s in looks)
+    return any(losses.sample(dataclasses.replace(view(queue_s), resent_segments=seen)) for seen, queue_s in looks)
 
 
 def test_losses_without_a_queue_are_the_paths():

@@ -33,13 +33,13 @@ async def test_one_after_the_other_in_the_order_they_came():
     turns = of_line()
     await turns.take("a", None)
     later = [await waits(turns.take(name, None)) for name in "bc"]
-    assert turns.somebody_waits
-    turns.give_back("a")
+    assert turns.has_waiting
+    turns.release("a")
     await later[0]
     assert not later[1].done()
-    turns.give_back("b")
+    turns.release("b")
     await later[1]
-    assert not turns.somebody_waits
+    assert not turns.has_waiting
 
 
 @in_a_loop
@@ -48,7 +48,7 @@ async def test_before_the_line_is_measured_nobody_waits():
     for name in "abc":
         await turns.take(name, None)
     turns.seen(queues=True, held=True)
-    assert turns.line_bytes_per_s is None
+    assert turns.uplink_bytes_per_s is None
 
 
 @in_a_loop
@@ -67,7 +67,7 @@ async def test_who_gives_up_waiting_loses_nothing_for_others():
     one, other = await waits(turns.take("b", None)), await waits(turns.take("c", None))
     one.cancel()
     await asyncio.gather(one, return_exceptions=True)
-    turns.give_back("a")
+    turns.release("a")
     await other
 
 
@@ -76,7 +76,7 @@ async def test_who_gives_up_in_the_moment_of_its_turn_gives_it_back():
     turns = of_line()
     await turns.take("a", None)
     one, other = await waits(turns.take("b", None)), await waits(turns.take("c", None))
-    turns.give_back("a")
+    turns.release("a")
     one.cancel()
     await asyncio.gather(one, return_exceptions=True)
     await other
@@ -85,22 +85,22 @@ async def test_who_gives_up_in_the_moment_of_its_turn_gives_it_back():
 @in_a_loop
 async def test_a_turn_that_nobody_has_is_given_back_in_vain():
     turns = of_line()
-    turns.give_back("nobody")
+    turns.release("nobody")
     await turns.take("a", None)
-    turns.give_back("nobody")
+    turns.release("nobody")
     await waits(turns.take("b", None))
 
 
 def seen(turns: UplinkScheduler, looks: int, *, queues: bool, held: bool = True) -> float:
     for _ in range(looks):
         turns.seen(queues=queues, held=held)
-    assert turns.line_bytes_per_s is not None
-    return turns.line_bytes_per_s
+    assert turns.uplink_bytes_per_s is not None
+    return turns.uplink_bytes_per_s
 
 
 def test_a_queue_that_stands_makes_the_line_slower_within_bounds():
     turns = of_line()
-    assert seen(turns, module.QUEUE_LOOKS - 1, queues=True) == LINE, "a burst"
+    assert seen(turns, module.QUEUE_SAMPLES - 1, queues=True) == LINE, "a burst"
     assert seen(turns, 1, queues=True) < LINE
     assert seen(turns, 1000, queues=True) == pytest.approx(module.LEAST * LINE)
 
@@ -108,7 +108,7 @@ def test_a_queue_that_stands_makes_the_line_slower_within_bounds():
 def test_a_line_without_a_queue_is_found_to_be_faster_but_only_by_who_fills_it():
     turns = of_line()
     assert seen(turns, 100, queues=False, held=False) == LINE
-    assert LINE < seen(turns, module.CALM_LOOKS - 1, queues=False) < 1.1 * LINE
+    assert LINE < seen(turns, module.CALM_SAMPLES - 1, queues=False) < 1.1 * LINE
     assert seen(turns, 50, queues=False) > 3 * LINE, "another line than was measured"
     turns.measured(LINE)
-    assert turns.line_bytes_per_s == LINE
+    assert turns.uplink_bytes_per_s == LINE

@@ -61,5 +61,5 @@ def test_a_library_that_fills_buffers_otherwise_is_left_as_it_was():
     library = SimpleNamespace(_UniffiRustBufferBuilder=Buffer)
     original = Buffer.write
     with pytest.raises(TransportError, match="its Python binding is not the one expected"):
-        quic_binding._mend(library)
+        quic_binding._repair(library)
     assert Buffer.write is original

@@ -58,7 +58,7 @@ class Door:
     """A listener of the pool's broker that notes whom it let in."""
 
     def __init__(self, credentials: MemberCredentials, limits: AcceptLimits | None = None) -> None:
-        self.transport = TcpTransport(credentials, door_limits=limits)
+        self.transport = TcpTransport(credentials, accept_limits=limits)
         self.let_in: asyncio.Queue[Channel] = asyncio.Queue()
         self.ends: asyncio.Queue[BaseException] = asyncio.Queue()
 
@@ -495,9 +495,9 @@ def test_a_frame_whose_connection_goes_while_others_have_their_turn_is_not_taken
         door = Door(pool.credentials("broker", "broker"))
         listener = await door.open()
         limits = TransferLimits()
-        limits.turns.measured(1e6)
+        limits.uplink.measured(1e6)
         someone = object()
-        await limits.turns.take(someone, None)
+        await limits.uplink.take(someone, None)
         transport = TcpTransport(pool.credentials("a"), rates=limits)
         channel = await transport.dial(listener.addresses, expect=None, stream="state")
         far = await door.let_in.get()
@@ -507,13 +507,13 @@ def test_a_frame_whose_connection_goes_while_others_have_their_turn_is_not_taken
         sending = asyncio.create_task(channel.send(message, [tensor]))
         for _ in range(1000):
             await asyncio.sleep(0)
-            if limits.turns.somebody_waits:
+            if limits.uplink.has_waiting:
                 break
         (channel if by_us else far).abort()
         with pytest.raises(ChannelClosed):
             await sending
         assert channel.stats.sent_frames == 0
-        assert not limits.turns.somebody_waits
+        assert not limits.uplink.has_waiting
         await channel.close()
         await listener.close()
 

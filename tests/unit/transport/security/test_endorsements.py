@@ -15,10 +15,10 @@ from fusionai.transport.security.identity import load_identity, peer_of, public_
 from fusionai.transport.security.trust import (
     MAX_ENDORSEMENT_BYTES,
     endorse,
+    format_endorsement,
     key_text,
-    line_of,
+    parse_endorsement,
     parse_key,
-    parse_line,
     read_endorsement,
     signing_key,
     verify_endorsement,
@@ -104,10 +104,16 @@ def test_an_endorsement_has_one_spelling():
 
 
 def test_it_is_handed_over_as_a_line():
-    assert parse_line(f" {line_of(DATA)}\n") == DATA
-    for wrong in ("", "endorsement-1:", "endorsement-2:" + line_of(DATA)[14:], line_of(DATA) + "!", "x" * 10**6):
+    assert parse_endorsement(f" {format_endorsement(DATA)}\n") == DATA
+    for wrong in (
+        "",
+        "endorsement-1:",
+        "endorsement-2:" + format_endorsement(DATA)[14:],
+        format_endorsement(DATA) + "!",
+        "x" * 10**6,
+    ):
         with pytest.raises(UsageError, match="begins with endorsement-1:"):
-            parse_line(wrong)
+            parse_endorsement(wrong)
 
 
 def test_a_signing_key_is_not_taken_for_a_peer():

@@ -1,4 +1,4 @@
-"""The circle of trust fails closed: whatever is wrong with the file, the key or the time, nobody is in it."""
+"""The trust_list of trust fails closed: whatever is wrong with the file, the key or the time, nobody is in it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_who_is_endorsed_by_a_trusted_key_is_in():
 
 
 @pytest.mark.parametrize(
-    ("circle", "carried", "reason"),
+    ("trust_list", "carried", "reason"),
     [
         (TrustList(), (endorsement(),), "trusts no signing key"),
         (TrustList(signers=(SIGNER,)), (), "no key that this machine trusts has endorsed it"),
@@ -62,16 +62,16 @@ def test_who_is_endorsed_by_a_trusted_key_is_in():
         (TrustList(signers=(SIGNER,)), (*[b"x" * 80] * MAX_CARRIED, endorsement()), "content that can't be decoded"),
     ],
 )
-def test_nobody_else_is_in(circle: TrustList, carried: tuple[bytes, ...], reason: str):
+def test_nobody_else_is_in(trust_list: TrustList, carried: tuple[bytes, ...], reason: str):
     with pytest.raises(TrustError, match=reason):
-        circle.endorsement_of(PEER, carried, NOW_S)
+        trust_list.endorsement_of(PEER, carried, NOW_S)
 
 
 def test_the_circle_is_kept_for_its_owner_alone(tmp_path: Path):
     path = tmp_path / "trust.json"
-    circle = TrustList(signers=(SIGNER,), endorsements=(endorsement(),), revoked=(Revoked(OTHER, 5),))
-    save_trust_list(path, circle)
-    assert load_trust_list(path) == circle
+    trust_list = TrustList(signers=(SIGNER,), endorsements=(endorsement(),), revoked=(Revoked(OTHER, 5),))
+    save_trust_list(path, trust_list)
+    assert load_trust_list(path) == trust_list
     path.chmod(0o644)
     with pytest.raises(TrustError, match="readable by its owner only"):
         load_trust_list(path)
@@ -101,22 +101,22 @@ def test_a_broken_file_says_nothing_for_anybody(tmp_path: Path, content: bytes):
 
 def test_what_the_file_says_counts_at_once(tmp_path: Path):
     path = tmp_path / "trust.json"
-    circle = TrustListFile(path, lambda: NOW_S)
+    trust_list = TrustListFile(path, lambda: NOW_S)
     with pytest.raises(TrustError, match="has no trust list yet"):
-        circle.check(PEER, (endorsement(),))
+        trust_list.check(PEER, (endorsement(),))
     save_trust_list(path, TrustList(signers=(SIGNER,)))
-    assert circle.check(PEER, (endorsement(),)).peer == PEER
+    assert trust_list.check(PEER, (endorsement(),)).peer == PEER
     save_trust_list(path, TrustList(signers=(SIGNER,), revoked=(Revoked(PEER, 0),)))
     with pytest.raises(TrustError, match="revoked"):
-        circle.check(PEER, (endorsement(),))
+        trust_list.check(PEER, (endorsement(),))
     save_trust_list(path, TrustList(signers=(SIGNER,)))
-    assert circle.check(PEER, (endorsement(),)).peer == PEER
+    assert trust_list.check(PEER, (endorsement(),)).peer == PEER
     path.unlink()
     with pytest.raises(TrustError, match="has no trust list yet"):
-        circle.check(PEER, (endorsement(),))
+        trust_list.check(PEER, (endorsement(),))
     path.mkdir()
     with pytest.raises(FusionError):
-        circle.check(PEER, (endorsement(),))
+        trust_list.check(PEER, (endorsement(),))
 
 
 def test_a_machine_carries_endorsements_of_its_own_key(tmp_path: Path):

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from fusionai.primitives.errors import TransportError
-from fusionai.transport import peer_transport as udp_door
+from fusionai.transport import peer_transport as peer_transport
 from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.interface import Channel, Remote
 from fusionai.transport.peer_transport import UdpAcceptor, opened_or_none
@@ -50,7 +50,7 @@ def test_without_the_library_the_broker_is_not_even_asked(pool: Any, monkeypatch
     def missing(*_: object, **__: object) -> None:
         raise TransportError("QUIC needs the package iroh.", hint="Install it.")
 
-    monkeypatch.setattr(udp_door, "QuicTransport", missing)
+    monkeypatch.setattr(peer_transport, "QuicTransport", missing)
 
     async def main() -> None:
         broker = Broker(4711)
