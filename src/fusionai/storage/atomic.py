@@ -8,10 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from fusionai.primitives.errors import StorageError
 
@@ -41,16 +41,22 @@ def write_atomic(path: Path, content: bytes) -> None:
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with partial.open("wb") as handle:
-                handle.write(content)
-                handle.flush()
-                os.fsync(handle.fileno())
+            write_synced(partial, (content,), "wb")
             partial.replace(path)
         except OSError:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             raise
         sync_directory(path.parent)
+
+
+def write_synced(path: Path, parts: Iterable[bytes | memoryview], mode: Literal["wb", "xb"] = "xb") -> None:
+    """Write a file whose content is on the disk on return. Raises `OSError`."""
+    with path.open(mode) as handle:
+        for part in parts:
+            handle.write(part)
+        handle.flush()
+        os.fsync(handle.fileno())
 
 
 def sync_directory(directory: Path) -> None:

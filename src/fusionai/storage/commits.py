@@ -14,11 +14,11 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
@@ -39,6 +39,7 @@ CREATE TABLE IF NOT EXISTS driver (
     plan_version INTEGER, plan BLOB, hash BLOB NOT NULL
 );
 """
+_Row = TypeVar("_Row")
 _EVALUATION: Final = msgspec.msgpack.Decoder(Evaluation)
 
 
@@ -63,7 +64,7 @@ class CommitJournal:
         """Open or create the journal and check every row. Raises `StorageError` if it is in use, damaged or of a newer
         layout."""
         self._path = path
-        self._turn = threading.Lock()
+        self._mutex = threading.Lock()
         self._lock = JobLock(path.with_name(path.name + ".lock"))
         try:
             with storage_errors(path), self._sqlite_errors():
@@ -138,13 +139,13 @@ class CommitJournal:
         with self._transaction():
             self._database.execute("DELETE FROM commits WHERE step >= ?", (step,))
             self._database.execute("DELETE FROM evaluations WHERE step > ?", (step,))
-        with self._turn, self._sqlite_errors():
+        with self._mutex, self._sqlite_errors():
             self._last, self._last_hash = self._checked()
             self._evaluations, self._evaluations_hash = self._checked_evaluations()
 
     def records(self, from_step: int = 0) -> Iterator[CommitRecord]:
         """Yield the commits from this step on, in order."""
-        with self._turn, self._sqlite_errors():
+        with self._mutex, self._sqlite_errors():
             rows = self._database.execute(
                 "SELECT record FROM commits WHERE step >= ? ORDER BY step", (from_step,)
             ).fetchall()
@@ -203,32 +204,38 @@ class CommitJournal:
         """Return the last record and its hash, after checking the whole chain."""
         last: CommitRecord | None = None
         digest = _ROOT_HASH
-        rows = self._database.execute("SELECT step, record, hash FROM commits ORDER BY step")
-        for expected, (step, content, stored) in enumerate(rows):
-            digest = _chained(digest, content)
-            if step != expected or stored != digest:
-                raise self._damaged(f"commit of step {expected} does not match its hash")
-            try:
-                last = _record(content)
-            except msgspec.DecodeError as problem:
-                raise self._damaged(f"commit of step {expected} can't be decoded ({problem})") from None
-            if last.step != step:
-                raise self._damaged(f"commit of step {expected} says step {last.step}")
+        for step, record, chained in self._chain("commits", "commit", _record):
+            if record.step != step:
+                raise self._damaged(f"the commit of step {step} says step {record.step}")
+            last, digest = record, chained
         return last, digest
 
     def _checked_evaluations(self) -> tuple[tuple[Evaluation, ...], bytes]:
         """Return all evaluations and the last hash, after checking the whole chain."""
         found: list[Evaluation] = []
         digest = _ROOT_HASH
-        for step, content, stored in self._database.execute("SELECT step, record, hash FROM evaluations ORDER BY step"):
+        for _, evaluation, chained in self._chain("evaluations", "evaluation", _EVALUATION.decode):
+            found.append(evaluation)
+            digest = chained
+        return tuple(found), digest
+
+    def _chain(
+        self, table: Literal["commits", "evaluations"], noun: str, decode: Callable[[bytes], _Row]
+    ) -> Iterator[tuple[int, _Row, bytes]]:
+        """Yield (step, content, hash) of each row, after checking its hash, which covers the rows before it."""
+        digest = _ROOT_HASH
+        rows = self._database.execute(f"SELECT step, record, hash FROM {table} ORDER BY step")
+        for expected, (step, content, stored) in enumerate(rows):
+            if table == "commits" and step != expected:
+                raise self._damaged(f"the commit of step {expected} is missing")
             digest = _chained(digest, content)
             if stored != digest:
-                raise self._damaged(f"the evaluation of step {step} does not match its hash")
+                raise self._damaged(f"the {noun} of step {step} does not match its hash")
             try:
-                found.append(_EVALUATION.decode(content))
+                decoded = decode(content)
             except msgspec.DecodeError as problem:
-                raise self._damaged(f"the evaluation of step {step} can't be decoded ({problem})") from None
-        return tuple(found), digest
+                raise self._damaged(f"the {noun} of step {step} can't be decoded ({problem})") from None
+            yield step, decoded, digest
 
     def _checked_driver(self) -> tuple[int, AdoptedPlan | None]:
         row = self._database.execute("SELECT incarnation, plan_version, plan, hash FROM driver").fetchone()
@@ -252,7 +259,7 @@ class CommitJournal:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         """A transaction that is on the disk when the block ends, or has no effect."""
-        with self._turn, self._sqlite_errors():
+        with self._mutex, self._sqlite_errors():
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield

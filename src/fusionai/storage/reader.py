@@ -134,31 +134,23 @@ class CheckpointReader:
 
     def __init__(self, directory: Path) -> None:
         """Read only the manifest. Raises `StorageError` if it is missing, damaged or of another format."""
-        self._directory = directory
-        self._manifest = self._read_manifest()
+        self.directory = directory
+        self.manifest = self._read_manifest()
         self._open: dict[str, SafetensorsFile] = {}
-
-    @property
-    def directory(self) -> Path:
-        return self._directory
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._manifest
 
     @property
     def step(self) -> int:
         """Number of optimizer steps applied."""
-        return self._manifest.step
+        return self.manifest.step
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all state entries, sorted."""
-        return tuple(sorted(self._manifest.entries))
+        return tuple(sorted(self.manifest.entries))
 
     def verify(self) -> None:
         """Hash every file. Raises `StorageError` naming the first that does not match the manifest."""
-        for name, record in self._manifest.files.items():
+        for name, record in self.manifest.files.items():
             path = self._inside(name)
             digest, size = hashlib.sha256(), 0
             with storage_errors(path, "read"), path.open("rb") as handle:
@@ -174,19 +166,19 @@ class CheckpointReader:
 
     def read(self, entry: str) -> HostTensor:
         """Return one state entry. Raises `StorageError` if the checkpoint has no such entry."""
-        file = self._manifest.entries.get(entry)
+        file = self.manifest.entries.get(entry)
         if file is None:
-            raise StorageError(f"{self._directory}: the checkpoint has no entry {entry!r}.")
-        made_of = self._manifest.assembled.get(entry)
+            raise StorageError(f"{self.directory}: the checkpoint has no entry {entry!r}.")
+        made_of = self.manifest.assembled.get(entry)
         if made_of is not None:
             return assembled(entry, made_of, self._tensor)
         name = entry.partition("/")[2]
         return self._file(file).read(PREFIX + name if file == WEIGHTS_FILE else name)
 
     def _tensor(self, name: str) -> HostTensor:
-        file = self._manifest.tensors.get(name)
+        file = self.manifest.tensors.get(name)
         if file is None:
-            raise StorageError(f"{self._directory / MANIFEST} does not say which file holds {name!r}.", hint=_HINT)
+            raise StorageError(f"{self.directory / MANIFEST} does not say which file holds {name!r}.", hint=_HINT)
         return self._file(file).read(name)
 
     def _file(self, name: str) -> SafetensorsFile:
@@ -198,17 +190,17 @@ class CheckpointReader:
         """Return the path of a file of the checkpoint. Raises `StorageError` if the manifest names one outside it."""
         path = Path(name)
         if path.is_absolute() or ".." in path.parts:
-            raise StorageError(f"{self._directory / MANIFEST} names {name!r}, which is outside the checkpoint.")
-        return self._directory / path
+            raise StorageError(f"{self.directory / MANIFEST} names {name!r}, which is outside the checkpoint.")
+        return self.directory / path
 
     def _read_manifest(self) -> Manifest:
-        path = self._directory / MANIFEST
+        path = self.directory / MANIFEST
         with storage_errors(path, "read"):
             content = path.read_bytes()
-        hash_path = self._directory / MANIFEST_HASH
+        hash_path = self.directory / MANIFEST_HASH
         with storage_errors(hash_path, "read"):
-            said = hash_path.read_bytes()[:64]
-        if hashlib.sha256(content).hexdigest().encode() != said:
+            expected = hash_path.read_bytes()[:64]
+        if hashlib.sha256(content).hexdigest().encode() != expected:
             raise StorageError(f"{path} is damaged: its SHA-256 is not the one in manifest.sha256.", hint=_HINT)
         try:
             manifest = msgspec.json.decode(content, type=Manifest)

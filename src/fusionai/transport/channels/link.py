@@ -182,7 +182,8 @@ def _described(tensors: tuple[HostTensor, ...]) -> tuple[TensorHeader, ...]:
 
 
 DEAD_AFTER_S: Final = 3.0
-"""Seconds without an acknowledgement, although data was retransmitted, after which the other side counts as gone."""
+"""Seconds without an acknowledgement, although data was retransmitted, after which the other side counts as gone. It is
+noticed at most `CHECK_EVERY_S` later."""
 CHECK_EVERY_S: Final = 1.0
 _KEEPALIVE_OPTIONS: Final = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
 """Idle time before the first probe (s), time between probes (s), and unanswered probes that end the connection."""
