@@ -75,8 +75,8 @@ def _message(message: object, number: int) -> dict[str, Any]:
     where = f"message {number}: "
     if not isinstance(message, dict):
         raise RowError(f"{where}expected a table, got {kind_word(message)}.")
-    said = {name: value for name, value in message.items() if value is not None}
-    role, content, calls = said.get("role"), said.get("content"), said.get("tool_calls", [])
+    given = {name: value for name, value in message.items() if value is not None}
+    role, content, calls = given.get("role"), given.get("content"), given.get("tool_calls", [])
     if role not in ROLES:
         raise RowError(f"{where}expected a role, one of {', '.join(ROLES)}; got {_role_word(role)}.")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
@@ -85,8 +85,8 @@ def _message(message: object, number: int) -> dict[str, Any]:
         raise RowError(
             f"{where}expected tool_calls only in an assistant's message, got some in a message of role {role!r}."
         )
-    weight = said.get("weight", 1)
-    if weight not in (0, 1) or ("weight" in said and role != "assistant"):
+    weight = given.get("weight", 1)
+    if weight not in (0, 1) or ("weight" in given and role != "assistant"):
         raise RowError(f"{where}expected a weight of 0 or 1, and only in an assistant's message.")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
@@ -95,9 +95,9 @@ def _message(message: object, number: int) -> dict[str, Any]:
         raise RowError(f"{where}expected the content to be a text, got {kind_word(content)}.")
     if content is None and not calls:
         raise RowError(f"{where}expected the key 'content', got none.")
-    if role == "assistant" and not calls and not for_template([said])[0]["content"].strip():
+    if role == "assistant" and not calls and not for_template([given])[0]["content"].strip():
         raise RowError(f"{where}expected an answer, got an empty one.")
-    return {**said, "weight": weight}
+    return {**given, "weight": weight}
 
 
 def _instruction(row: Mapping[str, object]) -> ChatConversation:

@@ -74,9 +74,9 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def optimizer(self) -> OptimizerSpec:
         """The optimizer as stages run it: with local updates, its state also has what the exchanges need."""
-        apart = self.replicas
-        overlapped = apart is not None and apart.overlap > 0
-        return msgspec.structs.replace(self.train.optimizer, anchored=apart is not None, overlapped=overlapped)
+        replicas = self.replicas
+        overlapped = replicas is not None and replicas.overlap > 0
+        return msgspec.structs.replace(self.train.optimizer, anchored=replicas is not None, overlapped=overlapped)
 
     def describe(self) -> str:
         """One line for logs with names, sizes and settings; it contains no text of the data."""

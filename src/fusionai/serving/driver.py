@@ -147,7 +147,7 @@ class ServingDriver:
         while True:
             now_s = self._host.clock.now_s()
             self._answers.expire(now_s)
-            self._checking.passes(now_s)
+            self._checking.tick(now_s)
             if now_s - expected_s < LATE_S:  # else messages that arrived during the stall are read first
                 self.tell(events.Tick(now_s))
             expected_s = now_s + TICK_S
