@@ -66,7 +66,7 @@ class MemoryNetwork:
         """Both ends of a new connection; returns the caller's, its handshake under way."""
         listener = self._listeners.get(address)
         if listener is None:
-            raise TransportError(f"nobody answered at {address}.")
+            raise TransportError(f"no answer from {address}.")
         if caller.role == "stranger" and not listener.strangers:
             raise TrustError(f"{address} lets in members of its pool only.")
         near = MemoryChannel(self, caller, dialling)

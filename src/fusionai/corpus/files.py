@@ -87,7 +87,8 @@ def _kind(path: Path, data: FileData) -> FileKind:
             )
         case "auto" if suffix == ".json":
             raise DataError(
-                f"{path}: one JSON document or one per line?", hint="Set format = 'jsonl' or 'text' in [data]."
+                f"{path}: can't tell whether it is one JSON document or one per line.",
+                hint="Set format = 'jsonl' or 'text' in [data].",
             )
         case "auto" if suffix in _BINARY_SUFFIXES:
             raise DataError(f"{path}: {suffix} files can't be read.", hint="Give text, .jsonl or .parquet files.")

@@ -196,7 +196,10 @@ class CommitJournal:
         run("PRAGMA synchronous=FULL")
         (layout,) = run("PRAGMA user_version").fetchone()
         if layout not in range(_LAYOUT + 1):
-            raise StorageError(f"{self._path}: expected layout {_LAYOUT}, got {layout}; made by a newer version.")
+            raise StorageError(
+                f"{self._path}: expected at most layout {_LAYOUT}, got {layout}.",
+                hint="A newer version of FusionAI wrote it: update this machine.",
+            )
         if layout < _LAYOUT:  # older layouts only lack tables
             self._database.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={_LAYOUT}; COMMIT;")
 

@@ -126,6 +126,7 @@ def forget_best(root: Path) -> None:
 
 
 _CHUNK_BYTES: Final = 2**20
+_NEWER: Final = "A newer version of FusionAI may have written it: update this machine."
 _HINT: Final = "Delete this checkpoint to go on from the one before it."
 
 
@@ -205,9 +206,9 @@ class CheckpointReader:
         try:
             manifest = msgspec.json.decode(content, type=Manifest)
         except msgspec.DecodeError as problem:
-            raise StorageError(f"{path}: can't be decoded ({problem}).", hint="It may be of a newer version.") from None
+            raise StorageError(f"{path}: can't be decoded ({problem}).", hint=_NEWER) from None
         if manifest.format != FORMAT:
-            raise StorageError(f"{path}: expected format {FORMAT}, got {manifest.format!r}.")
+            raise StorageError(f"{path}: expected format {FORMAT}, got {manifest.format!r}.", hint=_NEWER)
         return manifest
 
 

@@ -113,7 +113,7 @@ def manifest(
         if spec.digest not in ranges:
             store.add(spec, tensor.data)
     if lacking := [key for key in wanted if key not in specs]:
-        raise StorageError(f"the model gave no bytes for {len(lacking)} of its tensors, first {lacking[0]}.")
+        raise StorageError(f"the model has no bytes for {len(lacking)} of its tensors, such as {lacking[0]}.")
     return ModelWeights(tuple(specs[key] for key in wanted), ranges, store)
 
 

@@ -268,7 +268,7 @@ async def first_to_answer(attempts: Sequence[Attempt[C]], *, timeout_s: float) -
     except TimeoutError:
         failures.append(
             TransportError(
-                f"nobody answered at {', '.join(attempt.name for attempt in attempts)} within {timeout_s:g} s.",
+                f"no answer from {', '.join(attempt.name for attempt in attempts)} within {timeout_s:g} s.",
                 hint="Check that the other machine is on and that its port is reachable.",
             )
         )

@@ -185,7 +185,7 @@ class QuicTransport(RacingTransport[QuicChannel]):
         except self._library.IrohError as error:
             self._leave()
             raise TransportError(
-                f"nobody answered at {format_quic(peer, host, port)} ({str(error.message()).splitlines()[0]})."
+                f"no answer from {format_quic(peer, host, port)} ({str(error.message()).splitlines()[0]})."
             ) from error
         except BaseException as error:
             if channel is not None:
@@ -193,7 +193,7 @@ class QuicTransport(RacingTransport[QuicChannel]):
             self._leave()
             if isinstance(error, TimeoutError):
                 raise TransportError(
-                    f"nobody answered at {format_quic(peer, host, port)} within {timeout_s:g} s."
+                    f"no answer from {format_quic(peer, host, port)} within {timeout_s:g} s."
                 ) from None
             raise
         self._watch(channel)

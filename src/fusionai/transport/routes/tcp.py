@@ -242,7 +242,7 @@ class TcpTransport(RacingTransport[TcpChannel]):
             ) from error
         except OSError as error:
             raise TransportError(
-                f"nobody answered at {address} ({error.strerror or error}).",
+                f"no answer from {address} ({error.strerror or error}).",
                 hint="Check that the other machine is on and that its port is reachable.",
             ) from error
         except BaseException:
