@@ -1,4 +1,4 @@
-"""The plan versions of a serving job and its present round: what members are told when they enlist and load.
+"""The plan versions of a serving job and its present round: messages by which members enlist and load stages.
 
 `serving.driver` says when; `execution.links.connections` reaches the members, `serving.deployment` cuts the model.
 """
