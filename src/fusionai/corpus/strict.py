@@ -58,7 +58,7 @@ def show(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
-def kind_word(value: object) -> str:
+def kind_of(value: object) -> str:
     """The kind of a value from the *data*, without its content, because messages may leave this machine."""
     match value:
         case None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from fusionai.corpus.files import find_files
 from fusionai.corpus.order import SampledSource, Split
 from fusionai.corpus.recipe import Recipe
-from fusionai.corpus.strict import kind_word, nearest
+from fusionai.corpus.strict import kind_of, nearest
 from fusionai.corpus.tables import FileData, HubData, TensorData
 from fusionai.corpus.text import open_dataset, records_of_files
 from fusionai.primitives.errors import DataError
@@ -105,7 +105,7 @@ def _array(value: object, where: str) -> npt.NDArray[np.generic]:
         case "f":
             return array.astype("<f4")
         case _:
-            raise DataError(f"{where}: expected a number or nested lists of numbers, got {kind_word(value)}.")
+            raise DataError(f"{where}: expected a number or nested lists of numbers, got {kind_of(value)}.")
 
 
 def _stacked(
