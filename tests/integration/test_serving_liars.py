@@ -20,7 +20,7 @@ from fusionai.execution.serving.stage import ServingStage
 from fusionai.primitives.errors import ExecutionError
 from fusionai.scheduling.problem.types import Standby
 from fusionai.serving import checking
-from fusionai.serving import interface as progress
+from fusionai.serving import job as progress
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions

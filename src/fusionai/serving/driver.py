@@ -33,7 +33,7 @@ from fusionai.ir.partition import FEED
 from fusionai.primitives.errors import ExecutionError, FusionError, PlanError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
-from fusionai.serving import interface as progress
+from fusionai.serving import job as progress
 from fusionai.serving.answers import Answers
 from fusionai.serving.checking import Checking
 from fusionai.serving.deployment import ServedCut

@@ -31,7 +31,7 @@ from fusionai.execution.host import Host
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Plan
-from fusionai.serving import interface as progress
+from fusionai.serving import job as progress
 from fusionai.serving.answers import Answers
 from fusionai.serving.deployment import cut
 from fusionai.serving.driver import ServingDriver

@@ -1,7 +1,7 @@
 """The interface of a serving engine, as the gateway, the terminal chat and tests use it.
 
 Tokens in, tokens out: text, templates and stop strings are in `serving.text`, HTTP is in the gateway. Everything runs
-on one event loop. `serving.engine` implements the interface over the pool and emits the progress events.
+on one event loop. `serving.engine` implements the interface over the pool.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from fusionai.coordination.round.verification import Outcome
 from fusionai.primitives.errors import FusionError
-from fusionai.scheduling.problem.types import Plan
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "failed"]
 """`stop`: a stop token or the end of a constraint; `deadline`: `Generation.deadline_s` has passed; `failed`: an error,
@@ -226,85 +224,3 @@ class Engine(Protocol):
 
     @property
     def status(self) -> EngineStatus: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StageLoading:
-    """How much of its weights a machine has loaded."""
-
-    stage: int
-    peer: str
-    done_bytes: int
-    total_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StageLoaded:
-    """`fetched_bytes`: bytes fetched, by the source's peer id; weights that the machine already had are not
-    included."""
-
-    stage: int
-    peer: str
-    standby: bool
-    resident_bytes: int
-    fetched_bytes: tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRefused:
-    """`source` sent `receiver` wrong bytes for a tensor."""
-
-    source: str
-    receiver: str
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class EngineReady:
-    """A probe has crossed all stages twice with the same bits. Sent again after each recovery."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServingPlanChanged:
-    plan: Plan
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ServingPaused:
-    """No machine of the pool can continue the job."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRechecked:
-    """Outcome of a spot check. A task is one pass of a text through a stage; `tasks` counts those of all guarded stages
-    so far."""
-
-    stage: int
-    peer: str
-    referee: str
-    outcome: Outcome
-    reason: str
-    tasks: int
-    checked_tasks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """An entry of the fault log. Sent when the fault happens, and again with the gap when tokens flow again."""
-
-    note: FaultNote
-
-
-Progress = (
-    StageLoading
-    | StageLoaded
-    | SourceRefused
-    | EngineReady
-    | ServingPlanChanged
-    | ServingPaused
-    | TextRechecked
-    | Fault
-)
