@@ -22,7 +22,7 @@ from fusionai.primitives.environment import inherited
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership, enrol
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.tcp import TcpTransport
 from fusionai.wire.messages import Heartbeat, HeartbeatAck, Register, Registered
 
 HEARTBEAT_S = 3.0

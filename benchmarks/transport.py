@@ -33,11 +33,11 @@ from typing import Any
 
 from fusionai.cli.running import loop_factory, run
 from fusionai.primitives.tensors import host_tensor
-from fusionai.transport.authority import load_authority
-from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.authority import load_authority
+from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.identity import load_identity
 from fusionai.wire.messages import Pong, Probe, TensorHeader
 
 SMALL_BYTES = 8 * 1024

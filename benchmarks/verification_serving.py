@@ -42,7 +42,7 @@ from fusionai.ir.schema import Graph
 from fusionai.ir.serving import serving_graph
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.problem.types import Standby
-from fusionai.serving import progress
+from fusionai.serving import job as progress
 from fusionai.serving.inspection import Measured, Neighbours, Words, limits, measured, opinion, sketches_of
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.storage.weight_manifest import ModelWeights

@@ -31,7 +31,7 @@ from fusionai.client.serving.serve import Served, ServeEvent, serving
 from fusionai.coordination.round.reputation import NEEDED
 from fusionai.scheduling.problem.types import ServingNeeds
 from fusionai.serving.interface import Finished, Generation, Sampling
-from fusionai.serving.progress import StageLoaded, TextRechecked
+from fusionai.serving.job import StageLoaded, TextRechecked
 
 WIDTH, VOCABULARY = 512, 2048
 STAGES: Final = 2

@@ -26,7 +26,7 @@ from fusionai.primitives.errors import FusionError, RefusedError
 from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement, Standby
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import Membership, enrol, load_membership
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.tcp import TcpTransport
 from fusionai.wire import messages as wire
 from harness.patience import CEILING_S
 

@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from fusionai.client.serving.serve import ServeEvent
-from fusionai.serving import progress
+from fusionai.serving import job as progress
 from fusionai.transport.enrolment import load_membership
 from harness.fault_proxy import TO_TARGET, FaultProxy, Link, free_port
 from harness.live_pool import LivePool

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from fusionai.client.pool.local_pool import BROKER
-from fusionai.serving import progress
+from fusionai.serving import job as progress
 from harness.besieged_job import peers, seed_of
 from harness.fault_proxy import free_port
 from harness.live_pool import LivePool, Process

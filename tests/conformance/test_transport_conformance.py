@@ -17,15 +17,15 @@ from fusionai.cli.running import loop_factory
 from fusionai.primitives.errors import ChannelClosed, RefusedError, TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.transport import framed as handshake
-from fusionai.transport import quic as quic_binding
-from fusionai.transport.authority import load_authority
-from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
-from fusionai.transport.identity import load_identity, peer_of
+from fusionai.transport.channels import framed as handshake
 from fusionai.transport.interface import Channel, Listener, Remote, Role, Transport
-from fusionai.transport.quic import QuicTransport
-from fusionai.transport.routes import parse_address
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes import quic as quic_binding
+from fusionai.transport.routes.addresses import parse_address
+from fusionai.transport.routes.quic import QuicTransport
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.authority import load_authority
+from fusionai.transport.security.credentials import MemberCredentials, StrangerCredentials
+from fusionai.transport.security.identity import load_identity, peer_of
 from fusionai.wire.frame import (
     GREETING_LIMITS,
     HEADER_BYTES,
@@ -533,7 +533,7 @@ def test_a_closed_listener_lets_nobody_in_and_ends_its_channels(world: World, ru
         with pytest.raises(ChannelClosed):
             await channel.receive()
         await channel.close()
-        with pytest.raises(TransportError, match="nobody answered"):
+        with pytest.raises(TransportError, match="no answer from"):
             await transport.dial(listener.addresses, expect=world.peer("server"), stream="control", timeout_s=2.0)
 
     run(main())

@@ -20,8 +20,8 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 
-from fusionai.transport.framed import FramedChannel
-from fusionai.transport.tcp_channel import TcpChannel
+from fusionai.transport.channels.framed import FramedChannel
+from fusionai.transport.channels.tcp import TcpChannel
 from fusionai.wire.frame import Frame
 from harness.memory_transport import MemoryChannel
 

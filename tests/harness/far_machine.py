@@ -25,9 +25,9 @@ from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import PeerProfile
+from fusionai.transport.channels.link import answer_probe, measure_link
 from fusionai.transport.enrolment import enrol
 from fusionai.transport.interface import Channel
-from fusionai.transport.links import answer_probe, measure_link
 from fusionai.transport.peer_transport import PeerTransport
 
 

@@ -26,16 +26,16 @@ from fusionai.primitives.clock import SystemClock
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.scheduling.problem.types import PeerProfile
-from fusionai.transport.authority import Authority, load_authority
 from fusionai.transport.conversation import Conversation
-from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.enrolment import Membership
-from fusionai.transport.identity import load_identity, public_bytes
 from fusionai.transport.interface import Channel, Listener, Remote
 from fusionai.transport.peer_transport import PeerTransport
-from fusionai.transport.signed import Seal
-from fusionai.transport.tcp import TcpTransport
-from fusionai.transport.trust import Signer, TrustList, TrustListFile, endorse, key_text, save_trust_list
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.authority import Authority, load_authority
+from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.identity import load_identity, public_bytes
+from fusionai.transport.security.signed import Seal
+from fusionai.transport.security.trust import Signer, TrustList, TrustListFile, endorse, key_text, save_trust_list
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Message
 

@@ -15,7 +15,7 @@ from typing import Final
 from fusionai.primitives.errors import ChannelClosed, FusionError, TransportError, TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor
-from fusionai.transport.framed import AcceptedTasks, AcceptLimits, Dialling, FramedChannel
+from fusionai.transport.channels.framed import AcceptedTasks, AcceptLimits, Dialling, FramedChannel
 from fusionai.transport.interface import Accept, Remote, Role
 from fusionai.wire.frame import encode_frame_head
 from fusionai.wire.messages import Message, Stream
@@ -66,7 +66,7 @@ class MemoryNetwork:
         """Both ends of a new connection; returns the caller's, its handshake under way."""
         listener = self._listeners.get(address)
         if listener is None:
-            raise TransportError(f"nobody answered at {address}.")
+            raise TransportError(f"no answer from {address}.")
         if caller.role == "stranger" and not listener.strangers:
             raise TrustError(f"{address} lets in members of its pool only.")
         near = MemoryChannel(self, caller, dialling)

@@ -31,16 +31,15 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.problem.types import Certificate, Plan, StagePlacement, Standby
 from fusionai.storage.checkpoint import CheckpointHeader
 from fusionai.storage.commits import CommitJournal
-from fusionai.storage.manifest import step_directory
-from fusionai.storage.reader import CheckpointReader, latest
+from fusionai.storage.reader import CheckpointReader, latest, step_directory
 from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints
 from fusionai.training.deployment import Cut, StateSource, TrainingJob, cut, stage_options
 from fusionai.training.driver import Driver
 from fusionai.training.local_updates import Exchange
-from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.interface import Accept, Channel, Listener, Transport
-from fusionai.transport.signed import Seal, Ticket, sign_ticket
+from fusionai.transport.security.identity import peer_of, public_bytes
+from fusionai.transport.security.signed import Seal, Ticket, sign_ticket
 from fusionai.wire.codecs import Codec
 from fusionai.wire.messages import Message, OptimizerSpec, StageOptions, Stream
 from harness.memory_transport import MemoryNetwork

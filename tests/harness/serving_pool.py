@@ -21,7 +21,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.execution.host import Host
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Certificate, Plan, StagePlacement, Standby
-from fusionai.serving import progress
+from fusionai.serving import job as progress
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.interface import Emitted, Finished, Generation, StreamEvent, TokenStream
 from fusionai.serving.job import ServingJob, weight_keys

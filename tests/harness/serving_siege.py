@@ -27,7 +27,7 @@ from typing import Any, Final
 from fusionai.client.serving.job import ServeRequest
 from fusionai.client.serving.serve import Served, ServeEvent, serving
 from fusionai.scheduling.problem.types import Plan, ServingNeeds
-from fusionai.serving import progress
+from fusionai.serving import job as progress
 from fusionai.serving.interface import Emitted, Finished, Generation, GenerationPaused, PromptRead, StageStatus
 from harness.killer import Killer, Role, Target
 from harness.live_pool import LivePool, Process

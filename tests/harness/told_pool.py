@@ -16,7 +16,7 @@ from fusionai.execution.deployment import Deployment
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import JobId
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem, RolePlacement
-from fusionai.transport.signed import Ticket, sign_ticket
+from fusionai.transport.security.signed import Ticket, sign_ticket
 from fusionai.wire.messages import MemberView
 
 JOB = JobId("job-1")

@@ -18,12 +18,12 @@ from fusionai.primitives.environment import inherited
 from fusionai.primitives.errors import ChannelClosed, RefusedError, TransportError, TrustError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement
-from fusionai.transport.authority import load_authority
 from fusionai.transport.conversation import Conversation
-from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
 from fusionai.transport.enrolment import Membership, enrol, format_invitation, load_membership, parse_invitation
-from fusionai.transport.identity import load_identity
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.authority import load_authority
+from fusionai.transport.security.credentials import MemberCredentials, StrangerCredentials
+from fusionai.transport.security.identity import load_identity
 from fusionai.wire.messages import (
     Heartbeat,
     HeartbeatAck,

@@ -125,7 +125,7 @@ def test_a_pool_is_opened_entered_looked_at_and_left(tmp_path: Path):
         assert broker.interrupt() == 0
     gone = fusion("pool", "--home", homes["owner"])
     assert gone.returncode == 1
-    assert "nobody answered" in gone.stderr
+    assert "no answer from" in gone.stderr
     assert "Traceback" not in gone.stderr
 
 

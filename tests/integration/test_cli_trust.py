@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fusionai.transport.identity import load_identity
+from fusionai.transport.security.identity import load_identity
 from harness.live_pool import LivePool, Process, fusion, write_recipe, write_text
 from harness.saved_model import asked, saved_model
 

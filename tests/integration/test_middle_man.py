@@ -23,11 +23,11 @@ from cryptography.x509.oid import NameOID
 
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.authority import Authority, load_authority
-from fusionai.transport.credentials import Credentials, MemberCredentials, StrangerCredentials
-from fusionai.transport.identity import Identity, load_identity
 from fusionai.transport.interface import Channel, Remote, Role
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.authority import Authority, load_authority
+from fusionai.transport.security.credentials import Credentials, MemberCredentials, StrangerCredentials
+from fusionai.transport.security.identity import Identity, load_identity
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Message
 from harness.in_a_loop import in_a_loop

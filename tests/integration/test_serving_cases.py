@@ -17,7 +17,7 @@ import torch
 from fusionai.capture.capture import Captured
 from fusionai.primitives.errors import ExecutionError
 from fusionai.scheduling.problem.types import Standby
-from fusionai.serving import progress
+from fusionai.serving import job as progress
 from fusionai.serving.constraint import ConstraintCompiler, JsonSchema
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.interface import (

@@ -15,7 +15,7 @@ from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Standby
-from fusionai.serving import progress
+from fusionai.serving import job as progress
 from fusionai.serving.interface import Emitted, FaultNote, Finished, Generation, GenerationPaused, Sampling
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions

@@ -19,7 +19,8 @@ from fusionai.capture.models.source import ConfigSource
 from fusionai.execution.serving.stage import ServingStage
 from fusionai.primitives.errors import ExecutionError
 from fusionai.scheduling.problem.types import Standby
-from fusionai.serving import checking, progress
+from fusionai.serving import checking
+from fusionai.serving import job as progress
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import ServeOptions

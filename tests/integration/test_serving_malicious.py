@@ -18,7 +18,7 @@ from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Standby
 from fusionai.serving.interface import Generation, Sampling
 from fusionai.transport.interface import Channel
-from fusionai.transport.signed import Seal
+from fusionai.transport.security.signed import Seal
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 from harness.in_a_loop import in_a_loop

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
 from fusionai.scheduling.problem.types import Standby
-from fusionai.serving import progress
+from fusionai.serving import job as progress
 from fusionai.serving.interface import Emitted, Finished, Generation, Sampling
 from fusionai.wire.messages import ServeOptions
 from harness.backend_kinds import Kinds

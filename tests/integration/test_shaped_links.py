@@ -15,12 +15,12 @@ import pytest
 
 from fusionai.cli.running import run
 from fusionai.primitives.tensors import host_tensor
-from fusionai.transport.authority import load_authority
-from fusionai.transport.bulk import bulk_is_available
-from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.identity import load_identity
+from fusionai.transport.channels.bulk import bulk_is_available
 from fusionai.transport.interface import Channel
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.authority import load_authority
+from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.identity import load_identity
 from fusionai.wire.messages import Pong, Probe, TensorHeader
 from harness.patience import CEILING_S
 from harness.shaped_link import Shape, ShapedLink, unavailable

@@ -18,11 +18,11 @@ import pytest
 from fusionai.cli.running import run
 from fusionai.primitives.errors import ChannelClosed, TransportError
 from fusionai.primitives.tensors import host_tensor
-from fusionai.transport.authority import load_authority
-from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.authority import load_authority
+from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.identity import load_identity
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import Fence, Ping, StateChunk
 from harness.patience import CEILING_S

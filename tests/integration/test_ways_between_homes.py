@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fusionai.transport import quic as quic_binding
+from fusionai.transport.routes import quic as quic_binding
 from harness.homes import HERE, PUBLIC, Homes, why_not
 from harness.patience import CEILING_S
 

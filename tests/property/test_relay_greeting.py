@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionai.primitives.errors import TrustError, WireError
-from fusionai.transport.identity import peer_of, public_bytes
-from fusionai.transport.relay_dialling import HEADER_BYTES, bytes_to_come, greeting
-from fusionai.transport.signed import (
+from fusionai.transport.routes.relay import HEADER_BYTES, bytes_to_come, greeting
+from fusionai.transport.security.identity import peer_of, public_bytes
+from fusionai.transport.security.signed import (
     MAX_TOKEN_BYTES,
     SIGNATURE_BYTES,
     PairingToken,

@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fusionai.execution.member import Roster
 from fusionai.primitives.errors import TrustError
 from fusionai.primitives.ids import JobId, PeerId
-from fusionai.transport.identity import peer_of, public_bytes
-from fusionai.transport.signed import Seal, Ticket, sign_ticket, verify_ticket
-from fusionai.transport.trust import Revoked, Signer, TrustList, endorse, key_text
+from fusionai.transport.security.identity import peer_of, public_bytes
+from fusionai.transport.security.signed import Seal, Ticket, sign_ticket, verify_ticket
+from fusionai.transport.security.trust import Revoked, Signer, TrustList, endorse, key_text
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 

@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 from fusionai.cli.running import run
 from fusionai.primitives.errors import ChannelClosed, WireError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, host_tensor
-from fusionai.transport.authority import load_authority
-from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.framed import AcceptLimits
-from fusionai.transport.identity import load_identity
+from fusionai.transport.channels.framed import AcceptLimits
 from fusionai.transport.interface import Channel
-from fusionai.transport.routes import parse_address
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.addresses import parse_address
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.authority import load_authority
+from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.identity import load_identity
 from fusionai.wire import messages
 from fusionai.wire.frame import (
     GREETING_LIMITS,
@@ -302,7 +302,7 @@ def fuzz_listener(home: Path, count: int) -> None:
     async def main() -> None:
         loop_errors: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
-        door = TcpTransport(victim.credentials("victim"), door_limits=AcceptLimits(greeting_s=2.0))
+        door = TcpTransport(victim.credentials("victim"), accept_limits=AcceptLimits(greeting_s=2.0))
         listener = await door.listen(victim.accept, host="127.0.0.1", port=0, strangers=True)
         target = parse_address(listener.addresses[0])
         assert target is not None

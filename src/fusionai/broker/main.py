@@ -26,20 +26,20 @@ from fusionai.primitives.clock import Clock, SystemClock
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.process import set_aside_what_stays
-from fusionai.transport.authority import (
+from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, keep_membership, load_membership
+from fusionai.transport.routes.addresses import parse_address, port_of
+from fusionai.transport.routes.relay import PAIR_BYTES_PER_S, Relay, RelayLimits
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.authority import (
     CERTIFICATE_FILE,
     MAX_POOL_NAME_LENGTH,
     Authority,
     load_authority,
     pool_of,
 )
-from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.enrolment import MEMBERSHIP_FILE, Membership, keep_membership, load_membership
-from fusionai.transport.identity import Identity, load_identity, make_private_directory, read_private
-from fusionai.transport.relay import PAIR_BYTES_PER_S, Relay, RelayLimits
-from fusionai.transport.routes import parse_address, port_of
-from fusionai.transport.tcp import TcpTransport
-from fusionai.transport.trust import Endorsement, Signer, TrustList, TrustListFile, key_text, load_trust_list
+from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.identity import Identity, load_identity, make_private_directory, read_private
+from fusionai.transport.security.trust import Endorsement, Signer, TrustList, TrustListFile, key_text, load_trust_list
 
 DIRECTORY: Final = "broker"
 JOURNAL_FILE: Final = "journal.sqlite"

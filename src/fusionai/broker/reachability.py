@@ -6,8 +6,8 @@ the host of its own connection are passed on; otherwise a member could make anot
 
 A member behind a router learns from `Observer` its address as seen from outside, and whether its TCP port can be
 dialled. The broker's UDP port, opened when it is first needed, answers the same question for UDP. It has the number of
-the TCP port where that is free, so that one number is forwarded. `service` asks, `transport.relay` accepts the tokens.
-"""
+the TCP port where that is free, so that one number is forwarded. `service` asks, `transport.routes.relay` accepts the
+tokens."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fusionai.coordination.broker.requests import Refusal
 from fusionai.coordination.broker.state import BrokerState
 from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId, short
-from fusionai.transport.authority import Authority
-from fusionai.transport.credentials import MemberCredentials
 from fusionai.transport.interface import Accept, Remote, Transport
-from fusionai.transport.quic import QuicListener, QuicTransport
-from fusionai.transport.routes import RELAY_SCHEME, format_address, host_of
-from fusionai.transport.signed import LIFETIME_S, MEETING_BYTES, PairingToken, Side, sign_pairing
+from fusionai.transport.routes.addresses import RELAY_SCHEME, format_address, host_of
+from fusionai.transport.routes.quic import QuicListener, QuicTransport
+from fusionai.transport.security.authority import Authority
+from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.signed import LIFETIME_S, MEETING_BYTES, PairingToken, Side, sign_pairing
 from fusionai.wire.messages import Introduced, Meet, MeetNotice, Observe, Observed
 
 

@@ -17,8 +17,8 @@ from fusionai.broker.reachability import Observer
 from fusionai.broker.service import BrokerService, Replies
 from fusionai.primitives.clock import Clock
 from fusionai.primitives.errors import ChannelClosed, StorageError, TransportError, WireError
+from fusionai.transport.channels.link import answer_probe
 from fusionai.transport.interface import Channel
-from fusionai.transport.links import answer_probe
 from fusionai.wire.messages import Message, Observe, Observed, Ping, Probe, Refused
 
 NOTICE_TIMEOUT_S: Final = 10.0

@@ -18,7 +18,7 @@ from fusionai.primitives.errors import UsageError
 from fusionai.primitives.privacy import LEVELS
 from fusionai.primitives.units import parse_seconds
 from fusionai.storage.atomic import write_atomic
-from fusionai.transport.routes import SCHEME, parse_address
+from fusionai.transport.routes.addresses import SCHEME, parse_address
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Value = TypeVar("_Value")

@@ -15,9 +15,9 @@ from fusionai.primitives.errors import RefusedError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.enrolment import Membership
 from fusionai.transport.interface import Channel
-from fusionai.transport.introductions import Introductions
-from fusionai.transport.routes import best_links
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.addresses import best_links
+from fusionai.transport.routes.introductions import Introductions
+from fusionai.transport.routes.tcp import TcpTransport
 from fusionai.wire.messages import LinkView, Observed
 
 

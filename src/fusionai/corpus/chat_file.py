@@ -4,34 +4,33 @@
     tokens/<key>/             both parts (`chat_parts`), manifest.json
     tokens/bad_rows.jsonl     rows that were left out
 
-A key covers the data's content and every setting that changes the tokens, so a stale file is never read. Neighbours:
-`text` and `conversations` read rows, `chat_tokens` renders and encodes them, `chat_source` cuts training rows.
+`text` and `conversations` read rows, `chat_tokens` renders and encodes them, `cache` has keys and manifests,
+`chat_source` cuts training rows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import BinaryIO, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fusionai.corpus.cache import Progress, batched, cache_key, content_of, mapped, read_manifest, write_manifest
 from fusionai.corpus.chat_tokens import TEMPLATE_FILE, ChatEncoder, ChatTokens, ChatWriter, WrittenTokens, read_template
 from fusionai.corpus.conversations import KEYS, conversation_of
-from fusionai.corpus.files import BadRow, BadRows, RowError, check_bad_rows, find_files, fingerprint
+from fusionai.corpus.files import BadRow, BadRows, RowError, check_bad_rows
 from fusionai.corpus.order import Split
-from fusionai.corpus.tables import ChatData, FileData, HubData, HubTokenizer, LocalTokenizer, TrainTokenizer
-from fusionai.corpus.text import open_dataset, rows_of
-from fusionai.corpus.tokens import CorpusTokenizer, load_tokenizer, train_tokenizer
-from fusionai.primitives.errors import StorageError
-from fusionai.storage.atomic import storage_errors, whole_directory, write_atomic
+from fusionai.corpus.tables import ChatData, HubTokenizer, LocalTokenizer, TrainTokenizer
+from fusionai.corpus.text import rows_of
+from fusionai.corpus.tokens import CorpusTokenizer, cached_tokenizer, load_tokenizer
+from fusionai.storage.atomic import storage_errors, whole_directory
 
-_Number = TypeVar("_Number", np.uint32, np.uint8, np.int64)
 _KINDS: Final = ("bin", "labels.bin", "ends.bin")
 
 
@@ -134,32 +133,15 @@ class PartWriters:
 def open_part(stem: Path, counts: PartCounts) -> ChatPart:
     """Map the files that begin with `stem`. Raises `StorageError` if their sizes differ from `counts`."""
     return ChatPart(
-        tokens=_mapped(stem, "bin", np.dtype("<u4"), counts.tokens),
-        labels=_mapped(stem, "labels.bin", np.dtype("u1"), counts.tokens),
-        ends=_mapped(stem, "ends.bin", np.dtype("<i8"), counts.conversations),
+        tokens=mapped(stem.with_name(f"{stem.name}.bin"), np.dtype("<u4"), counts.tokens),
+        labels=mapped(stem.with_name(f"{stem.name}.labels.bin"), np.dtype("u1"), counts.tokens),
+        ends=mapped(stem.with_name(f"{stem.name}.ends.bin"), np.dtype("<i8"), counts.conversations),
     )
 
 
-def _mapped(stem: Path, kind: str, dtype: np.dtype[_Number], entries: int) -> npt.NDArray[_Number]:
-    path = stem.with_name(f"{stem.name}.{kind}")
-    expected = entries * dtype.itemsize
-    with storage_errors(path, "read"):
-        size = path.stat().st_size
-    if size != expected:
-        raise StorageError(
-            f"{path} is damaged: expected {expected} bytes, got {size}.",
-            hint=f"Delete {path.parent}; the next run makes it again.",
-        )
-    return np.memmap(path, dtype=dtype, mode="r") if entries else np.zeros(0, dtype=dtype)
-
-
-Progress = Callable[[str, int], None]
-
 BAD_ROWS_FILE: Final = "bad_rows.jsonl"
 _LAYOUT: Final = 1
-_KEY_CHARACTERS: Final = 16
 _BATCH: Final = 256
-_BATCH_CHARACTERS: Final = 2**22
 
 
 class ChatManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -190,13 +172,20 @@ def open_chat(data: ChatData, directory: Path, seed: int, progress: Progress | N
     template = read_template(data.template)
     split = Split(data.evaluation_fraction, seed)
     reading = _Reading(data, directory / BAD_ROWS_FILE, progress)
-    made_by = [str(_LAYOUT), "chat", data.layout, _content(data), repr(template), repr(data.evaluation_fraction)]
+    made_by = [
+        str(_LAYOUT),
+        "chat",
+        data.layout,
+        content_of(data.source),
+        repr(template),
+        repr(data.evaluation_fraction),
+    ]
     if data.evaluation_fraction > 0:
         made_by.append(str(seed))
     match data.tokenizer:
         case TrainTokenizer(vocabulary=vocabulary):
-            place = directory / f"tokenizer-{_key([*made_by, str(vocabulary)])}"
-            tokenizer = _trained(place, vocabulary, reading, ChatWriter({}, template, "all"), split)
+            place = directory / f"tokenizer-{cache_key([*made_by, str(vocabulary)])}"
+            tokenizer = cached_tokenizer(place, _training_texts(reading, template, split), vocabulary)
         case LocalTokenizer() | HubTokenizer():
             tokenizer = load_tokenizer(data.tokenizer)
     if template is not None:
@@ -204,10 +193,10 @@ def open_chat(data: ChatData, directory: Path, seed: int, progress: Progress | N
     writer = ChatWriter(tokenizer.files, None, data.loss_on)
     spoken = [tokenizer.files.get(name, b"").hex() for name in (TEMPLATE_FILE, "tokenizer_config.json")]
     settings = [str(data.sequence_length), data.loss_on, data.too_long]
-    place = directory / _key([*made_by, tokenizer.content_hash, *spoken, *settings])
+    place = directory / cache_key([*made_by, tokenizer.content_hash, *spoken, *settings])
     if not place.is_dir():
         _write(place, reading, writer, tokenizer, data, split)
-    manifest = _read_manifest(place)
+    manifest = read_manifest(place, ChatManifest)
     check_bad_rows(list(manifest.first_bad), manifest.bad_rows, manifest.rows, data.bad_rows, directory / BAD_ROWS_FILE)
     return ChatFile(
         train=open_part(place / "train", manifest.written.train),
@@ -246,33 +235,16 @@ class _Reading:
         bad.settle()
 
 
-def _content(data: ChatData) -> str:
-    match data.source:
-        case FileData():
-            return fingerprint(find_files(data.source))
-        case HubData() as source:
-            found = str(open_dataset(source)._fingerprint)
-            return "\n".join([source.dataset, source.subset or "", source.split, found])
+def _training_texts(reading: _Reading, template: str | None, split: Split) -> Iterator[str]:
+    """Yield the conversations of the training part as text, for training a tokenizer."""
+    with reading.bad_rows() as bad:
+        for index, written in enumerate(reading.written(ChatWriter({}, template, "all"), "tokenizer", bad)):
+            if not split.is_evaluation(index):
+                yield written.text
 
 
-def _key(parts: list[str]) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_KEY_CHARACTERS]
-
-
-def _trained(place: Path, vocabulary: int, reading: _Reading, writer: ChatWriter, split: Split) -> CorpusTokenizer:
-    """The cached tokenizer; if there is none, train it on the training part alone."""
-    if not (place / "tokenizer.json").is_file():
-        with reading.bad_rows() as bad:
-            texts = (
-                written.text
-                for index, written in enumerate(reading.written(writer, "tokenizer", bad))
-                if not split.is_evaluation(index)
-            )
-            trained = train_tokenizer(texts, vocabulary)
-        # Saved in this order because tokenizer.json, which marks the directory as complete, must come last.
-        for name, content in sorted(trained.files.items(), reverse=True):
-            write_atomic(place / name, content)
-    return load_tokenizer(LocalTokenizer(path=str(place)))
+def _characters(written: WrittenTokens) -> int:
+    return sum(len(text) for text, _ in written.pieces)
 
 
 def _write(
@@ -282,7 +254,7 @@ def _write(
     encoder = ChatEncoder(tokenizer)
     with whole_directory(place) as partial:
         with reading.bad_rows() as bad, storage_errors(partial), PartWriters(partial, data, split) as parts:
-            for batch in _batches(reading.written(writer, "tokens", bad)):
+            for batch in batched(reading.written(writer, "tokens", bad), _BATCH, _characters):
                 for conversation in encoder.encode(batch):
                     parts.add(conversation)
             written = parts.close()
@@ -294,30 +266,4 @@ def _write(
             plain=writer.is_plain,
             written=written,
         )
-        write_atomic(partial / "manifest.json", msgspec.json.encode(manifest))
-
-
-def _batches(conversations: Iterator[WrittenTokens]) -> Iterator[list[WrittenTokens]]:
-    """Batches large enough to keep all cores busy, small enough for memory."""
-    batch: list[WrittenTokens] = []
-    characters = 0
-    for written in conversations:
-        batch.append(written)
-        characters += sum(len(text) for text, _ in written.pieces)
-        if len(batch) >= _BATCH or characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _read_manifest(place: Path) -> ChatManifest:
-    path = place / "manifest.json"
-    with storage_errors(path, "read"):
-        content = path.read_bytes()
-    try:
-        return msgspec.json.decode(content, type=ChatManifest)
-    except msgspec.DecodeError as problem:
-        raise StorageError(
-            f"{path} is damaged: {problem}.", hint=f"Delete {place}; the next run makes it again."
-        ) from None
+        write_manifest(partial, manifest)

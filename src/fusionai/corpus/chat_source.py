@@ -2,13 +2,12 @@
 
 A row has one conversation or, with packing, several whole ones, then padding. A causal model never attends to later
 positions, so padding changes nothing; but a packed conversation does attend to those before it in its row. Access is
-random, like `source.TokenSource`. Neighbours: `chat_file` has the tokens, `row_packing` decides
-which conversations share a row.
+random, like `source.TokenSource`. `chat_file` has the tokens, `rows` decides which conversations
+share a row.
 """
 
 from __future__ import annotations
 
-import copy
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.corpus.chat_file import ChatFile, ChatManifest, ChatPart
-from fusionai.corpus.order import ALONE, Deal, SampleOrder, evaluation_samples
+from fusionai.corpus.order import SampledSource
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.rows import IGNORED, packed
 from fusionai.corpus.tables import ChatData
@@ -29,17 +28,14 @@ PADDING: Final = 0
 """Any token would do, because no position attends to it and it is no label."""
 
 
-class ChatSource:
+class ChatSource(SampledSource):
     """Inputs `input_ids`, `position_ids`, `labels`, int64 [rows, length], and `labels_per_microbatch`, float32: the
     mean number of labels in a microbatch of the step, so that every label has the same weight."""
 
     def __init__(self, recipe: Recipe, data: ChatData, file: ChatFile) -> None:
         """Raises `DataError` if a part has too few rows."""
-        train = recipe.train
         self._file = file
         self._length = data.sequence_length
-        self._seed = recipe.job.seed
-        self._deal = ALONE
         self._train = _Rows(file.train, self._length, packing=data.packing)
         self._evaluation = _Rows(file.evaluation, self._length, packing=data.packing)
         if not self._train.count:
@@ -47,27 +43,13 @@ class ChatSource:
             raise DataError(
                 f"the training part of the data has no conversation with an answer{f': {why}' if why else ''}."
             )
-        self._evaluation_batches = 0
-        if recipe.evaluation is not None:
-            available = self._evaluation.count // train.microbatch_size
-            if not available:
-                raise DataError(
-                    f"the evaluation part has {self._evaluation.count} rows, fewer than a microbatch of "
-                    f"{train.microbatch_size}.",
-                    hint="Raise evaluation_fraction, or give more data.",
-                )
-            self._evaluation_batches = min(recipe.evaluation.batches, available)
-        self._microbatches = train.microbatches
-        self._order = SampleOrder(
-            samples=self._train.count,
-            batch_size=train.batch_size,
-            microbatches=train.microbatches,
-            seed=self._seed,
-            shuffle=data.shuffle,
+        super().__init__(
+            recipe, samples=self._train.count, evaluation_samples=self._evaluation.count, shuffle=data.shuffle
         )
+        self._microbatches = recipe.train.microbatches
         self._labels_of_step = lru_cache(maxsize=8)(self._count_labels)
         self._evaluation_labels = sum(
-            int(self._evaluation.labels[self._evaluation_rows(index)].sum()) for index in range(self.evaluation_batches)
+            int(self._evaluation.labels[self._evaluation_of(index)].sum()) for index in range(self.evaluation_batches)
         )
 
     @property
@@ -78,20 +60,6 @@ class ChatSource:
     def fingerprint(self) -> str:
         return self._file.manifest.written.fingerprint
 
-    @property
-    def samples(self) -> int:
-        return self._train.count
-
-    @property
-    def evaluation_batches(self) -> int:
-        return self._evaluation_batches
-
-    def dealt(self, deal: Deal) -> ChatSource:
-        """The same data for one of several replicas: only the steps that `deal` assigns to it."""
-        share = copy.copy(self)
-        share._deal = deal
-        return share
-
     def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
         step = self._deal.step(step)
         rows = self._order.microbatch(step, microbatch)
@@ -99,7 +67,7 @@ class ChatSource:
 
     def evaluation(self, index: int) -> dict[str, HostTensor]:
         mean = self._evaluation_labels / self._evaluation_batches
-        return self._batch(self._evaluation, self._evaluation_rows(index), mean)
+        return self._batch(self._evaluation, self._evaluation_of(index), mean)
 
     def describe(self) -> str:
         train, evaluation = self._file.manifest.written.train, self._file.manifest.written.evaluation
@@ -113,20 +81,20 @@ class ChatSource:
     def notes(self) -> tuple[str, ...]:
         """Notes for the job owner on rows that were left out or cut; they contain no text of the data."""
         manifest = self._file.manifest
-        told: list[str] = []
+        notes: list[str] = []
         if manifest.plain:
-            told.append(
+            notes.append(
                 "the tokenizer has no chat template: training and serving will write conversations as `role: text`; "
                 "give a template with [data] template"
             )
         if manifest.bad_rows:
-            told.append(
+            notes.append(
                 f"warning: {manifest.bad_rows} of {manifest.rows} rows are invalid and left out; they are listed in "
                 f"{self._file.bad_rows}"
             )
-            told += [f"warning: {row.place}: {row.problem}" for row in manifest.first_bad]
-        told += [f"warning: {said}" for said in _left_out(self._file, self._length)]
-        return tuple(told)
+            notes += [f"warning: {row.place}: {row.problem}" for row in manifest.first_bad]
+        notes += [f"warning: {sentence}" for sentence in _left_out(self._file, self._length)]
+        return tuple(notes)
 
     @property
     def manifest(self) -> ChatManifest:
@@ -142,9 +110,6 @@ class ChatSource:
         """Number of tokens before the padding, for each row of the microbatch."""
         rows = self._order.microbatch(self._deal.step(step), microbatch)
         return [int(self._train.tokens[row]) for row in rows]
-
-    def _evaluation_rows(self, index: int) -> list[int]:
-        return evaluation_samples(self._evaluation.count, self._order.microbatch_size, self._seed, index)
 
     def _count_labels(self, step: int) -> int:
         """Number of labels in a step, which is numbered over all replicas."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from fusionai.corpus.files import RowError
-from fusionai.corpus.strict import kind_word, nearest
+from fusionai.corpus.strict import kind_of, nearest
 
 Layout = Literal["chat", "instructions"]
 
@@ -56,10 +56,10 @@ def _chat(row: Mapping[str, object]) -> ChatConversation:
         raise RowError(f"expected the key 'messages'; {nearest('messages', row)}")
     messages, tools = row["messages"], row.get("tools")
     if not isinstance(messages, list) or not messages:
-        got = "an empty list" if messages == [] else kind_word(messages)
+        got = "an empty list" if messages == [] else kind_of(messages)
         raise RowError(f"expected messages to be a list of messages, got {got}.")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise RowError(f"expected tools to be a list of tables, got {kind_word(tools)}.")
+        raise RowError(f"expected tools to be a list of tables, got {kind_of(tools)}.")
     checked = [_message(message, number) for number, message in enumerate(messages, start=1)]
     answers = frozenset(
         number for number, message in enumerate(checked) if message["role"] == "assistant" and message["weight"]
@@ -74,30 +74,30 @@ def _message(message: object, number: int) -> dict[str, Any]:
     """Check a message; return it without null values (Parquet has every key in every message) and with a weight."""
     where = f"message {number}: "
     if not isinstance(message, dict):
-        raise RowError(f"{where}expected a table, got {kind_word(message)}.")
-    said = {name: value for name, value in message.items() if value is not None}
-    role, content, calls = said.get("role"), said.get("content"), said.get("tool_calls", [])
+        raise RowError(f"{where}expected a table, got {kind_of(message)}.")
+    given = {name: value for name, value in message.items() if value is not None}
+    role, content, calls = given.get("role"), given.get("content"), given.get("tool_calls", [])
     if role not in ROLES:
         raise RowError(f"{where}expected a role, one of {', '.join(ROLES)}; got {_role_word(role)}.")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise RowError(f"{where}expected tool_calls to be a list of tables, got {kind_word(calls)}.")
+        raise RowError(f"{where}expected tool_calls to be a list of tables, got {kind_of(calls)}.")
     if calls and role != "assistant":
         raise RowError(
             f"{where}expected tool_calls only in an assistant's message, got some in a message of role {role!r}."
         )
-    weight = said.get("weight", 1)
-    if weight not in (0, 1) or ("weight" in said and role != "assistant"):
+    weight = given.get("weight", 1)
+    if weight not in (0, 1) or ("weight" in given and role != "assistant"):
         raise RowError(f"{where}expected a weight of 0 or 1, and only in an assistant's message.")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise RowError(f"{where}expected every part of the content to be a text, got something else.")
     elif content is not None and not isinstance(content, str):
-        raise RowError(f"{where}expected the content to be a text, got {kind_word(content)}.")
+        raise RowError(f"{where}expected the content to be a text, got {kind_of(content)}.")
     if content is None and not calls:
         raise RowError(f"{where}expected the key 'content', got none.")
-    if role == "assistant" and not calls and not for_template([said])[0]["content"].strip():
+    if role == "assistant" and not calls and not for_template([given])[0]["content"].strip():
         raise RowError(f"{where}expected an answer, got an empty one.")
-    return {**said, "weight": weight}
+    return {**given, "weight": weight}
 
 
 def _instruction(row: Mapping[str, object]) -> ChatConversation:
@@ -110,7 +110,7 @@ def _instruction(row: Mapping[str, object]) -> ChatConversation:
         if value is None and key == "input":
             value = ""
         if not isinstance(value, str):
-            raise RowError(f"expected {key} to be a text, got {kind_word(value)}.")
+            raise RowError(f"expected {key} to be a text, got {kind_of(value)}.")
         if not value.strip() and key != "input":
             raise RowError(f"expected {key} not to be empty, got an empty text.")
         texts[key] = value
@@ -121,7 +121,7 @@ def _instruction(row: Mapping[str, object]) -> ChatConversation:
 
 def _role_word(role: object) -> str:
     if not isinstance(role, str):
-        return kind_word(role)
+        return kind_of(role)
     meant = _OTHER_NAMES.get(role)
     return "another text" if meant is None else f"{role!r}, which is {meant!r} here"
 

@@ -13,7 +13,6 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal, TextIO
 
 import msgspec
@@ -87,7 +86,8 @@ def _kind(path: Path, data: FileData) -> FileKind:
             )
         case "auto" if suffix == ".json":
             raise DataError(
-                f"{path}: one JSON document or one per line?", hint="Set format = 'jsonl' or 'text' in [data]."
+                f"{path}: can't tell whether it is one JSON document or one per line.",
+                hint="Set format = 'jsonl' or 'text' in [data].",
             )
         case "auto" if suffix in _BINARY_SUFFIXES:
             raise DataError(f"{path}: {suffix} files can't be read.", hint="Give text, .jsonl or .parquet files.")
@@ -128,9 +128,7 @@ class BadRows:
     def __enter__(self) -> BadRows:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
 

@@ -7,10 +7,14 @@ is, the number of samples in all steps before. Neighbours: `source` and `tensors
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, Self
+
+from fusionai.corpus.recipe import Recipe
+from fusionai.primitives.errors import DataError
 
 _ROUNDS: Final = 6
 _MASK_64: Final = 2**64 - 1
@@ -119,6 +123,57 @@ def evaluation_samples(samples: int, microbatch_size: int, seed: int, index: int
         raise IndexError(f"the evaluation part has {samples // microbatch_size} microbatches, got number {index}")
     permutation = Permutation(samples, seed, "evaluation")
     return [permutation.at(position) for position in range(first, first + microbatch_size)]
+
+
+class SampledSource:
+    """What every input of a job has: samples in an order, for training and for evaluation."""
+
+    def __init__(
+        self, recipe: Recipe, *, samples: int, evaluation_samples: int, shuffle: bool, unit: str = "rows"
+    ) -> None:
+        """`unit`: what a sample is called in messages. Raises `DataError` if the recipe evaluates and the evaluation
+        part has fewer samples than a microbatch."""
+        train = recipe.train
+        self._seed = recipe.job.seed
+        self._deal = ALONE
+        self._samples, self._evaluation_samples = samples, evaluation_samples
+        self._evaluation_batches = 0
+        if recipe.evaluation is not None:
+            available = evaluation_samples // train.microbatch_size
+            if not available:
+                raise DataError(
+                    f"the evaluation part has {evaluation_samples} {unit}, fewer than a microbatch of "
+                    f"{train.microbatch_size}.",
+                    hint="Raise evaluation_fraction, or give more data.",
+                )
+            self._evaluation_batches = min(recipe.evaluation.batches, available)
+        self._order = SampleOrder(
+            samples=samples,
+            batch_size=train.batch_size,
+            microbatches=train.microbatches,
+            seed=self._seed,
+            shuffle=shuffle,
+        )
+
+    @property
+    def samples(self) -> int:
+        """Samples of the training part."""
+        return self._samples
+
+    @property
+    def evaluation_batches(self) -> int:
+        """Microbatches `evaluation` can give: as many as the recipe asks for, or all there are; 0 without a part."""
+        return self._evaluation_batches
+
+    def dealt(self, deal: Deal) -> Self:
+        """The same data for one of several replicas: only the steps that `deal` assigns to it."""
+        share = copy.copy(self)
+        share._deal = deal
+        return share
+
+    def _evaluation_of(self, index: int) -> list[int]:
+        """Samples of evaluation microbatch `index`."""
+        return evaluation_samples(self._evaluation_samples, self._order.microbatch_size, self._seed, index)
 
 
 _ONE: Final = 2**32

@@ -74,9 +74,9 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def optimizer(self) -> OptimizerSpec:
         """The optimizer as stages run it: with local updates, its state also has what the exchanges need."""
-        apart = self.replicas
-        overlapped = apart is not None and apart.overlap > 0
-        return msgspec.structs.replace(self.train.optimizer, anchored=apart is not None, overlapped=overlapped)
+        replicas = self.replicas
+        overlapped = replicas is not None and replicas.overlap > 0
+        return msgspec.structs.replace(self.train.optimizer, anchored=replicas is not None, overlapped=overlapped)
 
     def describe(self) -> str:
         """One line for logs with names, sizes and settings; it contains no text of the data."""
@@ -86,18 +86,20 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 work = f"{train.batch_size} x {length} tokens ({format_count(train.batch_size * length)})"
             case TensorData():
                 work = f"{train.batch_size} records"
-        return (
-            f"{self.job.name}: {self.model.task} of {_model_words(self.model)}"
-            f"{'' if self.adapter is None else f', {_adapter_words(self.adapter)}'}, "
-            f"{self.job.steps} steps of {work} in "
-            f"{train.microbatches} microbatches, {train.optimizer.kind} at {train.learning_rate:g} "
-            f"({train.schedule}, {train.warmup_steps} warm-up steps), "
-            f"{'no clipping' if train.clip_norm is None else f'clipping at {train.clip_norm:g}'}, {train.precision}, "
-            f"{'' if train.compression == 'none' else f'{train.compression} between stages, '}"
-            f"{'' if self.replicas is None else f'{_replica_words(self.replicas)}, '}"
-            f"{'' if self.summed == 1 else f'{_summed_words(self.summed)}, '}privacy {self.privacy.level}, "
-            f"seed {self.job.seed}"
-        )
+        parts = [
+            f"{self.job.name}: {self.model.task} of {_described_model(self.model)}",
+            "" if self.adapter is None else _described_adapter(self.adapter),
+            f"{self.job.steps} steps of {work} in {train.microbatches} microbatches",
+            f"{train.optimizer.kind} at {train.learning_rate:g} ({train.schedule}, {train.warmup_steps} warm-up steps)",
+            "no clipping" if train.clip_norm is None else f"clipping at {train.clip_norm:g}",
+            train.precision,
+            "" if train.compression == "none" else f"{train.compression} between stages",
+            "" if self.replicas is None else _described_replicas(self.replicas),
+            "" if self.summed == 1 else f"{_number_of(self.summed)}, gradients summed at every step",
+            f"privacy {self.privacy.level}",
+            f"seed {self.job.seed}",
+        ]
+        return ", ".join(part for part in parts if part)
 
 
 def load_recipe(path: str | Path, *, privacy: PrivacyLevel | None = None) -> Recipe:
@@ -146,22 +148,20 @@ def recipe_from_table(table: Mapping[str, object], path: Path) -> Recipe:
     )
 
 
-def _replica_words(replicas: Replicas) -> str:
+def _described_replicas(replicas: Replicas) -> str:
     packed = "" if replicas.codec == "none" else f" in {replicas.codec}"
-    number = "as many replicas as pay off" if replicas.count == "auto" else f"{replicas.count} replicas"
     beside = f", overlapped with {replicas.overlap} steps" if replicas.overlap else ""
     early = (
         f", every {replicas.every // TIMES} during {replicas.early_steps} early steps" if replicas.early_steps else ""
     )
-    return f"{number} that exchange every {replicas.every} steps{early}{packed}{beside}"
+    return f"{_number_of(replicas.count)} that exchange every {replicas.every} steps{early}{packed}{beside}"
 
 
-def _summed_words(count: int | Literal["auto"]) -> str:
-    number = "as many replicas as pay off" if count == "auto" else f"{count} replicas"
-    return f"{number}, gradients summed at every step"
+def _number_of(replicas: int | Literal["auto"]) -> str:
+    return "as many replicas as pay off" if replicas == "auto" else f"{replicas} replicas"
 
 
-def _adapter_words(adapter: Adapter) -> str:
+def _described_adapter(adapter: Adapter) -> str:
     kept = "" if adapter.base == "fp32" else f", the base in {adapter.base}"
     kept += " (held by the job owner)" if adapter.holder == "owner" else ""
     match adapter:
@@ -172,7 +172,7 @@ def _adapter_words(adapter: Adapter) -> str:
             return f"the adapter in {path} on it{kept}"
 
 
-def _model_words(model: Model) -> str:
+def _described_model(model: Model) -> str:
     match model.source:
         case ConfigModel(config=config):
             return f"a new {config['model_type']}"

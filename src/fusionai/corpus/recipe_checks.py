@@ -277,7 +277,7 @@ class RecipeChecks:
             if not keeps_ends(level):
                 raise self.fail(
                     "adapter",
-                    f"holder = 'owner' needs a level that keeps the model's ends with the owner, got {level!r}.",
+                    f"holder = 'owner' needs a level that keeps embedding and head with the owner, got {level!r}.",
                     hint='Write level = "split" in [privacy], or leave holder out.',
                 )
             if tables.train.compression != "none":

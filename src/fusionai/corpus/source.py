@@ -7,7 +7,6 @@ selects samples, `tokens` stores them, `tensors` does the same for arrays; the j
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -15,14 +14,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fusionai.corpus.cache import Progress
 from fusionai.corpus.chat_file import open_chat
 from fusionai.corpus.chat_source import ChatSource
-from fusionai.corpus.order import ALONE, Deal, SampleOrder, derived_key, evaluation_samples
+from fusionai.corpus.order import SampledSource, derived_key
 from fusionai.corpus.recipe import Recipe
 from fusionai.corpus.rows import IGNORED, mask_rows
 from fusionai.corpus.tables import ChatData, TensorData, TextData
 from fusionai.corpus.tensors import TensorSource
-from fusionai.corpus.tokens import CorpusTokenizer, Progress, TokenFile, open_tokens, require_rows
+from fusionai.corpus.tokens import CorpusTokenizer, TokenFile, open_tokens, require_rows
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.lock import directory_lock
 
@@ -46,34 +46,22 @@ def open_source(
             return ChatSource(recipe, recipe.data, chat)
 
 
-class TokenSource:
+class TokenSource(SampledSource):
     """Rows of `sequence_length` tokens. Inputs `input_ids`, `position_ids`, `labels`, all int64 [rows, length]. Causal:
     `labels[i] = input_ids[i + 1]`, the last one -100. Masked: see `masking`. Tokens after the last complete row are
     left out."""
 
     def __init__(self, recipe: Recipe, data: TextData, tokens: TokenFile) -> None:
-        train = recipe.train
         length = data.sequence_length
         self._data = data
         self._tokens = tokens
         self._length = length
-        self._rows = len(tokens.train) // length
-        self._evaluation_rows = len(tokens.evaluation) // length
-        self._seed = recipe.job.seed
-        self._deal = ALONE
-        require_rows(self._rows, 1, "training", len(tokens.train), length)
-        self._evaluation_batches = 0
+        rows, evaluation_rows = len(tokens.train) // length, len(tokens.evaluation) // length
+        require_rows(rows, 1, "training", len(tokens.train), length)
         if recipe.evaluation is not None:
-            size = train.microbatch_size
-            require_rows(self._evaluation_rows, size, "evaluation", len(tokens.evaluation), length)
-            self._evaluation_batches = min(recipe.evaluation.batches, self._evaluation_rows // size)
-        self._order = SampleOrder(
-            samples=self._rows,
-            batch_size=train.batch_size,
-            microbatches=train.microbatches,
-            seed=self._seed,
-            shuffle=data.shuffle,
-        )
+            size = recipe.train.microbatch_size
+            require_rows(evaluation_rows, size, "evaluation", len(tokens.evaluation), length)
+        super().__init__(recipe, samples=rows, evaluation_samples=evaluation_rows, shuffle=data.shuffle)
 
     @property
     def tokenizer(self) -> CorpusTokenizer:
@@ -84,22 +72,6 @@ class TokenSource:
         """SHA-256 of the data itself, hex: another one on resume means that the data has changed."""
         return self._tokens.manifest.fingerprint
 
-    @property
-    def samples(self) -> int:
-        """Rows of the training part."""
-        return self._rows
-
-    @property
-    def evaluation_batches(self) -> int:
-        """Microbatches `evaluation` can give: as many as the recipe asks for, or all there are; 0 without a part."""
-        return self._evaluation_batches
-
-    def dealt(self, deal: Deal) -> TokenSource:
-        """The same data for one of several replicas: only the steps that `deal` assigns to it."""
-        share = copy.copy(self)
-        share._deal = deal
-        return share
-
     def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
         """Model input -> tensor, first dimension the rows of the microbatch. The same bytes for the same arguments, in
         any order, in any process."""
@@ -109,16 +81,14 @@ class TokenSource:
 
     def evaluation(self, index: int) -> dict[str, HostTensor]:
         """Like `microbatch`, from the evaluation part, the same at each evaluation."""
-        size = self._order.microbatch_size
-        samples = evaluation_samples(self._evaluation_rows, size, self._seed, index)
-        rows = _rows(self._tokens.evaluation, samples, self._length)
+        rows = _rows(self._tokens.evaluation, self._evaluation_of(index), self._length)
         return self._batch(rows, derived_key(self._seed, "mask evaluation", index))
 
     def describe(self) -> str:
         """One line for logs: sizes, never text of the data."""
         manifest = self._tokens.manifest
         return (
-            f"{manifest.documents} documents, {manifest.train_tokens} training tokens in {self._rows} rows of "
+            f"{manifest.documents} documents, {manifest.train_tokens} training tokens in {self._samples} rows of "
             f"{self._length}, {manifest.evaluation_tokens} evaluation tokens, vocabulary {self.tokenizer.vocabulary}"
         )
 
@@ -173,10 +143,10 @@ def preview(recipe: Recipe, source: TokenSource | ChatSource, rows: int) -> list
         batch = source.microbatch(step, microbatch)
         ids, labels = (_array(batch[name]) for name in ("input_ids", "labels"))
         lengths = [ids.shape[1]] * len(ids) if isinstance(source, TokenSource) else source.row_tokens(step, microbatch)
-        for row, said, length in islice(zip(ids, labels, lengths, strict=True), rows - len(shown)):
+        for row, label, length in islice(zip(ids, labels, lengths, strict=True), rows - len(shown)):
             # In a causal model the label of a position is the token after it.
-            tokens, told = (np.where(said == IGNORED, row, said), said) if masked else (row, _after(said))
-            shown.append(_row(source.tokenizer, tokens[:length], told[:length] != IGNORED))
+            tokens, labelled = (np.where(label == IGNORED, row, label), label) if masked else (row, _after(label))
+            shown.append(_row(source.tokenizer, tokens[:length], labelled[:length] != IGNORED))
         if len(shown) == rows:
             break
     return shown
@@ -188,12 +158,13 @@ def _after(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return moved
 
 
-def _row(tokenizer: CorpusTokenizer, tokens: npt.NDArray[np.int64], told: npt.NDArray[np.bool_]) -> RowPreview:
-    marked = zip(tokens.tolist(), told.tolist(), strict=True)
+def _row(tokenizer: CorpusTokenizer, tokens: npt.NDArray[np.int64], is_label: npt.NDArray[np.bool_]) -> RowPreview:
+    marked = zip(tokens.tolist(), is_label.tolist(), strict=True)
     pieces = tuple(
-        (tokenizer.spell([token for token, _ in run]), said) for said, run in groupby(marked, key=lambda one: one[1])
+        (tokenizer.spell([token for token, _ in run]), trained)
+        for trained, run in groupby(marked, key=lambda one: one[1])
     )
-    return RowPreview(pieces, len(tokens), int(told.sum()))
+    return RowPreview(pieces, len(tokens), int(is_label.sum()))
 
 
 def _array(tensor: HostTensor) -> npt.NDArray[np.int64]:

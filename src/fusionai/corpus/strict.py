@@ -37,7 +37,7 @@ def convert(table: Mapping[str, object], kind: type[_T], where: str) -> _T:
     try:
         return msgspec.convert(table, kind, strict=True)
     except msgspec.ValidationError as problem:
-        raise RecipeError(_sentence(str(problem), table, kind, where)) from None
+        raise RecipeError(_explained(str(problem), table, kind, where)) from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -58,7 +58,7 @@ def show(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
-def kind_word(value: object) -> str:
+def kind_of(value: object) -> str:
     """The kind of a value from the *data*, without its content, because messages may leave this machine."""
     match value:
         case None:
@@ -137,11 +137,11 @@ def _description_of(annotation: Any) -> str:
     return ""
 
 
-def _sentence(problem: str, table: Mapping[str, object], kind: type[msgspec.Struct], where: str) -> str:
+def _explained(problem: str, table: Mapping[str, object], kind: type[msgspec.Struct], where: str) -> str:
     """msgspec's message (`Expected `int`, got `str` - at `$.train.steps``) in the terms of a recipe."""
-    said, _, at = problem.partition(" - at ")
+    message, _, at = problem.partition(" - at ")
     path = [name or int(index) for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", at)]
-    missing = re.fullmatch(r"Object missing required field `(\w+)`", said)
+    missing = re.fullmatch(r"Object missing required field `(\w+)`", message)
     if missing is not None:
         where_missing = table_name(tuple(str(part) for part in path))
         if _struct_at(kind, [*path, missing[1]]) is not None:
@@ -157,10 +157,10 @@ def _sentence(problem: str, table: Mapping[str, object], kind: type[msgspec.Stru
         numbers = _numbers_in(_annotation_at(kind, keys))
         expected = f"{numbers} or " if numbers else "one of "
         expected += ", ".join(repr(choice) for choice in choices)
-    elif " matching regex " in said:
+    elif " matching regex " in message:
         expected = _description_of(_annotation_at(kind, keys))
     else:
-        expected = said.removeprefix("Expected ").split(", got ")[0]
+        expected = message.removeprefix("Expected ").split(", got ")[0]
         expected = re.sub(r"`([^`]+)`", _plain_kinds, expected)
     return f"{where}: key {key!r} in {table_name(owner)}: expected {expected}, got {show(value)}."
 

@@ -161,9 +161,9 @@ class ChatTemplate:
         spans: list[tuple[int, int]] = []
         for answer in sorted(answers):
             prompt = self.render(plain[:answer], tools=offered, add_generation_prompt=True)
-            told = self.render(plain[: answer + 1], tools=offered, add_generation_prompt=False)
-            start, end = (_length(text, mark) for text in (prompt, told))
-            if not (whole.startswith(told) and told.startswith(prompt)) or start >= end:
+            answered = self.render(plain[: answer + 1], tools=offered, add_generation_prompt=False)
+            start, end = (_length(text, mark) for text in (prompt, answered))
+            if not (whole.startswith(answered) and answered.startswith(prompt)) or start >= end:
                 raise ConversationError(
                     f"the model's chat template renders message {answer + 1} or those before it differently when "
                     "more messages follow, so the place of this answer is unknown."
@@ -190,11 +190,11 @@ def chat_templates(
     `tokenizer_config.json`. `texts`: templates from separate files, `default` and `tool_use`; they take precedence over
     the configuration. `options`: as for `ChatTemplate`. Raises `ModelError`."""
     sources: dict[str, str] = {}
-    told = config.get("chat_template")
-    if isinstance(told, str):
-        sources["default"] = told
-    elif isinstance(told, list):
-        sources |= {str(entry["name"]): str(entry["template"]) for entry in told if isinstance(entry, dict)}
+    configured = config.get("chat_template")
+    if isinstance(configured, str):
+        sources["default"] = configured
+    elif isinstance(configured, list):
+        sources |= {str(entry["name"]): str(entry["template"]) for entry in configured if isinstance(entry, dict)}
     sources |= texts
     first = sources.get("default") or next(iter(sources.values()), None)
     if first is None:

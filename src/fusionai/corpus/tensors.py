@@ -7,7 +7,6 @@ in all records. All records are kept in memory as arrays. Neighbours: `text` rea
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Iterator
 
@@ -15,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionai.corpus.files import find_files
-from fusionai.corpus.order import ALONE, Deal, SampleOrder, Split, evaluation_samples
+from fusionai.corpus.order import SampledSource, Split
 from fusionai.corpus.recipe import Recipe
-from fusionai.corpus.strict import kind_word, nearest
+from fusionai.corpus.strict import kind_of, nearest
 from fusionai.corpus.tables import FileData, HubData, TensorData
 from fusionai.corpus.text import open_dataset, records_of_files
 from fusionai.primitives.errors import DataError
@@ -26,35 +25,18 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 _Arrays = dict[str, npt.NDArray[np.generic]]
 
 
-class TensorSource:
+class TensorSource(SampledSource):
     """Microbatches of the columns named in a recipe, under the model inputs that they are named for."""
 
     def __init__(self, recipe: Recipe, data: TensorData) -> None:
         """Read all data. Raises `DataError` with file, line or row, and column."""
-        self._seed = recipe.job.seed
-        self._train, self._evaluation = _read(data, Split(data.evaluation_fraction, self._seed))
-        self._samples, self._evaluation_samples = _length(self._train), _length(self._evaluation)
-        train = recipe.train
-        if self._samples == 0:
+        self._train, self._evaluation = _read(data, Split(data.evaluation_fraction, recipe.job.seed))
+        samples, evaluation_samples = _length(self._train), _length(self._evaluation)
+        if samples == 0:
             raise DataError("the training part of the data has no records.")
-        self._deal = ALONE
-        self._order = SampleOrder(
-            samples=self._samples,
-            batch_size=train.batch_size,
-            microbatches=train.microbatches,
-            seed=self._seed,
-            shuffle=data.shuffle,
+        super().__init__(
+            recipe, samples=samples, evaluation_samples=evaluation_samples, shuffle=data.shuffle, unit="records"
         )
-        self._evaluation_batches = 0
-        if recipe.evaluation is not None:
-            available = self._evaluation_samples // train.microbatch_size
-            if available == 0:
-                raise DataError(
-                    f"the evaluation part has {self._evaluation_samples} records, fewer than a microbatch of "
-                    f"{train.microbatch_size}.",
-                    hint="Raise evaluation_fraction, or give more data.",
-                )
-            self._evaluation_batches = min(recipe.evaluation.batches, available)
 
     @property
     def fingerprint(self) -> str:
@@ -65,26 +47,11 @@ class TensorSource:
                 whole.update(array.tobytes())
         return whole.hexdigest()
 
-    @property
-    def samples(self) -> int:
-        return self._samples
-
-    @property
-    def evaluation_batches(self) -> int:
-        return self._evaluation_batches
-
-    def dealt(self, deal: Deal) -> TensorSource:
-        """The same data for one of several replicas: only the steps that `deal` assigns to it."""
-        share = copy.copy(self)
-        share._deal = deal
-        return share
-
     def microbatch(self, step: int, microbatch: int) -> dict[str, HostTensor]:
         return _take(self._train, self._order.microbatch(self._deal.step(step), microbatch))
 
     def evaluation(self, index: int) -> dict[str, HostTensor]:
-        size = self._order.microbatch_size
-        return _take(self._evaluation, evaluation_samples(self._evaluation_samples, size, self._seed, index))
+        return _take(self._evaluation, self._evaluation_of(index))
 
     def describe(self) -> str:
         inputs = ", ".join(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in self._train.items())
@@ -138,7 +105,7 @@ def _array(value: object, where: str) -> npt.NDArray[np.generic]:
         case "f":
             return array.astype("<f4")
         case _:
-            raise DataError(f"{where}: expected a number or nested lists of numbers, got {kind_word(value)}.")
+            raise DataError(f"{where}: expected a number or nested lists of numbers, got {kind_of(value)}.")
 
 
 def _stacked(

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fusionai.corpus.files import RowError, SourceFile, find_files
-from fusionai.corpus.strict import kind_word, nearest
+from fusionai.corpus.strict import kind_of, nearest
 from fusionai.corpus.tables import FileData, HubData
 from fusionai.primitives.errors import DataError
 
@@ -178,7 +178,7 @@ def _text_of(record: Mapping[str, object], field: str, where: str) -> str:
         raise DataError(f"{where}: no field {field!r}; {nearest(field, record)}", hint="Set field in [data].")
     text = record[field]
     if not isinstance(text, str):
-        raise DataError(f"{where}: field {field!r}: expected a text, got {kind_word(text)}.")
+        raise DataError(f"{where}: field {field!r}: expected a text, got {kind_of(text)}.")
     return text
 
 

@@ -6,9 +6,8 @@ Also loads and trains the tokenizer.
     tokens/tokenizer-<key>/   the trained tokenizer
     tokens/<key>/             train.bin, evaluation.bin (little-endian uint32), manifest.json
 
-A key covers the data's content and every setting that changes the tokens, so a stale file is never read. Each document
-ends with the end-of-text token, in each part that has some of it. Neighbours: `text` reads pieces, `tokenizer` encodes,
-`source` cuts rows.
+Each document ends with the end-of-text token, in each part that has some of it. `text` reads pieces, `cache` has keys
+and manifests, `source` cuts rows.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -29,17 +28,19 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from tokenizers import Tokenizer as Engine
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from fusionai.corpus.files import find_files, fingerprint
+from fusionai.corpus.cache import Progress, batched, cache_key, content_of, mapped, read_manifest, write_manifest
+from fusionai.corpus.files import find_files
 from fusionai.corpus.order import Split
 from fusionai.corpus.tables import FileData, HubData, HubTokenizer, LocalTokenizer, TextData, TrainTokenizer
-from fusionai.corpus.text import TextPiece, open_dataset, pieces_of_dataset, pieces_of_files
-from fusionai.primitives.errors import DataError, StorageError
+from fusionai.corpus.text import TextPiece, pieces_of_dataset, pieces_of_files
+from fusionai.primitives.errors import DataError
 from fusionai.storage.atomic import storage_errors, whole_directory, write_atomic
 
+TOKENIZER_FILE: Final = "tokenizer.json"
 END_OF_TEXT: Final = "<|endoftext|>"
 MASK: Final = "<|mask|>"
 _FILES: Final = (
-    "tokenizer.json",
+    TOKENIZER_FILE,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -59,7 +60,7 @@ class CorpusTokenizer:
         """`files`: name -> content, with `tokenizer.json` and `tokenizer_config.json` among them. Raises `DataError` if
         they can't be read."""
         try:
-            self._engine = Engine.from_str(files["tokenizer.json"].decode())
+            self._engine = Engine.from_str(files[TOKENIZER_FILE].decode())
             config = json.loads(files.get("tokenizer_config.json", b"{}"))
         # `tokenizers` raises a bare Exception for a file it can't parse.
         except Exception as problem:
@@ -84,7 +85,7 @@ class CorpusTokenizer:
     @property
     def content_hash(self) -> str:
         """SHA-256 of `tokenizer.json` and the special tokens, hex."""
-        text = self._files["tokenizer.json"] + f"{self._end_id}:{self._mask_id}".encode()
+        text = self._files[TOKENIZER_FILE] + f"{self._end_id}:{self._mask_id}".encode()
         return hashlib.sha256(text).hexdigest()
 
     @property
@@ -161,7 +162,7 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int, *, masked: bool = Fal
     if masked:
         config["mask_token"] = MASK
     files = {
-        "tokenizer.json": engine.to_str(pretty=True).encode(),
+        TOKENIZER_FILE: engine.to_str(pretty=True).encode(),
         "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),
     }
     return CorpusTokenizer(files, "the trained tokenizer")
@@ -180,7 +181,7 @@ def _load_directory(directory: Path) -> CorpusTokenizer:
     if not directory.is_dir():
         raise DataError(f"no tokenizer directory at {directory}.")
     files = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
-    if "tokenizer.json" not in files:
+    if TOKENIZER_FILE not in files:
         raise DataError(
             f"{directory}: no tokenizer.json.",
             hint="Write one with transformers: AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY).",
@@ -202,18 +203,13 @@ def _download(hub: str) -> dict[str, bytes]:
     except Exception as problem:
         reason = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise DataError(f"tokenizer of {hub}: can't be downloaded: {reason}") from problem
-    if "tokenizer.json" not in files:
+    if TOKENIZER_FILE not in files:
         raise DataError(f"{hub}: has no tokenizer.json on the hub.")
     return files
 
 
-Progress = Callable[[str, int], None]
-"""Called with (current work: `tokenizer` or `tokens`, number of pieces so far)."""
-
 _LAYOUT: Final = 1
-_KEY_CHARACTERS: Final = 16
 _BATCH_PIECES: Final = 64
-_BATCH_CHARACTERS: Final = 2**22
 _PARTS: Final = ("train", "evaluation")
 
 
@@ -240,63 +236,48 @@ class TokenFile:
 def open_tokens(data: TextData, directory: Path, seed: int, progress: Progress | None = None) -> TokenFile:
     """Find the token file of `data` in the cache at `directory`, or make it. Raises `DataError` if the data is empty or
     can't be read, `StorageError` if the cache fails."""
-    pieces, content = _opened(data)
+    content = content_of(data.source)
     split = Split(data.evaluation_fraction, seed)
     made_by = [str(_LAYOUT), content, data.field, repr(data.evaluation_fraction)]
     if data.evaluation_fraction > 0:
         made_by.append(str(seed))
     match data.tokenizer:
         case TrainTokenizer(vocabulary=vocabulary):
-            key = _key([*made_by, str(vocabulary), str(data.mask_fraction is not None)])
-            tokenizer = _trained(directory / f"tokenizer-{key}", data, vocabulary, pieces, split, progress)
+            masked = data.mask_fraction is not None
+            key = cache_key([*made_by, str(vocabulary), str(masked)])
+            texts = (
+                piece.text
+                for index, piece in enumerate(_counted(_pieces(data), "tokenizer", progress))
+                if not split.is_evaluation(index)
+            )
+            tokenizer = cached_tokenizer(directory / f"tokenizer-{key}", texts, vocabulary, masked=masked)
         case LocalTokenizer() | HubTokenizer():
             tokenizer = load_tokenizer(data.tokenizer)
-    place = directory / _key([*made_by, tokenizer.content_hash])
+    place = directory / cache_key([*made_by, tokenizer.content_hash])
     if not place.is_dir():
-        _write(place, pieces(), tokenizer, split, progress)
-    manifest = _read_manifest(place)
+        _write(place, _pieces(data), tokenizer, split, progress)
+    manifest = read_manifest(place, TokenManifest)
     return TokenFile(
-        train=_mapped(place / "train.bin", manifest.train_tokens),
-        evaluation=_mapped(place / "evaluation.bin", manifest.evaluation_tokens),
+        train=mapped(place / "train.bin", np.dtype("<u4"), manifest.train_tokens),
+        evaluation=mapped(place / "evaluation.bin", np.dtype("<u4"), manifest.evaluation_tokens),
         manifest=manifest,
         tokenizer=tokenizer,
     )
 
 
-def _opened(data: TextData) -> tuple[Callable[[], Iterator[TextPiece]], str]:
-    """Return (function that opens a new stream of pieces, fingerprint of the content)."""
-    source = data.source
-    match source:
+def _pieces(data: TextData) -> Iterator[TextPiece]:
+    match data.source:
         case FileData():
-            files = find_files(source)
-            return lambda: pieces_of_files(files, data.field), fingerprint(files)
+            return pieces_of_files(find_files(data.source), data.field)
         case HubData():
-            identity = [source.dataset, source.subset or "", source.split, str(open_dataset(source)._fingerprint)]
-            return lambda: pieces_of_dataset(source, data.field), "\n".join(identity)
+            return pieces_of_dataset(data.source, data.field)
 
 
-def _key(parts: list[str]) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_KEY_CHARACTERS]
-
-
-def _trained(
-    place: Path,
-    data: TextData,
-    vocabulary: int,
-    pieces: Callable[[], Iterator[TextPiece]],
-    split: Split,
-    progress: Progress | None,
-) -> CorpusTokenizer:
-    """The cached tokenizer; if there is none, train it on the training part alone."""
-    if not (place / "tokenizer.json").is_file():
-        texts = (
-            piece.text
-            for index, piece in enumerate(_counted(pieces(), "tokenizer", progress))
-            if not split.is_evaluation(index)
-        )
+def cached_tokenizer(place: Path, texts: Iterator[str], vocabulary: int, *, masked: bool = False) -> CorpusTokenizer:
+    """The tokenizer cached at `place`; if there is none, train it on `texts` and cache it."""
+    if not (place / TOKENIZER_FILE).is_file():
         # Saved in this order because tokenizer.json, which marks the directory as complete, must come last.
-        trained = train_tokenizer(texts, vocabulary, masked=data.mask_fraction is not None)
-        for name, content in sorted(trained.files.items(), reverse=True):
+        for name, content in sorted(train_tokenizer(texts, vocabulary, masked=masked).files.items(), reverse=True):
             write_atomic(place / name, content)
     return load_tokenizer(LocalTokenizer(path=str(place)))
 
@@ -307,10 +288,10 @@ def _write(
     """Write all pieces into `place`, which appears as a whole or not at all."""
     with whole_directory(place) as partial:
         with storage_errors(partial), _Writer(partial, tokenizer, split) as writer:
-            for batch in _batches(_counted(pieces, "tokens", progress)):
+            for batch in batched(_counted(pieces, "tokens", progress), _BATCH_PIECES, lambda piece: len(piece.text)):
                 writer.add(batch)
             manifest = writer.close()
-        write_atomic(partial / "manifest.json", msgspec.json.encode(manifest))
+        write_manifest(partial, manifest)
 
 
 class _Writer:
@@ -367,51 +348,11 @@ class _Writer:
         self._tokens[part] += len(content) // 4
 
 
-def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Batches large enough to keep all cores busy, small enough for memory."""
-    batch: list[TextPiece] = []
-    characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        characters += len(piece.text)
-        if len(batch) >= _BATCH_PIECES or characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
 def _counted(pieces: Iterator[TextPiece], what: str, progress: Progress | None) -> Iterator[TextPiece]:
     for number, piece in enumerate(pieces, start=1):
         yield piece
         if progress is not None:
             progress(what, number)
-
-
-def _read_manifest(place: Path) -> TokenManifest:
-    path = place / "manifest.json"
-    with storage_errors(path, "read"):
-        content = path.read_bytes()
-    try:
-        return msgspec.json.decode(content, type=TokenManifest)
-    except msgspec.DecodeError as problem:
-        raise StorageError(
-            f"{path} is damaged: {problem}.", hint=f"Delete {place}; the next run makes it again."
-        ) from None
-
-
-def _mapped(path: Path, tokens: int) -> npt.NDArray[np.uint32]:
-    """The array in the file. Raises `StorageError` if its size is not what the manifest says."""
-    with storage_errors(path, "read"):
-        size = path.stat().st_size
-    if size != tokens * 4:
-        raise StorageError(
-            f"{path} is damaged: expected {tokens * 4} bytes, got {size}.",
-            hint=f"Delete {path.parent}; the next run makes it again.",
-        )
-    if tokens == 0:
-        return np.zeros(0, dtype="<u4")
-    return np.memmap(path, dtype="<u4", mode="r")
 
 
 def require_rows(rows: int, needed: int, part: str, tokens: int, length: int) -> None:

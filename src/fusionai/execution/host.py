@@ -14,7 +14,7 @@ from fusionai.primitives.clock import Clock
 from fusionai.primitives.ids import PeerId
 from fusionai.storage.weight_store import WeightStore
 from fusionai.transport.interface import Transport
-from fusionai.transport.signed import Seal
+from fusionai.transport.security.signed import Seal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionErro
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.transport.interface import Channel, Envelope
-from fusionai.transport.signed import SignedPlacement, verify_placement
+from fusionai.transport.security.signed import SignedPlacement, verify_placement
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 

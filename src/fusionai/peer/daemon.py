@@ -23,12 +23,12 @@ from fusionai.peer.registration import Registration
 from fusionai.primitives.clock import PoolClock, SystemClock
 from fusionai.storage.weight_memory import WeightsInFiles
 from fusionai.storage.weight_store import WeightStore
+from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.enrolment import Membership, enrol, load_membership
 from fusionai.transport.peer_transport import PeerTransport
-from fusionai.transport.routes import relay_candidates
-from fusionai.transport.tcp import TcpListener
-from fusionai.transport.trust import carried_endorsements
-from fusionai.transport.uplink import TransferLimits
+from fusionai.transport.routes.addresses import relay_candidates
+from fusionai.transport.routes.tcp import TcpListener
+from fusionai.transport.security.trust import carried_endorsements
 from fusionai.wire import messages as wire
 
 
@@ -85,7 +85,7 @@ async def run_peer(
     transport = PeerTransport(membership.credentials, membership.broker_addresses, rates=rates)
     links = await measured_links(transport, membership.broker_addresses, clock)
     if links[0] is not UNMEASURED:
-        rates.turns.measured(links[0].bandwidth_bytes_per_s)
+        rates.uplink.measured(links[0].bandwidth_bytes_per_s)
     profile = make_profile(options, membership.peer, report, *links, carried_endorsements(options.home))
     host = Host(
         peer=membership.peer,

@@ -9,7 +9,7 @@ names it.
 If a driver's connection ends, its job is kept for `ORPHANED_S`, or until the driver of another job comes with a valid
 ticket, which means that the broker has given this machine away. A neighbour that learns of a round earlier than this
 machine waits `EARLY_S` for the driver. `execution.training.member` and `execution.serving.member` serve the accepted
-connections; `transport.signed` verifies signatures.
+connections; `transport.security.signed` verifies signatures.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fusionai.execution.serving.member import ServingMember
 from fusionai.execution.training.member import JobMember
 from fusionai.primitives.errors import ChannelClosed, FusionError, TrustError
 from fusionai.primitives.ids import JobId, PeerId, short
+from fusionai.transport.channels.link import answer_probe
 from fusionai.transport.interface import Channel
-from fusionai.transport.links import answer_probe
-from fusionai.transport.signed import ExpiredTicket, Ticket, verify_ticket
+from fusionai.transport.security.signed import ExpiredTicket, Ticket, verify_ticket
 from fusionai.wire import messages as wire
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 Speeds are kept in the peer's home (`measurement.json`) and hold for a week while software and device stay the same. If
 the provider sets no memory limit, the peer lends what the device has free, less a reserve. Links to peers at the same
 address are probed once, soon after registration, because two machines of one network do not need its uplink.
-`backends` measure the device, `transport.links` measures the link to the broker.
+`backends` measure the device, `transport.channels.link` measures the link to the broker.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.types import Link, PeerProfile
 from fusionai.storage.atomic import write_atomic
+from fusionai.transport.channels.link import LinkMeasurement, measure_link
 from fusionai.transport.interface import Channel, Transport
-from fusionai.transport.links import LinkMeasurement, measure_link
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.wire.messages import MAX_LINKS, LinkView, Near
 

@@ -37,7 +37,7 @@ from fusionai.primitives.errors import FusionError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.serving.deployment import ServedCut
-from fusionai.serving.inspection import Neighbours, SketchTolerance, Words, limits, opinion, sketches_of
+from fusionai.serving.inspection import Neighbours, SketchReport, SketchTolerance, limits, opinion, sketches_of
 from fusionai.serving.job import ServingJob
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Segment
@@ -70,9 +70,9 @@ class _Open:
     keys: tuple[bytes, bytes]
     limits: SketchTolerance
     selected: bool
-    heard_s: float
-    said: dict[str, Sketches] = field(default_factory=dict[str, Sketches])
-    again: dict[str, Sketches] = field(default_factory=dict[str, Sketches])
+    last_message_s: float
+    reported: dict[str, Sketches] = field(default_factory=dict[str, Sketches])
+    recomputed: dict[str, Sketches] = field(default_factory=dict[str, Sketches])
     moved: float = 1.0
     referee: TextVerifier | None = None
     """Set if this machine is the referee."""
@@ -102,7 +102,7 @@ class Checking:
         self._on_opinion = on_opinion
         self._start = start
         self._open: dict[int, _Open] = {}
-        self._told: dict[tuple[int, int], dict[str, Sketches]] = {}
+        self._earlier_reports: dict[tuple[int, int], dict[str, Sketches]] = {}
         """(stage, first task) -> marks that stages reported for a text which the owner's machine now recomputes."""
 
     def secret_of(self, stage: int, peer: str) -> bytes:
@@ -140,14 +140,14 @@ class Checking:
             keys=(first, second),
             limits=limits(self._job.options, chooses=part.chooses),
             selected=part.select,
-            heard_s=self._host.clock.now_s(),
+            last_message_s=self._host.clock.now_s(),
         )
         if found.length > wire.MAX_TEXT:
-            self._give_up(found, f"the text has {found.length} positions, more than a referee recomputes")
+            self._end_void(found, f"the text has {found.length} positions, more than a referee recomputes")
             return
-        told = self._told.pop((stage, check.first), None)
-        if told is not None:
-            found.said.update(told)
+        known = self._earlier_reports.pop((stage, check.first), None)
+        if known is not None:
+            found.reported.update(known)
         else:
             length = found.length - text.origin
             for holder, peer in holders:
@@ -166,7 +166,7 @@ class Checking:
             reply=fence,
         )
         if check.referee == self._host.peer:
-            self._start(self._read_here(found, order, load_of))
+            self._start(self._recompute_here(found, order, load_of))
         else:
             self._tell(PeerId(check.referee), order)
 
@@ -176,17 +176,17 @@ class Checking:
             if one.referee is not None:
                 self._start(one.referee.end())
         self._open.clear()
-        self._told.clear()
+        self._earlier_reports.clear()
 
-    def passes(self, now_s: float) -> None:
+    def tick(self, now_s: float) -> None:
         """End checks whose timeout has passed."""
         for one in list(self._open.values()):
             patience_s = CHECK_S + CHECK_TOKEN_S * one.length
-            if now_s - one.heard_s > patience_s:
-                if len(one.again) == 3 and one.said.keys() == {"seen"}:
-                    self._is_silent(one)
+            if now_s - one.last_message_s > patience_s:
+                if len(one.recomputed) == 3 and one.reported.keys() == {"seen"}:
+                    self._conclude_without_report(one)
                 else:
-                    self._give_up(one, f"no message for {patience_s:.0f} s")
+                    self._end_void(one, f"no message for {patience_s:.0f} s")
 
     # ----------------------------------------------------------------------------------------------------- messages
 
@@ -194,81 +194,81 @@ class Checking:
         """The referee is ready for the stage's inputs."""
         found = self._open.get(message.number)
         if found is not None and found.check.referee == peer:
-            self._have_shown(found)
+            self._request_inputs(found)
 
     def failed(self, peer: PeerId, message: wire.CheckFailed) -> None:
         found = self._open.get(message.number)
         if found is None or peer not in (found.check.referee, *found.places.values()):
             return
         check = found.check
-        if (message.stage, peer) == (check.stage, check.peer) and "got" not in found.said:
-            self._is_silent(found)
+        if (message.stage, peer) == (check.stage, check.peer) and "got" not in found.reported:
+            self._conclude_without_report(found)
         else:
-            self._give_up(found, message.reason)
+            self._end_void(found, message.reason)
 
-    def _is_silent(self, found: _Open) -> None:
+    def _conclude_without_report(self, found: _Open) -> None:
         """Conclude with empty marks: a stage that reports nothing must not escape its check that way."""
         nothing = np.full((found.length - found.origin, SIZE), np.nan, np.float32)
-        found.said |= {"got": nothing, "gave": nothing}
+        found.reported |= {"got": nothing, "gave": nothing}
         self._conclude(found)
 
     def heard(self, peer: PeerId, message: Testimony, tensors: Mapping[str, HostTensor]) -> None:
         found = self._open.get(message.number)
         if found is None:
             return
-        found.heard_s = self._host.clock.now_s()
+        found.last_message_s = self._host.clock.now_s()
         match message:
             case wire.TextSketches(stage=stage):
                 if found.places.get(stage) == peer:
-                    self._take_word(found, stage, tensors)
+                    self._take_report(found, stage, tensors)
             case wire.ReadText():
                 if found.check.referee == peer:
-                    self._take_reading(found, tensors, message.moved)
+                    self._take_recomputed(found, tensors, message.moved)
             case wire.ShownRows():
                 if found.referee is not None and found.check.referee == self._host.peer:
                     self._start(self._compute(found, found.referee, message, tensors))
 
-    def _take_word(self, found: _Open, stage: int, tensors: Mapping[str, HostTensor]) -> None:
+    def _take_report(self, found: _Open, stage: int, tensors: Mapping[str, HostTensor]) -> None:
         length = found.length - found.origin
         got, gave = (sketches_of(tensors.get(name), length) for name in ("got", "gave"))
         if stage == found.check.stage:
             if got is None or gave is None:
-                self._is_silent(found)
+                self._conclude_without_report(found)
                 return
-            found.said |= {"got": got, "gave": gave}
+            found.reported |= {"got": got, "gave": gave}
         elif got is None:
-            self._give_up(found, f"stage {stage} sent no usable marks")
+            self._end_void(found, f"stage {stage} sent no usable marks")
         else:
-            found.said["seen"] = got
+            found.reported["seen"] = got
         self._conclude(found)
 
-    def _take_reading(self, found: _Open, tensors: Mapping[str, HostTensor], moved: float) -> None:
+    def _take_recomputed(self, found: _Open, tensors: Mapping[str, HostTensor], moved: float) -> None:
         found.moved = moved
         for name in ("got", "gave", "seen"):
             marks = sketches_of(tensors.get(name), found.length)
             if marks is None:
-                self._give_up(found, "the referee sent no usable marks")
+                self._end_void(found, "the referee sent no usable marks")
                 return
-            found.again[name] = marks[found.origin :]
+            found.recomputed[name] = marks[found.origin :]
         self._conclude(found)
 
     def _conclude(self, found: _Open) -> None:
-        if found.number not in self._open or len(found.said) < 3 or len(found.again) < 3:
+        if found.number not in self._open or len(found.reported) < 3 or len(found.recomputed) < 3:
             return
         stage = found.check.stage
         neighbours = Neighbours(
             before=found.places[stage - 1] if stage else self._host.peer, after=found.places[stage + 1]
         )
         result = opinion(
-            Words(**found.said),
-            Words(**found.again),
+            SketchReport(**found.reported),
+            SketchReport(**found.recomputed),
             found.limits.of(found.moved),
             neighbours,
             selected=found.selected,
         )
         self._end(found, result)
 
-    def _give_up(self, found: _Open, reason: str) -> None:
+    def _end_void(self, found: _Open, reason: str) -> None:
         self._end(found, Opinion(void=reason))
 
     def _end(self, found: _Open, result: Opinion) -> None:
@@ -277,13 +277,13 @@ class Checking:
         check = found.check
         excepted = result.own or result.inputs or result.links
         if excepted and check.referee != self._host.peer:
-            self._told = {key: said for key, said in self._told.items() if key[1] == check.first}
-            self._told[check.stage, check.first] = found.said
+            self._earlier_reports = {key: kept for key, kept in self._earlier_reports.items() if key[1] == check.first}
+            self._earlier_reports[check.stage, check.first] = found.reported
         self._on_opinion(found.fence, check, result)
 
     # ---------------------------------------------------------------------------------------- inputs for the referee
 
-    def _have_shown(self, found: _Open) -> None:
+    def _request_inputs(self, found: _Open) -> None:
         """Have the stage's inputs sent to the referee by the stage before, or by the driver for the first stage."""
         stage = found.check.stage
         if stage:
@@ -310,12 +310,12 @@ class Checking:
             try:
                 self._member.testimony(PeerId(found.check.referee), shown, tensors)
             except FusionError as error:
-                self._give_up(found, str(error))
+                self._end_void(found, str(error))
                 return
 
     # ------------------------------------------------------------------------------------------- the owner as referee
 
-    async def _read_here(self, found: _Open, order: wire.ReadAgain, load_of: LoadOf) -> None:
+    async def _recompute_here(self, found: _Open, order: wire.ReadAgain, load_of: LoadOf) -> None:
         """Recompute the text here with the stage's weights, which are loaded for this check only."""
         options = self._job.options
         pages = -(-order.length // options.page_tokens)
@@ -335,23 +335,23 @@ class Checking:
                 )
             found.referee = stage.referee(order)
         except Exception as error:  # noqa: BLE001 - if this machine can't check, the job continues
-            self._fails_here(found, error)
+            self._fail_here(found, error)
             return
-        self._have_shown(found)
+        self._request_inputs(found)
 
     async def _compute(
         self, found: _Open, referee: TextVerifier, rows: wire.ShownRows, tensors: Mapping[str, HostTensor]
     ) -> None:
         try:
-            told = await referee.compute(rows, tensors)
+            result = await referee.compute(rows, tensors)
         except Exception as error:  # noqa: BLE001 - as above
-            self._fails_here(found, error)
+            self._fail_here(found, error)
             return
-        found.heard_s = self._host.clock.now_s()
-        if told is not None:
-            self._take_reading(found, told.marks, told.moved)
+        found.last_message_s = self._host.clock.now_s()
+        if result is not None:
+            self._take_recomputed(found, result.marks, result.moved)
 
-    def _fails_here(self, found: _Open, error: Exception) -> None:
+    def _fail_here(self, found: _Open, error: Exception) -> None:
         if not isinstance(error, FusionError):
             log.error("stage %d could not be recomputed", found.check.stage, exc_info=error)
-        self._give_up(found, str(error) or f"the owner's machine can't recompute the stage ({type(error).__name__})")
+        self._end_void(found, str(error) or f"the owner's machine can't recompute the stage ({type(error).__name__})")

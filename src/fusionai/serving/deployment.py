@@ -101,7 +101,7 @@ def cut(job: ServingJob, plan: Plan) -> ServedCut:
         keys = sorted({spec.key for spec in stage.graph.params.values()})
         if lacking := [key for key in keys if key not in specs]:
             raise PlanError(
-                f"the list of weights lacks {len(lacking)} entries of stage {stage.stage}, first {lacking[0]}."
+                f"the list of weights lacks {len(lacking)} entries of stage {stage.stage}, such as {lacking[0]}."
             )
         stages.append(
             ServedCutStage(

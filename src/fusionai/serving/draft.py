@@ -113,7 +113,7 @@ class _Text:
     sampling: Sampling
     computed: int = 0
     ahead: tuple[int, ...] = ()
-    told: int = 0
+    known_pages: int = 0
     """Number of pages that the program knows of."""
     is_open: bool = False
     """True if the text has pages."""
@@ -229,7 +229,7 @@ class _Texts:
 
     def _segment(self, session: int, start: int, length: int) -> Segment:
         text, table = self._texts[session], self._pages.table(session)
-        first, text.told = text.told, len(table)
+        first, text.known_pages = text.known_pages, len(table)
         return Segment(session, start, length, first, table[first:])
 
     def _run(

@@ -33,7 +33,7 @@ from fusionai.ir.partition import FEED
 from fusionai.primitives.errors import ExecutionError, FusionError, PlanError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
-from fusionai.serving import progress
+from fusionai.serving import job as progress
 from fusionai.serving.answers import Answers
 from fusionai.serving.checking import Checking
 from fusionai.serving.deployment import ServedCut
@@ -147,7 +147,7 @@ class ServingDriver:
         while True:
             now_s = self._host.clock.now_s()
             self._answers.expire(now_s)
-            self._checking.passes(now_s)
+            self._checking.tick(now_s)
             if now_s - expected_s < LATE_S:  # else messages that arrived during the stall are read first
                 self.tell(events.Tick(now_s))
             expected_s = now_s + TICK_S

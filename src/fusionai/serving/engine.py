@@ -31,7 +31,7 @@ from fusionai.execution.host import Host
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Plan
-from fusionai.serving import progress
+from fusionai.serving import job as progress
 from fusionai.serving.answers import Answers
 from fusionai.serving.deployment import cut
 from fusionai.serving.driver import ServingDriver
@@ -41,7 +41,7 @@ from fusionai.serving.interface import EngineBusy, EngineStatus, Generation, Pro
 from fusionai.serving.job import ServingJob
 from fusionai.serving.proposing import NgramProposer, Proposer
 from fusionai.serving.speculating import Speculation
-from fusionai.transport.routes import parse_address
+from fusionai.transport.routes.addresses import parse_address
 
 PROBE_TOKENS: Final = 8
 """Length of the probe text that must cross all stages before the engine is ready (chosen)."""

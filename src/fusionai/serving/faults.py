@@ -63,15 +63,15 @@ class ServingFaultLog:
         # The loss of a spare, or of a machine whose spare was ready, delays no tokens.
         self._add(note, holds=bool(fault.stages) or fault.kind == "late")
 
-    def rebuilding(self, told: ReportRebuilding) -> None:
-        stages = ", ".join(str(stage) for stage in told.stages)
+    def rebuilding(self, report: ReportRebuilding) -> None:
+        stages = ", ".join(str(stage) for stage in report.stages)
         whose = (
             f"stage {stages} recomputes its cache"
-            if len(told.stages) == 1
+            if len(report.stages) == 1
             else f"stages {stages} recompute their caches"
         )
-        generations = "1 generation" if told.sessions == 1 else f"{told.sessions} generations"
-        text = f"{whose}: {told.positions} positions of {generations}"
+        generations = "1 generation" if report.sessions == 1 else f"{report.sessions} generations"
+        text = f"{whose}: {report.positions} positions of {generations}"
         self._add(FaultNote(self._clock.wall_s(), text), holds=False)
 
     def _add(self, note: FaultNote, *, holds: bool) -> None:

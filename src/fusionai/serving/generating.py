@@ -137,8 +137,8 @@ class Generating:
                 verdict.ended = "stop"
                 return
             verdict.tokens.append(token)
-            told = None if generation.logprobs is None else token_logprob(row, token, generation.logprobs)
-            verdict.logprobs.append(told)
+            logprobs = None if generation.logprobs is None else token_logprob(row, token, generation.logprobs)
+            verdict.logprobs.append(logprobs)
             if self.emitted + len(verdict.tokens) >= generation.max_tokens:
                 verdict.ended = "length"
                 return
@@ -154,8 +154,8 @@ class Generating:
         self._prompt_logprobs += verdict.prompt_logprobs
         if not self.prompt_read and (verdict.tokens or verdict.ended is not None):
             self.prompt_read = True
-            told = tuple(self._prompt_logprobs)
-            self._events.put_nowait(PromptRead(len(self.generation.prompt), cached_tokens, told))
+            logprobs = tuple(self._prompt_logprobs)
+            self._events.put_nowait(PromptRead(len(self.generation.prompt), cached_tokens, logprobs))
         constraint = self.generation.constraint
         for token, logprob in zip(verdict.tokens, verdict.logprobs, strict=True):
             try:

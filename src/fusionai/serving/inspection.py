@@ -67,7 +67,7 @@ def limits(options: ServeOptions, *, chooses: bool) -> SketchTolerance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
+class SketchReport:
     """Marks of all compared positions of a text, [positions, SIZE]; NaN where nothing was reported."""
 
     got: Sketches
@@ -85,25 +85,27 @@ class Neighbours:
     after: str
 
 
-def opinion(said: Words, again: Words, limits: SketchTolerance, neighbours: Neighbours, *, selected: bool) -> Opinion:
-    """Compare the reports `said` with the referee's marks `again`. `selected`: only wanted rows left the stage, namely
-    those in `said.seen`."""
-    there = ~_silent(said.seen)
-    rows = there & ~_silent(again.seen) if selected else np.ones(len(said.seen), bool)
-    if not selected and not there.all() and not _silent(again.seen)[~there].all():
+def opinion(
+    reported: SketchReport, recomputed: SketchReport, limits: SketchTolerance, neighbours: Neighbours, *, selected: bool
+) -> Opinion:
+    """Compare what was reported with the verifier's sketches. `selected`: only wanted rows left the stage, namely those
+    in `reported.seen`."""
+    there = ~_is_missing(reported.seen)
+    rows = there & ~_is_missing(recomputed.seen) if selected else np.ones(len(reported.seen), bool)
+    if not selected and not there.all() and not _is_missing(recomputed.seen)[~there].all():
         return Opinion(void=f"the stage's receiver marked no rows of {int((~there).sum())} of {len(there)} positions")
     if not rows.any():
         return Opinion(void="no row that left the stage was marked by its receiver")
     own: list[str] = []
-    if (lacking := int((_silent(said.got) & ~_silent(again.got)).sum())) > 0:
+    if (lacking := int((_is_missing(reported.got) & ~_is_missing(recomputed.got)).sum())) > 0:
         own.append(f"it reported nothing for {lacking} of {len(rows)} positions")
-    elif found := _off(said.got, again.got, limits):
+    elif found := _difference(reported.got, recomputed.got, limits):
         return Opinion(inputs=frozenset({neighbours.before}), own=found)
     # If the text was read again in between, the receiver still has rows from the first reading.
-    told = rows & ~_silent(said.gave) if selected else rows
-    if found := _off(said.gave[told], again.gave[told], limits):
+    given = rows & ~_is_missing(reported.gave) if selected else rows
+    if found := _difference(reported.gave[given], recomputed.gave[given], limits):
         own.append(f"activations of {found}")
-    links = _off(said.seen[rows], again.seen[rows], limits)
+    links = _difference(reported.seen[rows], recomputed.seen[rows], limits)
     return Opinion(own="; ".join(own), links=frozenset({neighbours.after}) if links else frozenset())
 
 
@@ -116,26 +118,26 @@ class Measured:
     gain: float
 
 
-def measured(said: Words, again: Words) -> Measured:
+def measured(reported: SketchReport, recomputed: SketchReport) -> Measured:
     """Differences in the stage's outputs, over finite rows that both sides reported. For measurements."""
-    there = np.isfinite(said.gave).all(axis=1) & np.isfinite(again.gave).all(axis=1)
-    one, two = said.gave[there].astype(np.float64), again.gave[there].astype(np.float64)
+    there = np.isfinite(reported.gave).all(axis=1) & np.isfinite(recomputed.gave).all(axis=1)
+    one, two = reported.gave[there].astype(np.float64), recomputed.gave[there].astype(np.float64)
     length = float(np.sum(two * two))
     together = (float(np.sum((one - two) ** 2)) / length) ** 0.5
-    return Measured(float(_apart(one, two).max()), together, abs(float(np.sum(one * two)) / length - 1))
+    return Measured(float(_relative_distance(one, two).max()), together, abs(float(np.sum(one * two)) / length - 1))
 
 
-def _off(found: Sketches, expected: Sketches, limits: SketchTolerance) -> str:
+def _difference(found: Sketches, expected: Sketches, limits: SketchTolerance) -> str:
     """Describe the difference if it is over the limits; empty otherwise."""
-    apart = _apart(found, expected)
-    spared = np.argsort(apart)[len(apart) - int(limits.odd_rows * len(apart)) :]
-    kept = np.ones(len(apart), bool)
-    kept[spared] = False
-    off = kept & (apart > limits.row)
-    if off.any():
-        most = apart[off].max()
+    distances = _relative_distance(found, expected)
+    left_out = np.argsort(distances)[len(distances) - int(limits.odd_rows * len(distances)) :]
+    kept = np.ones(len(distances), bool)
+    kept[left_out] = False
+    over = kept & (distances > limits.row)
+    if over.any():
+        most = distances[over].max()
         by = f"differ by up to {most:.2g} of their size" if np.isfinite(most) else "are missing or not finite"
-        return f"{int(off.sum())} of {len(apart)} positions {by}"
+        return f"{int(over.sum())} of {len(distances)} positions {by}"
     one, two = (part[kept & np.isfinite(expected).all(axis=1)].astype(np.float64) for part in (found, expected))
     length = float(np.sum(two * two))
     if not length:
@@ -149,18 +151,18 @@ def _off(found: Sketches, expected: Sketches, limits: SketchTolerance) -> str:
     return ""
 
 
-def _apart(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def _relative_distance(found: npt.NDArray[Any], expected: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """For each row, the distance of two marks relative to the second one's length; 0 if neither is finite."""
     one, two = found.astype(np.float64), expected.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         distance = np.linalg.norm(one - two, axis=1)
         length = np.linalg.norm(two, axis=1)
-        apart = np.where(distance == 0, 0.0, distance / length)
+        distances = np.where(distance == 0, 0.0, distance / length)
     equal = (~np.isfinite(one).all(axis=1)) & (~np.isfinite(two).all(axis=1))
-    return np.where(equal, 0.0, np.where(np.isfinite(apart), apart, np.inf))
+    return np.where(equal, 0.0, np.where(np.isfinite(distances), distances, np.inf))
 
 
-def _silent(marks: Sketches) -> npt.NDArray[np.bool_]:
+def _is_missing(marks: Sketches) -> npt.NDArray[np.bool_]:
     silent: npt.NDArray[np.bool_] = np.all(np.isnan(marks), axis=1)
     return silent
 

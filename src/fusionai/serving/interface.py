@@ -1,7 +1,7 @@
 """The interface of a serving engine, as the gateway, the terminal chat and tests use it.
 
 Tokens in, tokens out: text, templates and stop strings are in `serving.text`, HTTP is in the gateway. Everything runs
-on one event loop. Neighbours: `serving.engine` implements the interface over the pool.
+on one event loop. `serving.engine` implements the interface over the pool.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ def _stop_tokens(tokenizer: Tokenizer, generation: dict[str, Any], config: dict[
     """The tokens at which `generate` would stop, and the tokenizer's own end of text."""
     inner = config.get("text_config")
     sources = (generation, config, inner if isinstance(inner, dict) else {})
-    told = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), None)
-    found = {token for token in (told if isinstance(told, list) else [told]) if isinstance(token, int)}
+    end_ids = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), None)
+    found = {token for token in (end_ids if isinstance(end_ids, list) else [end_ids]) if isinstance(token, int)}
     end = tokenizer.id_of(tokenizer.special_texts.get("eos_token", ""))
     return frozenset(found if end is None else found | {end})
 

@@ -1,4 +1,4 @@
-"""The plan versions of a serving job and its present round: what members are told when they enlist and load.
+"""The plan versions of a serving job and its present round: messages by which members enlist and load stages.
 
 `serving.driver` says when; `execution.links.connections` reaches the members, `serving.deployment` cuts the model.
 """
@@ -22,7 +22,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan, Standby
 from fusionai.serving.deployment import ServedCut, cut, ranges_of
 from fusionai.serving.job import ServingJob
-from fusionai.transport.signed import Seal
+from fusionai.transport.security.signed import Seal
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence
 

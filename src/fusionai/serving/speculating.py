@@ -106,13 +106,13 @@ class Speculation:
             if steady:  # otherwise the time may include reading a prompt
                 took_s = (self._now_s() - began_s) / max(wanted.values())
                 self._guess_s += (1 - _MEMORY) * (took_s - self._guess_s)
-            told: dict[int, tuple[int, ...]] = {}
+            chosen: dict[int, tuple[int, ...]] = {}
             for number, (count, _) in counts.items():
                 guessed = tuple(guesses.get(number, ()))
                 if number in self._followed:
                     self._followed[number].guessed = guessed
-                told[number] = guessed[:count]
-            answer(told)
+                chosen[number] = guessed[:count]
+            answer(chosen)
 
         def took(made: asyncio.Future[Guesses]) -> None:
             if made.cancelled():

@@ -94,9 +94,9 @@ class JsonBody:
     def _begin(self, head: re.Match[str], rest: str) -> tuple[CallPiece, str]:
         known = head.groupdict()
         name = known.get("plain") or json.loads(known["name"])
-        told = known.get("plain_id") or (json.loads(known["id"]) if known.get("id") else "")
+        written_id = known.get("plain_id") or (json.loads(known["id"]) if known.get("id") else "")
         self._at, self._scan = _At.ARGUMENTS, _Scan()
-        return CallPiece(0, "", told or self._form.new_id(), name), rest[head.end() :]
+        return CallPiece(0, "", written_id or self._form.new_id(), name), rest[head.end() :]
 
     def _behind(self, rest: str, *, final: bool) -> Given:
         """Read the closing mark of the announcement; a model may end without it."""
@@ -251,5 +251,5 @@ def _piece(value: Any, form: ToolForm) -> CallPiece | None:
         arguments = parsed.value if isinstance(parsed, _Parsed) else None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    told = call_id if isinstance(call_id, str) and call_id else form.new_id()
-    return CallPiece(0, json.dumps(arguments, ensure_ascii=False), told, name)
+    call_id = call_id if isinstance(call_id, str) and call_id else form.new_id()
+    return CallPiece(0, json.dumps(arguments, ensure_ascii=False), call_id, name)

@@ -61,8 +61,8 @@ class ToolReader:
                 if announced is None:
                     self._waiting = rest
                     break
-                body, told = self._new_body(), rest[announced:]
-                given = body.take(told, final=final)
+                body, after = self._new_body(), rest[announced:]
+                given = body.take(after, final=final)
                 if given.outcome is CallState.TEXT or (given.outcome is CallState.MORE and not body.begun):
                     if given.outcome is CallState.MORE:
                         self._waiting = rest

@@ -57,11 +57,13 @@ def assembled(name: str, assembly: Assembly, read: Callable[[str], HostTensor]) 
     if len(dtypes) != 1:
         raise StorageError(f"{name}: expected parts of one type, got {' and '.join(dtypes) or 'none'}.")
     itemsize = ITEMSIZE_BYTES[dtypes[0]]
-    if sum(extent.count for extent in assembly.extents) != prod(assembly.shape):
-        raise StorageError(f"{name}: its parts do not make the shape {list(assembly.shape)}.")
+    if (elements := sum(extent.count for extent in assembly.extents)) != prod(assembly.shape):
+        raise StorageError(f"{name}: expected parts for the shape {list(assembly.shape)}, got {elements} elements.")
     for extent in assembly.extents:
         if (extent.first + extent.count) * itemsize > sources[extent.tensor].nbytes:
-            raise StorageError(f"{name}: {extent.tensor} has no elements up to {extent.first + extent.count}.")
+            raise StorageError(
+                f"{name}: expected {extent.tensor} to have at least {extent.first + extent.count} elements."
+            )
     if len(assembly.extents) == 1:
         extent = assembly.extents[0]
         data = sources[extent.tensor].data[extent.first * itemsize : (extent.first + extent.count) * itemsize]

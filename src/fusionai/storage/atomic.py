@@ -8,30 +8,31 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from fusionai.primitives.errors import StorageError
 
 PARTIAL_SUFFIX: Final = ".partial"
 """Suffix of files and directories being written. They do not count yet; the next start removes them."""
 
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_RESUMES: Final = "Free some space and start again: the job goes on from its last checkpoint."
 
 
 @contextmanager
-def storage_errors(path: Path, doing: str = "written") -> Iterator[None]:
-    """Turn an `OSError` into a `StorageError` that names the file and, for a full disk, what to do."""
+def storage_errors(
+    path: Path, doing: str = "written", *, full: Collection[int] = FULL, needs: str = "", hint: str = _RESUMES
+) -> Iterator[None]:
+    """Turn an `OSError` into a `StorageError` that names the file. `full`: error numbers of a full disk, for which the
+    message also has `needs` and `hint`."""
     try:
         yield
     except OSError as problem:
-        if problem.errno in _FULL:
-            raise StorageError(
-                f"no space left on the disk of {path}.",
-                hint="Free some space and start again: the job goes on from its last checkpoint.",
-            ) from problem
+        if problem.errno in full:
+            raise StorageError(f"no space left on the disk of {path}{needs}.", hint=hint) from problem
         raise StorageError(f"{path} can't be {doing}: {problem.strerror or problem}.") from problem
 
 
@@ -41,16 +42,22 @@ def write_atomic(path: Path, content: bytes) -> None:
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with partial.open("wb") as handle:
-                handle.write(content)
-                handle.flush()
-                os.fsync(handle.fileno())
+            write_synced(partial, (content,), "wb")
             partial.replace(path)
         except OSError:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             raise
         sync_directory(path.parent)
+
+
+def write_synced(path: Path, parts: Iterable[bytes | memoryview], mode: Literal["wb", "xb"] = "xb") -> None:
+    """Write a file whose content is on the disk on return. Raises `OSError`."""
+    with path.open(mode) as handle:
+        for part in parts:
+            handle.write(part)
+        handle.flush()
+        os.fsync(handle.fileno())
 
 
 def sync_directory(directory: Path) -> None:

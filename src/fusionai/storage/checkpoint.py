@@ -13,18 +13,16 @@ Decides layout, shards and the manifest. The tensors' names are those that `save
 header's layout says. The directory is built as `step-00000012.partial` and renamed when everything is on the disk.
 Memory use is at most one shard per part, plus keys that wait for the others of the same tensor.
 
-`reader` opens checkpoints, `checkpoint_layout` splits and joins keys, the driver adds what `StateChunk` messages bring.
+`reader` opens checkpoints, the driver adds what `StateChunk` messages bring.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal
 
 import msgspec
@@ -33,16 +31,16 @@ from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.adapter_files import PREFIX, WEIGHTS_FILE
 from fusionai.storage.assembly import Assembly, assembled, inverted
-from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors, sync_directory
-from fusionai.storage.manifest import (
+from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors, sync_directory, write_synced
+from fusionai.storage.reader import (
     MANIFEST,
     MANIFEST_HASH,
     CheckpointHeader,
+    CheckpointReader,
     FileRecord,
     Manifest,
     step_directory,
 )
-from fusionai.storage.reader import CheckpointReader
 from fusionai.storage.safetensors_file import INDEX_FILE, SINGLE_FILE, SafetensorsFile, Written, write_safetensors
 
 
@@ -165,9 +163,7 @@ class CheckpointWriter:
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abandon()
 
     def add(self, entry: str, tensor: HostTensor) -> None:
@@ -322,10 +318,8 @@ class CheckpointWriter:
 
     def _put(self, name: str, content: bytes) -> None:
         path = self._partial / name
-        with storage_errors(path), path.open("xb") as handle:
-            handle.write(content)
-            handle.flush()
-            os.fsync(handle.fileno())
+        with storage_errors(path):
+            write_synced(path, (content,))
         self._record(path, Written(hashlib.sha256(content).hexdigest(), len(content)))
 
     def _record(self, path: Path, written: Written) -> None:

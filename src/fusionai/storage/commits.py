@@ -14,11 +14,10 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Final
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
@@ -39,6 +38,7 @@ CREATE TABLE IF NOT EXISTS driver (
     plan_version INTEGER, plan BLOB, hash BLOB NOT NULL
 );
 """
+_Row = TypeVar("_Row")
 _EVALUATION: Final = msgspec.msgpack.Decoder(Evaluation)
 
 
@@ -57,22 +57,25 @@ class AdoptedPlan(msgspec.Struct, frozen=True):
 
 
 class CommitJournal:
-    """Holds the job's lock from construction to `close`. Thread-safe; every change blocks on the disk."""
+    """Holds the job's lock from construction to `close`. Thread-safe; every change blocks on the disk.
+
+    `last`: the newest commit, None before the first. `evaluations`: all of them, in order. `incarnation`: the driver's,
+    0 before its first start. `plan`: the plan in force, None before the first."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the journal and check every row. Raises `StorageError` if it is in use, damaged or of a newer
         layout."""
         self._path = path
-        self._turn = threading.Lock()
+        self._mutex = threading.Lock()
         self._lock = JobLock(path.with_name(path.name + ".lock"))
         try:
             with storage_errors(path), self._sqlite_errors():
                 self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
                 try:
                     self._prepare()
-                    self._last, self._last_hash = self._checked()
-                    self._evaluations, self._evaluations_hash = self._checked_evaluations()
-                    self._incarnation, self._plan = self._checked_driver()
+                    self.last, self._last_hash = self._checked()
+                    self.evaluations, self._evaluations_hash = self._checked_evaluations()
+                    self.incarnation, self.plan = self._checked_driver()
                 except BaseException:
                     self._database.close()
                     raise
@@ -83,32 +86,17 @@ class CommitJournal:
     @property
     def committed(self) -> int:
         """Number of journalled commits: steps 0 to `committed - 1` are official."""
-        return 0 if self._last is None else self._last.step + 1
-
-    @property
-    def last(self) -> CommitRecord | None:
-        """The newest commit; None before the first."""
-        return self._last
-
-    @property
-    def incarnation(self) -> int:
-        """Incarnation of the driver; 0 before its first start."""
-        return self._incarnation
-
-    @property
-    def plan(self) -> AdoptedPlan | None:
-        """The plan in force; None before the first."""
-        return self._plan
+        return 0 if self.last is None else self.last.step + 1
 
     def start_incarnation(self) -> int:
         """Increment the driver's incarnation, durably. Call at each driver start, before the first attach."""
-        self._write_driver(self._incarnation + 1, self._plan)
-        return self._incarnation
+        self._write_driver(self.incarnation + 1, self.plan)
+        return self.incarnation
 
     def adopt_plan(self, version: int, plan: bytes) -> None:
         """Put a plan in force. The same plan again changes nothing. Raises `StorageError` for an older version and for
         another plan under the same version, because plans are immutable."""
-        present = self._plan
+        present = self.plan
         if present is not None:
             if version == present.version and plan == present.plan:
                 return
@@ -117,7 +105,7 @@ class CommitJournal:
                     f"{self._path}: plan version {version} can't follow version {present.version}: versions only grow "
                     "and a plan never changes."
                 )
-        self._write_driver(self._incarnation, AdoptedPlan(version, plan))
+        self._write_driver(self.incarnation, AdoptedPlan(version, plan))
 
     def append(self, record: CommitRecord) -> None:
         """Make `record.step` official. Raises `StorageError`, and writes nothing, unless it is the next step."""
@@ -130,7 +118,7 @@ class CommitJournal:
         digest = _chained(self._last_hash, content)
         with self._transaction():
             self._database.execute("INSERT INTO commits VALUES (?, ?, ?)", (record.step, content, digest))
-        self._last, self._last_hash = record, digest
+        self.last, self._last_hash = record, digest
 
     def take_back(self, step: int) -> None:
         """Remove the commits from `step` on, because the results they were made of are wrong. Evaluations of their
@@ -138,32 +126,27 @@ class CommitJournal:
         with self._transaction():
             self._database.execute("DELETE FROM commits WHERE step >= ?", (step,))
             self._database.execute("DELETE FROM evaluations WHERE step > ?", (step,))
-        with self._turn, self._sqlite_errors():
-            self._last, self._last_hash = self._checked()
-            self._evaluations, self._evaluations_hash = self._checked_evaluations()
+        with self._mutex, self._sqlite_errors():
+            self.last, self._last_hash = self._checked()
+            self.evaluations, self._evaluations_hash = self._checked_evaluations()
 
     def records(self, from_step: int = 0) -> Iterator[CommitRecord]:
         """Yield the commits from this step on, in order."""
-        with self._turn, self._sqlite_errors():
+        with self._mutex, self._sqlite_errors():
             rows = self._database.execute(
                 "SELECT record FROM commits WHERE step >= ? ORDER BY step", (from_step,)
             ).fetchall()
         return (_record(content) for (content,) in rows)
 
-    @property
-    def evaluations(self) -> tuple[Evaluation, ...]:
-        """All evaluations, in order."""
-        return self._evaluations
-
     def append_evaluation(self, evaluation: Evaluation) -> Evaluation:
         """Store an evaluation and return the one kept for its step, which is the first that came. An evaluation of a
         state that was removed meanwhile is not stored. Raises `StorageError` for a step before the last one's."""
-        known = next((one for one in self._evaluations if one.step == evaluation.step), None)
+        known = next((one for one in self.evaluations if one.step == evaluation.step), None)
         if known is not None:
             return known
-        if self._evaluations and evaluation.step < self._evaluations[-1].step:
+        if self.evaluations and evaluation.step < self.evaluations[-1].step:
             raise StorageError(
-                f"{self._path}: step {evaluation.step} can't be evaluated after step {self._evaluations[-1].step}."
+                f"{self._path}: step {evaluation.step} can't be evaluated after step {self.evaluations[-1].step}."
             )
         content = msgspec.msgpack.encode(evaluation)
         digest = _chained(self._evaluations_hash, content)
@@ -173,7 +156,7 @@ class CommitJournal:
                 (evaluation.step, content, digest, evaluation.step),
             ).rowcount
         if kept:
-            self._evaluations, self._evaluations_hash = (*self._evaluations, evaluation), digest
+            self.evaluations, self._evaluations_hash = (*self.evaluations, evaluation), digest
         return evaluation
 
     def close(self) -> None:
@@ -184,9 +167,7 @@ class CommitJournal:
     def __enter__(self) -> CommitJournal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _prepare(self) -> None:
@@ -195,7 +176,10 @@ class CommitJournal:
         run("PRAGMA synchronous=FULL")
         (layout,) = run("PRAGMA user_version").fetchone()
         if layout not in range(_LAYOUT + 1):
-            raise StorageError(f"{self._path}: expected layout {_LAYOUT}, got {layout}; made by a newer version.")
+            raise StorageError(
+                f"{self._path}: expected at most layout {_LAYOUT}, got {layout}.",
+                hint="A newer version of FusionAI wrote it: update this machine.",
+            )
         if layout < _LAYOUT:  # older layouts only lack tables
             self._database.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version={_LAYOUT}; COMMIT;")
 
@@ -203,32 +187,38 @@ class CommitJournal:
         """Return the last record and its hash, after checking the whole chain."""
         last: CommitRecord | None = None
         digest = _ROOT_HASH
-        rows = self._database.execute("SELECT step, record, hash FROM commits ORDER BY step")
-        for expected, (step, content, stored) in enumerate(rows):
-            digest = _chained(digest, content)
-            if step != expected or stored != digest:
-                raise self._damaged(f"commit of step {expected} does not match its hash")
-            try:
-                last = _record(content)
-            except msgspec.DecodeError as problem:
-                raise self._damaged(f"commit of step {expected} can't be decoded ({problem})") from None
-            if last.step != step:
-                raise self._damaged(f"commit of step {expected} says step {last.step}")
+        for step, record, chained in self._chain("commits", "commit", _record):
+            if record.step != step:
+                raise self._damaged(f"the commit of step {step} says step {record.step}")
+            last, digest = record, chained
         return last, digest
 
     def _checked_evaluations(self) -> tuple[tuple[Evaluation, ...], bytes]:
         """Return all evaluations and the last hash, after checking the whole chain."""
         found: list[Evaluation] = []
         digest = _ROOT_HASH
-        for step, content, stored in self._database.execute("SELECT step, record, hash FROM evaluations ORDER BY step"):
+        for _, evaluation, chained in self._chain("evaluations", "evaluation", _EVALUATION.decode):
+            found.append(evaluation)
+            digest = chained
+        return tuple(found), digest
+
+    def _chain(
+        self, table: Literal["commits", "evaluations"], noun: str, decode: Callable[[bytes], _Row]
+    ) -> Iterator[tuple[int, _Row, bytes]]:
+        """Yield (step, content, hash) of each row, after checking its hash, which covers the rows before it."""
+        digest = _ROOT_HASH
+        rows = self._database.execute(f"SELECT step, record, hash FROM {table} ORDER BY step")
+        for expected, (step, content, stored) in enumerate(rows):
+            if table == "commits" and step != expected:
+                raise self._damaged(f"the commit of step {expected} is missing")
             digest = _chained(digest, content)
             if stored != digest:
-                raise self._damaged(f"the evaluation of step {step} does not match its hash")
+                raise self._damaged(f"the {noun} of step {step} does not match its hash")
             try:
-                found.append(_EVALUATION.decode(content))
+                decoded = decode(content)
             except msgspec.DecodeError as problem:
-                raise self._damaged(f"the evaluation of step {step} can't be decoded ({problem})") from None
-        return tuple(found), digest
+                raise self._damaged(f"the {noun} of step {step} can't be decoded ({problem})") from None
+            yield step, decoded, digest
 
     def _checked_driver(self) -> tuple[int, AdoptedPlan | None]:
         row = self._database.execute("SELECT incarnation, plan_version, plan, hash FROM driver").fetchone()
@@ -247,12 +237,12 @@ class CommitJournal:
                 "INSERT OR REPLACE INTO driver VALUES (1, ?, ?, ?, ?)",
                 (incarnation, version, content, _driver_hash(incarnation, plan)),
             )
-        self._incarnation, self._plan = incarnation, plan
+        self.incarnation, self.plan = incarnation, plan
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         """A transaction that is on the disk when the block ends, or has no effect."""
-        with self._turn, self._sqlite_errors():
+        with self._mutex, self._sqlite_errors():
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield

@@ -1,28 +1,132 @@
-"""Reads checkpoints: finds, verifies, reads and removes them. Decides which count as complete and intact.
+"""Reads checkpoints: their manifest, its verification, their entries, their removal. Decides which are intact.
 
 A damaged checkpoint raises an error that names the file. An older one is used instead only if the caller asks for it.
-`checkpoint` writes checkpoints; the driver streams their entries to stages that import state.
+`checkpoint` writes checkpoints, the manifest last; the driver streams their entries to stages that import state.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
+from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import HostTensor
+from fusionai.scheduling.problem.types import TolerantTakeover
 from fusionai.storage.adapter_files import PREFIX, WEIGHTS_FILE
-from fusionai.storage.assembly import assembled
-from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors
-from fusionai.storage.manifest import FORMAT, MANIFEST, MANIFEST_HASH, Manifest, step_of
+from fusionai.storage.assembly import Assembly, assembled
+from fusionai.storage.atomic import PARTIAL_SUFFIX, storage_errors, write_atomic
 from fusionai.storage.safetensors_file import SafetensorsFile
 
+FORMAT: Final = "fusionai.checkpoint/1"
+MANIFEST: Final = "fusion/manifest.json"
+MANIFEST_HASH: Final = "fusion/manifest.sha256"
+_STEP_NAME: Final = re.compile(r"^step-(\d{8,})$")
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Expected hash and size of a file."""
+
+    sha256: str
+    size_bytes: Annotated[int, Meta(ge=0)]
+
+
+class CheckpointHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What all checkpoints of a job have in common, except `tolerant_takeovers`.
+
+    `recipe`: as converted by `msgspec.to_builtins`. `aliases`: other name -> key of the same tensor (ties).
+    `private_keys`: model keys outside the Hugging Face layout (buffers that are not saved). `adapter_keys`: if only an
+    adapter is trained, its model keys; `base`: SHA-256 of the files it adapts, by name. `layout`: name -> parts of
+    keys, for tensors in the model's files that are not a whole key.
+    """
+
+    graph_hash: str
+    data_fingerprint: str = ""
+    recipe: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    private_keys: frozenset[str] = frozenset()
+    adapter_keys: frozenset[str] = frozenset()
+    base: dict[str, str] = {}
+    tolerant_takeovers: tuple[TolerantTakeover, ...] = ()
+    """Takeovers up to this checkpoint on machines with other numerics. Differs between checkpoints."""
+    layout: dict[str, Assembly] = {}
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Content of a checkpoint. Of tied tensors only the key is stored. `entries`: state entry -> file. `files`: all
+    files but this one. `step`: number of steps applied. `assembled`: entries made of parts of the model's tensors in
+    several files or under other names; `tensors` maps those tensors to files."""
+
+    format: str = FORMAT
+    step: Annotated[int, Meta(ge=0)]
+    graph_hash: str
+    data_fingerprint: str
+    recipe: dict[str, Any]
+    aliases: dict[str, str]
+    entries: dict[str, str]
+    files: dict[str, FileRecord]
+    base: dict[str, str] = {}
+    """Required files outside the checkpoint: name -> SHA-256."""
+    tolerant_takeovers: tuple[TolerantTakeover, ...] = ()
+    """Steps from which machines with other numerics computed; empty if all bits are those of the job's first plan."""
+    assembled: dict[str, Assembly] = {}
+    tensors: dict[str, str] = {}
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """Return the directory of the checkpoint after `step` steps."""
+    return root / f"step-{step:08d}"
+
+
+def step_of(directory: Path) -> int | None:
+    """Return the step in a directory's name; None if it is not a complete checkpoint."""
+    match = _STEP_NAME.match(directory.name)
+    return int(match[1]) if match else None
+
+
+BEST_FILE: Final = "best.json"
+
+
+class Best(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of `best.json`. `checkpoint` is the name of the directory beside it."""
+
+    step: int
+    loss: float
+    checkpoint: str
+
+
+def name_best(root: Path, best: Evaluation) -> Path:
+    """Write `best.json` and return the checkpoint's directory. Raises `StorageError`."""
+    directory = step_directory(root, best.step)
+    named = Best(step=best.step, loss=best.loss, checkpoint=directory.name)
+    write_atomic(root / BEST_FILE, msgspec.json.encode(named) + b"\n")
+    return directory
+
+
+def best_checkpoint(root: Path, best: Evaluation | None) -> Path | None:
+    """Return the complete checkpoint of the best evaluation, or None, and correct `best.json`. Raises
+    `StorageError`."""
+    if best is None or not step_directory(root, best.step).is_dir():
+        forget_best(root)
+        return None
+    return name_best(root, best)
+
+
+def forget_best(root: Path) -> None:
+    """Remove `best.json`, because the checkpoint it names is gone. Raises `StorageError`."""
+    with storage_errors(root / BEST_FILE, "removed"):
+        (root / BEST_FILE).unlink(missing_ok=True)
+
+
 _CHUNK_BYTES: Final = 2**20
+_NEWER: Final = "A newer version of FusionAI may have written it: update this machine."
 _HINT: Final = "Delete this checkpoint to go on from the one before it."
 
 
@@ -31,31 +135,23 @@ class CheckpointReader:
 
     def __init__(self, directory: Path) -> None:
         """Read only the manifest. Raises `StorageError` if it is missing, damaged or of another format."""
-        self._directory = directory
-        self._manifest = self._read_manifest()
+        self.directory = directory
+        self.manifest = self._read_manifest()
         self._open: dict[str, SafetensorsFile] = {}
-
-    @property
-    def directory(self) -> Path:
-        return self._directory
-
-    @property
-    def manifest(self) -> Manifest:
-        return self._manifest
 
     @property
     def step(self) -> int:
         """Number of optimizer steps applied."""
-        return self._manifest.step
+        return self.manifest.step
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all state entries, sorted."""
-        return tuple(sorted(self._manifest.entries))
+        return tuple(sorted(self.manifest.entries))
 
     def verify(self) -> None:
         """Hash every file. Raises `StorageError` naming the first that does not match the manifest."""
-        for name, record in self._manifest.files.items():
+        for name, record in self.manifest.files.items():
             path = self._inside(name)
             digest, size = hashlib.sha256(), 0
             with storage_errors(path, "read"), path.open("rb") as handle:
@@ -71,19 +167,19 @@ class CheckpointReader:
 
     def read(self, entry: str) -> HostTensor:
         """Return one state entry. Raises `StorageError` if the checkpoint has no such entry."""
-        file = self._manifest.entries.get(entry)
+        file = self.manifest.entries.get(entry)
         if file is None:
-            raise StorageError(f"{self._directory}: the checkpoint has no entry {entry!r}.")
-        made_of = self._manifest.assembled.get(entry)
+            raise StorageError(f"{self.directory}: the checkpoint has no entry {entry!r}.")
+        made_of = self.manifest.assembled.get(entry)
         if made_of is not None:
             return assembled(entry, made_of, self._tensor)
         name = entry.partition("/")[2]
         return self._file(file).read(PREFIX + name if file == WEIGHTS_FILE else name)
 
     def _tensor(self, name: str) -> HostTensor:
-        file = self._manifest.tensors.get(name)
+        file = self.manifest.tensors.get(name)
         if file is None:
-            raise StorageError(f"{self._directory / MANIFEST} does not say which file holds {name!r}.", hint=_HINT)
+            raise StorageError(f"{self.directory / MANIFEST} does not say which file holds {name!r}.", hint=_HINT)
         return self._file(file).read(name)
 
     def _file(self, name: str) -> SafetensorsFile:
@@ -95,24 +191,24 @@ class CheckpointReader:
         """Return the path of a file of the checkpoint. Raises `StorageError` if the manifest names one outside it."""
         path = Path(name)
         if path.is_absolute() or ".." in path.parts:
-            raise StorageError(f"{self._directory / MANIFEST} names {name!r}, which is outside the checkpoint.")
-        return self._directory / path
+            raise StorageError(f"{self.directory / MANIFEST} names {name!r}, which is outside the checkpoint.")
+        return self.directory / path
 
     def _read_manifest(self) -> Manifest:
-        path = self._directory / MANIFEST
+        path = self.directory / MANIFEST
         with storage_errors(path, "read"):
             content = path.read_bytes()
-        hash_path = self._directory / MANIFEST_HASH
+        hash_path = self.directory / MANIFEST_HASH
         with storage_errors(hash_path, "read"):
-            said = hash_path.read_bytes()[:64]
-        if hashlib.sha256(content).hexdigest().encode() != said:
+            expected = hash_path.read_bytes()[:64]
+        if hashlib.sha256(content).hexdigest().encode() != expected:
             raise StorageError(f"{path} is damaged: its SHA-256 is not the one in manifest.sha256.", hint=_HINT)
         try:
             manifest = msgspec.json.decode(content, type=Manifest)
         except msgspec.DecodeError as problem:
-            raise StorageError(f"{path}: can't be decoded ({problem}).", hint="It may be of a newer version.") from None
+            raise StorageError(f"{path}: can't be decoded ({problem}).", hint=_NEWER) from None
         if manifest.format != FORMAT:
-            raise StorageError(f"{path}: expected format {FORMAT}, got {manifest.format!r}.")
+            raise StorageError(f"{path}: expected format {FORMAT}, got {manifest.format!r}.", hint=_NEWER)
         return manifest
 
 

@@ -25,52 +25,21 @@ class RunDirectory:
 
     def __init__(self, root: Path) -> None:
         """Raises `StorageError` if a directory can't be created."""
-        self._root = root
+        self.root = root
+        self.tokens = root / "tokens"
+        self.checkpoints = root / "checkpoints"
+        self.journal = root / "journal.sqlite"
+        self.telemetry = root / "telemetry.jsonl"
+        self.deployment = root / "deployment.msgpack"
+        self.faults = root / "faults.jsonl"
+        self.distrusted = root / "distrusted.json"
+        self.tensorboard = root / "tensorboard"
+        self.recipe = root / "recipe.json"
         if root.exists() and not root.is_dir():
             raise StorageError(f"{root} is a file, not a directory.", hint="Choose another directory for the job.")
         for directory in (root, self.tokens, self.checkpoints):
             with storage_errors(directory, "made"):
                 directory.mkdir(parents=True, exist_ok=True)
-
-    @property
-    def root(self) -> Path:
-        return self._root
-
-    @property
-    def tokens(self) -> Path:
-        return self._root / "tokens"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self._root / "checkpoints"
-
-    @property
-    def journal(self) -> Path:
-        return self._root / "journal.sqlite"
-
-    @property
-    def telemetry(self) -> Path:
-        return self._root / "telemetry.jsonl"
-
-    @property
-    def deployment(self) -> Path:
-        return self._root / "deployment.msgpack"
-
-    @property
-    def faults(self) -> Path:
-        return self._root / "faults.jsonl"
-
-    @property
-    def distrusted(self) -> Path:
-        return self._root / "distrusted.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self._root / "tensorboard"
-
-    @property
-    def recipe(self) -> Path:
-        return self._root / "recipe.json"
 
     def keep_recipe(self, content: bytes) -> None:
         """Store the job's recipe, replacing a stored one. Raises `StorageError`."""

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import HostTensor, host_tensor, tensor_bytes
-from fusionai.storage.atomic import storage_errors
+from fusionai.storage.atomic import storage_errors, write_synced
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """Upper limit on the header's size, the same as in the reference implementation."""
@@ -73,13 +73,14 @@ def write_safetensors(path: Path, tensors: Mapping[str, HostTensor]) -> Written:
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     digest = hashlib.sha256()
-    with storage_errors(path), path.open("xb") as handle:
-        parts = [len(text).to_bytes(8, "little"), text, *(tensors[name].data for name in sorted(tensors))]
-        for part in parts:
-            handle.write(part)
+
+    def parts() -> Iterator[bytes | memoryview]:
+        for part in (len(text).to_bytes(8, "little"), text, *(tensors[name].data for name in sorted(tensors))):
             digest.update(part)
-        handle.flush()
-        os.fsync(handle.fileno())
+            yield part
+
+    with storage_errors(path):
+        write_synced(path, parts())
     return Written(digest.hexdigest(), 8 + len(text) + offset)
 
 
@@ -144,7 +145,7 @@ class SafetensorsFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ByteRange:
     """The `nbytes` bytes of file `path` that start at `offset`."""
 
     path: Path
@@ -185,10 +186,10 @@ class Stretch:
         return StorageError(f"{self.path} is damaged: it ends within the {self.nbytes} bytes at {self.offset}.")
 
 
-class Stretches:
+class ByteRanges:
     """Consecutive ranges of files that together hold one tensor."""
 
-    def __init__(self, parts: tuple[Stretch, ...]) -> None:
+    def __init__(self, parts: tuple[ByteRange, ...]) -> None:
         self._parts = parts
         self._ends = list(accumulate(part.nbytes for part in parts))
         self.nbytes = self._ends[-1] if parts else 0

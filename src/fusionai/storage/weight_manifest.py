@@ -31,7 +31,7 @@ from typing import Final
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
 from fusionai.storage.assembly import Assembly
-from fusionai.storage.safetensors_file import SafetensorsFile, Stretch, Stretches
+from fusionai.storage.safetensors_file import ByteRange, ByteRanges, SafetensorsFile
 from fusionai.storage.weight_memory import FileStamp, PartsStamp, WeightMemory
 from fusionai.storage.weight_pieces import make_spec, pieces_of
 from fusionai.storage.weight_store import WeightStore
@@ -47,31 +47,31 @@ class ModelWeights:
     """The job owner's weights: provides all tensors of the manifest. Close it when the job is over."""
 
     def __init__(
-        self, specs: tuple[WeightSpec, ...], stretches: Mapping[bytes, Stretch | Stretches], store: WeightStore
+        self, specs: tuple[WeightSpec, ...], ranges: Mapping[bytes, ByteRange | ByteRanges], store: WeightStore
     ) -> None:
-        """`stretches`: ranges of files that hold tensors, by digest. All other tensors are in `store`."""
+        """`ranges`: ranges of files that hold tensors, by digest. All other tensors are in `store`."""
         self.specs = specs
-        self._stretches = stretches
+        self._ranges = ranges
         self._store = store
         self._held = ExitStack()
-        self._held.enter_context(store.holding([spec.digest for spec in specs if spec.digest not in stretches]))
+        self._held.enter_context(store.holding([spec.digest for spec in specs if spec.digest not in ranges]))
 
     def read(self, spec: WeightSpec) -> HostTensor:
         """Return the tensor, mapped without copying. Raises `StorageError`."""
-        stretch = self._stretches.get(spec.digest)
-        if stretch is None:
+        stored = self._ranges.get(spec.digest)
+        if stored is None:
             return self._store.read(spec)
-        return host_tensor(spec.dtype, spec.shape, stretch.mapped())
+        return host_tensor(spec.dtype, spec.shape, stored.mapped())
 
     def pieces(self, digest: bytes, first: int, count: int) -> bytes:
         """Return at most `count` pieces from index `first` on, like `WeightStore.pieces`."""
-        stretch = self._stretches.get(digest)
-        if stretch is None:
+        stored = self._ranges.get(digest)
+        if stored is None:
             return self._store.pieces(digest, first, count)
         start = first * PIECE_BYTES
-        if count <= 0 or start >= stretch.nbytes:
+        if count <= 0 or start >= stored.nbytes:
             return b""
-        return stretch.read(start, min(count * PIECE_BYTES, stretch.nbytes - start))
+        return stored.read(start, min(count * PIECE_BYTES, stored.nbytes - start))
 
     def close(self) -> None:
         """Allow the store to drop what was created for this job. Idempotent."""
@@ -107,14 +107,14 @@ def manifest(
             places[key] = place
     described = opened.described(places.values(), on_progress)
     specs = {key: _renamed(described[place], key) for key, place in places.items()}
-    stretches = {described[place].digest: place.stretch for place in places.values()}
+    ranges = {described[place].digest: place.stored for place in places.values()}
     for key, tensor in state([key for key in wanted if key not in places]):
         spec = specs[key] = make_spec(key, tensor.dtype, tensor.shape, _cut(tensor.data))
-        if spec.digest not in stretches:
+        if spec.digest not in ranges:
             store.add(spec, tensor.data)
     if lacking := [key for key in wanted if key not in specs]:
-        raise StorageError(f"the model gave no bytes for {len(lacking)} of its tensors, first {lacking[0]}.")
-    return ModelWeights(tuple(specs[key] for key in wanted), stretches, store)
+        raise StorageError(f"the model has no bytes for {len(lacking)} of its tensors, such as {lacking[0]}.")
+    return ModelWeights(tuple(specs[key] for key in wanted), ranges, store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class _Place:
     known_by: str | PartsStamp
     dtype: str
     shape: tuple[int, ...]
-    stretch: Stretch | Stretches = field(compare=False)
+    stored: ByteRange | ByteRanges = field(compare=False)
 
 
 class _Files:
@@ -138,7 +138,7 @@ class _Files:
 
     def whole(self, path: Path, name: str) -> _Place:
         dtype, shape, offset, nbytes = self._span(path, name)
-        return _Place((path,), name, dtype, shape, Stretch(path, offset, nbytes))
+        return _Place((path,), name, dtype, shape, ByteRange(path, offset, nbytes))
 
     def parts(self, assembly: Assembly, files: Mapping[str, Path]) -> _Place | None:
         """Return the location of an assembled tensor; None if its parts have several dtypes and must be converted
@@ -150,7 +150,7 @@ class _Files:
         dtype = dtypes.pop()
         itemsize = ITEMSIZE_BYTES[dtype]
         parts = tuple(
-            Stretch(files[one.tensor], spans[one.tensor][2] + one.first * itemsize, one.count * itemsize)
+            ByteRange(files[one.tensor], spans[one.tensor][2] + one.first * itemsize, one.count * itemsize)
             for one in assembly.extents
         )
         paths = tuple(sorted({part.path for part in parts}))
@@ -158,7 +158,7 @@ class _Files:
             tuple(self._stamps[path] for path in paths),
             tuple((paths.index(part.path), part.offset, part.nbytes) for part in parts),
         )
-        return _Place(paths, known_by, dtype, assembly.shape, Stretches(parts))
+        return _Place(paths, known_by, dtype, assembly.shape, ByteRanges(parts))
 
     def described(
         self, places: Iterable[_Place], on_progress: Callable[[int, int], None] | None
@@ -168,12 +168,12 @@ class _Files:
         wanted = dict.fromkeys(places)
         specs = {one: spec for one in wanted if (spec := self._remembered(one)) is not None}
         rest = [one for one in wanted if one not in specs]
-        total, done = sum(one.stretch.nbytes for one in rest), 0
+        total, done = sum(one.stored.nbytes for one in rest), 0
         if rest:
             with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1), "hashing") as threads:
                 for one, spec in zip(rest, threads.map(_described, rest), strict=True):
                     specs[one] = spec
-                    done += one.stretch.nbytes
+                    done += one.stored.nbytes
                     if on_progress is not None:
                         on_progress(done, total)
         for path, stamp in self._stamps.items():
@@ -204,13 +204,13 @@ class _Files:
 
 def _described(place: _Place) -> WeightSpec:
     name = place.known_by if isinstance(place.known_by, str) else "parts"
-    return make_spec(name, place.dtype, place.shape, _read(place.stretch))
+    return make_spec(name, place.dtype, place.shape, _read(place.stored))
 
 
-def _read(stretch: Stretch | Stretches) -> Iterator[bytes]:
-    for piece in range(pieces_of(stretch.nbytes)):
+def _read(stored: ByteRange | ByteRanges) -> Iterator[bytes]:
+    for piece in range(pieces_of(stored.nbytes)):
         start = piece * PIECE_BYTES
-        yield stretch.read(start, min(PIECE_BYTES, stretch.nbytes - start))
+        yield stored.read(start, min(PIECE_BYTES, stored.nbytes - start))
 
 
 def _cut(data: memoryview) -> Iterator[memoryview]:

@@ -17,7 +17,7 @@ import msgspec
 from fusionai.primitives.errors import StorageError
 from fusionai.storage.atomic import storage_errors, write_atomic
 from fusionai.storage.lock import directory_lock
-from fusionai.storage.safetensors_file import SafetensorsFile, Stretch, Stretches
+from fusionai.storage.safetensors_file import ByteRange, ByteRanges, SafetensorsFile
 from fusionai.storage.weight_pieces import spec_bytes
 from fusionai.wire.weights import WeightSpec
 
@@ -153,17 +153,17 @@ class WeightsInFiles:
         self._mutex = threading.Lock()
         self._seen: tuple[int, int] | None = None
         """Modification time and size of the cache file when it was read."""
-        self._stretches: dict[bytes, tuple[tuple[FileStamp, ...], Stretch | Stretches]] = {}
+        self._ranges: dict[bytes, tuple[tuple[FileStamp, ...], ByteRange | ByteRanges]] = {}
 
-    def find(self, digest: bytes) -> Stretch | Stretches | None:
+    def find(self, digest: bytes) -> ByteRange | ByteRanges | None:
         """Return where the tensor is stored; None if no unchanged file has it."""
         with self._mutex:
             self._refresh()
-            found = self._stretches.get(digest)
+            found = self._ranges.get(digest)
         if found is None:
             return None
-        stamps, stretch = found
-        return stretch if all(map(_unchanged, stamps)) else None
+        stamps, stored = found
+        return stored if all(map(_unchanged, stamps)) else None
 
     def _refresh(self) -> None:
         try:
@@ -174,7 +174,7 @@ class WeightsInFiles:
         if seen == self._seen:
             return
         self._seen = seen
-        self._stretches.clear()
+        self._ranges.clear()
         memory = WeightMemory(self._memory)
         for stamp, tensors in memory.files():
             if not _unchanged(stamp):
@@ -184,13 +184,13 @@ class WeightsInFiles:
                 file = SafetensorsFile(path)
                 for name, spec in tensors.items():
                     _, _, offset, nbytes = file.span(name)
-                    self._stretches[spec.digest] = (stamp,), Stretch(path, offset, nbytes)
+                    self._ranges[spec.digest] = (stamp,), ByteRange(path, offset, nbytes)
             except StorageError:
                 continue  # a file of another job that has been removed since
         for made, spec in memory.assembled():
             if all(map(_unchanged, made.files)):
-                parts = (Stretch(Path(made.files[file].path), offset, nbytes) for file, offset, nbytes in made.parts)
-                self._stretches[spec.digest] = made.files, Stretches(tuple(parts))
+                parts = (ByteRange(Path(made.files[file].path), offset, nbytes) for file, offset, nbytes in made.parts)
+                self._ranges[spec.digest] = made.files, ByteRanges(tuple(parts))
 
 
 def _unchanged(stamp: FileStamp) -> bool:

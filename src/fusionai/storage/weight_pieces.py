@@ -10,15 +10,15 @@ import errno
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Final
 
 from fusionai.primitives.errors import StorageError
 from fusionai.primitives.tensors import tensor_bytes
 from fusionai.primitives.units import format_bytes
-from fusionai.storage.atomic import storage_errors, sync_directory
+from fusionai.storage.atomic import FULL, storage_errors, sync_directory
 from fusionai.wire.weights import PIECE_BYTES, WeightSpec
 
 
@@ -67,7 +67,6 @@ def good_pieces(spec: WeightSpec, first: int, data: memoryview) -> int:
 
 
 PART_SUFFIX: Final = ".part"
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class WeightPart:
@@ -193,14 +192,10 @@ class WeightPart:
                 self._descriptor = -1
 
 
-@contextmanager
-def _fetch_errors(path: Path, nbytes: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as problem:
-        if problem.errno in _FULL:
-            raise StorageError(
-                f"no space left on the disk of {path}, which takes {format_bytes(nbytes)}.",
-                hint="Free some space, or let this peer serve a smaller part; what was fetched so far is kept.",
-            ) from problem
-        raise StorageError(f"{path} can't be written: {problem.strerror or problem}.") from problem
+def _fetch_errors(path: Path, nbytes: int) -> AbstractContextManager[None]:
+    return storage_errors(
+        path,
+        full=FULL | {errno.EFBIG},
+        needs=f", which takes {format_bytes(nbytes)}",
+        hint="Free some space, or let this peer serve a smaller part; what was fetched so far is kept.",
+    )

@@ -30,7 +30,7 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.primitives.units import format_bytes
 from fusionai.storage.atomic import storage_errors
 from fusionai.storage.lock import directory_lock
-from fusionai.storage.safetensors_file import Stretch, Stretches
+from fusionai.storage.safetensors_file import ByteRange, ByteRanges
 from fusionai.storage.weight_memory import WeightsInFiles
 from fusionai.storage.weight_pieces import PART_SUFFIX, WeightPart, good_pieces, spec_bytes
 from fusionai.wire.weights import PIECE_BYTES, WeightSpec
@@ -100,7 +100,7 @@ class WeightStore:
             return host_tensor(spec.dtype, spec.shape, elsewhere.mapped())
         with suppress(OSError):
             os.utime(path)
-        return host_tensor(spec.dtype, spec.shape, Stretch(path, 0, spec_bytes(spec)).mapped())
+        return host_tensor(spec.dtype, spec.shape, ByteRange(path, 0, spec_bytes(spec)).mapped())
 
     def pieces(self, digest: bytes, first: int, count: int) -> bytes:
         """Return at most `count` pieces from index `first` on, for other peers. Returns fewer at the end of the tensor
@@ -119,7 +119,7 @@ class WeightStore:
             return elsewhere.read(start, min(max(0, count) * PIECE_BYTES, elsewhere.nbytes - start))
         return data or b""
 
-    def _elsewhere(self, digest: bytes) -> Stretch | Stretches | None:
+    def _elsewhere(self, digest: bytes) -> ByteRange | ByteRanges | None:
         return None if self._beside is None else self._beside.find(digest)
 
     # ------------------------------------------------------------------------------------------------------ writing

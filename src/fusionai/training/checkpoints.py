@@ -29,8 +29,16 @@ from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.scheduling.problem.types import TolerantTakeover
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointWriter
 from fusionai.storage.commits import CommitJournal
-from fusionai.storage.manifest import best_checkpoint, name_best, step_directory, step_of
-from fusionai.storage.reader import CheckpointReader, complete_checkpoints, forget_after, prune
+from fusionai.storage.reader import (
+    CheckpointReader,
+    best_checkpoint,
+    complete_checkpoints,
+    forget_after,
+    name_best,
+    prune,
+    step_directory,
+    step_of,
+)
 from fusionai.training.deployment import TrainingJob
 from fusionai.training.progress import BestKept, CheckpointSaved, Progress
 from fusionai.training.rounds import JobRound

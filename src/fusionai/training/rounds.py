@@ -25,7 +25,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan
 from fusionai.training.deployment import Cut, TrainingJob, cut, stage_options
 from fusionai.training.inspection import Inspection
-from fusionai.transport.signed import Seal
+from fusionai.transport.security.signed import Seal
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, StageOptions
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from fusionai.primitives.errors import ChannelClosed, FusionError, WireError
-from fusionai.transport.framed import refusal
+from fusionai.transport.channels.framed import refusal
 from fusionai.transport.interface import Channel
 from fusionai.wire.messages import Message, Refused
 

@@ -22,11 +22,11 @@ from msgspec import Meta
 
 from fusionai.primitives.errors import TransportError, TrustError, UsageError, WireError
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.authority import authority_key_of, pool_of, verify_certificate
-from fusionai.transport.credentials import MemberCredentials, StrangerCredentials
-from fusionai.transport.framed import refusal
-from fusionai.transport.identity import Identity, load_identity, read_private_json, write_private_json
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.channels.framed import refusal
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.authority import authority_key_of, pool_of, verify_certificate
+from fusionai.transport.security.credentials import MemberCredentials, StrangerCredentials
+from fusionai.transport.security.identity import Identity, load_identity, read_private_json, write_private_json
 from fusionai.wire.messages import JoinGranted, JoinRequest, Refused
 
 PREFIX: Final = "fusion1-"

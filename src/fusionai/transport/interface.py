@@ -1,7 +1,7 @@
 """The transport interface: framed messages with tensors between identified machines.
 
-Implementations: `tcp` (mutual TLS 1.3), `quic` (through NATs) and `peer_transport`, which
-chooses a route for each peer. `wire` defines frames and messages; `execution`, `broker`, `client` and `peer` use
+Implementations: `routes.tcp` (mutual TLS 1.3), `routes.quic` (through NATs) and `peer_transport`, which chooses a
+route for each peer. `wire` defines frames and messages; `execution`, `broker`, `client` and `peer` use
 channels.
 """
 

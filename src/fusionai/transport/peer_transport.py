@@ -1,12 +1,12 @@
 """Reaches a peer by any route that works: directly by TCP, through NATs by QUIC, or over the broker's relay.
 
-Decides which route is tried when. All routes are raced in the order that `ways` gives. The relay is tried last; it
-wins only if nothing else answers, or if it is what worked last time. While a link goes over the relay, better routes
+Decides which route is tried when. All routes are raced in the order that `RouteTable` gives. The relay is tried last;
+it wins only if nothing else answers, or if it is what worked last time. While a link goes over the relay, better routes
 are tried again in the background, and the next connection uses the one that was found. The other side proves its
 identity on every route alike.
 
-`tcp` dials, `quic` goes through NATs, `introductions` asks the broker, `relay_dialling` connects through its relay,
-`routes` decides which attempt wins; `peer` passes on the broker's notices.
+`tcp` dials, `quic` goes through NATs, `introductions` asks the broker, `relay` connects through its relay, `addresses`
+decides which attempt wins. `peer` passes on the broker's notices.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ from typing import Any, Final
 
 from fusionai.primitives.errors import FusionError, TransportError, UsageError, WireError
 from fusionai.primitives.ids import PeerId, short
+from fusionai.transport.channels.framed import Dialling, FramedChannel
+from fusionai.transport.channels.quic import QuicChannel
+from fusionai.transport.channels.uplink import TransferLimits
 from fusionai.transport.conversation import Conversation
-from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.framed import Dialling, FramedChannel
 from fusionai.transport.interface import Accept, Channel
-from fusionai.transport.introductions import Introductions, Meeting
-from fusionai.transport.quic import QuicListener, QuicTransport, format_quic, parse_quic
-from fusionai.transport.quic_channel import QuicChannel
-from fusionai.transport.relay_dialling import through_relay
-from fusionai.transport.routes import (
+from fusionai.transport.routes.addresses import (
     RELAY_SCHEME,
     Attempt,
     RouteTable,
@@ -37,8 +34,11 @@ from fusionai.transport.routes import (
     parse_address,
     port_of,
 )
-from fusionai.transport.tcp import TcpListener, TcpTransport
-from fusionai.transport.uplink import TransferLimits
+from fusionai.transport.routes.introductions import Introductions, Meeting
+from fusionai.transport.routes.quic import QuicListener, QuicTransport, format_quic, parse_quic
+from fusionai.transport.routes.relay import through_relay
+from fusionai.transport.routes.tcp import TcpListener, TcpTransport
+from fusionai.transport.security.credentials import MemberCredentials
 from fusionai.wire.messages import LinkView, MeetNotice, Observe, Observed, Stream
 
 _OBSERVE_S: Final = 3.0
@@ -128,20 +128,20 @@ class UdpAcceptor:
         return format_quic(self._credentials.identity.peer, answer.host, answer.port)
 
 
-async def opened_or_none(door: UdpAcceptor, accept: Accept) -> str | None:
+async def opened_or_none(acceptor: UdpAcceptor, accept: Accept) -> str | None:
     """Return the address for others, or None if this machine can't be reached by UDP."""
     try:
-        return await door.opened(accept)
+        return await acceptor.opened(accept)
     except FusionError as error:
         _LOG.info("no route by UDP: %s", error)
         return None
 
 
 _LOG: Final = logging.getLogger(__name__)
-FIRST_LOOK_S: Final = 30.0
-"""Wait in seconds after a connection went over the relay; doubled after each attempt, up to `LAST_LOOK_S`."""
-LAST_LOOK_S: Final = 600.0
-_LOOK_TIMEOUT_S: Final = 5.0
+FIRST_RETRY_S: Final = 30.0
+"""Wait in seconds after a connection went over the relay; doubled after each attempt, up to `LAST_RETRY_S`."""
+LAST_RETRY_S: Final = 600.0
+_RETRY_TIMEOUT_S: Final = 5.0
 _ANSWER_TIMEOUT_S: Final = 10.0
 MAX_ANSWERING: Final = 64
 """Upper limit on concurrent meetings requested by other peers."""
@@ -168,10 +168,10 @@ class PeerTransport:
         self._tcp = TcpTransport(credentials, rates=rates)
         self._introductions = Introductions(self._tcp, brokers)
         self._udp = UdpAcceptor(credentials, self._introductions, rates)
-        self._ways = RouteTable()
+        self._routes = RouteTable()
         self._accept: Accept | None = None
         self._listener: TcpListener | None = None
-        self._looking: dict[PeerId, asyncio.Task[None]] = {}
+        self._seeking: dict[PeerId, asyncio.Task[None]] = {}
         self._answering: set[asyncio.Task[None]] = set()
 
     @property
@@ -182,12 +182,12 @@ class PeerTransport:
     @property
     def links(self) -> tuple[LinkView, ...]:
         """The current links, dialled or accepted."""
-        return self._ways.links()
+        return self._routes.links()
 
     async def listen(self, accept: Accept, *, host: str, port: int, strangers: bool = False) -> TcpListener:
         async def known(channel: Channel) -> None:
             if isinstance(channel, FramedChannel):
-                self._ways.opened(channel)
+                self._routes.opened(channel)
             await accept(channel)
 
         self._accept = known
@@ -200,14 +200,14 @@ class PeerTransport:
         if expect is None:
             return await self._tcp.dial(addresses, expect=None, stream=stream, timeout_s=timeout_s)
         self._admits(expect)
-        ordered = self._ways.in_order(expect, addresses, asyncio.get_running_loop().time())
+        ordered = self._routes.in_order(expect, addresses, asyncio.get_running_loop().time())
         attempts = self._attempts(expect, ordered, Dialling(expect, stream), timeout_s)
         if not attempts:
             raise UsageError(f"expected at least one address that can be dialled, got {list(addresses)}.")
         channel = await first_to_answer(attempts, timeout_s=timeout_s)
-        self._ways.opened(channel)
+        self._routes.opened(channel)
         if channel.way == "relay":
-            self._look_for_better(expect, addresses)
+            self._seek_better_route(expect, addresses)
         return channel
 
     async def seen_at(self, listener: TcpListener) -> tuple[str, ...]:
@@ -246,7 +246,7 @@ class PeerTransport:
 
     async def close(self) -> None:
         """Stop all background work. Channels and the listener are closed by their holders."""
-        tasks = [*self._looking.values(), *self._answering]
+        tasks = [*self._seeking.values(), *self._answering]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -266,7 +266,7 @@ class PeerTransport:
                 start = partial(self._over_relay, address, meeting, dialling, timeout_s)
             elif parse_quic(address) is not None:
                 meeting.quic_is_tried()
-                start = partial(self._through_routers, address, meeting, dialling, timeout_s)
+                start = partial(self._through_nats, address, meeting, dialling, timeout_s)
             elif straight := self._tcp.attempts((address,), dialling, timeout_s):
                 start = straight[0].start
             else:
@@ -282,7 +282,7 @@ class PeerTransport:
         start: Callable[[], Coroutine[Any, Any, FramedChannel]],
     ) -> FramedChannel:
         channel = await start()
-        self._ways.worked(peer, address, among, asyncio.get_running_loop().time())
+        self._routes.worked(peer, address, among, asyncio.get_running_loop().time())
         return channel
 
     async def _over_relay(self, address: str, meeting: Meeting, dialling: Dialling, timeout_s: float) -> FramedChannel:
@@ -295,7 +295,7 @@ class PeerTransport:
         sock = await through_relay(introduction.relays, introduction.token, self._credentials.identity)
         return await self._tcp.dial_over(sock, dialling, timeout_s, where=address)
 
-    async def _through_routers(
+    async def _through_nats(
         self, address: str, meeting: Meeting, dialling: Dialling, timeout_s: float
     ) -> FramedChannel:
         try:
@@ -315,26 +315,26 @@ class PeerTransport:
             return
         listener.admit_relayed(sock)
 
-    def _look_for_better(self, peer: PeerId, addresses: Sequence[str]) -> None:
+    def _seek_better_route(self, peer: PeerId, addresses: Sequence[str]) -> None:
         better = better_than_relay(addresses)
-        if better and peer not in self._looking:
-            task = asyncio.get_running_loop().create_task(self._look(peer, better))
-            self._looking[peer] = task
-            task.add_done_callback(lambda _: self._looking.pop(peer, None))
+        if better and peer not in self._seeking:
+            task = asyncio.get_running_loop().create_task(self._try_better_routes(peer, better))
+            self._seeking[peer] = task
+            task.add_done_callback(lambda _: self._seeking.pop(peer, None))
 
-    async def _look(self, peer: PeerId, addresses: Sequence[str]) -> None:
+    async def _try_better_routes(self, peer: PeerId, addresses: Sequence[str]) -> None:
         """Try the better routes until one works or no link to `peer` goes over the relay any more."""
-        wait_s = FIRST_LOOK_S
+        wait_s = FIRST_RETRY_S
         while True:
             await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, LAST_LOOK_S)
+            wait_s = min(2 * wait_s, LAST_RETRY_S)
             if not any(link.peer == peer and link.way == "relay" for link in self.links):
                 return
-            attempts = self._attempts(peer, addresses, Dialling(peer, "control"), _LOOK_TIMEOUT_S)
+            attempts = self._attempts(peer, addresses, Dialling(peer, "control"), _RETRY_TIMEOUT_S)
             if not attempts:
                 return
             try:
-                channel = await first_to_answer(attempts, timeout_s=_LOOK_TIMEOUT_S)
+                channel = await first_to_answer(attempts, timeout_s=_RETRY_TIMEOUT_S)
             except FusionError as error:
                 _LOG.debug("no better route to %s yet: %s", short(peer), error)
                 continue

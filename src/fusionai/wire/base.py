@@ -18,7 +18,7 @@ Text = Annotated[str, Meta(max_length=4096)]
 Blob = Annotated[bytes, Meta(max_length=65_536)]
 MAX_PLACEMENT_BYTES: Final = 2**19
 Placement = Annotated[bytes, Meta(max_length=MAX_PLACEMENT_BYTES)]
-"""Placement of one round, signed by the job's owner: which keys hold which stages (`transport.signed`)."""
+"""Placement of one round, signed by the job's owner: which keys hold which stages (`transport.security.signed`)."""
 Secret = Annotated[bytes, Meta(max_length=64)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Index = Annotated[int, Meta(ge=0, le=2**40)]

@@ -1,9 +1,8 @@
 """Messages between the broker and a member: joining, leases, jobs, invitations, and introductions between two members.
 
 A member that can't dial another one asks the broker to introduce it. The broker answers with a pairing token and sends
-the other side a token of its own; both sides then connect as the introduction says (`transport.introductions` asks,
-`broker.reachability` answers). No message of this module carries text, tokens or tensors of a job.
-"""
+the other side a token of its own; both sides then connect as the introduction says (`transport.routes.introductions`
+asks, `broker.reachability` answers). No message of this module carries text, tokens or tensors of a job."""
 
 from __future__ import annotations
 
@@ -47,7 +46,8 @@ class Introduced(WireMessage, frozen=True, kw_only=True, tag="introduced"):
     """Answer to `Meet`: the other side has been notified."""
 
     token: Blob
-    """Pairing token of the asking side (`transport.signed`), to show to the relay; empty: there is no relay."""
+    """Pairing token of the asking side (`transport.security.signed`), to show to the relay; empty: there is no
+    relay."""
     addresses: Addresses = ()
     """Addresses where the other side listens now."""
 
@@ -58,7 +58,8 @@ class MeetNotice(WireMessage, frozen=True, kw_only=True, tag="meet_notice"):
     peer: Peer
     """Peer that wants to reach the receiver."""
     token: Blob
-    """Pairing token of the receiving side (`transport.signed`), to show to the relay; empty: there is no relay."""
+    """Pairing token of the receiving side (`transport.security.signed`), to show to the relay; empty: there is no
+    relay."""
     addresses: Addresses = ()
     """Addresses where the other side can be dialled now."""
 
@@ -212,7 +213,7 @@ class JobRequest(WireMessage, frozen=True, kw_only=True, tag="job_request"):
 
 
 class TicketFor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A signed ticket (`transport.signed`) and the peer it is for."""
+    """A signed ticket (`transport.security.signed`) and the peer it is for."""
 
     peer: Peer
     ticket: Blob

@@ -85,7 +85,7 @@ def parse_header(data: bytes | bytearray | memoryview, limits: FrameLimits) -> F
         raise WireError(f"expected frame flags 0, got {flags}.")
     if message_bytes > limits.message_bytes:
         raise WireError(
-            f"expected a message of at most {limits.message_bytes} bytes here, {message_bytes} were announced."
+            f"expected a message of at most {limits.message_bytes} bytes here, got {message_bytes} announced."
         )
     if body_bytes > limits.body_bytes:
         raise WireError(f"expected a body of at most {limits.body_bytes} bytes here, got {body_bytes} announced.")
@@ -292,7 +292,7 @@ class FrameReader:
             try:
                 self._target = self._allocate(length)
             except MemoryError as error:
-                raise WireError(f"expected room for {length} bytes announced by the other side, got none.") from error
+                raise WireError(f"can't allocate the {length} bytes that the other side announced.") from error
             self._filled = min(here, length)
             self._target[: self._filled] = self._take(self._filled)
         if self._filled < self._target.nbytes:

@@ -10,8 +10,8 @@ import pytest
 
 from fusionai.broker.main import DEFAULT_POOL, BrokerHome
 from fusionai.primitives.errors import TrustError, UsageError
-from fusionai.transport.authority import load_authority, read_certificate
 from fusionai.transport.enrolment import load_membership
+from fusionai.transport.security.authority import load_authority, read_certificate
 
 NOW_S = 1.75e9
 

@@ -12,7 +12,7 @@ from fusionai.primitives.errors import RefusedError, StorageError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.transport.conversation import Conversation
 from fusionai.transport.enrolment import enrol, load_membership, parse_invitation
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.tcp import TcpTransport
 from fusionai.wire.messages import Invited, InviteRequest
 
 

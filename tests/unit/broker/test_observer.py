@@ -11,12 +11,12 @@ import pytest
 
 from fusionai.broker.reachability import Observer
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.authority import load_authority
-from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel, Remote
-from fusionai.transport.routes import parse_address
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.addresses import parse_address
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.authority import load_authority
+from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.identity import load_identity
 from fusionai.wire.messages import Observe, Observed
 
 

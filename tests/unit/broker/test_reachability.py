@@ -12,10 +12,10 @@ from fusionai.coordination.broker.pool import Pool
 from fusionai.coordination.broker.requests import Refusal
 from fusionai.coordination.broker.state import BrokerRules, BrokerState
 from fusionai.primitives.ids import PeerId
-from fusionai.transport.authority import Authority, load_authority
-from fusionai.transport.identity import peer_of
 from fusionai.transport.interface import Remote
-from fusionai.transport.signed import LIFETIME_S, PairingToken, verify_pairing
+from fusionai.transport.security.authority import Authority, load_authority
+from fusionai.transport.security.identity import peer_of
+from fusionai.transport.security.signed import LIFETIME_S, PairingToken, verify_pairing
 from fusionai.wire.messages import Meet
 
 NOW_S = 1_000_000.0

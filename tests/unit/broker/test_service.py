@@ -19,11 +19,11 @@ from fusionai.primitives.errors import ChannelClosed, StorageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import host_tensor
 from fusionai.scheduling.problem.types import Certificate, PeerProfile, Plan, StagePlacement, Standby
-from fusionai.transport.authority import Authority, load_authority, verify_certificate
 from fusionai.transport.enrolment import parse_invitation
-from fusionai.transport.identity import peer_of, public_bytes
 from fusionai.transport.interface import Channel, Remote
-from fusionai.transport.signed import verify_ticket
+from fusionai.transport.security.authority import Authority, load_authority, verify_certificate
+from fusionai.transport.security.identity import peer_of, public_bytes
+from fusionai.transport.security.signed import verify_ticket
 from fusionai.wire.frame import describe
 from fusionai.wire.messages import (
     Done,

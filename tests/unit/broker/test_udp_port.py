@@ -14,11 +14,11 @@ from fusionai.broker import reachability as udp_port
 from fusionai.broker.reachability import Observer, UdpPort
 from fusionai.primitives.errors import TransportError
 from fusionai.primitives.ids import PeerId
-from fusionai.transport import quic as quic_binding
-from fusionai.transport.authority import load_authority
-from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.identity import load_identity
 from fusionai.transport.interface import Channel, Remote
+from fusionai.transport.routes import quic as quic_binding
+from fusionai.transport.security.authority import load_authority
+from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.identity import load_identity
 from fusionai.wire.messages import Observe
 from harness.memory_transport import MemoryNetwork
 from harness.patience import CEILING_S

@@ -7,7 +7,7 @@ import pytest
 from fusionai.cli.serving.view import ServingView
 from fusionai.client.pool.job_process import Met, Noted
 from fusionai.client.serving.serve import ServeEvent
-from fusionai.serving import progress
+from fusionai.serving import job as progress
 from fusionai.serving.interface import FaultNote
 
 

@@ -15,8 +15,8 @@ from fusionai.client.pool.session import PoolMember
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import PeerProfile
-from fusionai.transport.identity import peer_of, public_bytes
-from fusionai.transport.trust import Signer, TrustList, endorse, key_text, save_trust_list
+from fusionai.transport.security.identity import peer_of, public_bytes
+from fusionai.transport.security.trust import Signer, TrustList, endorse, key_text, save_trust_list
 from fusionai.wire.messages import MemberView
 
 

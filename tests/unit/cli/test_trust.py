@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.transport.identity import load_identity
-from fusionai.transport.trust import carried_endorsements, load_trust_list, parse_line
+from fusionai.transport.security.identity import load_identity
+from fusionai.transport.security.trust import carried_endorsements, load_trust_list, parse_endorsement
 from harness.live_pool import Done, fusion
 
 
@@ -36,9 +36,9 @@ def test_a_circle_from_its_first_key_to_a_revocation(tmp_path: Path):
     written = tmp_path / "signed.json"
     assert "fusion trust carry" in done("sign", peer, "--name", "bob", "--home", home, "--json", written)
     line = json.loads(written.read_text())["endorsement"]
-    assert load_trust_list(home / "trust.json").endorsements == (parse_line(line),)
+    assert load_trust_list(home / "trust.json").endorsements == (parse_endorsement(line),)
     assert "Carried until" in done("carry", line, "--home", member)
-    assert carried_endorsements(member) == (parse_line(line),)
+    assert carried_endorsements(member) == (parse_endorsement(line),)
     # Another owner trusts the same signing key.
     other = tmp_path / "other"
     done("add", key, "--name", "alice", "--home", other)

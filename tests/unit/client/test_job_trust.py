@@ -15,9 +15,17 @@ from fusionai.client.pool.job_trust import JobTrust, job_trust, watch_trust
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.primitives.privacy import LEVELS, PrivacyLevel
-from fusionai.transport.identity import peer_of, public_bytes
-from fusionai.transport.signed import Seal
-from fusionai.transport.trust import Revoked, Signer, TrustList, TrustListFile, endorse, key_text, save_trust_list
+from fusionai.transport.security.identity import peer_of, public_bytes
+from fusionai.transport.security.signed import Seal
+from fusionai.transport.security.trust import (
+    Revoked,
+    Signer,
+    TrustList,
+    TrustListFile,
+    endorse,
+    key_text,
+    save_trust_list,
+)
 from harness.in_a_loop import in_a_loop
 from harness.told_pool import problem, profile
 

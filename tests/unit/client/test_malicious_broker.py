@@ -28,7 +28,7 @@ from fusionai.primitives.ids import JobId, PeerId, short
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan, Problem, RolePlacement, ServingNeeds, Standby
-from fusionai.transport.trust import Revoked, load_trust_list, save_trust_list
+from fusionai.transport.security.trust import Revoked, load_trust_list, save_trust_list
 from fusionai.wire import messages as wire
 from fusionai.wire.messages import Fence, Message
 from harness.in_a_loop import in_a_loop

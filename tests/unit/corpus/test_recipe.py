@@ -364,7 +364,7 @@ def test_an_adapter_stays_with_the_owner_where_the_models_ends_do() -> None:
     assert held.adapter is not None
     assert held.adapter.holder == "owner"
     assert "held by the job owner" in held.describe()
-    with pytest.raises(RecipeError, match="keeps the model's ends with the owner, got 'open'"):
+    with pytest.raises(RecipeError, match="keeps embedding and head with the owner, got 'open'"):
         recipe_from_table(changed(adapter={"holder": "owner"}, privacy={"level": "open"}), FILE)
     with pytest.raises(RecipeError, match="compression = 'int8' would change"):
         recipe_from_table(changed(adapter={"holder": "owner"}, train__compression="int8"), FILE)

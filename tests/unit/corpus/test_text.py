@@ -118,7 +118,7 @@ def test_missing_files_and_kinds(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected a \.jsonl or \.parquet"):
         found(f"{tmp_path}/b.txt", form="tensors")
     (tmp_path / "x.json").touch()
-    with pytest.raises(DataError, match="one JSON document or one per line"):
+    with pytest.raises(DataError, match="can't tell whether it is one JSON document"):
         found(f"{tmp_path}/x.json")
     (tmp_path / "x.gz").touch()
     with pytest.raises(DataError, match=r"\.gz files can't be read"):

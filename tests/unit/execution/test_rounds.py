@@ -446,7 +446,7 @@ def test_a_link_that_is_silent_for_too_long_is_lost():
 
 
 def test_a_link_whose_other_machine_acknowledges_nothing_is_lost_sooner(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.transport.framed.FramedChannel.acknowledges", False)
+    monkeypatch.setattr("fusionai.transport.channels.framed.FramedChannel.acknowledges", False)
 
     async def run() -> None:
         async with Far() as far:

@@ -400,7 +400,7 @@ def test_what_can_not_be_had_is_named_with_everybody_asked(tmp_path: Path) -> No
             await members.fetch(THIRD, store, gone, liar, partly, limits=QUICK)
         said = str(told.value)
         assert "1 of 4 tensors could not be fetched, the first is mlp: 3.15 MB are missing" in said
-        assert "peer aaaaaaaa (nobody answered at memory://nowhere:1)" in said
+        assert "peer aaaaaaaa (no answer from memory://nowhere:1)" in said
         assert "peer bbbbbbbb (peer bbbbbbbb sent wrong bytes of " in said
         assert "peer oooooooo (it does not have mlp)" in said
         assert "What has arrived is kept" in said

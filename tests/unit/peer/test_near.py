@@ -12,7 +12,7 @@ import pytest
 from fusionai.peer import profile as module
 from fusionai.peer.profile import NearLinks
 from fusionai.primitives.errors import TransportError
-from fusionai.transport.links import LinkMeasurement
+from fusionai.transport.channels.link import LinkMeasurement
 from fusionai.transport.peer_transport import PeerTransport
 from fusionai.wire.messages import LinkView, Near
 from harness.virtual_clock import VirtualClock

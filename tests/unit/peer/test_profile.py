@@ -13,8 +13,8 @@ from fusionai.peer.lending import PeerOptions
 from fusionai.peer.profile import UNMEASURED, make_profile, measured_links
 from fusionai.primitives.clock import SystemClock
 from fusionai.scheduling.problem.types import Link
+from fusionai.transport.channels.link import answer_probe
 from fusionai.transport.interface import Channel
-from fusionai.transport.links import answer_probe
 from harness.memory_transport import MemoryNetwork
 from harness.pool import peer_id
 

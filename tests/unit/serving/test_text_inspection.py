@@ -1,4 +1,4 @@
-"""Words about a text against a referee's: who is contradicted, what is within rounding, what says nothing."""
+"""SketchReport about a text against a referee's: who is contradicted, what is within rounding, what says nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import pytest
 from fusionai.coordination.round.verification import Opinion
 from fusionai.execution.sketches import SIZE
 from fusionai.primitives.tensors import host_tensor
-from fusionai.serving.inspection import Neighbours, SketchTolerance, Words, limits, measured, opinion, sketches_of
+from fusionai.serving.inspection import (
+    Neighbours,
+    SketchReport,
+    SketchTolerance,
+    limits,
+    measured,
+    opinion,
+    sketches_of,
+)
 from fusionai.wire.messages import ServeOptions
 
 AROUND = Neighbours(before="a", after="c")
@@ -22,7 +30,7 @@ def drawn(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((20, SIZE)).astype(np.float32)
 
 
-HONEST = Words(got=drawn(0), gave=drawn(1), seen=drawn(2))
+HONEST = SketchReport(got=drawn(0), gave=drawn(1), seen=drawn(2))
 
 
 def off(marks: np.ndarray, by: float, rows: int = 20) -> np.ndarray:
@@ -31,12 +39,14 @@ def off(marks: np.ndarray, by: float, rows: int = 20) -> np.ndarray:
     return changed
 
 
-def judged(said: Words, again: Words = HONEST, *, selected: bool = False, within: SketchTolerance = LIMITS) -> Opinion:
+def judged(
+    said: SketchReport, again: SketchReport = HONEST, *, selected: bool = False, within: SketchTolerance = LIMITS
+) -> Opinion:
     return opinion(said, again, within, AROUND, selected=selected)
 
 
 def test_rounding_is_nobodys_fault():
-    near = Words(got=off(HONEST.got, 1e-5), gave=off(HONEST.gave, 5e-4), seen=off(HONEST.seen, 5e-4))
+    near = SketchReport(got=off(HONEST.got, 1e-5), gave=off(HONEST.gave, 5e-4), seen=off(HONEST.seen, 5e-4))
     assert judged(near) == Opinion()
     far = measured(near, HONEST)
     assert (
@@ -118,8 +128,8 @@ def test_what_no_row_tells_all_rows_together_may():
     longer = judged(replace(HONEST, gave=off(rounded, 0.01)), within=rough).own
     assert "20 positions together are 1.0" in longer
     few = {"got": HONEST.got[:9], "seen": HONEST.seen[:9]}
-    said = Words(**few, gave=off(HONEST.gave[:9], 0.01))
-    assert judged(said, Words(**few, gave=HONEST.gave[:9]), within=rough) == Opinion()
+    said = SketchReport(**few, gave=off(HONEST.gave[:9], 0.01))
+    assert judged(said, SketchReport(**few, gave=HONEST.gave[:9]), within=rough) == Opinion()
 
 
 def test_limits_follow_the_formats_and_how_far_a_stage_moves_rows():

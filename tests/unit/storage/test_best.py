@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from fusionai.coordination.training.evaluations import Evaluation
-from fusionai.storage.manifest import best_checkpoint, name_best, step_directory
-from fusionai.storage.reader import complete_checkpoints, prune
+from fusionai.storage.reader import best_checkpoint, complete_checkpoints, name_best, prune, step_directory
 
 
 def test_it_is_named_and_stays(tmp_path: Path) -> None:

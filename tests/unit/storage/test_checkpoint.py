@@ -16,8 +16,7 @@ from fusionai.primitives.tensors import ITEMSIZE_BYTES, HostTensor, host_tensor
 from fusionai.storage.assembly import Assembly, Extent
 from fusionai.storage.atomic import write_atomic
 from fusionai.storage.checkpoint import CheckpointHeader, CheckpointReader, CheckpointWriter
-from fusionai.storage.manifest import step_directory
-from fusionai.storage.reader import complete_checkpoints, latest, open_latest, prune, sweep
+from fusionai.storage.reader import complete_checkpoints, latest, open_latest, prune, step_directory, sweep
 from fusionai.storage.safetensors_file import SafetensorsFile, write_safetensors
 from harness.examples import examples
 from harness.model_files import model_tensors
@@ -200,7 +199,7 @@ class Disk:
 
 
 def refusal(root: Path, step: int) -> str:
-    """What writing a checkpoint said, empty when it went well."""
+    """What writing a checkpoint expected, empty when it went well."""
     try:
         write(root, step, shard_bytes=1200)
     except StorageError as problem:
@@ -215,7 +214,7 @@ def test_a_full_disk_at_any_point_leaves_the_previous_checkpoint(
     for operations in range(40):
         with monkeypatch.context() as patch:
             Disk(patch, operations)
-            said = refusal(tmp_path, 2)
+            expected = refusal(tmp_path, 2)
         assert not list(tmp_path.glob("*.partial"))
         CheckpointReader(previous).verify()
         newest = open_latest(tmp_path)
@@ -225,7 +224,7 @@ def test_a_full_disk_at_any_point_leaves_the_previous_checkpoint(
             assert all(same(newest.read(name), value) for name, value in state().items())
             assert operations > 10
             break
-        assert "no space left on the disk" in said
+        assert "no space left on the disk" in expected
     else:
         pytest.fail("the checkpoint was never written")
 

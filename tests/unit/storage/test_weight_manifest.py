@@ -151,7 +151,7 @@ def test_a_model_without_files(tmp_path: Path) -> None:
         check(spec, weights, MADE[spec.key])
     with pytest.raises(ModelError, match="no state 'lacking'"):
         manifest(["lacking"], model.state, store)
-    with pytest.raises(StorageError, match="gave no bytes for 1 of its tensors, first lacking"):
+    with pytest.raises(StorageError, match="has no bytes for 1 of its tensors, such as lacking"):
         manifest(["lacking"], lambda _keys: iter(()), store)
 
 

@@ -165,7 +165,7 @@ def test_pieces_that_do_not_make_the_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({"dtype": "complex64"}, "unknown dtype 'complex64'"),
         ({"shape": (1,) * 17}, "rank 17"),
@@ -173,9 +173,9 @@ def test_pieces_that_do_not_make_the_tensor(tmp_path: Path) -> None:
         ({"pieces": ()}, "has 0 hashes, its 5243201 bytes take 6"),
     ],
 )
-def test_a_description_that_contradicts_itself(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+def test_a_description_that_contradicts_itself(tmp_path: Path, changes: dict[str, object], expected: str) -> None:
     fields = {name: getattr(BIG, name) for name in BIG.__struct_fields__}
-    with pytest.raises(StorageError, match=said):
+    with pytest.raises(StorageError, match=expected):
         WeightStore(tmp_path).missing(WeightSpec(**{**fields, **changes}))
     assert not list(tmp_path.glob("*.part"))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fusionai.transport.authority import Authority, CertifiedRole, load_authority
-from fusionai.transport.credentials import MemberCredentials
-from fusionai.transport.identity import load_identity
+from fusionai.transport.security.authority import Authority, CertifiedRole, load_authority
+from fusionai.transport.security.credentials import MemberCredentials
+from fusionai.transport.security.identity import load_identity
 
 
 class Pool:

@@ -28,9 +28,9 @@ from fusionai.transport.enrolment import (
     format_invitation,
     load_membership,
 )
-from fusionai.transport.identity import load_identity, peer_of
 from fusionai.transport.interface import Channel
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.identity import load_identity, peer_of
 from fusionai.wire.messages import Done, JoinGranted, JoinRequest, Message, Refused
 
 TOKEN = bytes(range(16))
@@ -145,7 +145,7 @@ def test_what_the_broker_gives_is_checked(pool, make_pool, tmp_path: Path):
 
 def test_no_broker_and_no_invitation(pool, tmp_path: Path):
     invitation = InvitationContent("friends", ("tcp://127.0.0.1:1",), pool.authority.public_key, TOKEN)
-    with pytest.raises(TransportError, match=r"nobody answered at tcp://127\.0\.0\.1:1"):
+    with pytest.raises(TransportError, match=r"no answer from tcp://127\.0\.0\.1:1"):
         asyncio.run(enrol(invitation, tmp_path, "owner"))
     with pytest.raises(UsageError, match="fusion1-"):
         asyncio.run(enrol("please", tmp_path, "owner"))

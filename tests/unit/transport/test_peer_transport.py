@@ -16,9 +16,9 @@ from fusionai.primitives.ids import PeerId
 from fusionai.transport import peer_transport
 from fusionai.transport.interface import Channel
 from fusionai.transport.peer_transport import PeerTransport
-from fusionai.transport.relay import Relay
-from fusionai.transport.signed import LIFETIME_S, PairingToken, sign_pairing
-from fusionai.transport.tcp import TcpTransport
+from fusionai.transport.routes.relay import Relay
+from fusionai.transport.routes.tcp import TcpTransport
+from fusionai.transport.security.signed import LIFETIME_S, PairingToken, sign_pairing
 from fusionai.wire.messages import Introduced, Meet, MeetNotice, Message, Observe, Observed, Refused
 from harness.patience import CEILING_S
 
@@ -146,7 +146,7 @@ def test_who_can_not_is_met_at_the_relay(play):
 
 
 def test_a_better_way_is_found_in_the_background_and_the_next_connection_takes_it(play, monkeypatch):
-    monkeypatch.setattr(peer_transport, "FIRST_LOOK_S", 0.05)
+    monkeypatch.setattr(peer_transport, "FIRST_RETRY_S", 0.05)
 
     async def scene(stand: Stand) -> None:
         closed = nowhere()
@@ -156,8 +156,8 @@ def test_a_better_way_is_found_in_the_background_and_the_next_connection_takes_i
         # The port gets forwarded.
         second = await stand.b.listen(stand.accept, host="127.0.0.1", port=int(closed.rpartition(":")[2]))
         assert (await stand.came.get()).way == "lan", "tried in the background"
-        while any(task for task in stand.a._looking.values()):
-            await asyncio.wait(stand.a._looking.values())
+        while any(task for task in stand.a._seeking.values()):
+            await asyncio.wait(stand.a._seeking.values())
         channel = await stand.reach([closed, RELAY])
         assert channel.way == "lan"
         assert sum(isinstance(message, Meet) for message in stand.asked) == 1
@@ -171,13 +171,13 @@ def test_a_better_way_is_found_in_the_background_and_the_next_connection_takes_i
 
 
 def test_nobody_looks_for_better_ways_once_no_link_goes_over_the_relay(play, monkeypatch):
-    monkeypatch.setattr(peer_transport, "FIRST_LOOK_S", 0.01)
+    monkeypatch.setattr(peer_transport, "FIRST_RETRY_S", 0.01)
 
     async def scene(stand: Stand) -> None:
         channel = await stand.reach([nowhere(), RELAY])
         await channel.close()
-        while stand.a._looking:
-            await asyncio.wait(stand.a._looking.values())
+        while stand.a._seeking:
+            await asyncio.wait(stand.a._seeking.values())
 
     play(scene)
 

@@ -47,7 +47,7 @@ def test_a_header_is_16_bytes_as_documented():
         (b"GET / HTTP/1.1\r\n", "another protocol"),
         (struct.pack("<2sBBIQ", b"FA", 2, 0, 1, 0), "frame version 1, got 2"),
         (struct.pack("<2sBBIQ", b"FA", 1, 128, 1, 0), "flags 0, got 128"),
-        (struct.pack("<2sBBIQ", b"FA", 1, 0, 1001, 0), "at most 1000 bytes here, 1001 were announced"),
+        (struct.pack("<2sBBIQ", b"FA", 1, 0, 1001, 0), "at most 1000 bytes here, got 1001 announced"),
         (struct.pack("<2sBBIQ", b"FA", 1, 0, 0, 10_001), "at most 10000 bytes here, got 10001"),
         (struct.pack("<2sBBIQ", b"FA", 1, 0, 2**32 - 1, 2**64 - 1), "4294967295"),
     ],

@@ -112,7 +112,7 @@ def test_no_memory_for_a_body_is_a_wire_error():
         raise MemoryError
 
     tensor = pattern(100_000)
-    with pytest.raises(WireError, match="room for 100000 bytes"):
+    with pytest.raises(WireError, match="allocate the 100000 bytes"):
         list(FrameReader(LIMITS, exhausted).feed(frame(chunk(tensor), tensor)))
 
 

@@ -23,7 +23,7 @@ from fusionai.cli.options import (
 from fusionai.cli.running import lifeline_option, run_until_stopped
 from fusionai.primitives.ids import short
 from fusionai.primitives.units import format_seconds, parse_rate_limit_bytes_per_s
-from fusionai.transport.trust import parse_key
+from fusionai.transport.security.trust import parse_key
 
 
 @click.command()

@@ -20,8 +20,8 @@ from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.problem.types import PeerProfile
-from fusionai.transport.routes import best_links
-from fusionai.transport.trust import TRUST_FILE, TrustListFile
+from fusionai.transport.routes.addresses import best_links
+from fusionai.transport.security.trust import TRUST_FILE, TrustListFile
 from fusionai.wire.messages import JobView, MemberView
 
 if TYPE_CHECKING:

@@ -1,9 +1,8 @@
 """`fusion trust`: edits this machine's trust list: trusted signing keys, endorsed machines, revoked machines.
 
 Only files of this machine change. An endorsement is passed on as a printed line, which is not secret. Keys are given in
-full, because names come from the broker, and the trust list must not depend on the broker. `transport.trust` stores
-the file, `transport.trust` signs.
-"""
+full, because names come from the broker, and the trust list must not depend on the broker. `transport.security.trust`
+stores the file, `transport.security.trust` signs."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from fusionai.cli import console
 from fusionai.cli.options import home_option, json_option, write_json
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
-from fusionai.transport.identity import KEY_FILE, load_identity, public_bytes, public_key_of
-from fusionai.transport.trust import (
+from fusionai.transport.security.identity import KEY_FILE, load_identity, public_bytes, public_key_of
+from fusionai.transport.security.trust import (
     TRUST_FILE,
     Endorsement,
     Revoked,
@@ -29,11 +28,11 @@ from fusionai.transport.trust import (
     TrustList,
     carry,
     endorse,
+    format_endorsement,
     key_text,
-    line_of,
     load_trust_list,
+    parse_endorsement,
     parse_key,
-    parse_line,
     read_endorsement,
     save_trust_list,
     signing_key,
@@ -120,11 +119,11 @@ def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) ->
         serial=secrets.token_bytes(16),
     )
     _keep(home, msgspec.structs.replace(trust_list, endorsements=(data, *trust_list.endorsements)))
-    write_json(json_file, "trust", {"peer": member, "signing_key": signer, "endorsement": line_of(data)})
+    write_json(json_file, "trust", {"peer": member, "signing_key": signer, "endorsement": format_endorsement(data)})
     console.line(
         f"Endorsed for {days} days: {member}{f' ({name})' if name else ''}. To show it to others, run on that machine:"
     )
-    console.line(f"  fusion trust carry {line_of(data)}")
+    console.line(f"  fusion trust carry {format_endorsement(data)}")
 
 
 @trust.command("carry")
@@ -135,7 +134,7 @@ def carry_line(line: str, home: Path) -> None:
     shows it within seconds."""
     if not (home / KEY_FILE).is_file():
         raise UsageError(f"this machine has no key yet (there is no {home / KEY_FILE}).", hint="Join a pool first.")
-    data = parse_line(line)
+    data = parse_endorsement(line)
     carry(home, data, load_identity(home).peer)
     statement = read_endorsement(data)
     console.line(f"Carried until {_date(statement.not_after_s)}: the endorsement by {key_text(statement.signer)}.")

@@ -29,7 +29,7 @@ from fusionai.primitives.units import format_bytes, format_count, format_seconds
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Plan, Problem
 from fusionai.scheduling.serving.prediction import first_token_s, round_trip_s
-from fusionai.serving import progress
+from fusionai.serving import job as progress
 from fusionai.serving.interface import (
     Emitted,
     Engine,

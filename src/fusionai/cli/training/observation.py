@@ -20,7 +20,7 @@ from fusionai.dashboard.report_data import PlanObservation, StageObservation
 from fusionai.primitives.units import format_seconds, format_speed
 from fusionai.scheduling.problem.types import PeerProfile, Plan
 from fusionai.training.progress import StepDone
-from fusionai.transport.routes import candidates, parse_address
+from fusionai.transport.routes.addresses import candidates, parse_address
 from fusionai.wire.messages import Span
 
 MOST_SHOWN: Final = 8

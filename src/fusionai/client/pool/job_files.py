@@ -13,7 +13,7 @@ from fusionai.primitives.errors import StorageError, TrustError
 from fusionai.scheduling.problem.types import Plan
 from fusionai.storage.atomic import storage_errors, write_atomic
 from fusionai.storage.rundir import RunDirectory
-from fusionai.transport.identity import read_private, write_private
+from fusionai.transport.security.identity import read_private, write_private
 
 LARGEST_BYTES = 2**28
 

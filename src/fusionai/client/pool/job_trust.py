@@ -4,9 +4,8 @@ There is one object per job and process. It is asked when the pool is listed, wh
 opens, and repeatedly while the job runs. It fails closed: unknown members are excluded, and while the trust file can't
 be read, all are.
 
-`transport.trust` reads the owner's trust file. `client.pool.session` asks for every listing and plan, its transport
-for every connection, `client.pool.trust_watch` while the job runs.
-"""
+`transport.security.trust` reads the owner's trust file. `client.pool.session` asks for every listing and plan, its
+transport for every connection, `client.pool.trust_watch` while the job runs."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.scheduling.problem.types import Excluded, Plan
 from fusionai.transport.enrolment import Membership
-from fusionai.transport.signed import Seal
-from fusionai.transport.trust import TRUST_FILE, TrustListFile
+from fusionai.transport.security.signed import Seal
+from fusionai.transport.security.trust import TRUST_FILE, TrustListFile
 
 if TYPE_CHECKING:
     from fusionai.client.pool.session import PoolMember

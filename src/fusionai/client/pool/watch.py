@@ -29,7 +29,7 @@ from fusionai.scheduling.standby.promotion import Promises, Promotion, promised,
 from fusionai.scheduling.standby.straggling import Better, better_plan, observed, watching
 from fusionai.scheduling.standby.takeover import handed_over, reinforced, with_profiles
 from fusionai.training import progress
-from fusionai.transport.signed import expiry_s
+from fusionai.transport.security.signed import expiry_s
 
 log = logging.getLogger(__name__)
 

@@ -55,7 +55,7 @@ from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.process import set_aside_what_stays
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, ServingNeeds
-from fusionai.serving import progress
+from fusionai.serving import job as progress
 from fusionai.serving.engine import ServingEngine
 from fusionai.serving.job import ServingJob
 from fusionai.storage.weight_manifest import ModelWeights

@@ -56,8 +56,7 @@ from fusionai.primitives.process import set_aside_what_stays
 from fusionai.scheduling.problem.types import PeerProfile, Plan, TolerantTakeover
 from fusionai.scheduling.training.replicated import with_replicas
 from fusionai.storage.commits import CommitJournal
-from fusionai.storage.manifest import best_checkpoint, step_of
-from fusionai.storage.reader import forget_after, latest, open_latest, sweep
+from fusionai.storage.reader import best_checkpoint, forget_after, latest, open_latest, step_of, sweep
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints

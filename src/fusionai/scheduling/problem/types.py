@@ -70,8 +70,8 @@ class PeerProfile(_Data, frozen=True, kw_only=True):
     roles: tuple[Literal["stage", "owner"], ...] = ("stage",)
     power_w: float | None = None
     endorsements: Annotated[tuple[Annotated[bytes, Meta(max_length=512)], ...], Meta(max_length=16)] = ()
-    """Signed statements by which other keys vouch for this peer's key (`transport.trust`); the peer can't forge
-    them."""
+    """Signed statements by which other keys vouch for this peer's key (`transport.security.trust`); the peer can't
+    forge them."""
 
     @property
     def effective_flops_per_s(self) -> float:

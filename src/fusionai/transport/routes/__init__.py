@@ -1,0 +1,1 @@
+"""How a connection to another machine comes about: directly, through NATs, or over the broker's relay."""
