@@ -1,6 +1,6 @@
 """Reaches a peer by any route that works: directly by TCP, through NATs by QUIC, or over the broker's relay.
 
-Decides which route is tried when. All routes are raced in the order that `ways` gives. The relay is tried last; it
+Decides which route is tried when. All routes are raced in the order that `routes` gives. The relay is tried last; it
 wins only if nothing else answers, or if it is what worked last time. While a link goes over the relay, better routes
 are tried again in the background, and the next connection uses the one that was found. The other side proves its
 identity on every route alike.

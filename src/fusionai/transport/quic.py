@@ -5,7 +5,7 @@ third-party service is used: no discovery and no foreign relay. Each channel is 
 share one UDP port, which stays open as long as a channel or the listener uses it. Addresses are
 `quic://peer@host:port`.
 
-`quic_channel` moves bytes, `quic_binding` loads the library, `peer_transport` decides when QUIC is tried.
+`quic_channel` moves bytes, `peer_transport` decides when QUIC is tried.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The network transport: mutual TLS 1.3 over TCP.
 
-Candidate addresses are raced in order. Decides which errors a failed connection raises. Runs on any asyncio event
-loop, faster on uvloop. `racing` decides which attempt wins, `tcp_channel` moves the bytes, `tcp_listener` accepts
-connections, `credentials` proves this machine's identity.
+Candidate addresses are raced in order. Decides which errors a failed connection raises. Runs on any asyncio event loop,
+faster on uvloop. `routes` decides which attempt wins, `tcp_channel` moves the bytes, `credentials` proves this
+machine's identity.
 """
 
 from __future__ import annotations
