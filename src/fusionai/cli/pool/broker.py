@@ -16,6 +16,7 @@ from fusionai.cli.options import (
     host_option,
     invitation_options,
     json_option,
+    number_option,
     port_option,
     quantity,
     write_json,
@@ -27,17 +28,18 @@ from fusionai.transport.trust import parse_key
 
 
 @click.command()
-@click.option("--pool", "name", help="Name of the pool.  [default: the name it already has, or `pool`]")
+@click.option("--pool", "name", metavar="NAME", help="Name of the pool.  [default: the name it has, or `pool`]")
 @host_option
 @port_option("Listen on this TCP port; 0: any free one.", default=None, shown="4711")
 @address_option
 @invitation_options(uses=100)
-@click.option(
+@number_option(
     "--rest-after",
-    type=click.IntRange(0, 16),
-    default=5,
-    show_default=True,
-    help="After this many losses within 10 minutes, give a machine no new work for 5 minutes; 0: always give it work.",
+    "Give a machine no new work for 5 minutes after its connection was lost N times within 10 minutes; 0: always give "
+    "it work.",
+    5,
+    0,
+    16,
 )
 @click.option(
     "--relay/--no-relay",
@@ -58,14 +60,14 @@ from fusionai.transport.trust import parse_key
     "trusted_only",
     multiple=True,
     metavar="SIGNING_KEY",
-    help="Admit only machines whose keys this signing key has endorsed. May be repeated.",
+    help="Let only machines lend themselves whose keys this signing key has endorsed. May be repeated.",
 )
 @click.option(
     "--trust-file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     metavar="FILE",
-    help="Admit only machines endorsed by a signing key of this trust file (`trust.json` of a home) and not revoked "
-    "in it.",
+    help="Let only machines lend themselves that a signing key in this file has endorsed and that are not revoked in "
+    "it. `fusion trust` writes such a file: trust.json in its --home.",
 )
 @lifeline_option
 @home_option

@@ -85,9 +85,9 @@ if TYPE_CHECKING:
     help="Lend only at these times, e.g. '22:00-07:00', 'mon-fri 18:00-23:30' or 'sat,sun'. May be repeated.",
 )
 @click.option("--pause-when-busy", is_flag=True, help="Don't compute while other programs keep the CPU busy.")
-@click.option("--name", default="", help="Show this name for the machine.  [default: the host name]")
+@click.option("--name", default="", metavar="NAME", help="Show this name for the machine.  [default: the host name]")
 @host_option
-@port_option("Listen on this TCP port.", shown="a free one")
+@port_option("Listen on this TCP port; 0: any free one.", shown="0")
 @click.option(
     "--relay/--no-relay",
     default=None,
@@ -98,7 +98,8 @@ if TYPE_CHECKING:
     "--weights-beside",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Read model files in place, instead of fetching them, if this weights.json of a job owner's home lists them.",
+    help="Read weights from the files of a job owner on this machine, instead of fetching a copy. FILE: weights.json "
+    "in the owner's --home.",
 )
 @click.option(
     "--measure", is_flag=True, help="Measure this machine's speed even if it was measured in the last 7 days."

@@ -62,7 +62,7 @@ class _Ready(msgspec.Struct, frozen=True):
     "key_file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     metavar="FILE",
-    help="Read the gateway's API key from the first line of this file.",
+    help="Use the first API key of this file, with lines `name = key` or `key`.",
 )
 @click.option(
     "--local", type=click.IntRange(min=1), metavar="N", help="With MODEL: start a pool of N peers on this machine."
@@ -71,12 +71,18 @@ class _Ready(msgspec.Struct, frozen=True):
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
+    metavar="N",
     help=f"Limit the tokens of an answer.  [default: {ANSWER_TOKENS}, or fewer if the context is full]",
 )
 @click.option(
-    "--temperature", type=click.FloatRange(0.0, 2.0), help="Sampling temperature; 0: greedy.  [default: the model's]"
+    "--temperature",
+    type=click.FloatRange(0.0, 2.0),
+    metavar="T",
+    help="Sampling temperature; 0: greedy.  [default: the model's]",
 )
-@click.option("--seed", type=int, help="Sampling seed; the same seed gives the same answers.")
+@click.option(
+    "--seed", type=int, metavar="N", help="Sampling seed; the same seed gives the same answers.  [default: random]"
+)
 @click.option("--system", metavar="TEXT", help="Start the conversation with this system message.")
 @home_option
 def chat(
