@@ -27,7 +27,6 @@ from fusionai.primitives.units import format_count, format_seconds
 from fusionai.privacy.findings import Attack, AuditAttack, BoundaryFindings, Findings, Recovery, Update
 
 if TYPE_CHECKING:
-    from fusionai.client.audit import AuditOptions
     from fusionai.privacy.audit import Doing
 
 
@@ -281,34 +280,12 @@ def audit(
     true text before it, is the upper bound.
     """
     with loading():
-        from fusionai.client.audit import audited, check_model
+        from fusionai.client.audit import AuditOptions, audited, check_model
+        from fusionai.privacy.subject import SmallModel
 
     if model is not None:
         check_model(model)
-    options = _options(level, model, depths, attacks, sizes, _typed(context))
-    with AuditProgress() as progress:
-        findings = audited(options, progress)
-    write_json(json_file, "audit", msgspec.to_builtins(findings))
-    show_findings(findings)
-    if findings.void:
-        show_void(findings)
-        return 1
-    console.line(f"All {len(findings.controls)} positive controls succeeded.")
-    return 0
-
-
-def _options(
-    level: PrivacyLevel | None,
-    model: Path | None,
-    depths: tuple[int, ...] | None,
-    attacks: tuple[AuditAttack, ...] | None,
-    sizes: dict[str, Any],
-    command: str,
-) -> AuditOptions:
-    from fusionai.client.audit import AuditOptions
-    from fusionai.privacy.subject import SmallModel
-
-    return AuditOptions(
+    options = AuditOptions(
         model=model,
         small=SmallModel(layers=sizes["layers"], width=sizes["width"], steps=sizes["steps"]),
         level=level,
@@ -320,8 +297,17 @@ def _options(
         private_tokens=sizes["tokens"],
         device=sizes["device"],
         seed=sizes["seed"],
-        command=command,
+        command=_typed(context),
     )
+    with AuditProgress() as progress:
+        findings = audited(options, progress)
+    write_json(json_file, "audit", msgspec.to_builtins(findings))
+    show_findings(findings)
+    if findings.void:
+        show_void(findings)
+        return 1
+    console.line(f"All {len(findings.controls)} positive controls succeeded.")
+    return 0
 
 
 def _typed(context: click.Context) -> str:

@@ -21,21 +21,6 @@ from fusionai.storage.atomic import write_atomic
 from fusionai.transport.routes import SCHEME, parse_address
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Value = TypeVar("_Value")
-
-
-def quantity(parse: Callable[[str], _Value]) -> Callable[[click.Context, click.Parameter, str | None], _Value | None]:
-    """Return a click callback for a flag with a unit. An error of `parse` becomes the usage error of that flag."""
-
-    def convert(context: click.Context, parameter: click.Parameter, text: str | None) -> _Value | None:
-        if text is None:
-            return None
-        try:
-            return parse(text)
-        except UsageError as wrong:
-            raise click.BadParameter(wrong.message, context, parameter) from wrong
-
-    return convert
 
 
 class HowMany(click.ParamType[Any]):
@@ -70,8 +55,24 @@ def number_option(
     flag: str, what: str, default: int, least: int | None = None, most: int | None = None, *, metavar: str = "N"
 ) -> Callable[[_Function], _Function]:
     """Give a command an option that is a whole number from `least` to `most`. `what`: the help."""
-    kind = click.IntRange(least, most)
+    kind = click.INT if least is None else click.IntRange(least, most)
     return click.option(flag, type=kind, default=default, show_default=True, metavar=metavar, help=what)
+
+
+def quantity_option(
+    flag: str, parse: Callable[[str], Any], metavar: str, what: str, default: str | None = None, *, name: str = ""
+) -> Callable[[_Function], _Function]:
+    """Give a command an option with a unit, as the parameter `name` or the flag's own. `what`: the help. An error of
+    `parse` becomes the usage error of that flag."""
+
+    def convert(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+        try:
+            return None if text is None else parse(text)
+        except UsageError as wrong:
+            raise click.BadParameter(wrong.message, context, parameter) from wrong
+
+    names = (flag, name) if name else (flag,)
+    return click.option(*names, callback=convert, default=default, show_default=True, metavar=metavar, help=what)
 
 
 def device_option(what: str, *, auto: bool = True) -> Callable[[_Function], _Function]:
@@ -137,15 +138,17 @@ def invitation_options(uses: int) -> Callable[[_Function], _Function]:
     """Give a command the parameters `uses: int`, with this default, and `lifetime: float` in seconds."""
     return options(
         number_option("--uses", "Let this many machines join with the invitation.", uses, 1, 100_000),
-        click.option(
-            "--lifetime",
-            callback=quantity(parse_seconds),
-            default="24h",
-            show_default=True,
-            metavar="TIME",
-            help="Let machines join with the invitation for this long, e.g. 30min, 24h.",
+        quantity_option(
+            "--lifetime", _lifetime, "TIME", "Let machines join with the invitation for this long, e.g. 30min.", "24h"
         ),
     )
+
+
+def _lifetime(text: str) -> float:
+    seconds = parse_seconds(text)
+    if not seconds:
+        raise UsageError(f"expected a time above 0, such as 30min or 24h, got {text!r}.")
+    return seconds
 
 
 def lora_option(function: _Function) -> _Function:

@@ -48,7 +48,6 @@ from fusionai.gateway.requests import (
 from fusionai.gateway.streaming import comment, event, while_connected
 from fusionai.serving.constraint import Form, JsonObject, JsonSchema
 from fusionai.serving.interface import GenerationPaused
-from fusionai.serving.text import Tokenizer
 from fusionai.serving.tool_grammar import call_grammar
 from fusionai.serving.tool_reading import ToolReader
 from fusionai.serving.tools import CallPiece, ToolDefinition, calls_of
@@ -132,11 +131,11 @@ class ChatEndpoint:
                 if not called:
                     raise invalid(f"`tools` has no tool named {function.name!r}.", "tool_choice")
                 with as_api_error():
-                    return call_grammar(form, called, self._tokenizer)
+                    return call_grammar(form, called, self._context.text.tokenizer)
             case "required" if form is not None:
                 several = body.parallel_tool_calls is not False
                 with as_api_error():
-                    return call_grammar(form, tools, self._tokenizer, several=several)
+                    return call_grammar(form, tools, self._context.text.tokenizer, several=several)
             case _:
                 return wanted
 
@@ -212,7 +211,7 @@ class ChatEndpoint:
         yield b"data: [DONE]\n\n"
 
     def _logprobs(self, logprobs: list[AnswerLogprob]) -> ChatLogprobs:
-        tokenizer = self._tokenizer
+        tokenizer = self._context.text.tokenizer
         return ChatLogprobs(
             [
                 TokenLogprobs(
@@ -227,10 +226,6 @@ class ChatEndpoint:
                 for one in logprobs
             ]
         )
-
-    @property
-    def _tokenizer(self) -> Tokenizer:
-        return self._context.text.tokenizer
 
 
 def _call_deltas(pieces: Sequence[CallPiece]) -> Iterator[ToolCallDelta]:

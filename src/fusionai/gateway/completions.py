@@ -224,7 +224,7 @@ class EmbeddingEndpoint:
         most = context.config.limits.inputs
         if isinstance(body.input, list) and not isinstance(body.input[0], int) and len(body.input) > most:
             raise invalid(f"The request has {len(body.input)} inputs; at most {most} are allowed.", "input")
-        answer = await while_connected(request, self._answer(body, context.scope(request), adapter))
+        answer = await while_connected(request, self._answer(body, request.state.holder.scope, adapter))
         return json_response(answer)
 
     async def _answer(self, body: EmbeddingRequest, scope: str, adapter: str | None) -> EmbeddingList:

@@ -43,7 +43,9 @@ class KeyRing:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as problem:
-            raise UsageError(f"{path}: the file of API keys can't be read: {problem}") from problem
+            raise UsageError(
+                f"{path}: the file of API keys can't be read: {problem}.", hint="Write one key per line, as text."
+            ) from problem
         digests: dict[bytes, str] = {}
         for number, line in enumerate(lines, 1):
             if not line.strip() or line.lstrip().startswith("#"):

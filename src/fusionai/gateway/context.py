@@ -85,14 +85,10 @@ class GatewayContext:
             sampling=parameters.sampling_of(body, self.text.sampling, self.engine.vocabulary),
             stops=parameters.stops_of(body),
             stop_tokens=parameters.stop_tokens_of(body, self.stop_tokens, self.engine.vocabulary),
-            scope=self.scope(request),
+            scope=request.state.holder.scope,
             adapter=parameters.adapter_of(body.model, self.config),
             deadline_s=parameters.deadline_of(body, self.config),
         )
-
-    def scope(self, request: Request) -> str:
-        """Scope of the prefix cache for this request."""
-        return request.state.holder.scope
 
     async def constraint(self, form: Form) -> Constraint:
         """Compile a constraint. Raises `ApiError`."""

@@ -30,7 +30,7 @@ def storage_errors(path: Path, doing: str = "written") -> Iterator[None]:
         if problem.errno in _FULL:
             raise StorageError(
                 f"no space left on the disk of {path}.",
-                hint="Free some space and start again: the job goes on from its last checkpoint.",
+                hint="Free some space and run the command again; a job continues from its last checkpoint.",
             ) from problem
         raise StorageError(f"{path} can't be {doing}: {problem.strerror or problem}.") from problem
 

@@ -165,6 +165,26 @@ def test_an_interrupt_while_python_closes_down_ends_it_at_once():
         assert command.stderr.read() == b""
 
 
+INTERRUPTED_IMPORT = """
+import sys
+
+class Interrupted:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "rich":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted)
+from fusionai.cli import entry
+entry()
+"""
+
+
+def test_an_interrupt_while_the_command_line_is_imported_shows_no_traceback():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 GIVEN_UP = """
 import threading
 from fusionai.cli import main as cli

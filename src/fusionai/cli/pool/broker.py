@@ -18,7 +18,7 @@ from fusionai.cli.options import (
     json_option,
     number_option,
     port_option,
-    quantity,
+    quantity_option,
     write_json,
 )
 from fusionai.cli.running import lifeline_option, run_until_stopped
@@ -47,13 +47,12 @@ from fusionai.transport.trust import parse_key
     show_default=True,
     help="Relay the encrypted traffic of machines that can't connect to each other directly.",
 )
-@click.option(
+@quantity_option(
     "--relay-limit",
-    callback=quantity(parse_rate_limit_bytes_per_s),
-    default="100Mbit",
-    show_default=True,
-    metavar="RATE",
-    help="Limit the relayed traffic between two machines, in each direction.",
+    parse_rate_limit_bytes_per_s,
+    "RATE",
+    "Limit the relayed traffic between two machines, in each direction.",
+    "100Mbit",
 )
 @click.option(
     "--trusted-only",

@@ -23,7 +23,7 @@ from fusionai.cli.options import (
     host_option,
     json_option,
     port_option,
-    quantity,
+    quantity_option,
     threads_option,
     write_json,
 )
@@ -48,35 +48,28 @@ if TYPE_CHECKING:
     "serve but not train, needs fusionai[onnxruntime].",
 )
 @device_option("Lend this device")
-@click.option(
+@quantity_option(
     "--max-memory",
-    "memory_limit_bytes",
-    callback=quantity(parse_bytes),
-    metavar="SIZE",
-    help="Lend at most this much of the device's memory, e.g. 8GB.  [default: most of the free memory]",
+    parse_bytes,
+    "SIZE",
+    "Lend at most this much of the device's memory, e.g. 8GB.  [default: most of the free memory]",
+    name="memory_limit_bytes",
 )
 @threads_option("Compute with this many threads")
-@click.option(
-    "--share",
-    callback=quantity(parse_share),
-    default="100%",
-    show_default=True,
-    metavar="PERCENT",
-    help="Compute only this share of the time.",
-)
-@click.option(
+@quantity_option("--share", parse_share, "PERCENT", "Compute only this share of the time.", "100%")
+@quantity_option(
     "--upload-limit",
-    "upload_limit_bytes_per_s",
-    callback=quantity(parse_rate_limit_bytes_per_s),
-    metavar="RATE",
-    help="Send at most at this rate, over all connections together, e.g. 20Mbit.  [default: unlimited]",
+    parse_rate_limit_bytes_per_s,
+    "RATE",
+    "Send at most at this rate, over all connections together, e.g. 20Mbit.  [default: unlimited]",
+    name="upload_limit_bytes_per_s",
 )
-@click.option(
+@quantity_option(
     "--download-limit",
-    "download_limit_bytes_per_s",
-    callback=quantity(parse_rate_limit_bytes_per_s),
-    metavar="RATE",
-    help="Receive at most at this rate, over all connections together, e.g. 100Mbit.  [default: unlimited]",
+    parse_rate_limit_bytes_per_s,
+    "RATE",
+    "Receive at most at this rate, over all connections together, e.g. 100Mbit.  [default: unlimited]",
+    name="download_limit_bytes_per_s",
 )
 @click.option(
     "--schedule",

@@ -45,6 +45,7 @@ READY_POLL_S: Final = 0.2
 END_S: Final = 30.0
 ANSWER_TOKENS: Final = 512
 """Default limit on the tokens of an answer (chosen); lower if fewer fit in the context."""
+_KEY_FILE_HINT: Final = "Write the key, as text, on the first line of the file."
 TOO_LONG: Final = "context_length_exceeded"
 
 
@@ -287,10 +288,14 @@ def _shown(text: str) -> str:
 
 def _key(file: Path) -> str:
     """Return the first key of a file of `fusion serve --api-key-file`, with lines `name = key` or `key`."""
-    for line in file.read_text(encoding="utf-8").splitlines():
+    try:
+        lines = file.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"{file}: the API key can't be read: {problem}.", hint=_KEY_FILE_HINT) from problem
+    for line in lines:
         if line.strip() and not line.lstrip().startswith("#"):
             return line.rpartition("=")[2].strip() if " = " in line else line.strip()
-    raise UsageError(f"{file} contains no API key.", hint="Write the key on its first line.")
+    raise UsageError(f"{file} contains no API key.", hint=_KEY_FILE_HINT)
 
 
 @contextmanager
