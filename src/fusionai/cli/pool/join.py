@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ from fusionai.cli.options import (
     threads_option,
     write_json,
 )
-from fusionai.cli.running import lifeline_option, run_until_stopped
+from fusionai.cli.running import lifeline_option, run, run_until_stopped
 from fusionai.primitives.ids import short
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limit_bytes_per_s, parse_share
@@ -155,7 +154,7 @@ def _announce(announced: PeerReady, options: PeerOptions) -> None:
 def _become_owner(invitation: str | None, home: Path) -> None:
     from fusionai.client.pool.session import owner_membership
 
-    membership = asyncio.run(owner_membership(home, invitation))
+    membership = run(owner_membership(home, invitation))
     console.line(
         f"This machine is a job owner of pool {console.printable(membership.pool)} ({short(membership.peer)}). "
         "Next: `fusion pool`, `fusion train RECIPE.toml`."
