@@ -103,7 +103,7 @@ def own_part_options(what: str) -> Callable[[_Function], _Function]:
             help="Join the pool with this invitation first. Needed only until this machine has joined.",
         ),
         device_option(f"Compute the job owner's part ({what}) on this device of this machine"),
-        threads_option("Compute that part with this many threads"),
+        threads_option("Compute the job owner's part with this many threads"),
     )
 
 

@@ -213,14 +213,14 @@ class ChatHistory:
         if not sys.stdout.isatty():
             return
         speed = answer.route.tokens_per_s if answer.route is not None else None
-        said = [f"{answer.completion_tokens} tokens in {format_seconds(took_s)}"]
+        facts = [f"{answer.completion_tokens} tokens in {format_seconds(took_s)}"]
         if first_s is not None:
-            said.append(f"first token after {format_seconds(first_s - began_s)}")
+            facts.append(f"first token after {format_seconds(first_s - began_s)}")
         if speed is not None:
-            said.append(f"{speed:.3g} tokens/s")
+            facts.append(f"{speed:.3g} tokens/s")
         if answer.finish == "length":
-            said.append("cut off there; raise --max-tokens" if self.max_tokens is None else "cut off at --max-tokens")
-        console.note(f"[{', '.join(said)}; /peers shows the route]")
+            facts.append("cut off there; raise --max-tokens" if self.max_tokens is None else "cut off at --max-tokens")
+        console.note(f"[{', '.join(facts)}; /peers shows the route]")
 
     def _peers(self) -> None:
         if self.route is None:

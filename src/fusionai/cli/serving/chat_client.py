@@ -233,13 +233,13 @@ class ChatClient:
             content = response.read()
             self._connection.close()
             try:
-                said = msgspec.json.decode(content, type=_Chunk).error
+                refusal = msgspec.json.decode(content, type=_Chunk).error
             except msgspec.DecodeError:
-                said = None
-            if said is None:
+                refusal = None
+            if refusal is None:
                 raise ApiRefusal(f"the gateway answered with status {response.status}.")
             hint = "Name a file with a valid key: --api-key-file FILE." if response.status == 401 else None
-            raise ApiRefusal(said.message, said.code or "", hint)
+            raise ApiRefusal(refusal.message, refusal.code or "", hint)
         return response
 
     def _sent(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
@@ -257,9 +257,9 @@ def _events(response: http.client.HTTPResponse) -> Iterator[bytes | Note]:
         if ended or not text:
             continue
         if text.startswith(b":"):
-            said = text[1:].strip().decode(errors="replace")
-            if ":" in said:
-                yield Note(said)
+            note = text[1:].strip().decode(errors="replace")
+            if ":" in note:
+                yield Note(note)
         elif text.startswith(b"data:"):
             data = text[5:].strip()
             if data == b"[DONE]":
