@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import signal
 import subprocess
 import sys
@@ -59,6 +60,17 @@ def test_help_of_each_command_loads_no_framework(command: str):
 def test_the_list_of_commands_is_complete_and_true():
     for name, lazy in cli.COMMANDS.items():
         assert lazy.load().name == name
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_states_each_default_once(command: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main([command, "--help"]) == 0
+    options = re.split(r"\n  -", capsys.readouterr().out)[1:]
+    assert options
+    for option in options:
+        assert option.count("[default:") <= 1, option
+        assert "default: (" not in option, option
+        assert "None" not in option, option
 
 
 def test_python_dash_m_is_the_same_command():
