@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusionai.cli.main import entry
+from fusionai.cli import entry
 
 if __name__ == "__main__":
     entry()

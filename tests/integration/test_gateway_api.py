@@ -156,7 +156,7 @@ def test_up_ready_status_and_numbers(engine: ScriptedEngine):
 
 @pytest.mark.slow
 def test_status_comes_again_when_it_changed(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fusionai.gateway.desk._LOOK_S", 0.05)
+    monkeypatch.setattr("fusionai.gateway.app._STATUS_PERIOD_S", 0.05)
 
     async def scenario() -> None:
         async with gateway_stand(engine) as stand, client(stand) as http:

@@ -20,14 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from fusionai.cli import console
-from fusionai.cli.options import device_option, json_option, write_json
+from fusionai.cli.options import device_option, json_option, number_option, write_json
 from fusionai.primitives.privacy import LEVELS, PrivacyLevel
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_count, format_seconds
 from fusionai.privacy.findings import Attack, AuditAttack, BoundaryFindings, Findings, Recovery, Update
 
 if TYPE_CHECKING:
-    from fusionai.client.audit import AuditOptions
     from fusionai.privacy.audit import Doing
 
 
@@ -233,7 +232,7 @@ class _Listed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
 @click.option(
     "--level",
     type=click.Choice(LEVELS),
-    help="Attack what peers see at this level.  [default: all levels]",
+    help="Attack what peers see at this privacy level.  [default: all levels]",
 )
 @click.option(
     "--model",
@@ -241,16 +240,14 @@ class _Listed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
     metavar="DIR",
     help="Attack this model, in Hugging Face layout.  [default: train a small one first]",
 )
-@click.option("--layers", type=click.IntRange(1, 64), default=4, show_default=True, help="Layers of the small model.")
-@click.option("--width", type=click.IntRange(32, 4096), default=96, show_default=True, help="Width of the small model.")
-@click.option(
-    "--steps", type=click.IntRange(1), default=400, show_default=True, help="Training steps of the small model."
-)
+@number_option("--layers", "Number of layers of the small model.", 4, 1, 64)
+@number_option("--width", "Width of the small model.", 96, 32, 4096)
+@number_option("--steps", "Number of training steps of the small model.", 400, 1)
 @click.option(
     "--depths",
     type=_Listed(None),
     metavar="0,1,...",
-    help="Attack the outputs of these depths, in blocks.  [default: all]",
+    help="Attack what is sent after this many blocks.  [default: all]",
 )
 @click.option(
     "--attacks",
@@ -258,22 +255,12 @@ class _Listed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]
     metavar="NAME,...",
     help=f"Run these attacks besides the white-box one: {', '.join(_ATTACKS)}.  [default: all]",
 )
-@click.option(
-    "--first", type=click.IntRange(0), default=1, show_default=True, help="First blocks that split-k keeps local."
-)
-@click.option(
-    "--last", type=click.IntRange(0), default=1, show_default=True, help="Last blocks that split-k keeps local."
-)
-@click.option("--texts", type=click.IntRange(1), default=10, show_default=True, help="Private texts to recover.")
-@click.option("--tokens", type=click.IntRange(20, 512), default=32, show_default=True, help="Private tokens per text.")
+@number_option("--first", "For level split-k: the first K blocks stay on the job owner's machine.", 1, 0, metavar="K")
+@number_option("--last", "For level split-k: the last M blocks stay on the job owner's machine.", 1, 0, metavar="M")
+@number_option("--texts", "Number of private texts to recover.", 10, 1)
+@number_option("--tokens", "Number of private tokens per text.", 32, 20, 512)
 @device_option("Run the model and the attacks on this device")
-@click.option(
-    "--seed",
-    type=click.IntRange(0),
-    default=7,
-    show_default=True,
-    help="Seed of the random choices, such as which texts are private.",
-)
+@number_option("--seed", "Seed of the random choices, such as which texts are private.", 7, 0)
 @json_option
 @click.pass_context
 def audit(
@@ -293,34 +280,12 @@ def audit(
     true text before it, is the upper bound.
     """
     with loading():
-        from fusionai.client.audit import audited, check_model
+        from fusionai.client.audit import AuditOptions, audited, check_model
+        from fusionai.privacy.subject import SmallModel
 
     if model is not None:
         check_model(model)
-    options = _options(level, model, depths, attacks, sizes, _typed(context))
-    with AuditProgress() as progress:
-        findings = audited(options, progress)
-    write_json(json_file, "audit", msgspec.to_builtins(findings))
-    show_findings(findings)
-    if findings.void:
-        show_void(findings)
-        return 1
-    console.line(f"All {len(findings.controls)} positive controls succeeded.")
-    return 0
-
-
-def _options(
-    level: PrivacyLevel | None,
-    model: Path | None,
-    depths: tuple[int, ...] | None,
-    attacks: tuple[AuditAttack, ...] | None,
-    sizes: dict[str, Any],
-    command: str,
-) -> AuditOptions:
-    from fusionai.client.audit import AuditOptions
-    from fusionai.privacy.subject import SmallModel
-
-    return AuditOptions(
+    options = AuditOptions(
         model=model,
         small=SmallModel(layers=sizes["layers"], width=sizes["width"], steps=sizes["steps"]),
         level=level,
@@ -332,8 +297,17 @@ def _options(
         private_tokens=sizes["tokens"],
         device=sizes["device"],
         seed=sizes["seed"],
-        command=command,
+        command=_typed(context),
     )
+    with AuditProgress() as progress:
+        findings = audited(options, progress)
+    write_json(json_file, "audit", msgspec.to_builtins(findings))
+    show_findings(findings)
+    if findings.void:
+        show_void(findings)
+        return 1
+    console.line(f"All {len(findings.controls)} positive controls succeeded.")
+    return 0
 
 
 def _typed(context: click.Context) -> str:

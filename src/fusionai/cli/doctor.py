@@ -21,7 +21,8 @@ _MARKS = {"good": "ok", "note": "note", "bad": "FIX"}
 @device_option("Measure this device")
 @threads_option("Measure with this many threads")
 @port_option(
-    "If this machine has joined a pool, test whether its broker can connect to this TCP port.", shown="a free one"
+    "If this machine has joined a pool, test whether its broker can connect to this TCP port; 0: any free one.",
+    shown="0",
 )
 @home_option
 @json_option

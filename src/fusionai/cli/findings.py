@@ -7,7 +7,6 @@ the findings.
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import ipaddress
 import platform
@@ -28,6 +27,7 @@ from fusionai.backends.interface import DeviceReport
 from fusionai.backends.registry import BACKENDS, REQUIREMENTS, TRAINING
 from fusionai.backends.survey import Survey
 from fusionai.cli.reach import Reach, look
+from fusionai.cli.running import run
 from fusionai.client.pool.session import OWNER_DIRECTORY, any_membership
 from fusionai.primitives import environment
 from fusionai.primitives.errors import FusionError
@@ -407,7 +407,7 @@ def _of_membership(home: Path, port: int) -> Iterator[Finding]:
         return
     who = f"{membership.pool}, as {membership.purpose} {short(membership.peer)}"
     try:
-        reach = asyncio.run(look(membership, port, timeout_s=_COMMAND_TIMEOUT_S))
+        reach = run(look(membership, port, timeout_s=_COMMAND_TIMEOUT_S))
     except FusionError as wrong:
         yield Finding(
             area="pool",

@@ -21,21 +21,6 @@ from fusionai.storage.atomic import write_atomic
 from fusionai.transport.routes.addresses import SCHEME, parse_address
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Value = TypeVar("_Value")
-
-
-def quantity(parse: Callable[[str], _Value]) -> Callable[[click.Context, click.Parameter, str | None], _Value | None]:
-    """Return a click callback for a flag with a unit. An error of `parse` becomes the usage error of that flag."""
-
-    def convert(context: click.Context, parameter: click.Parameter, text: str | None) -> _Value | None:
-        if text is None:
-            return None
-        try:
-            return parse(text)
-        except UsageError as wrong:
-            raise click.BadParameter(wrong.message, context, parameter) from wrong
-
-    return convert
 
 
 class HowMany(click.ParamType[Any]):
@@ -66,6 +51,30 @@ def options(*given: Callable[[_Function], _Function]) -> Callable[[_Function], _
     return decorate
 
 
+def number_option(
+    flag: str, what: str, default: int, least: int | None = None, most: int | None = None, *, metavar: str = "N"
+) -> Callable[[_Function], _Function]:
+    """Give a command an option that is a whole number from `least` to `most`. `what`: the help."""
+    kind = click.INT if least is None else click.IntRange(least, most)
+    return click.option(flag, type=kind, default=default, show_default=True, metavar=metavar, help=what)
+
+
+def quantity_option(
+    flag: str, parse: Callable[[str], Any], metavar: str, what: str, default: str | None = None, *, name: str = ""
+) -> Callable[[_Function], _Function]:
+    """Give a command an option with a unit, as the parameter `name` or the flag's own. `what`: the help. An error of
+    `parse` becomes the usage error of that flag."""
+
+    def convert(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+        try:
+            return None if text is None else parse(text)
+        except UsageError as wrong:
+            raise click.BadParameter(wrong.message, context, parameter) from wrong
+
+    names = (flag, name) if name else (flag,)
+    return click.option(*names, callback=convert, default=default, show_default=True, metavar=metavar, help=what)
+
+
 def device_option(what: str, *, auto: bool = True) -> Callable[[_Function], _Function]:
     """Give a command the parameter `device: str`. `what`: the imperative sentence of the help, without its period."""
     first = "auto" if auto else "cpu"
@@ -81,7 +90,7 @@ def device_option(what: str, *, auto: bool = True) -> Callable[[_Function], _Fun
 
 def threads_option(what: str) -> Callable[[_Function], _Function]:
     """Give a command the parameter `threads: int | None`."""
-    return click.option("--threads", type=click.IntRange(min=1), help=f"{what}.  [default: all cores]")
+    return click.option("--threads", type=click.IntRange(min=1), metavar="N", help=f"{what}.  [default: all cores]")
 
 
 def own_part_options(what: str) -> Callable[[_Function], _Function]:
@@ -94,7 +103,7 @@ def own_part_options(what: str) -> Callable[[_Function], _Function]:
             help="Join the pool with this invitation first. Needed only until this machine has joined.",
         ),
         device_option(f"Compute the job owner's part ({what}) on this device of this machine"),
-        threads_option("Compute that part with this many threads"),
+        threads_option("Compute the job owner's part with this many threads"),
     )
 
 
@@ -104,6 +113,7 @@ recipe_argument = click.argument("recipe", metavar="RECIPE.toml", type=click.Pat
 stages_option = click.option(
     "--stages",
     type=click.IntRange(min=1),
+    metavar="N",
     help="Cut the model into exactly this many stages (per replica).  [default: the planner chooses]",
 )
 """Gives a command the parameter `stages: int | None`."""
@@ -112,6 +122,7 @@ host_option = click.option(
     "--host",
     default="0.0.0.0",
     show_default=True,
+    metavar="ADDRESS",
     help="Listen on this address of the machine; 0.0.0.0: on all its IPv4 addresses.",
 )
 """Gives a command that other machines connect to the parameter `host: str`."""
@@ -119,28 +130,25 @@ host_option = click.option(
 
 def port_option(what: str, *, default: int | None = 0, shown: str) -> Callable[[_Function], _Function]:
     """Give a command the parameter `port`. `shown`: the default in the help."""
-    return click.option("--port", type=click.IntRange(0, 65_535), default=default, show_default=shown, help=what)
+    help_text = f"{what}  [default: {shown}]"
+    return click.option("--port", type=click.IntRange(0, 65_535), default=default, metavar="PORT", help=help_text)
 
 
 def invitation_options(uses: int) -> Callable[[_Function], _Function]:
     """Give a command the parameters `uses: int`, with this default, and `lifetime: float` in seconds."""
     return options(
-        click.option(
-            "--uses",
-            type=click.IntRange(1, 100_000),
-            default=uses,
-            show_default=True,
-            help="Let this many machines join with the invitation.",
-        ),
-        click.option(
-            "--lifetime",
-            callback=quantity(parse_seconds),
-            default="24h",
-            show_default=True,
-            metavar="TIME",
-            help="Let machines join with the invitation for this long, e.g. 30min, 24h.",
+        number_option("--uses", "Let this many machines join with the invitation.", uses, 1, 100_000),
+        quantity_option(
+            "--lifetime", _lifetime, "TIME", "Let machines join with the invitation for this long, e.g. 30min.", "24h"
         ),
     )
+
+
+def _lifetime(text: str) -> float:
+    seconds = parse_seconds(text)
+    if not seconds:
+        raise UsageError(f"expected a time above 0, such as 30min or 24h, got {text!r}.")
+    return seconds
 
 
 def lora_option(function: _Function) -> _Function:
@@ -160,8 +168,8 @@ def home_option(function: _Function) -> _Function:
         type=click.Path(path_type=Path, file_okay=False),
         default=environment.fusion_home,
         callback=lambda _context, _parameter, home: _writable(home),
-        show_default="$FUSION_HOME, or the platform's data directory",
-        help="Directory for this machine's key, pool membership and runs.",
+        help="Directory for this machine's key, pool membership and runs.  [default: $FUSION_HOME, or the platform's "
+        "data directory]",
     )(function)
 
 
@@ -177,14 +185,10 @@ def _writable(home: Path) -> Path:
     return home
 
 
-def privacy_option(function: _Function) -> _Function:
-    """Give a command the parameter `privacy: PrivacyLevel | None`."""
-    return click.option(
-        "--privacy",
-        type=click.Choice(LEVELS),
-        help="Set what stays on the job owner's machine; `fusion privacy` explains the levels.  [default: the recipe's "
-        "level, or split]",
-    )(function)
+def privacy_option(default: str) -> Callable[[_Function], _Function]:
+    """Give a command the parameter `privacy: PrivacyLevel | None`. `default`: the level if the flag is not given."""
+    what = "Set what stays on the job owner's machine; `fusion privacy` explains the levels."
+    return click.option("--privacy", type=click.Choice(LEVELS), help=f"{what}  [default: {default}]")
 
 
 def address_option(function: _Function) -> _Function:

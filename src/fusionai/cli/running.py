@@ -66,18 +66,17 @@ def when_cut(tell: Callable[[], None]) -> None:
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
-_Result = TypeVar("_Result")
 ORPHAN_S: Final = 10.0
 """Time for a clean end after the lifeline is cut, in seconds (chosen). Then the tasks are cancelled."""
 
 
-def run_until_stopped(service: Callable[[asyncio.Event], Awaitable[_Result]], *, lifeline: bool = False) -> _Result:
+def run_until_stopped(service: Callable[[asyncio.Event], Awaitable[T]], *, lifeline: bool = False) -> T:
     """Run `service(stop)` in a new event loop and return its result. `stop` is set by the first Ctrl-C and, with
     `lifeline`, when standard input ends. Raises `KeyboardInterrupt` after a second Ctrl-C."""
 
     times = 0  # counted here, because `stop` is set only when the event loop next runs
 
-    async def with_signals() -> _Result:
+    async def with_signals() -> T:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         serving = asyncio.ensure_future(service(stop))

@@ -113,7 +113,8 @@ def load_recipe(path: str | Path, *, privacy: PrivacyLevel | None = None) -> Rec
     except UnicodeDecodeError as problem:
         raise RecipeError(f"{path}: not UTF-8 text (byte {problem.start}).") from None
     except OSError as problem:
-        raise RecipeError(f"{path}: can't be read ({problem.strerror}).") from None
+        hint = "Give the path of a TOML file that you may read."
+        raise RecipeError(f"{path}: can't be read ({problem.strerror}).", hint=hint) from None
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:

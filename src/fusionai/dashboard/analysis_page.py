@@ -1,7 +1,6 @@
 """The comparison of two fleets as one self-contained HTML page.
 
-Neighbours: `analysis_tables` has the texts, `analysis_charts` the pictures, `analysis_document` the same in Markdown;
-`cli.planning.analyze` calls.
+`analysis_tables` has the texts, `analysis_charts` the pictures; `cli.planning.analyze` calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tables and sentences of the comparison of two fleets. Decides which figures are shown and how they are worded.
 
 Page, terminal and document are written from the same tables, so that they agree. Neighbours:
-`scheduling.analysis.cases` computes; `analysis_page`, `analysis_document` and `cli.planning.analyze` lay out.
+`scheduling.analysis.cases` computes; `analysis_page` and `cli.planning.analyze` lay out.
 """
 
 from __future__ import annotations

@@ -154,11 +154,11 @@ class TrainingView:
         if self._live is None:
             self._line(f"new plan{why}: {self._pool_line()}")
 
-    def faults(self, lines: Sequence[FaultLine], said: Sequence[str]) -> None:
-        """Replace the timeline of faults, oldest first; `said`: new lines for a log."""
+    def faults(self, lines: Sequence[FaultLine], new_lines: Sequence[str]) -> None:
+        """Replace the timeline of faults, oldest first; `new_lines` go to a log."""
         self._faults = tuple(lines)
         if self._live is None:
-            for text in said:
+            for text in new_lines:
                 self._line(text)
 
     def note(self, text: str) -> None:

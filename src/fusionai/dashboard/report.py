@@ -1,7 +1,7 @@
 """A job's report as one self-contained HTML file. Decides its content; `report.html.jinja` decides the layout.
 
-The file links to nothing outside itself, so that it can be mailed or archived. Neighbours: `report_data` (input),
-`loss_chart`, `gantt_chart` and `fault_chart` (pictures).
+The file links to nothing outside itself, so that it can be mailed or archived. `report_data` has the input,
+`run_charts` draws the pictures.
 """
 
 from __future__ import annotations

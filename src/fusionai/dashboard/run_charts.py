@@ -274,7 +274,7 @@ def _legend(tenures: Sequence[Tenure]) -> list[Patch | Line2D]:
     if "stage" in parts:
         shown.append(Patch(facecolor=FORWARD, label="runs a stage"))
     if "guard" in parts:
-        shown.append(Patch(facecolor=APPLY, label="guards a stage"))
+        shown.append(Patch(facecolor=APPLY, label="standby of a stage"))
     shown.append(Line2D([], [], color=FAULT, marker="X", linestyle="none", markersize=7, label="lost"))
     if "away" in parts:
         shown.append(Line2D([], [], color=FAULT, linestyle=(0, (1, 2)), label="away"))

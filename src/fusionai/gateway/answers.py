@@ -1,7 +1,7 @@
 """Answer bodies as structs, in the form that OpenAI's clients read.
 
-`fusion` is this gateway's own field: which machines computed the answer and how long each took. Neighbours: `chat`,
-`completions` and `embeddings` fill the structs, `openapi` describes them.
+`fusion` is this gateway's own field: which machines computed the answer and how long each took. `chat` and
+`completions` fill the structs, `app` describes them in its OpenAPI document.
 """
 
 from __future__ import annotations

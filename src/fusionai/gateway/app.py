@@ -1,14 +1,14 @@
-"""The gateway as an ASGI application: its routes, and one form for all errors.
+"""The gateway as an ASGI application: its routes, one form for all errors, and the OpenAPI description.
 
-Also builds the OpenAPI description.
-
-Neighbours: `desk` has what the endpoints share, `guards` checks requests before they reach an endpoint, `server`
-listens.
+Also answers what is not generated: the list of models, status, health, metrics, the web page. `chat` and `completions`
+answer the rest, `context` has what the endpoints share, `admission` checks requests before they reach an endpoint,
+`server` listens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from importlib import resources
 from typing import Any, Final
 
@@ -21,21 +21,35 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 import fusionai
+from fusionai.gateway.admission import AdmissionMiddleware
 from fusionai.gateway.answers import ChatCompletion, Completion, EmbeddingList, ModelCard, ModelList
-from fusionai.gateway.asking import adapter_of
 from fusionai.gateway.chat import ChatEndpoint
 from fusionai.gateway.completions import CompletionEndpoint, EmbeddingEndpoint
 from fusionai.gateway.config import GatewayConfig
-from fusionai.gateway.desk import GatewayContext, StatusEndpoint, StatusEventsEndpoint, StatusReport
+from fusionai.gateway.context import GatewayContext, json_response
 from fusionai.gateway.errors import ApiError, ErrorAnswer, error_response
-from fusionai.gateway.guards import Guards
 from fusionai.gateway.metrics import CONTENT_TYPE, Metrics
+from fusionai.gateway.parameters import adapter_of
 from fusionai.gateway.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from fusionai.gateway.streaming import EventStream, event
 from fusionai.primitives.clock import Clock, SystemClock
-from fusionai.serving.interface import Engine
+from fusionai.serving.interface import Engine, EngineStatus
 from fusionai.serving.model_text import ModelText
 
+_STATUS_PERIOD_S: Final = 0.5
+"""Period at which the status is compared with the last one sent, in seconds (chosen)."""
 _REFERENCE: Final = "#/components/schemas/{name}"
+
+
+class StatusReport(msgspec.Struct, frozen=True):
+    """Status of the engine. `at_s`: seconds since 1970."""
+
+    model: str
+    context_tokens: int
+    at_s: float
+    engine: EngineStatus
+
+
 _FORMS: Final = (
     ChatRequest,
     CompletionRequest,
@@ -160,23 +174,23 @@ class Gateway:
     def __init__(self, config: GatewayConfig, engine: Engine, text: ModelText, clock: Clock) -> None:
         self.config = config
         self.metrics = Metrics(lambda: engine.status)
-        self._desk = GatewayContext(config, engine, text, self.metrics, clock)
+        self._context = GatewayContext(config, engine, text, self.metrics, clock)
         self._inner = Starlette(
-            routes=_routes(self._desk, self.metrics),
+            routes=_routes(self._context, self.metrics),
             exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: self._own_mistake},
         )
-        self._guards = Guards(self._inner, config, self.metrics)
+        self._admission = AdmissionMiddleware(self._inner, config, self.metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._guards(scope, receive, send)
+        await self._admission(scope, receive, send)
 
     def end_streams(self) -> None:
         """Send the error "The gateway stops." on every stream and close it."""
-        self._desk.streams.end(ApiError(503, "The gateway stops.", code="shutting_down"))
+        self._context.streams.end(ApiError(503, "The gateway stops.", code="shutting_down"))
 
     def close(self) -> None:
         """Release resources after the last request."""
-        self._desk.close()
+        self._context.close()
 
     async def _own_mistake(self, request: Request, problem: Exception) -> Response:
         del request
@@ -189,73 +203,117 @@ def make_app(config: GatewayConfig, engine: Engine, text: ModelText, clock: Cloc
     return Gateway(config, engine, text, clock or SystemClock())
 
 
-def _routes(desk: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
-    document = msgspec.json.encode(description(fusionai.__version__, has_keys=desk.config.keys is not None))
-    chat, completions, embeddings = ChatEndpoint(desk), CompletionEndpoint(desk), EmbeddingEndpoint(desk)
-    status, events = StatusEndpoint(desk), StatusEventsEndpoint(desk)
-
-    async def chat_completions(request: Request) -> Response:
-        return await chat(request)
-
-    async def text_completions(request: Request) -> Response:
-        return await completions(request)
-
-    async def text_embeddings(request: Request) -> Response:
-        return await embeddings(request)
-
-    async def pool_status(request: Request) -> Response:
-        return await status(request)
-
-    async def pool_status_events(request: Request) -> Response:
-        return await events(request)
-
-    async def models(request: Request) -> Response:
-        del request
-        config = desk.config
-        return desk.answer(ModelList([_card(desk, name) for name in (config.model, *config.aliases, *config.adapters)]))
-
-    async def model(request: Request) -> Response:
-        name = request.path_params["model"]
-        adapter_of(name, desk.config)
-        return desk.answer(_card(desk, name))
-
-    async def health(request: Request) -> Response:
-        del request
-        return Response(b'{"status":"up"}', media_type="application/json")
-
-    async def ready(request: Request) -> Response:
-        del request
-        state = desk.engine.status
-        body = msgspec.json.encode({"ready": state.state == "ready", "state": state.state, "detail": state.detail})
-        return Response(body, 200 if state.state == "ready" else 503, media_type="application/json")
-
-    async def numbers(request: Request) -> Response:
-        del request
-        return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
-
-    async def openapi(request: Request) -> Response:
-        del request
-        return Response(document, media_type="application/json")
-
+def _routes(context: GatewayContext, metrics: Metrics) -> list[BaseRoute]:
+    models, status = ModelEndpoint(context), StatusEndpoint(context, metrics)
     return [
-        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-        Route("/v1/completions", text_completions, methods=["POST"]),
-        Route("/v1/embeddings", text_embeddings, methods=["POST"]),
-        Route("/v1/models", models),
-        Route("/v1/models/{model:path}", model),
-        Route("/fusion/status", pool_status),
-        Route("/fusion/status/events", pool_status_events),
-        Route("/health", health),
-        Route("/ready", ready),
-        Route("/metrics", numbers),
-        Route("/openapi.json", openapi),
+        Route("/v1/chat/completions", ChatEndpoint(context).chat_completions, methods=["POST"]),
+        Route("/v1/completions", CompletionEndpoint(context).text_completions, methods=["POST"]),
+        Route("/v1/embeddings", EmbeddingEndpoint(context).text_embeddings, methods=["POST"]),
+        Route("/v1/models", models.models),
+        Route("/v1/models/{model:path}", models.model),
+        Route("/fusion/status", status.pool_status),
+        Route("/fusion/status/events", status.pool_status_events),
+        Route("/health", status.health),
+        Route("/ready", status.ready),
+        Route("/metrics", status.numbers),
+        Route("/openapi.json", status.openapi),
         *(Route(f"/{path}", _page(*_PAGE[path])) for path in _PAGE),
     ]
 
 
-def _card(desk: GatewayContext, name: str) -> ModelCard:
-    parent = desk.config.model if name in desk.config.adapters else None
-    return ModelCard(name, desk.config.created_s, desk.engine.context_tokens, parent=parent)
+class ModelEndpoint:
+    """Lists the model and its adapters."""
+
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
+
+    async def models(self, request: Request) -> Response:
+        """Every name that a request may give as its model."""
+        del request
+        config = self._context.config
+        return json_response(
+            ModelList([self._card(name) for name in (config.model, *config.aliases, *config.adapters)])
+        )
+
+    async def model(self, request: Request) -> Response:
+        """One of the models."""
+        name = request.path_params["model"]
+        adapter_of(name, self._context.config)
+        return json_response(self._card(name))
+
+    def _card(self, name: str) -> ModelCard:
+        config = self._context.config
+        parent = config.model if name in config.adapters else None
+        return ModelCard(name, config.created_s, self._context.engine.context_tokens, parent=parent)
+
+
+class StatusEndpoint:
+    """Reports the state of the pool, of this process, its metrics and its API."""
+
+    def __init__(self, context: GatewayContext, metrics: Metrics) -> None:
+        self._context = context
+        self._metrics = metrics
+        has_keys = context.config.keys is not None
+        self._document = msgspec.json.encode(description(fusionai.__version__, has_keys=has_keys))
+
+    async def pool_status(self, request: Request) -> Response:
+        """The state of the engine and the members."""
+        del request
+        return json_response(self._report())
+
+    async def pool_status_events(self, request: Request) -> Response:
+        """A stream of reports: one at once, and one after each change."""
+        del request
+
+        async def nothing() -> None:
+            """There is no generation to cancel."""
+
+        context = self._context
+        return EventStream(
+            self._changes(), context.config.limits, context.streams, on_slow=_ignore, on_gone=_ignore, on_end=nothing
+        )
+
+    async def health(self, request: Request) -> Response:
+        """Answers while the process runs."""
+        del request
+        return Response(b'{"status":"up"}', media_type="application/json")
+
+    async def ready(self, request: Request) -> Response:
+        """Status 200 while the engine is ready, else 503."""
+        del request
+        state = self._context.engine.status
+        is_ready = state.state == "ready"
+        body = {"ready": is_ready, "state": state.state, "detail": state.detail}
+        return json_response(body, 200 if is_ready else 503)
+
+    async def numbers(self, request: Request) -> Response:
+        """Metrics in Prometheus' format."""
+        del request
+        return Response(self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def openapi(self, request: Request) -> Response:
+        """The description of this API."""
+        del request
+        return Response(self._document, media_type="application/json")
+
+    async def _changes(self) -> AsyncGenerator[bytes, None]:
+        sent: EngineStatus | None = None
+        while True:
+            report = self._report()
+            if report.engine != sent:
+                sent = report.engine
+                yield event(report)
+            await asyncio.sleep(_STATUS_PERIOD_S)
+
+    def _report(self) -> StatusReport:
+        context = self._context
+        return StatusReport(
+            context.config.model, context.engine.context_tokens, context.clock.wall_s(), context.engine.status
+        )
+
+
+def _ignore() -> None:
+    """Disconnected status pages are not counted."""
 
 
 def _page(file: str, media: str) -> Callable[[Request], Awaitable[Response]]:
@@ -279,12 +337,12 @@ async def _http_error(request: Request, problem: Exception) -> Response:
     path = request.url.path[:200]
     match problem.status_code:
         case 404:
-            told = ApiError(404, f"There is no path `{path}`; see `/openapi.json` for all paths.", code="not_found")
+            answer = ApiError(404, f"There is no path `{path}`; see `/openapi.json` for all paths.", code="not_found")
         case 405:
             headers = dict(problem.headers or {})
-            taken = headers.get("Allow", "other methods")
-            message = f"`{path}` accepts {taken}, not {request.method}."
-            told = ApiError(405, message, code="method_not_allowed", headers=headers)
+            allowed = headers.get("Allow", "other methods")
+            message = f"`{path}` accepts {allowed}, not {request.method}."
+            answer = ApiError(405, message, code="method_not_allowed", headers=headers)
         case status:
-            told = ApiError(status, problem.detail, code="http_error")
-    return error_response(told)
+            answer = ApiError(status, problem.detail, code="http_error")
+    return error_response(answer)

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: the form of the answer; its content comes from the engine.
+"""Answers `POST /v1/chat/completions`: the form of the answer; its content comes from the engine.
 
 Neighbours: `requests.ChatRequest` comes in, `answers.ChatCompletion` or a stream of `answers.ChatChunk` goes out.
 """
@@ -10,11 +10,11 @@ import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fusionai.gateway import asking
+from fusionai.gateway import parameters
 from fusionai.gateway.answers import (
     AnswerMessage,
     ChatChoice,
@@ -26,14 +26,16 @@ from fusionai.gateway.answers import (
     FunctionCall,
     FunctionDelta,
     MessageDelta,
+    RouteReport,
     TokenLogprobs,
     ToolCallAnswer,
     ToolCallDelta,
     TopLogprob,
+    Usage,
 )
-from fusionai.gateway.desk import GatewayContext, Heading
-from fusionai.gateway.errors import invalid
-from fusionai.gateway.generating import AnswerText, ApiGeneration, Choice, Delta
+from fusionai.gateway.context import GatewayContext, Heading
+from fusionai.gateway.errors import as_api_error, invalid
+from fusionai.gateway.generation import AnswerLogprob, ApiGeneration, Choice, Delta
 from fusionai.gateway.requests import (
     ChatRequest,
     JsonObjectFormat,
@@ -45,35 +47,35 @@ from fusionai.gateway.requests import (
 )
 from fusionai.gateway.streaming import comment, event, while_connected
 from fusionai.serving.constraint import Form, JsonObject, JsonSchema
-from fusionai.serving.interface import Constraint, Generation, GenerationPaused
-from fusionai.serving.text import Tokenizer
+from fusionai.serving.interface import GenerationPaused
 from fusionai.serving.tool_grammar import call_grammar
 from fusionai.serving.tool_reading import ToolReader
 from fusionai.serving.tools import CallPiece, ToolDefinition, calls_of
 
 
 class ChatEndpoint:
-    """Handles one request per call."""
+    """Answers chats."""
 
-    def __init__(self, desk: GatewayContext) -> None:
-        self._desk = desk
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
 
-    async def __call__(self, request: Request) -> Response:
-        body, heading, is_stream = await self._desk.opened(request, ChatRequest, "chatcmpl")
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer one request."""
+        body, heading = await self._context.opened(request, ChatRequest, "chatcmpl")
         choices = await while_connected(request, self._choices(request, body))
-        compose = self._chunks if is_stream else self._whole
-        return await self._desk.reply(request, choices, lambda started: compose(started, heading, len(choices)))
+        compose = self._chunks if heading.is_stream else self._whole
+        return await self._context.reply(request, choices, lambda started: compose(started, heading, len(choices)))
 
     async def _choices(self, request: Request, body: ChatRequest) -> list[Choice]:
-        desk, text = self._desk, self._desk.text
-        count = desk.check_count(body.n or 1, 1)
+        context, text = self._context, self._context.text
+        count = context.check_count(body.n or 1, 1)
         tools = _tools(body)
         if tools and text.tool_form is None:
             raise invalid("This model's chat template does not support tools.", "tools", "unsupported_parameter")
         form = self._form(body, tools)
         written = _written(body)
-        await asking.check_length(written, text, desk.engine, "messages")
-        prompt = await asking.off_loop(
+        await parameters.check_length(written, text, context.engine, "messages")
+        prompt = await parameters.off_loop(
             sum(map(len, written)),
             text.chat_tokens,
             [plain(message) for message in body.messages],
@@ -83,32 +85,20 @@ class ChatEndpoint:
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise invalid("Give `max_completion_tokens` or the older `max_tokens`, not both.", "max_tokens")
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        room = asking.room_for(len(prompt), asked, None, desk.engine, "messages")
+        room = parameters.room_for(len(prompt), asked, None, context.engine, "messages")
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid("`top_logprobs` needs `logprobs: true`.", "top_logprobs")
-        sampling = asking.sampling_of(body, text.sampling, desk.engine.vocabulary)
-        stops = (*asking.stops_of(body), *text.stops)
-        stop_tokens = asking.stop_tokens_of(body, desk.stop_tokens, desk.engine.vocabulary)
+        shared = context.parameters(request, body)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
         choices: list[Choice] = []
         for index in range(count):
-            constraint: Constraint | None = None if form is None else await desk.constraint(form)
-            generation = Generation(
-                prompt=prompt,
-                max_tokens=max(room, 1),
-                sampling=desk.seeded(sampling, index),
-                stop_tokens=stop_tokens,
-                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-                scope=desk.scope(request),
-                adapter=asking.adapter_of(body.model, desk.config),
-                constraint=constraint,
-                deadline_s=asking.deadline_of(body, desk.config),
-            )
+            constraint = None if form is None else await context.constraint(form)
             choices.append(
                 Choice(
                     index=index,
                     prompt=0,
-                    generation=generation,
-                    decoder=text.decoder(stops=stops, tools=bool(tools)),
+                    generation=shared.generation(index, prompt, room, logprobs, constraint=constraint),
+                    decoder=text.decoder(stops=(*shared.stops, *text.stops), tools=bool(tools)),
                     tools=ToolReader(text.tool_form, tools) if tools and text.tool_form is not None else None,
                     one_call=body.parallel_tool_calls is False,
                     keeps=None if room else 0,
@@ -134,33 +124,35 @@ class ChatEndpoint:
                 'to "none".',
                 "response_format",
             )
-        form = self._desk.text.tool_form
+        form = self._context.text.tool_form
         match body.tool_choice:
             case NamedChoice(function=function) if form is not None:
                 called = [tool for tool in tools if tool.name == function.name]
                 if not called:
                     raise invalid(f"`tools` has no tool named {function.name!r}.", "tool_choice")
-                return self._desk.checked(call_grammar, form, called, self._tokenizer)
+                with as_api_error():
+                    return call_grammar(form, called, self._context.text.tokenizer)
             case "required" if form is not None:
                 several = body.parallel_tool_calls is not False
-                return self._desk.checked(call_grammar, form, tools, self._tokenizer, several=several)
+                with as_api_error():
+                    return call_grammar(form, tools, self._context.text.tokenizer, several=several)
             case _:
                 return wanted
 
-    async def _whole(self, generating: ApiGeneration, heading: Heading, count: int) -> ChatCompletion:
+    async def _whole(self, generation: ApiGeneration, heading: Heading, count: int) -> ChatCompletion:
         texts: list[list[str]] = [[] for _ in range(count)]
         called: list[list[CallPiece]] = [[] for _ in range(count)]
-        said: list[list[AnswerText]] = [[] for _ in range(count)]
+        logprobs: list[list[AnswerLogprob]] = [[] for _ in range(count)]
         finish: list[FinishWord] = ["stop"] * count
         with_logprobs = heading.with_logprobs
-        async for happening in generating.happenings():
-            if not isinstance(happening, Delta):
+        async for update in generation.updates():
+            if not isinstance(update, Delta):
                 continue
-            at = happening.index
-            texts[at].append(happening.text)
-            said[at].extend(happening.said)
-            called[at].extend(happening.calls)
-            finish[at] = happening.finish or finish[at]
+            at = update.index
+            texts[at].append(update.text)
+            logprobs[at].extend(update.logprobs)
+            called[at].extend(update.calls)
+            finish[at] = update.finish or finish[at]
         calls = [
             [ToolCallAnswer(call.call_id, FunctionCall(call.name, call.arguments)) for call in calls_of(pieces)]
             for pieces in called
@@ -170,7 +162,7 @@ class ChatEndpoint:
                 at,
                 AnswerMessage(("".join(texts[at]) or None) if calls[at] else "".join(texts[at]), calls[at] or UNSET),
                 finish[at],
-                self._logprobs(said[at]) if with_logprobs else None,
+                self._logprobs(logprobs[at]) if with_logprobs else None,
             )
             for at in range(count)
         ]
@@ -179,46 +171,47 @@ class ChatEndpoint:
             heading.created,
             heading.model,
             choices,
-            generating.usage,
-            fusion=self._desk.report(generating) if heading.with_route else UNSET,
+            generation.usage,
+            fusion=heading.route(generation),
         )
 
-    async def _chunks(self, generating: ApiGeneration, heading: Heading, count: int) -> AsyncGenerator[bytes, None]:
-        usage = None if heading.with_usage else UNSET
+    async def _chunks(self, generation: ApiGeneration, heading: Heading, count: int) -> AsyncGenerator[bytes, None]:
+        no_usage = None if heading.with_usage else UNSET
 
-        def chunk(choice: ChatChunkChoice) -> bytes:
-            return event(ChatChunk(heading.answer_id, heading.created, heading.model, [choice], usage))
+        def chunk(
+            *choices: ChatChunkChoice,
+            usage: Usage | UnsetType | None = no_usage,
+            route: RouteReport | UnsetType = UNSET,
+        ) -> bytes:
+            name, created_s, model = heading.answer_id, heading.created, heading.model
+            return event(ChatChunk(name, created_s, model, list(choices), usage, fusion=route))
 
         for index in range(count):
             yield chunk(ChatChunkChoice(index, MessageDelta("assistant", "")))
         unfinished = count
-        async for happening in generating.happenings():
-            match happening:
+        async for update in generation.updates():
+            match update:
                 case GenerationPaused():
-                    yield comment(f"{happening.state}: {happening.detail}")
+                    yield comment(f"{update.state}: {update.detail}")
                 case Delta(index=at):
-                    logprobs = self._logprobs(list(happening.said)) if happening.said else None
-                    if happening.text or logprobs is not None:
-                        yield chunk(ChatChunkChoice(at, MessageDelta(content=happening.text), logprobs=logprobs))
-                    for delta in _call_deltas(happening.calls):
+                    logprobs = self._logprobs(list(update.logprobs)) if update.logprobs else None
+                    if update.text or logprobs is not None:
+                        yield chunk(ChatChunkChoice(at, MessageDelta(content=update.text), logprobs=logprobs))
+                    for delta in _call_deltas(update.calls):
                         yield chunk(ChatChunkChoice(at, MessageDelta(tool_calls=[delta])))
-                    if happening.finish is not None:
+                    if update.finish is not None:
                         unfinished -= 1
-                        last = ChatChunkChoice(at, MessageDelta(), happening.finish)
-                        is_told = heading.with_route and not unfinished and not heading.with_usage
-                        told = self._desk.report(generating) if is_told else UNSET
-                        yield event(
-                            ChatChunk(heading.answer_id, heading.created, heading.model, [last], usage, fusion=told)
-                        )
+                        last = ChatChunkChoice(at, MessageDelta(), update.finish)
+                        is_end = not unfinished and not heading.with_usage
+                        yield chunk(last, route=heading.route(generation) if is_end else UNSET)
                 case _:
                     pass
         if heading.with_usage:
-            told = self._desk.report(generating) if heading.with_route else UNSET
-            yield event(ChatChunk(heading.answer_id, heading.created, heading.model, [], generating.usage, fusion=told))
+            yield chunk(usage=generation.usage, route=heading.route(generation))
         yield b"data: [DONE]\n\n"
 
-    def _logprobs(self, said: list[AnswerText]) -> ChatLogprobs:
-        tokenizer = self._tokenizer
+    def _logprobs(self, logprobs: list[AnswerLogprob]) -> ChatLogprobs:
+        tokenizer = self._context.text.tokenizer
         return ChatLogprobs(
             [
                 TokenLogprobs(
@@ -230,13 +223,9 @@ class ChatEndpoint:
                         for token, value in one.logprob.top
                     ],
                 )
-                for one in said
+                for one in logprobs
             ]
         )
-
-    @property
-    def _tokenizer(self) -> Tokenizer:
-        return self._desk.text.tokenizer
 
 
 def _call_deltas(pieces: Sequence[CallPiece]) -> Iterator[ToolCallDelta]:

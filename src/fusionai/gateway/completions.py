@@ -1,6 +1,4 @@
-"""`POST /v1/completions`: continues texts. Decides the form of the answer; its content comes from the engine.
-
-Also answers `/v1/embeddings`, which takes the same prompts.
+"""Answers `POST /v1/completions` and `POST /v1/embeddings`, which take the same prompts.
 
 Neighbours: `requests.CompletionRequest` comes in, `answers.Completion` goes out, whole or in parts.
 """
@@ -15,28 +13,28 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fusionai.gateway import asking
+from fusionai.gateway import parameters
 from fusionai.gateway.answers import (
     Completion,
     Embedding,
     EmbeddingList,
     EmbeddingUsage,
     FinishWord,
+    RouteReport,
     TextChoice,
     TextLogprobs,
+    Usage,
 )
-from fusionai.gateway.asking import check_length, check_tokens, off_loop
-from fusionai.gateway.desk import GatewayContext, Heading
-from fusionai.gateway.errors import invalid, of_failure
-from fusionai.gateway.generating import AnswerText, ApiGeneration, Choice, Delta, PromptSaid
+from fusionai.gateway.context import GatewayContext, Heading, json_response
+from fusionai.gateway.errors import as_api_error, invalid
+from fusionai.gateway.generation import AnswerLogprob, ApiGeneration, Choice, Delta, PromptProcessed
 from fusionai.gateway.requests import CompletionRequest, EmbeddingRequest, read
 from fusionai.gateway.streaming import comment, event, while_connected
-from fusionai.primitives.errors import FusionError
-from fusionai.serving.interface import Engine, Generation, GenerationPaused, TokenLogprob
+from fusionai.serving.interface import Engine, GenerationPaused, TokenLogprob
 from fusionai.serving.model_text import ModelText
 
 
@@ -59,15 +57,15 @@ async def prompts_of(
     for prompt in prompts:
         if not prompt:
             raise invalid(f"`{param}` is empty: expected at least one token.", param)
-        check_tokens(prompt, engine.vocabulary, param)
+        parameters.check_tokens(prompt, engine.vocabulary, param)
     return prompts
 
 
 async def _texts(texts: Sequence[str], text: ModelText, engine: Engine, param: str) -> list[tuple[int, ...]]:
     prompts: list[tuple[int, ...]] = []
     for one in texts:
-        await check_length([one], text, engine, param)
-        prompts.append(await off_loop(len(one), text.text_tokens, one))
+        await parameters.check_length([one], text, engine, param)
+        prompts.append(await parameters.off_loop(len(one), text.text_tokens, one))
     return prompts
 
 
@@ -85,124 +83,116 @@ class _Echo:
 
 
 class CompletionEndpoint:
-    """Handles one request per call."""
+    """Continues texts."""
 
-    def __init__(self, desk: GatewayContext) -> None:
-        self._desk = desk
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
 
-    async def __call__(self, request: Request) -> Response:
-        body, heading, is_stream = await self._desk.opened(request, CompletionRequest, "cmpl")
+    async def text_completions(self, request: Request) -> Response:
+        """Answer one request."""
+        body, heading = await self._context.opened(request, CompletionRequest, "cmpl")
         choices, echoes = await while_connected(request, self._choices(request, body))
-        compose = self._chunks if is_stream else self._whole
-        return await self._desk.reply(request, choices, lambda started: compose(started, heading, echoes))
+        compose = self._chunks if heading.is_stream else self._whole
+        return await self._context.reply(request, choices, lambda started: compose(started, heading, echoes))
 
     async def _choices(self, request: Request, body: CompletionRequest) -> tuple[list[Choice], list[_Echo | None]]:
-        desk, text = self._desk, self._desk.text
+        context, text = self._context, self._context.text
         each = body.n or 1
         many = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
-        desk.check_count(each, many)
-        prompts = await prompts_of(body.prompt, text, desk.engine, "prompt")
-        sampling = asking.sampling_of(body, text.sampling, desk.engine.vocabulary)
-        stop_tokens = asking.stop_tokens_of(body, desk.stop_tokens, desk.engine.vocabulary)
-        stops = asking.stops_of(body)
+        context.check_count(each, many)
+        prompts = await prompts_of(body.prompt, text, context.engine, "prompt")
+        shared = context.parameters(request, body)
         choices: list[Choice] = []
         echoes: list[_Echo | None] = []
         for number, prompt in enumerate(prompts):
-            room = asking.room_for(len(prompt), body.max_tokens, _DEFAULT_TOKENS, desk.engine, "prompt")
+            room = parameters.room_for(len(prompt), body.max_tokens, _DEFAULT_TOKENS, context.engine, "prompt")
             echo = self._echo(prompt) if body.echo else None
             for index in range(number * each, (number + 1) * each):
-                generation = Generation(
-                    prompt=prompt,
-                    max_tokens=max(room, 1),
-                    sampling=desk.seeded(sampling, index),
-                    stop_tokens=stop_tokens,
-                    logprobs=body.logprobs,
-                    scope=desk.scope(request),
-                    adapter=asking.adapter_of(body.model, desk.config),
-                    deadline_s=asking.deadline_of(body, desk.config),
-                    prompt_logprobs=echo is not None and body.logprobs is not None,
-                )
-                decoder = text.decoder(stops=stops, after=prompt)
+                with_prompt = echo is not None and body.logprobs is not None
+                generation = shared.generation(index, prompt, room, body.logprobs, prompt_logprobs=with_prompt)
+                decoder = text.decoder(stops=shared.stops, after=prompt)
                 choices.append(Choice(index, number, generation, decoder, keeps=None if room else 0))
                 echoes.append(echo)
         return choices, echoes
 
     def _echo(self, prompt: Sequence[int]) -> _Echo:
-        decoder = self._desk.text.decoder()
+        decoder = self._context.text.decoder()
         pieces = [decoder.add(token) for token in prompt]
         text = "".join(piece.text for piece in (*pieces, decoder.finish()))
         return _Echo(text, tuple(prompt), tuple(piece.offset for piece in pieces))
 
-    async def _whole(self, generating: ApiGeneration, heading: Heading, echoes: Sequence[_Echo | None]) -> Completion:
+    async def _whole(self, generation: ApiGeneration, heading: Heading, echoes: Sequence[_Echo | None]) -> Completion:
         texts: list[list[str]] = [[] for _ in echoes]
         logprobs = [_empty() for _ in echoes]
         finish: list[FinishWord] = ["stop"] * len(echoes)
-        async for happening in generating.happenings():
-            match happening:
-                case PromptSaid(index=at) if (echo := echoes[at]) is not None:
+        async for update in generation.updates():
+            match update:
+                case PromptProcessed(index=at) if (echo := echoes[at]) is not None:
                     texts[at].append(echo.text)
-                    _extend(logprobs[at], self._of_prompt(echo, happening.read.logprobs))
+                    _extend(logprobs[at], self._of_prompt(echo, update.read.logprobs))
                 case Delta(index=at):
-                    texts[at].append(happening.text)
-                    _extend(logprobs[at], self._of_answer(happening.said, echoes[at]))
-                    finish[at] = happening.finish or finish[at]
+                    texts[at].append(update.text)
+                    _extend(logprobs[at], self._of_answer(update.logprobs, echoes[at]))
+                    finish[at] = update.finish or finish[at]
                 case _:
                     pass
         choices = [
             TextChoice(at, "".join(texts[at]), finish[at], logprobs[at] if heading.with_logprobs else None)
             for at in range(len(echoes))
         ]
-        told = self._desk.report(generating) if heading.with_route else UNSET
-        return Completion(heading.answer_id, heading.created, heading.model, choices, generating.usage, fusion=told)
+        route = heading.route(generation)
+        return Completion(heading.answer_id, heading.created, heading.model, choices, generation.usage, fusion=route)
 
     async def _chunks(
-        self, generating: ApiGeneration, heading: Heading, echoes: Sequence[_Echo | None]
+        self, generation: ApiGeneration, heading: Heading, echoes: Sequence[_Echo | None]
     ) -> AsyncGenerator[bytes, None]:
-        usage = None if heading.with_usage else UNSET
+        no_usage = None if heading.with_usage else UNSET
         unfinished = len(echoes)
-        async for happening in generating.happenings():
-            match happening:
+
+        def chunk(
+            *choices: TextChoice,
+            usage: Usage | UnsetType | None = no_usage,
+            route: RouteReport | UnsetType = UNSET,
+        ) -> bytes:
+            name, created_s, model = heading.answer_id, heading.created, heading.model
+            return event(Completion(name, created_s, model, list(choices), usage, fusion=route))
+
+        async for update in generation.updates():
+            match update:
                 case GenerationPaused():
-                    yield comment(f"{happening.state}: {happening.detail}")
-                case PromptSaid(index=at) if (echo := echoes[at]) is not None:
-                    told = self._of_prompt(echo, happening.read.logprobs) if heading.with_logprobs else None
-                    choice = TextChoice(at, echo.text, None, told)
-                    yield event(Completion(heading.answer_id, heading.created, heading.model, [choice], usage))
+                    yield comment(f"{update.state}: {update.detail}")
+                case PromptProcessed(index=at) if (echo := echoes[at]) is not None:
+                    logprobs = self._of_prompt(echo, update.read.logprobs) if heading.with_logprobs else None
+                    yield chunk(TextChoice(at, echo.text, None, logprobs))
                 case Delta(index=at):
-                    unfinished -= happening.finish is not None
-                    is_last = heading.with_route and not unfinished and not heading.with_usage
-                    said = self._of_answer(happening.said, echoes[at]) if happening.said else None
-                    choice = TextChoice(at, happening.text, happening.finish, said)
-                    route = self._desk.report(generating) if is_last else UNSET
-                    yield event(
-                        Completion(heading.answer_id, heading.created, heading.model, [choice], usage, fusion=route)
-                    )
+                    unfinished -= update.finish is not None
+                    logprobs = self._of_answer(update.logprobs, echoes[at]) if update.logprobs else None
+                    is_end = not unfinished and not heading.with_usage
+                    route = heading.route(generation) if is_end else UNSET
+                    yield chunk(TextChoice(at, update.text, update.finish, logprobs), route=route)
                 case _:
                     pass
         if heading.with_usage:
-            route = self._desk.report(generating) if heading.with_route else UNSET
-            yield event(
-                Completion(heading.answer_id, heading.created, heading.model, [], generating.usage, fusion=route)
-            )
+            yield chunk(usage=generation.usage, route=heading.route(generation))
         yield b"data: [DONE]\n\n"
 
-    def _of_answer(self, said: Sequence[AnswerText], echo: _Echo | None) -> TextLogprobs:
+    def _of_answer(self, logprobs: Sequence[AnswerLogprob], echo: _Echo | None) -> TextLogprobs:
         before = 0 if echo is None else len(echo.text)
-        return self._lists([(one.logprob.token, one.logprob, before + one.offset) for one in said])
+        return self._lists([(one.logprob.token, one.logprob, before + one.offset) for one in logprobs])
 
-    def _of_prompt(self, echo: _Echo, told: Sequence[TokenLogprob]) -> TextLogprobs:
+    def _of_prompt(self, echo: _Echo, logprobs: Sequence[TokenLogprob]) -> TextLogprobs:
         """Log-probabilities of the prompt; the first token has none, because nothing precedes it."""
-        known = [*itertools.repeat(None, len(echo.tokens) - len(told)), *told]
+        known = [*itertools.repeat(None, len(echo.tokens) - len(logprobs)), *logprobs]
         return self._lists(list(zip(echo.tokens, known, echo.offsets, strict=True)))
 
     def _lists(self, rows: Sequence[tuple[int, TokenLogprob | None, int]]) -> TextLogprobs:
-        named = self._desk.text.tokenizer.token_text
+        named = self._context.text.tokenizer.token_text
         return TextLogprobs(
             tokens=[named(token) for token, _, _ in rows],
-            token_logprobs=[None if said is None else said.logprob for _, said, _ in rows],
+            token_logprobs=[None if known is None else known.logprob for _, known, _ in rows],
             top_logprobs=[
-                None if said is None else {named(token): value for token, value in reversed(said.top)}
-                for _, said, _ in rows
+                None if known is None else {named(token): value for token, value in reversed(known.top)}
+                for _, known, _ in rows
             ],
             text_offset=[offset for _, _, offset in rows],
         )
@@ -220,33 +210,32 @@ def _extend(all_of: TextLogprobs, more: TextLogprobs) -> None:
 
 
 class EmbeddingEndpoint:
-    """Handles one request per call."""
+    """Computes vectors of texts."""
 
-    def __init__(self, desk: GatewayContext) -> None:
-        self._desk = desk
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
 
-    async def __call__(self, request: Request) -> Response:
-        desk = self._desk
-        asking.check_ready(desk.engine)
-        body = await read(request, EmbeddingRequest, desk.config.limits)
-        adapter = asking.adapter_of(body.model, desk.config)
-        most = desk.config.limits.inputs
+    async def text_embeddings(self, request: Request) -> Response:
+        """Answer one request."""
+        context = self._context
+        parameters.check_ready(context.engine)
+        body = await read(request, EmbeddingRequest, context.config.limits)
+        adapter = parameters.adapter_of(body.model, context.config)
+        most = context.config.limits.inputs
         if isinstance(body.input, list) and not isinstance(body.input[0], int) and len(body.input) > most:
             raise invalid(f"The request has {len(body.input)} inputs; at most {most} are allowed.", "input")
-        answer = await while_connected(request, self._answer(body, desk.scope(request), adapter))
-        return desk.answer(answer)
+        answer = await while_connected(request, self._answer(body, request.state.holder.scope, adapter))
+        return json_response(answer)
 
     async def _answer(self, body: EmbeddingRequest, scope: str, adapter: str | None) -> EmbeddingList:
-        desk = self._desk
-        prompts = await prompts_of(body.input, desk.text, desk.engine, "input")
+        context = self._context
+        prompts = await prompts_of(body.input, context.text, context.engine, "input")
         for prompt in prompts:
-            if len(prompt) > desk.engine.context_tokens:
-                message = f"The model's limit is {desk.engine.context_tokens} tokens; one input has {len(prompt)}."
+            if len(prompt) > context.engine.context_tokens:
+                message = f"The model's limit is {context.engine.context_tokens} tokens; one input has {len(prompt)}."
                 raise invalid(message, "input", "context_length_exceeded")
-        try:
-            vectors = await desk.engine.embed(prompts, scope, adapter)
-        except FusionError as problem:
-            raise of_failure(problem) from problem
+        with as_api_error():
+            vectors = await context.engine.embed(prompts, scope, adapter)
         if body.dimensions is not None:
             vectors = [_shortened(vector, body.dimensions) for vector in vectors]
         data = [
@@ -254,7 +243,7 @@ class EmbeddingEndpoint:
             for index, vector in enumerate(vectors)
         ]
         tokens = sum(map(len, prompts))
-        return EmbeddingList(data, adapter or desk.config.model, EmbeddingUsage(tokens, tokens))
+        return EmbeddingList(data, adapter or context.config.model, EmbeddingUsage(tokens, tokens))
 
 
 def _shortened(vector: list[float], dimensions: int) -> list[float]:

@@ -43,7 +43,9 @@ class KeyRing:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as problem:
-            raise UsageError(f"{path}: the file of API keys can't be read: {problem}") from problem
+            raise UsageError(
+                f"{path}: the file of API keys can't be read: {problem}.", hint="Write one key per line, as text."
+            ) from problem
         digests: dict[bytes, str] = {}
         for number, line in enumerate(lines, 1):
             if not line.strip() or line.lstrip().startswith("#"):
@@ -58,8 +60,8 @@ class KeyRing:
                     f"{SHORTEST_KEY_CHARACTERS} are needed.",
                     hint='Make a key with: python -c "import secrets; print(secrets.token_urlsafe(24))".',
                 )
-            told = bytes.fromhex(digest[1]) if digest else hashlib.sha256(found["key"].encode()).digest()
-            digests[told] = found["name"] or f"key {len(digests) + 1}"
+            value = bytes.fromhex(digest[1]) if digest else hashlib.sha256(found["key"].encode()).digest()
+            digests[value] = found["name"] or f"key {len(digests) + 1}"
         if not digests:
             raise UsageError(f"{path} contains no API key.", hint="Write one key per line.")
         return cls(digests)

@@ -7,7 +7,8 @@ Neighbours: every endpoint raises `ApiError`; `app` turns it and any other excep
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import ceil
 
 import msgspec
@@ -79,6 +80,15 @@ def of_failure(problem: FusionError) -> ApiError:
             return invalid(str(problem))
         case _:
             return ApiError(503, str(problem), code="engine_failed", retry_after_s=1.0)
+
+
+@contextmanager
+def as_api_error() -> Iterator[None]:
+    """Turn a failure of the engine, a tokenizer or a template into an `ApiError`."""
+    try:
+        yield
+    except FusionError as problem:
+        raise of_failure(problem) from problem
 
 
 def error_bytes(problem: ApiError) -> bytes:

@@ -1,6 +1,6 @@
 """Prometheus metrics: the gateway's own counters, and the engine's figures when scraped. They contain no text of users.
 
-Neighbours: `guards` counts requests, `generating` counts tokens, `app` serves `/metrics`.
+`admission` counts requests, `generation` counts tokens, `app` serves `/metrics`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Also reads and checks the body of a request.
 
 A field of OpenAI's API that this gateway does not support is refused by name, like every unknown name: no setting is
-ignored silently. Fields that have no effect are accepted (`HARMLESS`). Neighbours: `reading` decodes the structs,
-`openapi` describes them.
+ignored silently. Fields that have no effect are accepted (`HARMLESS`). `app` describes the structs
+in its OpenAPI document.
 """
 
 from __future__ import annotations
@@ -257,19 +257,19 @@ class EmbeddingRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def plain(message: Message) -> dict[str, Any]:
     """The message in the form that templates read."""
-    told = msgspec.to_builtins(message)
-    if told["role"] == "developer":
-        told["role"] = "system"
-    if told["role"] == "assistant":
+    rendered = msgspec.to_builtins(message)
+    if rendered["role"] == "developer":
+        rendered["role"] = "system"
+    if rendered["role"] == "assistant":
         for name in ("refusal", "function_call", "audio", "annotations"):
-            del told[name]
-    return told
+            del rendered[name]
+    return rendered
 
 
 Form = TypeVar("Form", bound=msgspec.Struct)
 _WHERE: Final = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
-_HEARD_OUT: Final = 4
+_DRAINED: Final = 4
 """A body up to this many times the limit is read to its end, without keeping it, before it is refused."""
 _MISSING: Final = re.compile(r"Object missing required field `(?P<name>.*)`")
 
@@ -299,8 +299,8 @@ def decode(body: bytes, form: type[Form]) -> Form:
 
 
 async def _body(request: Request, limits: RequestLimits) -> bytes:
-    told = request.headers.get("content-length", "")
-    if told.isdecimal() and (len(told) > 18 or int(told) > _HEARD_OUT * limits.body_bytes):
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and (len(announced) > 18 or int(announced) > _DRAINED * limits.body_bytes):
         raise _too_large(limits)
     body = bytearray()
     size = 0
@@ -311,7 +311,7 @@ async def _body(request: Request, limits: RequestLimits) -> bytes:
                 if size <= limits.body_bytes:
                     body += piece
                 # Most clients read no answer before they have sent the whole body, so the rest is read and dropped.
-                elif size > _HEARD_OUT * limits.body_bytes:
+                elif size > _DRAINED * limits.body_bytes:
                     raise _too_large(limits)
                 else:
                     body.clear()
@@ -350,9 +350,9 @@ def _wanted(given: dict[str, Any], known: list[str]) -> dict[str, Any]:
     return wanted
 
 
-def _explained(said: str, known: list[str]) -> ApiError:
-    found = _WHERE.match(said)
-    what, path = (found["what"], found["path"] or "") if found else (said, "")
+def _explained(problem: str, known: list[str]) -> ApiError:
+    found = _WHERE.match(problem)
+    what, path = (found["what"], found["path"] or "") if found else (problem, "")
     unknown, missing = _UNKNOWN.match(what), _MISSING.match(what)
     if unknown is not None:
         name = f"{path}.{unknown['name']}" if path else unknown["name"]

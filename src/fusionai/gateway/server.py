@@ -18,8 +18,8 @@ from typing import Final
 
 import uvicorn
 
+from fusionai.gateway.admission import limited
 from fusionai.gateway.app import Gateway
-from fusionai.gateway.guards import limited
 from fusionai.primitives.errors import FusionError, UsageError
 
 _BACKLOG: Final = 1024

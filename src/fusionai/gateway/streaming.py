@@ -1,8 +1,7 @@
 """Streamed answers (server-sent events), and cancellation of work whose client has disconnected.
 
 Decides how much data waits for a client that does not read: past the limit its stream ends with an error event, and its
-request is cancelled, so that nothing else has to wait. Neighbours: `chat`, `completions` and `status` produce the
-events.
+request is cancelled, so that nothing else has to wait. `chat`, `completions` and `app` produce the events.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ PARTIAL_SUFFIX: Final = ".partial"
 """Suffix of files and directories being written. They do not count yet; the next start removes them."""
 
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_RESUMES: Final = "Free some space and start again: the job goes on from its last checkpoint."
+_RESUMES: Final = "Free some space and run the command again; a job continues from its last checkpoint."
 
 
 @contextmanager

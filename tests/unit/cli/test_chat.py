@@ -76,6 +76,9 @@ def gateway() -> Iterator[Gateway]:
 
         def do_GET(self) -> None:
             told.keys.append(self.headers.get("Authorization"))
+            if told.status == 401:
+                self._answer(401, {"error": {"message": "The API key is not valid for this gateway."}})
+                return
             self._answer(200, {"data": [{"id": "tiny"}]} if self.path == "/v1/models" else STATUS)
 
         def do_POST(self) -> None:
@@ -137,6 +140,16 @@ def test_what_the_gateway_refuses_is_said_in_its_words(gateway: Gateway) -> None
         gateway.status, gateway.lines = 200, [chunk("x"), 'data: {"error": {"message": "The pool is gone."}}']
         with pytest.raises(ApiRefusal, match=r"The pool is gone\."):
             parts(client)
+
+
+def test_a_wrong_key_is_refused_with_the_flag_that_sets_it(
+    gateway: Gateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.status = 401
+    assert main(["chat", "--url", gateway.address]) == 1
+    assert "The API key is not valid for this gateway.\nName a file with a valid key: --api-key-file" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_stream_that_breaks_off_is_no_answer(gateway: Gateway) -> None:
@@ -205,7 +218,7 @@ def test_a_model_with_little_room_answers_as_far_as_it_goes(
 
 def test_nobody_there_and_wrong_use(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:9"]) == 1
-    assert "no gateway answers at http://127.0.0.1:9" in capsys.readouterr().err
+    assert "no gateway answers at http://127.0.0.1:9: Connection refused.\n" in capsys.readouterr().err
     assert main(["chat", "--url", "ftp://x"]) == 2
     assert main(["chat", "m", "--url", "http://x"]) == 2
     assert main(["chat", "--local", "2"]) == 2

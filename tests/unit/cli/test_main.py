@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import signal
 import subprocess
 import sys
@@ -59,6 +60,17 @@ def test_help_of_each_command_loads_no_framework(command: str):
 def test_the_list_of_commands_is_complete_and_true():
     for name, lazy in cli.COMMANDS.items():
         assert lazy.load().name == name
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_states_each_default_once(command: str, capsys: pytest.CaptureFixture[str]):
+    assert cli.main([command, "--help"]) == 0
+    options = re.split(r"\n  -", capsys.readouterr().out)[1:]
+    assert options
+    for option in options:
+        assert option.count("[default:") <= 1, option
+        assert "default: (" not in option, option
+        assert "None" not in option, option
 
 
 def test_python_dash_m_is_the_same_command():
@@ -163,6 +175,26 @@ def test_an_interrupt_while_python_closes_down_ends_it_at_once():
         command.send_signal(signal.SIGINT)
         assert command.wait(timeout=CEILING_S) == 130
         assert command.stderr.read() == b""
+
+
+INTERRUPTED_IMPORT = """
+import sys
+
+class Interrupted:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "rich":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted)
+from fusionai.cli import entry
+entry()
+"""
+
+
+def test_an_interrupt_while_the_command_line_is_imported_shows_no_traceback():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 GIVEN_UP = """

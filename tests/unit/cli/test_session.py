@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fusionai.cli.pool import session
 from fusionai.client.pool.session import PoolMember
-from fusionai.primitives.errors import UsageError
+from fusionai.primitives.errors import TransportError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import PeerProfile
 from fusionai.transport.security.identity import peer_of, public_bytes
@@ -86,3 +88,18 @@ def test_for_trusted_peers_the_others_are_left_out_and_named(monkeypatch: pytest
     (tmp_path / "trust.json").unlink()
     with pytest.raises(UsageError, match="attic: not trusted"):
         session.pool_profiles(tmp_path, trusted=True)
+
+
+def test_a_broker_that_does_not_answer_is_named_with_its_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    @asynccontextmanager
+    async def opened(membership: object, *, trust: object) -> AsyncIterator[object]:
+        yield None
+
+    async def ask(_: object) -> None:
+        raise TransportError("nobody answered at tcp://10.0.0.9:4711 (Connection refused).")
+
+    monkeypatch.setattr(session, "PoolSession", opened)
+    monkeypatch.setattr(session, "any_membership", lambda home: SimpleNamespace(pool="attic"))
+    with pytest.raises(TransportError, match=r"the broker of pool 'attic' can't be reached: nobody answered") as raised:
+        session.in_pool(tmp_path, ask)
+    assert "`fusion broker` runs on its machine" in (raised.value.hint or "")

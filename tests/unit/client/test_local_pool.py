@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from fusionai.client.pool import local_pool
 from fusionai.client.pool.local_pool import BROKER, LocalPeer, LocalPool
 from fusionai.client.pool.session import PoolSession
 from fusionai.primitives.errors import FusionError
@@ -92,3 +94,15 @@ def test_a_peer_that_somebody_else_kills_comes_back(tmp_path: Path) -> None:
 
     asyncio.run(story())
     assert said == ["laptop was killed (signal 9); it is restarted in 1 s", "laptop is running again"]
+
+
+def test_a_process_that_could_not_even_log_is_explained_by_the_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "broker.log"
+    log.write_text("")
+    assert local_pool._last_line(log) == "it printed nothing"
+    monkeypatch.setattr("fusionai.client.pool.local_pool.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    assert local_pool._last_line(log) == f"the disk of {tmp_path} is full"
+    log.write_text("error: no such model\n")
+    assert local_pool._last_line(log) == "error: no such model"

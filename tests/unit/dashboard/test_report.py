@@ -142,7 +142,7 @@ def test_faults_are_told_and_drawn(report_data: ReportData) -> None:
     drawn = text[text.index('aria-labelledby="faults"') :]
     drawn = drawn[: drawn.index("</svg>")]
     # Two faults at nearly the same time share a badge.
-    for shown in (">1,2<", ">3<", ">broker<", ">machine a<", ">stage 0<", "var(--red)", ">guards a stage<"):
+    for shown in (">1,2<", ">3<", ">broker<", ">machine a<", ">stage 0<", "var(--red)", ">standby of a stage<"):
         assert shown in drawn, shown
     assert 'aria-labelledby="faults"' not in render_report(report_data)
 

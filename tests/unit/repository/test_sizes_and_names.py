@@ -40,7 +40,6 @@ LONG_FUNCTIONS = frozenset(
         "fusionai.cli.training.train.train",
         "fusionai.client.training.demo._tell_story",
         "fusionai.client.training.train._Run._drive",
-        "fusionai.gateway.app._routes",
         "fusionai.ir.operators._table",
         "fusionai.peer.daemon.run_peer",
         "fusionai.scheduling.kernels.serving_pipeline.cross",

@@ -82,7 +82,7 @@ def parse_source(text: str, architecture: Architecture = "causal_lm") -> ModelSo
     """Return what `text` names: a directory, a `.json` file, `module:function` or a hub id, tried in this order. Raises
     `ModelError` if it is none of them or if the JSON file does not hold a configuration."""
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(
                 f"the directory {text} has no config.json, so it is not a model in Hugging Face layout.",
@@ -93,7 +93,7 @@ def parse_source(text: str, architecture: Architecture = "causal_lm") -> ModelSo
         return ConfigSource(read_config(path), architecture)
     if _CODE_TARGET.fullmatch(text):
         return CodeSource(text)
-    if _HUB_ID.fullmatch(text) and not text.startswith(".") and ".." not in text:
+    if _HUB_ID.fullmatch(text) and not text.startswith(".") and ".." not in text and not path.is_file():
         return HubSource(text, architecture=architecture)
     raise ModelError(
         f"{text!r} is not a model: expected a configuration file (.json), a directory in Hugging Face layout, "

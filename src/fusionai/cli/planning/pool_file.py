@@ -54,7 +54,8 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
         raise RecipeError(f"{path}: not valid TOML: {problem}.") from None
     except OSError as problem:
-        raise RecipeError(f"{path}: can't be read ({problem.strerror}).") from None
+        hint = f"Give the path of a {what} file in TOML."
+        raise RecipeError(f"{path}: can't be read ({problem.strerror}).", hint=hint) from None
 
 
 def catalogue_option(function: _Function) -> _Function:

@@ -16,8 +16,9 @@ from fusionai.cli.options import (
     host_option,
     invitation_options,
     json_option,
+    number_option,
     port_option,
-    quantity,
+    quantity_option,
     write_json,
 )
 from fusionai.cli.running import lifeline_option, run_until_stopped
@@ -27,17 +28,18 @@ from fusionai.transport.security.trust import parse_key
 
 
 @click.command()
-@click.option("--pool", "name", help="Name of the pool.  [default: the name it already has, or `pool`]")
+@click.option("--pool", "name", metavar="NAME", help="Name of the pool.  [default: the name it has, or `pool`]")
 @host_option
 @port_option("Listen on this TCP port; 0: any free one.", default=None, shown="4711")
 @address_option
 @invitation_options(uses=100)
-@click.option(
+@number_option(
     "--rest-after",
-    type=click.IntRange(0, 16),
-    default=5,
-    show_default=True,
-    help="After this many losses within 10 minutes, give a machine no new work for 5 minutes; 0: always give it work.",
+    "Give a machine no new work for 5 minutes after its connection was lost N times within 10 minutes; 0: always give "
+    "it work.",
+    5,
+    0,
+    16,
 )
 @click.option(
     "--relay/--no-relay",
@@ -45,27 +47,26 @@ from fusionai.transport.security.trust import parse_key
     show_default=True,
     help="Relay the encrypted traffic of machines that can't connect to each other directly.",
 )
-@click.option(
+@quantity_option(
     "--relay-limit",
-    callback=quantity(parse_rate_limit_bytes_per_s),
-    default="100Mbit",
-    show_default=True,
-    metavar="RATE",
-    help="Limit the relayed traffic between two machines, in each direction.",
+    parse_rate_limit_bytes_per_s,
+    "RATE",
+    "Limit the relayed traffic between two machines, in each direction.",
+    "100Mbit",
 )
 @click.option(
     "--trusted-only",
     "trusted_only",
     multiple=True,
     metavar="SIGNING_KEY",
-    help="Admit only machines whose keys this signing key has endorsed. May be repeated.",
+    help="Let only machines lend themselves whose keys this signing key has endorsed. May be repeated.",
 )
 @click.option(
     "--trust-file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     metavar="FILE",
-    help="Admit only machines endorsed by a signing key of this trust file (`trust.json` of a home) and not revoked "
-    "in it.",
+    help="Let only machines lend themselves that a signing key in this file has endorsed and that are not revoked in "
+    "it. `fusion trust` writes such a file: trust.json in its --home.",
 )
 @lifeline_option
 @home_option

@@ -39,8 +39,8 @@ def jobs(home: Path, json_file: Path | None) -> None:
 @home_option
 @json_option
 def logs(job: str, home: Path, json_file: Path | None) -> None:
-    """Show the history of JOB as the broker knows it. Losses and speeds are in the run's directory on the job owner's
-    machine."""
+    """Show the event history of JOB (a name from `fusion jobs`) as the broker knows it. Losses and speeds are in the
+    run's directory on the job owner's machine."""
     from fusionai.cli.pool.session import in_pool
 
     found = _one(in_pool(home, lambda session: session.jobs(job)), job)
@@ -54,8 +54,8 @@ def logs(job: str, home: Path, json_file: Path | None) -> None:
 @click.argument("job")
 @home_option
 def stop(job: str, home: Path) -> None:
-    """Stop JOB cleanly: it writes a last checkpoint and can be resumed. Only the machines of the job's owner and of the
-    broker may stop a job."""
+    """Stop JOB (a name from `fusion jobs`) cleanly: it writes a last checkpoint and can be resumed. Only the
+    machines of the job's owner and of the broker may stop a job."""
     from fusionai.cli.pool.session import in_pool
     from fusionai.client.pool.session import OWNER_DIRECTORY
     from fusionai.transport.enrolment import MEMBERSHIP_FILE, load_membership

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from pathlib import Path
@@ -23,11 +22,11 @@ from fusionai.cli.options import (
     host_option,
     json_option,
     port_option,
-    quantity,
+    quantity_option,
     threads_option,
     write_json,
 )
-from fusionai.cli.running import lifeline_option, run_until_stopped
+from fusionai.cli.running import lifeline_option, run, run_until_stopped
 from fusionai.primitives.ids import short
 from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes, parse_bytes, parse_rate_limit_bytes_per_s, parse_share
@@ -48,35 +47,28 @@ if TYPE_CHECKING:
     "serve but not train, needs fusionai[onnxruntime].",
 )
 @device_option("Lend this device")
-@click.option(
+@quantity_option(
     "--max-memory",
-    "memory_limit_bytes",
-    callback=quantity(parse_bytes),
-    metavar="SIZE",
-    help="Lend at most this much of the device's memory, e.g. 8GB.  [default: most of the free memory]",
+    parse_bytes,
+    "SIZE",
+    "Lend at most this much of the device's memory, e.g. 8GB.  [default: most of the free memory]",
+    name="memory_limit_bytes",
 )
 @threads_option("Compute with this many threads")
-@click.option(
-    "--share",
-    callback=quantity(parse_share),
-    default="100%",
-    show_default=True,
-    metavar="PERCENT",
-    help="Compute only this share of the time.",
-)
-@click.option(
+@quantity_option("--share", parse_share, "PERCENT", "Compute only this share of the time.", "100%")
+@quantity_option(
     "--upload-limit",
-    "upload_limit_bytes_per_s",
-    callback=quantity(parse_rate_limit_bytes_per_s),
-    metavar="RATE",
-    help="Send at most at this rate, over all connections together, e.g. 20Mbit.  [default: unlimited]",
+    parse_rate_limit_bytes_per_s,
+    "RATE",
+    "Send at most at this rate, over all connections together, e.g. 20Mbit.  [default: unlimited]",
+    name="upload_limit_bytes_per_s",
 )
-@click.option(
+@quantity_option(
     "--download-limit",
-    "download_limit_bytes_per_s",
-    callback=quantity(parse_rate_limit_bytes_per_s),
-    metavar="RATE",
-    help="Receive at most at this rate, over all connections together, e.g. 100Mbit.  [default: unlimited]",
+    parse_rate_limit_bytes_per_s,
+    "RATE",
+    "Receive at most at this rate, over all connections together, e.g. 100Mbit.  [default: unlimited]",
+    name="download_limit_bytes_per_s",
 )
 @click.option(
     "--schedule",
@@ -85,9 +77,9 @@ if TYPE_CHECKING:
     help="Lend only at these times, e.g. '22:00-07:00', 'mon-fri 18:00-23:30' or 'sat,sun'. May be repeated.",
 )
 @click.option("--pause-when-busy", is_flag=True, help="Don't compute while other programs keep the CPU busy.")
-@click.option("--name", default="", help="Show this name for the machine.  [default: the host name]")
+@click.option("--name", default="", metavar="NAME", help="Show this name for the machine.  [default: the host name]")
 @host_option
-@port_option("Listen on this TCP port.", shown="a free one")
+@port_option("Listen on this TCP port; 0: any free one.", shown="0")
 @click.option(
     "--relay/--no-relay",
     default=None,
@@ -98,7 +90,8 @@ if TYPE_CHECKING:
     "--weights-beside",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Read model files in place, instead of fetching them, if this weights.json of a job owner's home lists them.",
+    help="Read weights from the files of a job owner on this machine, instead of fetching a copy. FILE: weights.json "
+    "in the owner's --home.",
 )
 @click.option(
     "--measure", is_flag=True, help="Measure this machine's speed even if it was measured in the last 7 days."
@@ -161,7 +154,7 @@ def _announce(announced: PeerReady, options: PeerOptions) -> None:
 def _become_owner(invitation: str | None, home: Path) -> None:
     from fusionai.client.pool.session import owner_membership
 
-    membership = asyncio.run(owner_membership(home, invitation))
+    membership = run(owner_membership(home, invitation))
     console.line(
         f"This machine is a job owner of pool {console.printable(membership.pool)} ({short(membership.peer)}). "
         "Next: `fusion pool`, `fusion train RECIPE.toml`."

@@ -47,10 +47,11 @@ def pool(home: Path, json_file: Path | None) -> None:
         return session.membership.pool, members, [view for job in running for view in await session.jobs(job.job)]
 
     name, members, jobs = in_pool(home, ask)
-    words = _words(home, members)
+    trust_states = _trust_states(home, members)
     if json_file is not None:
         figures = [
-            {**_figures(*_parts(member)), "trusted": words.get(member.view.peer) == TRUSTED} for member in members
+            {**_figures(*_parts(member)), "trusted": trust_states.get(member.view.peer) == TRUSTED}
+            for member in members
         ]
         stories = [{"job": job.job, "state": job.state, "story": list(job.story[-_HISTORY_LINES:])} for job in jobs]
         write_json(json_file, "pool", {"pool": name, "members": figures, "jobs": stories})
@@ -62,9 +63,9 @@ def pool(home: Path, json_file: Path | None) -> None:
         return
     console.table(
         ("peer", "name", "device", "speed", "memory", "lent", "state", "job", "part", "links", "heard", "trusted")
-        if words
+        if trust_states
         else ("peer", "name", "device", "speed", "memory", "lent", "state", "job", "part", "links", "heard"),
-        [(*_row(*_parts(member)), *([words[member.view.peer]] if words else [])) for member in members],
+        [(*_row(*_parts(member)), *([trust_states[member.view.peer]] if trust_states else [])) for member in members],
         title=f"Pool {console.printable(name)}",
         right=(3, 4, 5),
     )
@@ -98,20 +99,20 @@ def leave(now: bool, home: Path) -> None:
     console.line("Left the pool." if now else "Leaving: `fusion join` here ends when its work is handed over.")
 
 
-def _words(home: Path, members: Sequence[PoolMember]) -> dict[str, str]:
+def _trust_states(home: Path, members: Sequence[PoolMember]) -> dict[str, str]:
     """Return, by peer, `TRUSTED` or why the peer is not trusted; empty if this machine has no trust list."""
     path = home / TRUST_FILE
     if not path.exists():
         return {}
     trust_list = TrustListFile(path, time.time)
-    words: dict[str, str] = {}
+    trust_states: dict[str, str] = {}
     for member in members:
         try:
             trust_list.check(PeerId(member.view.peer), member.profile.endorsements)
-            words[member.view.peer] = TRUSTED
+            trust_states[member.view.peer] = TRUSTED
         except TrustError as error:
-            words[member.view.peer] = f"no: {error.message.rstrip('.')}"
-    return words
+            trust_states[member.view.peer] = f"no: {error.message.rstrip('.')}"
+    return trust_states
 
 
 def _parts(member: PoolMember) -> tuple[MemberView, PeerProfile]:

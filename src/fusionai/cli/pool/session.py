@@ -16,7 +16,7 @@ from fusionai.cli.planning.pool_file import PoolOnPaper
 from fusionai.cli.running import run
 from fusionai.client.pool.job_trust import job_trust
 from fusionai.client.pool.session import PoolSession, any_membership, near_links
-from fusionai.primitives.errors import UsageError
+from fusionai.primitives.errors import TransportError, UsageError
 from fusionai.primitives.ids import PeerId
 from fusionai.scheduling.problem.types import Excluded, PeerProfile
 from fusionai.transport.enrolment import Membership
@@ -35,12 +35,19 @@ _ABSENT: Final = {
 def in_pool(
     home: Path, ask: Callable[[PoolSession], Awaitable[_Answer]], *, membership: Membership | None = None
 ) -> _Answer:
-    """Open a session with the membership in `home` (or `membership`), return the answer of `ask`, close the session."""
+    """Open a session with the membership in `home` (or `membership`), return the answer of `ask`, close the session.
+    Raises `TransportError` if the broker can't be reached."""
     known = membership or any_membership(home)
 
     async def asked() -> _Answer:
         async with PoolSession(known, trust=None) as session:
-            return await ask(session)
+            try:
+                return await ask(session)
+            except TransportError as problem:
+                raise TransportError(
+                    f"the broker of pool {known.pool!r} can't be reached: {problem.message}",
+                    hint="Check that `fusion broker` runs on its machine and that its port can be reached from here.",
+                ) from problem
 
     return run(asked())
 

@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from fusionai.cli import console
-from fusionai.cli.options import home_option, json_option, write_json
+from fusionai.cli.options import home_option, json_option, number_option, write_json
 from fusionai.primitives.errors import TrustError, UsageError
 from fusionai.primitives.ids import PEER_ID_LENGTH, PeerId, short
 from fusionai.transport.security.identity import KEY_FILE, load_identity, public_bytes, public_key_of
@@ -53,8 +53,8 @@ def trust() -> None:
 @home_option
 @json_option
 def key(home: Path, json_file: Path | None) -> None:
-    """Show this machine's signing key, and the key that it lends itself under. If there is no signing key yet, one is
-    created and trusted here."""
+    """Show this machine's signing key, which endorses machines, and its own key, which others endorse. If there is no
+    signing key yet, one is created and trusted here."""
     signer = _own_key(home)
     lends = load_identity(home).peer if (home / KEY_FILE).is_file() else None
     write_json(json_file, "trust", {"signing_key": signer, "peer": lends})
@@ -65,7 +65,7 @@ def key(home: Path, json_file: Path | None) -> None:
 
 @trust.command()
 @click.argument("signing_key", metavar="SIGNING_KEY")
-@click.option("--name", default="", help="Name of the key in lists on this machine.")
+@click.option("--name", default="", metavar="NAME", help="Show this name for the key in lists on this machine.")
 @home_option
 def add(signing_key: str, name: str, home: Path) -> None:
     """Trust SIGNING_KEY: members that it endorses may run this machine's `trusted` jobs."""
@@ -92,10 +92,8 @@ def remove(signing_key: str, home: Path) -> None:
 
 @trust.command()
 @click.argument("peer", metavar="PEER")
-@click.option("--name", default="", help="Name of the machine, e.g. its owner's.")
-@click.option(
-    "--days", type=click.IntRange(1, 3650), default=365, show_default=True, help="Validity of the endorsement in days."
-)
+@click.option("--name", default="", metavar="NAME", help="Show this name for the machine, e.g. its owner's.")
+@number_option("--days", "Let the endorsement be valid for N days.", 365, 1, 3650)
 @home_option
 @json_option
 def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) -> None:
@@ -130,8 +128,8 @@ def sign(peer: str, name: str, days: int, home: Path, json_file: Path | None) ->
 @click.argument("line", metavar="ENDORSEMENT")
 @home_option
 def carry_line(line: str, home: Path) -> None:
-    """Show ENDORSEMENT, which `fusion trust sign` printed for this machine's key, to the pool. A running `fusion join`
-    shows it within seconds."""
+    """Show the pool ENDORSEMENT, which `fusion trust sign` printed on another machine for this machine's key. A running
+    `fusion join` shows it within seconds."""
     if not (home / KEY_FILE).is_file():
         raise UsageError(f"this machine has no key yet (there is no {home / KEY_FILE}).", hint="Join a pool first.")
     data = parse_endorsement(line)

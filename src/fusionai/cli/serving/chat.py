@@ -45,6 +45,7 @@ READY_POLL_S: Final = 0.2
 END_S: Final = 30.0
 ANSWER_TOKENS: Final = 512
 """Default limit on the tokens of an answer (chosen); lower if fewer fit in the context."""
+_KEY_FILE_HINT: Final = "Write the key, as text, on the first line of the file."
 TOO_LONG: Final = "context_length_exceeded"
 
 
@@ -62,7 +63,7 @@ class _Ready(msgspec.Struct, frozen=True):
     "key_file",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
     metavar="FILE",
-    help="Read the gateway's API key from the first line of this file.",
+    help="Use the first API key of this file, with lines `name = key` or `key`.",
 )
 @click.option(
     "--local", type=click.IntRange(min=1), metavar="N", help="With MODEL: start a pool of N peers on this machine."
@@ -71,12 +72,18 @@ class _Ready(msgspec.Struct, frozen=True):
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
+    metavar="N",
     help=f"Limit the tokens of an answer.  [default: {ANSWER_TOKENS}, or fewer if the context is full]",
 )
 @click.option(
-    "--temperature", type=click.FloatRange(0.0, 2.0), help="Sampling temperature; 0: greedy.  [default: the model's]"
+    "--temperature",
+    type=click.FloatRange(0.0, 2.0),
+    metavar="T",
+    help="Sampling temperature; 0: greedy.  [default: the model's]",
 )
-@click.option("--seed", type=int, help="Sampling seed; the same seed gives the same answers.")
+@click.option(
+    "--seed", type=int, metavar="N", help="Sampling seed; the same seed gives the same answers.  [default: random]"
+)
 @click.option("--system", metavar="TEXT", help="Start the conversation with this system message.")
 @home_option
 def chat(
@@ -206,14 +213,14 @@ class ChatHistory:
         if not sys.stdout.isatty():
             return
         speed = answer.route.tokens_per_s if answer.route is not None else None
-        said = [f"{answer.completion_tokens} tokens in {format_seconds(took_s)}"]
+        facts = [f"{answer.completion_tokens} tokens in {format_seconds(took_s)}"]
         if first_s is not None:
-            said.append(f"first token after {format_seconds(first_s - began_s)}")
+            facts.append(f"first token after {format_seconds(first_s - began_s)}")
         if speed is not None:
-            said.append(f"{speed:.3g} tokens/s")
+            facts.append(f"{speed:.3g} tokens/s")
         if answer.finish == "length":
-            said.append("cut off there; raise --max-tokens" if self.max_tokens is None else "cut off at --max-tokens")
-        console.note(f"[{', '.join(said)}; /peers shows the route]")
+            facts.append("cut off there; raise --max-tokens" if self.max_tokens is None else "cut off at --max-tokens")
+        console.note(f"[{', '.join(facts)}; /peers shows the route]")
 
     def _peers(self) -> None:
         if self.route is None:
@@ -281,10 +288,14 @@ def _shown(text: str) -> str:
 
 def _key(file: Path) -> str:
     """Return the first key of a file of `fusion serve --api-key-file`, with lines `name = key` or `key`."""
-    for line in file.read_text(encoding="utf-8").splitlines():
+    try:
+        lines = file.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UsageError(f"{file}: the API key can't be read: {problem}.", hint=_KEY_FILE_HINT) from problem
+    for line in lines:
         if line.strip() and not line.lstrip().startswith("#"):
             return line.rpartition("=")[2].strip() if " = " in line else line.strip()
-    raise UsageError(f"{file} contains no API key.", hint="Write the key on its first line.")
+    raise UsageError(f"{file} contains no API key.", hint=_KEY_FILE_HINT)
 
 
 @contextmanager

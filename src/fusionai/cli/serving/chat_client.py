@@ -19,14 +19,15 @@ CONNECT_S: Final = 10.0
 SILENCE_S: Final = 120.0
 """Timeout for the next bytes, in seconds (chosen). The gateway sends keep-alive comments far more often."""
 
+_URL_HINT: Final = "Give the gateway's address, such as http://127.0.0.1:8000."
 T = TypeVar("T")
 
 
 class ApiRefusal(FusionError):
     """The gateway refused the request, with its reason. `code`: the API's machine-readable error code."""
 
-    def __init__(self, message: str, code: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str, code: str = "", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
         self.code = code
 
 
@@ -140,9 +141,13 @@ class ChatClient:
     does not answer, `ApiRefusal` if it refuses a request."""
 
     def __init__(self, address: str, key: str | None) -> None:
-        parts = urlsplit(address if "://" in address else f"http://{address}")
-        if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise UsageError(f"--url: expected an address such as http://127.0.0.1:8000, got {address!r}.")
+        try:
+            parts = urlsplit(address if "://" in address else f"http://{address}")
+            host, port = parts.hostname, parts.port
+        except ValueError as problem:
+            raise UsageError(f"--url: {address!r} is not an address: {problem}.", hint=_URL_HINT) from None
+        if parts.scheme not in ("http", "https") or host is None:
+            raise UsageError(f"--url: expected http:// or https:// and a host, got {address!r}.", hint=_URL_HINT)
         self.address = f"{parts.scheme}://{parts.netloc}"
         self.model = ""
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
@@ -150,7 +155,7 @@ class ChatClient:
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(parts.hostname, parts.port, timeout=CONNECT_S)
+        self._connection = kind(host, port, timeout=CONNECT_S)
 
     def __enter__(self) -> ChatClient:
         models = self._get("/v1/models", _Cards).data
@@ -221,18 +226,20 @@ class ChatClient:
         except (OSError, http.client.HTTPException) as problem:
             self._connection.close()
             raise TransportError(
-                f"no gateway answers at {self.address}: {problem}.",
+                f"no gateway answers at {self.address}: {getattr(problem, 'strerror', None) or problem}.",
                 hint="Start one with `fusion serve MODEL`, or give the address of a running one with --url.",
             ) from problem
         if response.status != 200:
             content = response.read()
+            self._connection.close()
             try:
-                said = msgspec.json.decode(content, type=_Chunk).error
+                refusal = msgspec.json.decode(content, type=_Chunk).error
             except msgspec.DecodeError:
-                said = None
-            if said is None:
+                refusal = None
+            if refusal is None:
                 raise ApiRefusal(f"the gateway answered with status {response.status}.")
-            raise ApiRefusal(said.message, said.code or "")
+            hint = "Name a file with a valid key: --api-key-file FILE." if response.status == 401 else None
+            raise ApiRefusal(refusal.message, refusal.code or "", hint)
         return response
 
     def _sent(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
@@ -250,9 +257,9 @@ def _events(response: http.client.HTTPResponse) -> Iterator[bytes | Note]:
         if ended or not text:
             continue
         if text.startswith(b":"):
-            said = text[1:].strip().decode(errors="replace")
-            if ":" in said:
-                yield Note(said)
+            note = text[1:].strip().decode(errors="replace")
+            if ":" in note:
+                yield Note(note)
         elif text.startswith(b"data:"):
             data = text[5:].strip()
             if data == b"[DONE]":

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeVar, cast
 
 import click
 
-from fusionai.cli.options import options, privacy_option
+from fusionai.cli.options import number_option, options, privacy_option
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.privacy import PrivacyLevel, keeps_ends
 from fusionai.scheduling.problem.types import ServingNeeds
@@ -93,22 +93,17 @@ _FLAGS: Final = options(
         "--context",
         "context_tokens",
         type=click.IntRange(min=2),
+        metavar="TOKENS",
         help=f"Limit prompt plus answer to this many tokens.  [default: the model's limit, at most {CONTEXT_TOKENS}]",
     ),
-    click.option(
-        "--sessions",
-        type=click.IntRange(1, MOST_SESSIONS),
-        default=SESSIONS,
-        show_default=True,
-        help="Serve up to this many sessions at a time.",
-    ),
+    number_option("--sessions", "Serve up to this many sessions at the same time.", SESSIONS, 1, MOST_SESSIONS),
     click.option(
         "--ends",
         type=click.Choice(["owner", "pool"]),
         help="Place embedding and head on this machine (`owner`: tokens and logits never leave it) or on peers "
         "(`pool`).  [default: owner]",
     ),
-    privacy_option,
+    privacy_option("split; with --ends pool: encrypted"),
     click.option("--confidential", is_flag=True, help="Refuse to run at any privacy level other than `trusted`."),
     click.option(
         "--keep-first",
@@ -116,7 +111,7 @@ _FLAGS: Final = options(
         type=click.IntRange(min=0),
         default=0,
         metavar="K",
-        help="With --privacy split-k: keep the first K layers on this machine.",
+        help="With --privacy split-k: keep the first K layers on this machine too.  [default: 0]",
     ),
     click.option(
         "--keep-last",
@@ -124,7 +119,7 @@ _FLAGS: Final = options(
         type=click.IntRange(min=0),
         default=0,
         metavar="M",
-        help="With --privacy split-k: keep the last M layers on this machine.",
+        help="With --privacy split-k: keep the last M layers on this machine too.  [default: 0]",
     ),
 )
 _GIVEN: Final = ("weights", "cache", "context_tokens", "sessions", "confidential", "first_layers", "last_layers")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import home_option, json_option, own_part_options, write_json
+from fusionai.cli.options import home_option, json_option, own_part_options, port_option, write_json
 from fusionai.cli.planning.view import privacy_figures, privacy_lines
 from fusionai.cli.running import lifeline_option, run_until_stopped
 from fusionai.cli.serving.options import GuessCount, ServingOptions, serving_options
@@ -56,10 +56,14 @@ class ApiEndpoint:
 @click.option(
     "--spares",
     type=click.IntRange(min=0),
+    metavar="N",
     help="Keep this many peers free as spares; with --local, start this many further peers.  [default: 1 with --local]",
 )
 @click.option(
-    "--stages", type=click.IntRange(min=1), help="Use exactly this many stages.  [default: the planner chooses]"
+    "--stages",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Cut the model into exactly this many stages.  [default: the planner chooses]",
 )
 @serving_options
 @click.option(
@@ -93,15 +97,13 @@ class ApiEndpoint:
     help="Spot-check peers: spares recompute part of the texts to find machines that compute wrongly.",
 )
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Listen on this address; others than loopback need API keys."
-)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65_535),
-    default=PORT,
+    "--host",
+    default="127.0.0.1",
     show_default=True,
-    help="Listen on this port; 0: any free one.",
+    metavar="ADDRESS",
+    help="Listen on this address of the machine; others than loopback need API keys.",
 )
+@port_option("Listen on this TCP port; 0: any free one.", default=PORT, shown=str(PORT))
 @click.option(
     "--api-key-file",
     "key_file",
@@ -110,7 +112,7 @@ class ApiEndpoint:
     help="Accept the API keys of this file, one per line, as `name = key` or `key`. Without it, only this machine may "
     "send requests.",
 )
-@click.option("--name", help="What clients call the model.  [default: its directory or hub id]")
+@click.option("--name", metavar="NAME", help="What clients call the model.  [default: its directory or hub id]")
 @own_part_options("embedding and head")
 @lifeline_option
 @home_option

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import json_option, recipe_argument, write_json
+from fusionai.cli.options import json_option, number_option, recipe_argument, write_json
 
 if TYPE_CHECKING:
     from fusionai.corpus.chat_source import ChatSource
@@ -26,7 +26,7 @@ CLOSE: Final = "]]"
 
 @click.command()
 @recipe_argument
-@click.option("--rows", type=click.IntRange(0, 1000), default=3, show_default=True, help="Rows to show.")
+@number_option("--rows", "Show this many sample rows.", 3, 0, 1000)
 @json_option
 def data(recipe: Path, rows: int, json_file: Path | None) -> None:
     """Show the data that RECIPE.toml trains on: counts, bad rows, and sample rows with the tokens trained on marked.

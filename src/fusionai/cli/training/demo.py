@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fusionai.cli import console
-from fusionai.cli.options import device_option, json_option, write_json
+from fusionai.cli.options import device_option, json_option, number_option, write_json
 from fusionai.cli.running import run_until_stopped
 from fusionai.primitives.errors import UsageError
 from fusionai.primitives.units import format_seconds
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--steps", type=int, default=50, show_default=True, help="Optimizer steps to train.")
-@click.option("--peers", type=int, default=4, show_default=True, help="Active peers, one process and one stage each.")
-@click.option("--spares", type=int, default=2, show_default=True, help="Further peers in the backup pool.")
+@number_option("--steps", "Train for N optimizer steps.", 50)
+@number_option("--peers", "Start N peers with one stage each.", 4)
+@number_option("--spares", "Start N further peers as spares.", 2)
 @device_option("Compute on this device in all peers", auto=False)
 @click.option(
     "--directory",
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     "kill_texts",
     multiple=True,
     metavar="STEP:STAGE",
-    help="During STEP (from 1), SIGKILL the peer of STAGE (from 0), or the broker, e.g. 7:2 or 7:broker. The process "
-    "is restarted; a peer rejoins as a spare. Without a spare to take over, the job waits for it. May be repeated; "
-    "`none`: kill nothing.  [default: two stages and the broker, in a run of at least 8 steps]",
+    help="Kill a process during STEP (the first is 1): the peer that has STAGE (the first is 0), or the broker, e.g. "
+    "7:2 or 7:broker. The process is restarted; a peer rejoins as a spare. Without a spare to take over, the job waits "
+    "for it. May be repeated; `none`: kill nothing.  [default: two peers and the broker, if --steps is at least 8]",
 )
 @json_option
 def demo(

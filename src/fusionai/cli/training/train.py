@@ -18,7 +18,7 @@ from fusionai.primitives.privacy import PrivacyLevel
 @click.command()
 @recipe_argument
 @own_part_options("the loss")
-@privacy_option
+@privacy_option("the recipe's level, or split")
 @home_option
 @json_option
 def train(

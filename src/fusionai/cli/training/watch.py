@@ -45,7 +45,7 @@ class Watch:
     ) -> None:
         self.close()
 
-    def __call__(self, event: DemoEvent, said: Sequence[str] = ()) -> None:
+    def __call__(self, event: DemoEvent, fault_lines: Sequence[str] = ()) -> None:
         match event:
             case Noted(text=text):
                 self.say(text)
@@ -70,14 +70,14 @@ class Watch:
                 self._plan_changed(event)
             case progress.StepsChecked(outcome="disputed", stage=stage, reason=reason):
                 self.say(f"a check of stage {stage} (steps {event.first + 1} to {event.below}) is in dispute: {reason}")
-            case _:  # fault events, whose lines are passed in `said`
+            case _:  # fault events, whose lines are passed in `fault_lines`
                 pass
-        if said:
-            self._tell_faults(event, [console.printable(text) for text in said])
+        if fault_lines:
+            self._show_faults(event, [console.printable(text) for text in fault_lines])
 
-    def _tell_faults(self, event: DemoEvent, said: list[str]) -> None:
+    def _show_faults(self, event: DemoEvent, fault_lines: list[str]) -> None:
         if self._view is None:
-            for text in said:
+            for text in fault_lines:
                 self.say(text)
             return
         lines = [
@@ -89,17 +89,17 @@ class Watch:
         ]
         if isinstance(event, Killed | PeerReturned | progress.JobWaiting):  # not part of the time line
             self._view.faults(lines, ())
-            for text in said:
+            for text in fault_lines:
                 self._view.note(text)
         else:
-            self._view.faults(lines, said)
+            self._view.faults(lines, fault_lines)
 
     def _plan_changed(self, event: progress.PlanChanged) -> None:
         self._plan = event.plan
         if self._view is not None:
-            told = any(event.reason.endswith(episode.reason) for episode in self._faults.open())
+            is_known = any(event.reason.endswith(episode.reason) for episode in self._faults.open())
             # Not repeated if a fault's line already says it.
-            self._view.plan_changed(event.plan, "" if told else console.printable(event.reason.rstrip(".")))
+            self._view.plan_changed(event.plan, "" if is_known else console.printable(event.reason.rstrip(".")))
 
     def say(self, text: str) -> None:
         if self._view is None:

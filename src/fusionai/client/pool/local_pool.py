@@ -380,4 +380,6 @@ def _read_json(path: Path, kind: type[_Said]) -> _Said | None:
 
 def _last_line(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    if not lines and not shutil.disk_usage(path.parent).free:
+        return f"the disk of {path.parent} is full"
     return lines[-1] if lines else "it printed nothing"

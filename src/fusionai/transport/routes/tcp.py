@@ -135,7 +135,9 @@ async def open_listener(host: str, port: int) -> socket.socket:
     try:
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise UsageError(f"expected an address of this machine to listen on, got {host!r}: {error}.") from error
+        raise UsageError(
+            f"expected an address of this machine to listen on, got {host!r}: {error.strerror}."
+        ) from error
     family, _, _, _, target = found[0]
     try:
         sock = socket.create_server((str(target[0]), port), family=family, backlog=_BACKLOG)

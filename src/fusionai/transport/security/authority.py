@@ -4,7 +4,7 @@ A certificate says that this Ed25519 key (common name = peer id) belongs to a `m
 (organisational unit) of this pool (organisation). Decides what a certificate contains and what a valid one must
 contain. Whether a member is still welcome (leaving, expiry of tickets) is decided by the broker.
 
-`credentials` shows certificates in TLS; `tickets` are signed with the same key under another domain.
+`credentials` shows certificates in TLS; the tickets of `signed` are signed with the same key under another domain.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def write_private(path: Path, data: bytes) -> None:
         with _temporary(path, data) as temporary:
             os.replace(temporary, path)
     except OSError as error:
-        raise StorageError(f"could not write {path}: {error.strerror}.") from error
+        raise _not_written(path, error) from error
 
 
 def create_private(path: Path, data: bytes) -> bool:
@@ -47,8 +47,13 @@ def create_private(path: Path, data: bytes) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        raise StorageError(f"could not write {path}: {error.strerror}.") from error
+        raise _not_written(path, error) from error
     return True
+
+
+def _not_written(path: Path, error: OSError) -> StorageError:
+    hint = "Free some space, or choose another directory with --home or FUSION_HOME."
+    return StorageError(f"could not write {path}: {error.strerror}.", hint=hint)
 
 
 def read_private(path: Path, *, limit_bytes: int = 2**20) -> bytes | None:

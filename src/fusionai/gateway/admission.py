@@ -3,8 +3,8 @@
 Also limits connections (`limited`).
 
 Decides who is admitted and how many at once. Without keys, only programs on this machine and the gateway's own page may
-send requests; otherwise a foreign web page could use the pool through its reader's browser. Neighbours: `app` puts it
-before its routes, `keys` has the key holders.
+send requests; otherwise a foreign web page could use the pool through its reader's browser. `app` puts it before its
+routes, `config` has the key holders.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SURPLUS_EXTENSION: Final = "fusionai.surplus"
 """In a request's scope: the connection exceeds the limit of connections. Older connections are unaffected."""
 
 
-class Guards:
+class AdmissionMiddleware:
     """ASGI middleware."""
 
     def __init__(self, inner: ASGIApp, config: GatewayConfig, metrics: Metrics) -> None:
@@ -48,8 +48,8 @@ class Guards:
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
-        told = headers.get("x-request-id", "")
-        request_id = told if _REQUEST_ID.fullmatch(told) else f"req_{secrets.token_hex(12)}"
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_id"] = request_id
         path: str = scope["path"]
         status = 0

@@ -3,8 +3,7 @@ failure, or when the client disconnects.
 
 Also holds the state of one choice and the log of the route that its tokens took.
 
-Closing it cancels every generation. Neighbours: `choice` reads each stream, `chat` and `completions` serialise the
-result.
+Closing it cancels every generation. `chat` and `completions` serialise the result.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from fusionai.serving.tools import CallPiece
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerText:
+class AnswerLogprob:
     """A token's log-probabilities, and the number of the answer's characters before it."""
 
     logprob: TokenLogprob
@@ -49,13 +48,13 @@ class Delta:
     index: int
     text: str = ""
     calls: tuple[CallPiece, ...] = ()
-    said: tuple[AnswerText, ...] = ()
+    logprobs: tuple[AnswerLogprob, ...] = ()
     finish: FinishWord | None = None
 
     @property
     def is_empty(self) -> bool:
         """True if there is nothing to send to the client."""
-        return not (self.text or self.calls or self.said or self.finish)
+        return not (self.text or self.calls or self.logprobs or self.finish)
 
 
 @dataclass(slots=True)
@@ -80,17 +79,19 @@ class Choice:
             self.tokens = self.keeps
             return Delta(self.index)
         piece = self.decoder.add(emitted.token)
-        said = (AnswerText(emitted.logprob, piece.offset),) if emitted.logprob is not None else ()
-        return self._delta(piece, said, "stop" if piece.stop is not None else None)
+        logprobs = (AnswerLogprob(emitted.logprob, piece.offset),) if emitted.logprob is not None else ()
+        return self._delta(piece, logprobs, "stop" if piece.stop is not None else None)
 
     def end(self, reason: Literal["stop", "length"]) -> Delta:
         """End the answer; returns text that was held back."""
         return self._delta(self.decoder.finish(), (), reason)
 
-    def _delta(self, piece: TokenText, said: tuple[AnswerText, ...], finish: Literal["stop", "length"] | None) -> Delta:
+    def _delta(
+        self, piece: TokenText, logprobs: tuple[AnswerLogprob, ...], finish: Literal["stop", "length"] | None
+    ) -> Delta:
         if self.tools is None:
             self.is_over = finish is not None
-            return Delta(self.index, piece.text, (), said, finish)
+            return Delta(self.index, piece.text, (), logprobs, finish)
         read = self.tools.feed(piece.text)
         if finish is not None:
             rest = self.tools.finish()
@@ -101,7 +102,7 @@ class Choice:
             finish = "stop" if self.tools.whole else finish
         self.is_over = finish is not None
         called = self.tools.calls and finish == "stop"
-        return Delta(self.index, read.text, pieces, said, "tool_calls" if called else finish)
+        return Delta(self.index, read.text, pieces, logprobs, "tool_calls" if called else finish)
 
 
 @dataclass(slots=True)
@@ -176,18 +177,18 @@ _QUEUED_EVENTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class PromptSaid:
+class PromptProcessed:
     """A prompt was read; for answer `index`."""
 
     index: int
     read: PromptRead
 
 
-Happening = Delta | GenerationPaused | PromptSaid
+AnswerUpdate = Delta | GenerationPaused | PromptProcessed
 
 
 class ApiGeneration:
-    """Use as: `open`, read `happenings` to the end, and always `close`."""
+    """Use as: `open`, read `updates` to the end, and always `close`."""
 
     def __init__(self, engine: Engine, choices: Sequence[Choice], metrics: Metrics, now_s: Callable[[], float]) -> None:
         self._engine = engine
@@ -197,7 +198,7 @@ class ApiGeneration:
         self._streams: list[TokenStream] = []
         self._reads: dict[int, PromptRead] = {}
         self._readers: list[asyncio.Task[None]] = []
-        self._queue: asyncio.Queue[Happening | ApiError | None] = asyncio.Queue(_QUEUED_EVENTS)
+        self._queue: asyncio.Queue[AnswerUpdate | ApiError | None] = asyncio.Queue(_QUEUED_EVENTS)
         self.route = RouteLog(now_s())
 
     async def open(self) -> None:
@@ -220,17 +221,21 @@ class ApiGeneration:
         await asyncio.gather(*self._readers, return_exceptions=True)
         await asyncio.gather(*(stream.aclose() for stream in self._streams), return_exceptions=True)
 
-    async def happenings(self) -> AsyncIterator[Happening]:
+    async def updates(self) -> AsyncIterator[AnswerUpdate]:
         """Yield all events until every answer is complete. Raises `ApiError` if one of them fails."""
         unfinished = len(self._choices)
         while unfinished:
-            happening = await self._queue.get()
-            if isinstance(happening, ApiError):
-                raise happening
-            if happening is None:
+            update = await self._queue.get()
+            if isinstance(update, ApiError):
+                raise update
+            if update is None:
                 unfinished -= 1
             else:
-                yield happening
+                yield update
+
+    def report(self) -> RouteReport:
+        """The route up to now."""
+        return self.route.report(self._now_s())
 
     @property
     def usage(self) -> Usage:
@@ -266,7 +271,7 @@ class ApiGeneration:
                 case PromptRead():
                     self._reads[choice.index] = event
                     self._metrics.prompt(event)
-                    await self._queue.put(PromptSaid(choice.index, event))
+                    await self._queue.put(PromptProcessed(choice.index, event))
                 case Emitted():
                     self._metrics.token(event.index, now_s - (last_s if event.index else began_s))
                     last_s = now_s

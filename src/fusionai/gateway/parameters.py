@@ -1,7 +1,7 @@
-"""Converts a request's fields into the engine's parameters. Decides the defaults of fields that are left out.
+"""Converts a request's fields into the engine's parameters, the same way for chat and completions, and checks them.
 
 Sampling options that a request leaves out come from the model's `generation_config.json`, otherwise from OpenAI's
-defaults. Neighbours: `chat` and `completions`.
+defaults. `context` calls these functions for its endpoints.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
 from fusionai.gateway.config import GatewayConfig
-from fusionai.gateway.errors import ApiError, invalid, nearest, of_failure
+from fusionai.gateway.errors import ApiError, as_api_error, invalid, nearest
 from fusionai.gateway.requests import Settings
-from fusionai.primitives.errors import FusionError
-from fusionai.serving.interface import Engine, Sampling
+from fusionai.serving.interface import Constraint, Engine, Generation, Sampling
 from fusionai.serving.model_text import ModelText
 
 P = ParamSpec("P")
@@ -27,6 +27,43 @@ _LARGE_CHARACTERS: Final = 4096
 """Texts from this length on are processed in a thread (chosen)."""
 _SHOWN: Final = 8
 _SEEDS: Final = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationParameters:
+    """What all generations of one request share. `scope` separates prefix caches of different API keys."""
+
+    sampling: Sampling
+    stops: tuple[str, ...]
+    stop_tokens: frozenset[int]
+    scope: str
+    adapter: str | None
+    deadline_s: float | None
+
+    def generation(
+        self,
+        index: int,
+        prompt: tuple[int, ...],
+        room: int,
+        logprobs: int | None,
+        *,
+        prompt_logprobs: bool = False,
+        constraint: Constraint | None = None,
+    ) -> Generation:
+        """Generation `index` of the request, of at most `room` tokens. Each has its own seed, so that it can be
+        reproduced alone."""
+        return Generation(
+            prompt=prompt,
+            max_tokens=max(room, 1),
+            sampling=replace(self.sampling, seed=(self.sampling.seed + index) % _SEEDS),
+            stop_tokens=self.stop_tokens,
+            logprobs=logprobs,
+            scope=self.scope,
+            adapter=self.adapter,
+            constraint=constraint,
+            deadline_s=self.deadline_s,
+            prompt_logprobs=prompt_logprobs,
+        )
 
 
 def check_ready(engine: Engine) -> None:
@@ -52,10 +89,10 @@ def wants_route(request: Request, asked: bool | None) -> bool:
     """Return whether the answer is asked to include its route."""
     if asked is not None:
         return asked
-    told = request.headers.get(_ROUTE_HEADER, "0").strip().lower()
-    if told not in ("0", "1", "true", "false"):
-        raise invalid(f"The header `{_ROUTE_HEADER}` must be 0 or 1, got {told[:20]!r}.", _ROUTE_HEADER)
-    return told in ("1", "true")
+    value = request.headers.get(_ROUTE_HEADER, "0").strip().lower()
+    if value not in ("0", "1", "true", "false"):
+        raise invalid(f"The header `{_ROUTE_HEADER}` must be 0 or 1, got {value[:20]!r}.", _ROUTE_HEADER)
+    return value in ("1", "true")
 
 
 def stream_wanted(settings: Settings) -> bool:
@@ -121,12 +158,10 @@ def deadline_of(settings: Settings, config: GatewayConfig) -> float | None:
 
 async def off_loop(size: int, work: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
     """Call `work`, for long texts in a thread, because all streams share the event loop. Raises `ApiError`."""
-    try:
+    with as_api_error():
         if size < _LARGE_CHARACTERS:
             return work(*args, **kwargs)
         return await asyncio.to_thread(work, *args, **kwargs)
-    except FusionError as problem:
-        raise of_failure(problem) from problem
 
 
 async def check_length(characters: Sequence[str], text: ModelText, engine: Engine, param: str) -> None:
