@@ -29,8 +29,8 @@ from fusionai.scheduling.problem.embedding_and_head import (
     place_of,
     with_front,
 )
-from fusionai.scheduling.problem.levers import choices_of_problem, inability
 from fusionai.scheduling.problem.links import check_access, check_links
+from fusionai.scheduling.problem.memory_savings import inability, savings_choices
 from fusionai.scheduling.problem.types import BlockCost, Certificate, PeerProfile, Plan, Problem
 from fusionai.scheduling.serving.planning import serving_plan
 from fusionai.scheduling.standby.assignment import with_standbys
@@ -155,18 +155,18 @@ def _warnings(problem: Problem, peers: Sequence[PeerProfile], found: Solved) -> 
 
 
 def _smallest(problem: Problem, blocks: tuple[BlockCost, ...]) -> tuple[float, Callable[[PeerProfile], str | None]]:
-    """Return the least memory of any stage in any way, and a function that returns why a peer can hold no stage, or
-    None. A peer can hold none if its backend supports none of the ways that fit its memory."""
-    ways = choices_of_problem(problem)
-    tables = stage_tables(Chain(problem, blocks), ways)
+    """Return the least memory of any stage in any variant, and a function that returns why a peer can hold no stage, or
+    None. A peer can hold none if its backend supports none of the variants that fit its memory."""
+    variants = savings_choices(problem)
+    tables = stage_tables(Chain(problem, blocks), variants)
     needed = tables.resident_bytes + tables.flight_bytes
-    least = [min(float(needed[way, b, b + 1]) for b in range(len(blocks))) for way in range(len(ways))]
+    least = [min(float(needed[variant, b, b + 1]) for b in range(len(blocks))) for variant in range(len(variants))]
 
     def unfit(peer: PeerProfile) -> str | None:
         lacks = [
             lack
-            for way, size in zip(ways, least, strict=True)
-            if size <= peer.memory_bytes and (lack := inability(way, peer)) is not None
+            for variant, size in zip(variants, least, strict=True)
+            if size <= peer.memory_bytes and (lack := inability(variant, peer)) is not None
         ]
         fits = sum(size <= peer.memory_bytes for size in least)
         return f"{lacks[0]}, which its memory would ask for." if lacks and len(lacks) == fits else None

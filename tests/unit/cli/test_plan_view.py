@@ -91,9 +91,9 @@ def test_a_stage_that_saves_memory_says_what_that_saves_and_costs(capsys: pytest
     )
     show_plan(msgspec.structs.replace(found, stages=(again, *found.stages[1:])), NAMES)
     shown = capsys.readouterr().out
-    assert "Stage 0 makes activations again in backward: saves 3 GB, costs 33% more compute." in shown
-    assert "Stage 0 has its optimizer's state in a file: saves 1 GB, costs 2.5 s a step." in shown
-    assert "Stage 0 has its weights away until a block needs them: saves 2 GB, costs 7.5 s a step." in shown
+    assert "Stage 0 recomputes activations in backward: saves 3 GB, costs 33% more compute." in shown
+    assert "Stage 0 keeps its optimizer state in a file: saves 1 GB, costs 2.5 s a step." in shown
+    assert "Stage 0 keeps its weights in a file until a block needs them: saves 2 GB, costs 7.5 s a step." in shown
     assert "Stage 1 makes" not in shown
 
 

@@ -32,7 +32,7 @@ from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.units import format_speed
 from fusionai.scheduling.problem.calibration import paced
-from fusionai.scheduling.problem.types import Lever, Plan, Problem
+from fusionai.scheduling.problem.types import Plan, Problem, SavingMode
 from fusionai.scheduling.standby.continuation import numerics
 from fusionai.scheduling.training import replicated
 from fusionai.wire.codecs import Compression
@@ -75,21 +75,21 @@ FASTER: Final = 1.01
 @lora_option
 @click.option(
     "--recompute",
-    type=click.Choice(get_args(Lever)),
+    type=click.Choice(get_args(SavingMode)),
     default="auto",
     show_default=True,
     help="Recompute activations in the backward pass of training stages instead of keeping them.",
 )
 @click.option(
     "--offload",
-    type=click.Choice(get_args(Lever)),
+    type=click.Choice(get_args(SavingMode)),
     default="auto",
     show_default=True,
     help="Keep optimizer state in files on the stages' machines.",
 )
 @click.option(
     "--offload-weights",
-    type=click.Choice(get_args(Lever)),
+    type=click.Choice(get_args(SavingMode)),
     default="auto",
     show_default=True,
     help="Keep weights in files on the stages' machines until a block needs them.",

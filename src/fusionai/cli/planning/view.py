@@ -14,7 +14,7 @@ from fusionai.cli import console
 from fusionai.primitives.privacy import STAYS, PrivacyLevel, keeps_ends
 from fusionai.primitives.units import format_bytes, format_seconds, format_speed
 from fusionai.scheduling.problem.embedding_and_head import owners_part
-from fusionai.scheduling.problem.levers import savings
+from fusionai.scheduling.problem.memory_savings import describe_savings
 from fusionai.scheduling.problem.stage_costs import Crossing
 from fusionai.scheduling.problem.types import PROMPT_TOKENS, Excluded, Plan, StagePlacement
 from fusionai.scheduling.standby.assignment import StandbyAssignment
@@ -51,7 +51,7 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
     _show_speed(found)
     if found.codecs:
         console.line(f"Between stages, activations and gradients are compressed: {shown(found.codecs)}.")
-    for sentence in savings(found):
+    for sentence in describe_savings(found):
         console.line(sentence)
     certificate = found.certificate
     if certificate.exact:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.problem.levers import choices_of_problem, inability
 from fusionai.scheduling.problem.links import nearest
+from fusionai.scheduling.problem.memory_savings import inability, savings_choices
 from fusionai.scheduling.problem.types import BlockCost, Excluded, PeerProfile, Problem
 
 
@@ -51,7 +51,7 @@ class Pins:
         peer."""
         if peer == self._only and end - start != self._only_count:
             return False
-        return all((start <= position < end) == (peer == owner) for position, owner in self._pins)
+        return not self._pins or all((start <= position < end) == (peer == owner) for position, owner in self._pins)
 
 
 def must_use(problem: Problem) -> frozenset[str]:
@@ -152,7 +152,7 @@ def refusal(problem: Problem, peer: PeerProfile, ops: Sequence[str]) -> str | No
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         return f"its backend {peer.backend!r} can't run {', '.join(missing[:3])}{more}."
-    needed = inability(choices_of_problem(problem)[0], peer)
+    needed = inability(savings_choices(problem)[0], peer)
     if needed is not None:
         return f"{needed}, as the job asks of all."
     if not peer.flops_per_s > 0:

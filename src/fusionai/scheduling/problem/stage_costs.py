@@ -18,16 +18,16 @@ import msgspec
 
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.chain import Chain, codecs_of
-from fusionai.scheduling.problem.levers import (
-    NO_LEVERS,
-    MemoryMeasures,
+from fusionai.scheduling.problem.links import DirectedLink, hop
+from fusionai.scheduling.problem.memory_savings import (
+    NO_SAVINGS,
+    MemorySavings,
     flops_per_s,
-    levers_of_stage,
     offload_s,
+    savings_of_stage,
     weights_s,
     weights_update_s,
 )
-from fusionai.scheduling.problem.links import DirectedLink, hop
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement
 from fusionai.scheduling.serving.pipeline import block_s
 
@@ -84,8 +84,8 @@ class StageCosts:
         if profile is None or not profile.effective_flops_per_s > 0:
             return stage.compute_s
         start, end = self._positions(stage)
-        levers = levers_of_stage(stage)
-        return self._chain.flops(start, end, levers) / flops_per_s(profile, levers) + self.weights_s(stage, peer)
+        savings = savings_of_stage(stage)
+        return self._chain.flops(start, end, savings) / flops_per_s(profile, savings) + self.weights_s(stage, peer)
 
     def weights_s(self, stage: StagePlacement, peer: str) -> float:
         """Return the part of `compute_s` for reading weights from a file or host memory."""
@@ -100,35 +100,35 @@ class StageCosts:
         trained_bytes = self._chain.trained_bytes(*self._positions(stage))
         return stage.offload_s + weights_update_s(self.profiles.get(stage.peer), trained_bytes)
 
-    def held_bytes(self, stage: StagePlacement, levers: MemoryMeasures) -> int:
-        """Return the memory of the stage with `levers`, its microbatches in flight included."""
+    def held_bytes(self, stage: StagePlacement, savings: MemorySavings) -> int:
+        """Return the memory of the stage with `savings`, its microbatches in flight included."""
         start, end = self._positions(stage)
-        flight_bytes = self._chain_of(stage).in_flight_bytes(start, end, levers)
-        return round(self._chain.resident_bytes(start, end, levers) + stage.in_flight * flight_bytes)
+        flight_bytes = self._chain_of(stage).in_flight_bytes(start, end, savings)
+        return round(self._chain.resident_bytes(start, end, savings) + stage.in_flight * flight_bytes)
 
-    def with_levers(self, stage: StagePlacement, levers: MemoryMeasures) -> StagePlacement:
-        """Return the stage with `levers`: its compute and memory, and what each lever saves and costs."""
+    def with_savings(self, stage: StagePlacement, savings: MemorySavings) -> StagePlacement:
+        """Return the stage with `savings`: its compute and memory, and what each technique saves and costs."""
         start, end = self._positions(stage)
-        held_bytes = self.held_bytes(stage, levers)
+        held_bytes = self.held_bytes(stage, savings)
         kept = msgspec.structs.replace(
             stage,
-            recompute=levers.recompute,
-            offload=levers.offload,
-            offload_weights=levers.offload_weights,
+            recompute=savings.recompute,
+            offload=savings.offload,
+            offload_weights=savings.offload_weights,
             offload_s=offload_s(self.profiles.get(stage.peer), self._chain.slot_bytes(start, end))
-            if levers.offload
+            if savings.offload
             else 0.0,
         )
         saved = {
-            name: max(0, self.held_bytes(stage, dataclasses.replace(levers, **{name: False})) - held_bytes)
-            for name in levers.names
+            name: max(0, self.held_bytes(stage, dataclasses.replace(savings, **{name: False})) - held_bytes)
+            for name in savings.names
         }
         reading_s = self._microbatches * self.weights_s(kept, stage.peer)
         return msgspec.structs.replace(
             kept,
             compute_s=self.compute_s(kept, stage.peer),
             memory_bytes=held_bytes,
-            in_flight_bytes=round(self._chain_of(stage).in_flight_bytes(start, end, levers)),
+            in_flight_bytes=round(self._chain_of(stage).in_flight_bytes(start, end, savings)),
             recompute_s=self.recompute_s(kept, stage.peer),
             recompute_saves_bytes=saved.get("recompute", 0),
             offload_saves_bytes=saved.get("offload", 0),
@@ -156,13 +156,13 @@ class StageCosts:
         return attended_flops * rows * (before + (rows - 1) / 2) / speed
 
     def recompute_s(self, stage: StagePlacement, peer: str) -> float:
-        """Return the part of `compute_s` for recomputing activations, as a difference to the time without levers."""
+        """Return the part of `compute_s` for recomputing activations, as a difference to the time without savings."""
         profile = self.profiles.get(peer)
         if not stage.recompute:
             return 0.0
         if profile is None or not profile.effective_flops_per_s > 0:
             return stage.recompute_s
-        kept_s = self._chain.flops(*self._positions(stage), NO_LEVERS) / profile.effective_flops_per_s
+        kept_s = self._chain.flops(*self._positions(stage), NO_SAVINGS) / profile.effective_flops_per_s
         return self.compute_s(stage, peer) - self.weights_s(stage, peer) - kept_s
 
     def operators(self, stage: StagePlacement) -> list[str]:

@@ -15,7 +15,7 @@ from fusionai.primitives.pace import ServingSpeed, TrainingSpeed
 from fusionai.wire.codecs import Codec, Compression
 from fusionai.wire.messages import Saving
 
-Lever = Literal["auto", "never", "always"]
+SavingMode = Literal["auto", "never", "always"]
 """Where stages may use a technique to save memory: where the planner finds it needed, nowhere, or everywhere."""
 
 
@@ -191,12 +191,12 @@ class Problem(_Data, frozen=True, kw_only=True):
     (`tolerant`)."""
     compression: Compression = "none"
     """Training: how activations and gradients between stages are packed. `BlockCost` has their float32 sizes."""
-    recompute: Lever = "never"
+    recompute: SavingMode = "never"
     """Training: whether stages recompute activations in backward instead of keeping them; `auto`: only stages that
     must."""
-    offload: Lever = "never"
+    offload: SavingMode = "never"
     """Training: whether optimizer state is kept in a file on the peer between updates."""
-    offload_weights: Lever = "never"
+    offload_weights: SavingMode = "never"
     """Training: whether weights are kept in a file on the peer (with an accelerator: in host memory) until a block
     needs them."""
     shared_weights: tuple[SharedWeight, ...] = ()

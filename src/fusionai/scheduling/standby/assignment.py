@@ -25,7 +25,7 @@ import msgspec
 
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.problem.constraints import refusal
-from fusionai.scheduling.problem.levers import unable_to_save
+from fusionai.scheduling.problem.memory_savings import unable_to_save
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Excluded, PeerProfile, Plan, Problem, StagePlacement, Standby
 from fusionai.scheduling.standby.snapshots import MOST_STEPS, SnapshotInterval, room_to_retain, snapshot_interval

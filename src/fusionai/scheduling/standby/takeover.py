@@ -26,7 +26,7 @@ import msgspec
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.constraints import refusal
-from fusionai.scheduling.problem.levers import unable_to_save
+from fusionai.scheduling.problem.memory_savings import unable_to_save
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement, Standby
 from fusionai.scheduling.serving.prediction import predict_serving

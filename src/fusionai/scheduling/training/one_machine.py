@@ -16,16 +16,16 @@ import msgspec
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_speed
 from fusionai.scheduling.problem.chain import Chain
-from fusionai.scheduling.problem.levers import (
-    MemoryMeasures,
-    choices_of_problem,
+from fusionai.scheduling.problem.links import hop
+from fusionai.scheduling.problem.memory_savings import (
+    MemorySavings,
     flops_per_s,
     inability,
     offload_s,
+    savings_choices,
     weights_s,
     weights_update_s,
 )
-from fusionai.scheduling.problem.links import hop
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, RolePlacement
 
 EXPLAINED: Final = 0.9
@@ -44,7 +44,7 @@ class Alone:
 def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | None:
     """The fastest of `peers` on its own (the eligible peers and the job owner); None if the model fits none of them."""
     chain = Chain(problem, problem.blocks)
-    ways = choices_of_problem(problem)
+    variants = savings_choices(problem)
     ops = {op for block in problem.blocks for op in block.ops}
     best: Alone | None = None
     for peer in sorted(peers, key=lambda p: p.peer):
@@ -52,12 +52,12 @@ def fastest_alone(problem: Problem, peers: Sequence[PeerProfile]) -> Alone | Non
             continue
         steps_s = [
             _step_s(problem, chain, peer, one)
-            for one in ways
+            for one in variants
             if _needed_bytes(chain, one) <= peer.memory_bytes and inability(one, peer) is None
         ]
         if not steps_s:
             continue
-        step_s = min(steps_s) + _way_s(problem, peer)
+        step_s = min(steps_s) + _report_s(problem, peer)
         tokens_per_s = problem.microbatches * problem.microbatch_tokens / step_s
         if best is None or tokens_per_s > best.tokens_per_s:
             best = Alone(peer, tokens_per_s)
@@ -102,7 +102,7 @@ def against_one(
     )
 
 
-def _way_s(problem: Problem, peer: PeerProfile) -> float:
+def _report_s(problem: Problem, peer: PeerProfile) -> float:
     """Seconds a step spends on reporting to the job owner and waiting for the answer: one round trip."""
     if problem.owner is None:
         return 0.0
@@ -114,15 +114,15 @@ def _everyone(problem: Problem) -> list[PeerProfile]:
     return [*problem.peers, *([] if problem.owner is None else [problem.owner])]
 
 
-def _step_s(problem: Problem, chain: Chain, peer: PeerProfile, levers: MemoryMeasures) -> float:
-    microbatch_s, update_s = max(chain.flops(0, chain.length, levers) / flops_per_s(peer, levers), 1e-12), 0.0
-    if levers.offload:
+def _step_s(problem: Problem, chain: Chain, peer: PeerProfile, savings: MemorySavings) -> float:
+    microbatch_s, update_s = max(chain.flops(0, chain.length, savings) / flops_per_s(peer, savings), 1e-12), 0.0
+    if savings.offload:
         update_s += offload_s(peer, chain.slot_bytes(0, chain.length))
-    if levers.offload_weights:
+    if savings.offload_weights:
         microbatch_s += weights_s(peer, chain.weight_bytes(0, chain.length))
         update_s += weights_update_s(peer, chain.trained_bytes(0, chain.length))
     return problem.microbatches * microbatch_s + update_s
 
 
-def _needed_bytes(chain: Chain, levers: MemoryMeasures) -> float:
-    return chain.resident_bytes(0, chain.length, levers) + chain.in_flight_bytes(0, chain.length, levers)
+def _needed_bytes(chain: Chain, savings: MemorySavings) -> float:
+    return chain.resident_bytes(0, chain.length, savings) + chain.in_flight_bytes(0, chain.length, savings)
