@@ -64,12 +64,6 @@ def written_out(
     return msgspec.structs.replace(found, stages=tuple(with_costs))
 
 
-def pool_name(problem: Problem, peer: str) -> str:
-    """Return the peer's display name, or its id if it has none."""
-    everyone = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
-    return next((p.name for p in everyone if p.peer == peer and p.name), peer)
-
-
 def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[StagePlacement]:
     chain = pipeline.chain
     pool = list(pipeline.pool_stages(best))
@@ -118,13 +112,13 @@ def _bottleneck(problem: Problem, pipeline: Pipeline, best: Suffix) -> str:
     causes: list[tuple[float, str]] = []
     pool = list(pipeline.pool_stages(best))
     for number, stage in enumerate(pool):
-        name = pool_name(problem, pipeline.peers[stage.head].peer)
+        name = problem.name_of(pipeline.peers[stage.head].peer)
         causes.append((stage.compute_s, f"compute of stage {number} on {name}"))
         if stage.rest is not None and stage.rest.head != EMPTY_HEAD:
             seconds = pipeline.hop_costs(stage.head, stage.rest.head, stage.rest.start).transfer_s
             causes.append((seconds, f"link from stage {number} on {name} to stage {number + 1}"))
     if pipeline.loss is not None:
-        name = pool_name(problem, _owner_id(pipeline))
+        name = problem.name_of(_owner_id(pipeline))
         what = "the loss" if pipeline.loss.length == 1 else "the last blocks"
         causes.append((pipeline.tail.compute_s, f"compute of {what} on {name}"))
         if pipeline.front is not None:
@@ -138,7 +132,7 @@ def _bottleneck(problem: Problem, pipeline: Pipeline, best: Suffix) -> str:
 
 def _shared_cause(problem: Problem, pipeline: Pipeline, best: Suffix, pool: list[Suffix]) -> str:
     number, stage = next((n, s) for n, s in reversed(list(enumerate(pool))) if s.period_s >= best.period_s)
-    name = pool_name(problem, pipeline.peers[stage.head].peer)
+    name = problem.name_of(pipeline.peers[stage.head].peer)
     period = format_seconds(best.period_s)
     trip_s = stage.transit_s - (0.0 if stage.start else pipeline.machines[stage.head].commit_s)
     # Adding and subtracting the commit may leave a slightly smaller value.

@@ -4,9 +4,8 @@ The same problem gives the same plan, in whatever order its peers are listed. Pl
 stage per peer.
 
 `solving` finds the pipeline and its bound. `constraints` decides which peers may be used, `pipeline` what a step costs,
-`one_machine` what one machine would reach, `placement` writes the plan, and `standby.assignment` assigns spares to
-stages. `replicated` plans
-several replicas, `serving` plans generation.
+`prediction` what one machine would reach, `placement` writes the plan, and `standby.assignment` assigns spares to
+stages. `replicated` plans several replicas, `serving` plans generation.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_speed
-from fusionai.scheduling.placement import pool_name, written_out
+from fusionai.scheduling.placement import written_out
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.chain import Chain, check_blocks, logits_block, stage_tables
 from fusionai.scheduling.problem.constraints import PipelineLimits, check_names, check_pins, eligible, must_use
@@ -36,8 +35,8 @@ from fusionai.scheduling.serving.planning import serving_plan
 from fusionai.scheduling.standby.assignment import with_standbys
 from fusionai.scheduling.training.compression import lightened
 from fusionai.scheduling.training.cut_bits import dependence
-from fusionai.scheduling.training.one_machine import against_one, fastest_alone
 from fusionai.scheduling.training.pipeline import Pipeline, Suffix
+from fusionai.scheduling.training.prediction import against_one, fastest_alone
 from fusionai.scheduling.training.solving import Solved, solved
 from fusionai.wire.codecs import Codec, gently
 
@@ -59,7 +58,7 @@ def _chain_plan(problem: Problem) -> Plan:
     smallest, unfit = _smallest(problem, pool_blocks)
     usable, refused = eligible(problem, pool_blocks, smallest, unfit)
     if not usable:
-        reasons = "; ".join(f"{pool_name(problem, e.peer)}: {e.reason.rstrip('.')}" for e in refused)
+        reasons = "; ".join(f"{problem.name_of(e.peer)}: {e.reason.rstrip('.')}" for e in refused)
         raise PlanError(
             f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
             hint="Let more peers join, or mend what stands in the way.",
@@ -227,7 +226,7 @@ def _check(problem: Problem) -> None:
     roles = [r.role for r in problem.roles]
     if len(set(roles)) != len(roles):
         raise PlanError(f"expected each role once, got {', '.join(roles)}.")
-    everyone = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
+    everyone = problem.everyone
     check_links(problem.links, (p.peer for p in everyone))
     for peer in everyone:
         check_access(peer)

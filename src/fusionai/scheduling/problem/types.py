@@ -204,6 +204,15 @@ class Problem(_Data, frozen=True, kw_only=True):
     serving: ServingNeeds | None = None
     """Required for task `serve`, in which `feed` is the first block (the embedding) and `loss` the last (the head)."""
 
+    @property
+    def everyone(self) -> list[PeerProfile]:
+        """The peers and, last, the job owner's machine if it is known; twice if it is a peer as well."""
+        return [*self.peers, *([] if self.owner is None else [self.owner])]
+
+    def name_of(self, peer: str) -> str:
+        """Return the peer's display name, or its id if it has none."""
+        return next((one.name for one in self.everyone if one.peer == peer and one.name), peer)
+
 
 class StagePlacement(_Data, frozen=True, kw_only=True):
     """One stage on one peer. Block ranges are half-open and contiguous."""

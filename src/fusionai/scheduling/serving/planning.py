@@ -21,7 +21,6 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
-from fusionai.scheduling.placement import pool_name
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.constraints import check_names, check_pins, eligible, must_use
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, middle, place_of
@@ -52,7 +51,7 @@ from fusionai.scheduling.serving.prediction import first_token_s, predict_servin
 from fusionai.scheduling.serving.search import FoundPipeline, LineLimits, PartialPipeline, evened, fastest_pipeline
 from fusionai.scheduling.serving.shortlist import shortlist, with_fastest
 from fusionai.scheduling.standby.assignment import with_standbys
-from fusionai.scheduling.training.one_machine import against_one
+from fusionai.scheduling.training.prediction import against_one
 
 SEARCH_BUDGET: Final = 100_000
 """Search budget, in extensions, if all usable peers are searched; chosen."""
@@ -107,7 +106,7 @@ def _usable(problem: Problem, needs: ServingNeeds) -> tuple[list[PeerProfile], l
     )
     usable, refused = eligible(problem, pool_blocks, smallest)
     if not usable:
-        reasons = "; ".join(f"{pool_name(problem, e.peer)}: {e.reason.rstrip('.')}" for e in refused)
+        reasons = "; ".join(f"{problem.name_of(e.peer)}: {e.reason.rstrip('.')}" for e in refused)
         raise PlanError(
             f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
             hint="Let more peers join, or mend what stands in the way.",
@@ -452,7 +451,7 @@ def _checked(problem: Problem) -> ServingNeeds:
     if len(problem.blocks) < 3:
         raise PlanError(f"expected an embedding, layers and a head to serve, got {len(problem.blocks)} blocks.")
     check_names(problem)
-    everyone = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
+    everyone = problem.everyone
     check_links(problem.links, (peer.peer for peer in everyone))
     for peer in everyone:
         check_access(peer)

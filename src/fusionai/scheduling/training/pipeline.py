@@ -87,6 +87,7 @@ class Pipeline:
         self.peers = fastest_first(peers)
         self.owner = len(self.peers)
         """Index of the job owner's machine in `machines`, which lists it after the peers."""
+        self._everyone = [*self.peers, *([] if problem.owner is None else [problem.owner])]
         ends = embedding_and_head_of(problem)
         blocks = problem.blocks[: len(problem.blocks) - ends.last]
         self.chain = Chain(problem, blocks)
@@ -261,15 +262,9 @@ class Pipeline:
         pairs."""
         found = self._hops.get((sender, receiver))
         if found is None:
-            one, other = self._profile(sender), self._profile(receiver)
+            one, other = self._everyone[sender], self._everyone[receiver]
             found = self._hops[sender, receiver] = hop(one, other, self.problem.links)
         return found
-
-    def _profile(self, machine: int) -> PeerProfile:
-        if machine < self.owner:
-            return self.peers[machine]
-        assert self.problem.owner is not None, "the index of the owner's machine is used only if there is one"
-        return self.problem.owner
 
     def access_s(self, peer: int, start: int, end: int) -> float:
         """Return the occupancy, in seconds per microbatch, of the busier direction of the access link by stage [start,
@@ -317,9 +312,8 @@ class Pipeline:
         """Return the uplink and downlink bandwidth of every machine that is left for its own stage. The owner's access
         link carries the tensors of both model ends. The bandwidth for its first stage is reduced by the share that the
         last stage uses."""
-        everyone = [*self.peers, *([] if self.problem.owner is None else [self.problem.owner])]
-        up = [profile.uplink.bandwidth_bytes_per_s for profile in everyone]
-        down = [profile.downlink.bandwidth_bytes_per_s for profile in everyone]
+        up = [profile.uplink.bandwidth_bytes_per_s for profile in self._everyone]
+        down = [profile.downlink.bandwidth_bytes_per_s for profile in self._everyone]
         if self.front is not None and self.loss is not None:
             forward, gradient = self.chain.forward_bytes, self.chain.gradient_bytes
             first, last = embedding_and_head_of(self.problem).first, self.chain.length
@@ -333,14 +327,13 @@ class Pipeline:
         """Return the peers, fastest first, and the owner's machine. The owner's machine may also be a peer, of which
         the loss stage then takes part of the time and memory."""
         owner = self.problem.owner
-        everyone = [*self.peers, *([] if owner is None else [owner])]
         commits_s = [
             0.0 if owner is None else self.hop(index, self.owner).latency_s + self.hop(self.owner, index).latency_s
-            for index in range(len(everyone))
+            for index in range(len(self._everyone))
         ]
         machines = [
             MachineCosts.of(profile, self.variants, up, down, commit_s)
-            for profile, up, down, commit_s in zip(everyone, *self._access(), commits_s, strict=True)
+            for profile, up, down, commit_s in zip(self._everyone, *self._access(), commits_s, strict=True)
         ]
         if self.loss is None or owner is None:
             return machines
@@ -354,11 +347,11 @@ class Pipeline:
         return machines
 
     def _loss_compute_s(self, loss: Chain) -> float:
-        return loss.flops(0, loss.length) / self._profile(self.owner).effective_flops_per_s
+        return loss.flops(0, loss.length) / self._everyone[self.owner].effective_flops_per_s
 
     def _loss_held(self, loss: Chain) -> int:
         """Return the microbatches in flight for which the owner's loss stage has room."""
-        free = float(self._profile(self.owner).memory_bytes) - self.loss_bytes(0)
+        free = float(self._everyone[self.owner].memory_bytes) - self.loss_bytes(0)
         flight = self._loss_flight_bytes(loss)
         held = self.microbatches if flight * self.microbatches <= free else floor(free / flight)
         # The owner's first stage gets the rest.

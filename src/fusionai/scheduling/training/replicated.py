@@ -165,8 +165,7 @@ def _codecs(groups: Sequence[Group]) -> tuple[Codec, ...]:
 def _bound_tokens_per_s(problem: Problem) -> float:
     """Return the tokens per second if every machine computed all the time and links took no time."""
     flops = sum(block.forward_flops + block.backward_flops for block in problem.blocks)
-    machines = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
-    flops_per_s = fsum(one.effective_flops_per_s for one in machines)
+    flops_per_s = fsum(one.effective_flops_per_s for one in problem.everyone)
     return problem.microbatch_tokens * flops_per_s / flops if flops > 0 else 0.0
 
 
