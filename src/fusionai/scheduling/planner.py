@@ -51,7 +51,7 @@ def plan(problem: Problem) -> Plan:
 
 
 def _chain_plan(problem: Problem) -> Plan:
-    """Return the plan without guards and without the comparison with one machine alone."""
+    """Return the plan without standbys and without the comparison with one machine alone."""
     _check(problem)
     pool_blocks = middle(problem)
     check_pins(problem, pool_blocks)

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import msgspec
 import pytest
 
-from fusionai.cli.planning.view import picture, show_expense, show_plan
+from fusionai.cli.planning.view import picture, show_cost, show_plan
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import Crossing, StageCosts, crossings
 from fusionai.scheduling.problem.types import BlockCost, Excluded, Link, PeerProfile, Plan, Problem
@@ -117,7 +117,7 @@ def cost(**fields: object) -> TokenCost:
     ],
 )
 def test_energy_and_money_where_they_are_known(found: TokenCost, said: list[str], capsys: pytest.CaptureFixture[str]):
-    show_expense(found, NAMES)
+    show_cost(found, NAMES)
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == len(said)
     assert all(line.startswith(start) for line, start in zip(shown, said, strict=True))

@@ -240,8 +240,8 @@ def _unused_flags(task: Literal["train", "serve"]) -> Iterator[str]:
 def _level(served: ServingOptions, pool: PoolOnPaper) -> PrivacyLevel:
     """Return the privacy level asked for. Without one, embedding and head stay with the owner, unless the pool's file
     does not describe the owner's machine or places feed or loss in the pool."""
-    apart = pool.owner is None or "pool" in (pool.constraints.loss, pool.constraints.feed)
-    return served.privacy if served.asked is not None or not apart else "encrypted"
+    ends_in_pool = pool.owner is None or "pool" in (pool.constraints.loss, pool.constraints.feed)
+    return served.privacy if served.asked is not None or not ends_in_pool else "encrypted"
 
 
 def _planned(problem: Problem, graph: Graph, pool: PoolOnPaper, asked: Asked) -> Plan:

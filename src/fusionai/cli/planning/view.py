@@ -124,18 +124,18 @@ def picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]
 
 def show_standbys(watch: StandbyAssignment, names: Mapping[str, str]) -> None:
     """Print the warm standby of each stage, or why it has none."""
-    for guard in watch.plan.guards:
-        bits = "" if guard.exact else ", with other numerics"
-        console.line(f"Stage {guard.stage} has the warm standby {names.get(guard.peer, guard.peer)}{bits}.")
+    for standby in watch.plan.guards:
+        bits = "" if standby.exact else ", with other numerics"
+        console.line(f"Stage {standby.stage} has the warm standby {names.get(standby.peer, standby.peer)}{bits}.")
     if watch.plan.guards:
         console.line(f"Snapshots: {watch.interval.reason}")
-    for entry in watch.unguarded:
+    for entry in watch.without_standby:
         reasons = _by_reason(entry.reasons, names)
         said = "; ".join(f"{_list(peers)}: {reason}" for reason, peers in list(reasons.items())[:_REASONS])
         console.line(f"Stage {entry.stage} has no warm standby: {said or 'the pool has no spare'}.")
 
 
-def show_expense(found: TokenCost, names: Mapping[str, str]) -> None:
+def show_cost(found: TokenCost, names: Mapping[str, str]) -> None:
     """Print energy and money per million tokens if they are known, or which machines lack a figure."""
     if found.joules is not None and found.power_w is not None:
         console.line(

@@ -4,7 +4,7 @@ Stages are given as in a plan (ranges of block numbers); costs are those of the 
 that is not in the problem (it left before the job's owner came back) has no profile. Its links are assumed to be no
 bottleneck, and its speed is what the plan predicted.
 
-`crossings` lists the transfers between a plan's stages. `chain` has the sums; `guards`, `snapshots`, `takeover`,
+`crossings` lists the transfers between a plan's stages. `chain` has the sums; `assignment`, `snapshots`, `takeover`,
 `prediction` and `straggling` use these costs."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StageCosts:
         return round(self._chain.state_bytes(*self._positions(stage)))
 
     def snapshot_bytes(self, stage: StagePlacement) -> int:
-        """Return the bytes of one snapshot after the first; a guard receives frozen parameters only once."""
+        """Return the bytes of one snapshot after the first; a standby receives frozen parameters only once."""
         return round(self._chain.moving_bytes(*self._positions(stage)))
 
     def forward_bytes(self, stage: StagePlacement) -> float:
@@ -197,14 +197,14 @@ class StageCosts:
         profile = self.profiles.get(stage.peer)
         return stage.memory_limit_bytes if profile is None else profile.memory_bytes
 
-    def snapshot_s(self, stage: StagePlacement, guard: str) -> float:
-        """Return the transfer seconds of one snapshot to `guard` over an otherwise unused link."""
-        link = self.hop(stage.peer, guard)
+    def snapshot_s(self, stage: StagePlacement, standby: str) -> float:
+        """Return the transfer seconds of one snapshot to `standby` over an otherwise unused link."""
+        link = self.hop(stage.peer, standby)
         return self.snapshot_bytes(stage) / link.bandwidth_bytes_per_s + link.latency_s
 
-    def guardable(self, plan: Plan, stage: StagePlacement) -> bool:
-        """Return whether a guard is useful for the stage: it has state and runs outside the job owner's process. State
-        in the owner's process is lost together with the process that writes checkpoints."""
+    def needs_standby(self, plan: Plan, stage: StagePlacement) -> bool:
+        """Return whether a standby is useful for the stage: it has state and runs outside the job owner's process.
+        State in the owner's process is lost together with the process that writes checkpoints."""
         return stage.peer != plan.feed and self.state_bytes(stage) > 0
 
     def name(self, peer: str) -> str:

@@ -187,7 +187,7 @@ class Problem(_Data, frozen=True, kw_only=True):
     incumbent: Plan | None = None
     spares_wanted: int | None = None
     takeover: Literal["exact", "tolerant"] = "exact"
-    """Whether only a machine with bit-identical results (`exact`) may guard or take over a stage, or any machine
+    """Whether only a machine with bit-identical results (`exact`) may stand by for or take over a stage, or any machine
     (`tolerant`)."""
     compression: Compression = "none"
     """Training: how activations and gradients between stages are packed. `BlockCost` has their float32 sizes."""
@@ -278,8 +278,8 @@ class Certificate(_Data, frozen=True, kw_only=True):
 
 
 class Standby(_Data, frozen=True, kw_only=True):
-    """A spare that keeps snapshots of a stage and takes it over when its peer is lost. One spare may guard several
-    stages."""
+    """A spare that keeps snapshots of a stage and takes it over when its peer is lost. One spare may stand by for
+    several stages."""
 
     stage: int
     peer: str
@@ -340,9 +340,9 @@ class Plan(_Data, frozen=True, kw_only=True):
     spares: tuple[str, ...] = ()
     """Standby peers when the plan was made. Those in `guards` are reserved for the job, the others are free."""
     guards: tuple[Standby, ...] = ()
-    """Guards, at most one per stage."""
+    """Warm standbys, at most one per stage."""
     snapshot_every: int = 0
-    """Steps between two snapshots of a guarded stage; 0 if no stage is guarded."""
+    """Steps between two snapshots of a stage with a standby; 0 if no stage has one."""
     microbatches: int
     step_time_s: float
     tokens_per_s: float
