@@ -61,7 +61,7 @@ def _chain_plan(problem: Problem) -> Plan:
         reasons = "; ".join(f"{problem.name_of(e.peer)}: {e.reason.rstrip('.')}" for e in refused)
         raise PlanError(
             f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
-            hint="Let more peers join, or mend what stands in the way.",
+            hint="Let more peers join, or change what these reasons name.",
         )
     limits = _limits(problem, usable, len(pool_blocks))
     asked, problem = problem, with_front(problem)

@@ -69,8 +69,8 @@ def analyze(
     from fusionai.dashboard.analysis_page import render_analysis
 
     comparisons = _comparisons(read_catalogue(catalogue_file), fleet, against)
-    show(comparisons)
     _make(out)
+    show(comparisons)
     figures = figures_of(comparisons)
     write_json(out / "analysis.json", "analyze", figures)
     write_atomic(out / "analysis.csv", csv_of(comparisons).encode())

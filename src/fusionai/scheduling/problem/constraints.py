@@ -116,7 +116,7 @@ def eligible(
                 asked = "required" if peer.peer in problem.required else "pinned"
                 raise PlanError(
                     f"peer {peer.peer!r} is {asked} but can't be used: {reason}",
-                    hint=f"Take it out of `{asked}`, or mend what stands in its way.",
+                    hint=f"Take it out of `{asked}`, or change what the reason names.",
                 )
     return usable, refused
 

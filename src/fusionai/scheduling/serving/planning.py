@@ -109,7 +109,7 @@ def _usable(problem: Problem, needs: ServingNeeds) -> tuple[list[PeerProfile], l
         reasons = "; ".join(f"{problem.name_of(e.peer)}: {e.reason.rstrip('.')}" for e in refused)
         raise PlanError(
             f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
-            hint="Let more peers join, or mend what stands in the way.",
+            hint="Let more peers join, or change what these reasons name.",
         )
     return usable, refused
 

@@ -48,7 +48,7 @@ GOAL: Final = 0.002
 """Relative gap at which the search in large pools stops."""
 EXACT: Final = 1e-9
 """Relative gap up to which a pipeline counts as optimal."""
-SEARCHED: Final = "exact search over peers, order, cuts and what stages do to fit"
+SEARCHED: Final = "exact search over peers, order, cuts and memory savings"
 RELAXED: Final = "search among the machines that can matter, bound by relaxation"
 
 
