@@ -20,7 +20,14 @@ from fusionai.primitives.units import format_speed
 from fusionai.scheduling.placement import written_out
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.chain import Chain, check_blocks, logits_block, stage_tables
-from fusionai.scheduling.problem.constraints import PipelineLimits, check_names, check_pins, eligible, must_use
+from fusionai.scheduling.problem.constraints import (
+    PipelineLimits,
+    check_pins,
+    check_settings,
+    eligible,
+    must_use,
+    stage_limits,
+)
 from fusionai.scheduling.problem.embedding_and_head import (
     check_owners_memory,
     embedding_and_head_of,
@@ -28,7 +35,6 @@ from fusionai.scheduling.problem.embedding_and_head import (
     place_of,
     with_front,
 )
-from fusionai.scheduling.problem.links import check_access, check_links
 from fusionai.scheduling.problem.memory_savings import inability, savings_choices
 from fusionai.scheduling.problem.types import BlockCost, Certificate, PeerProfile, Plan, Problem
 from fusionai.scheduling.serving.planning import serving_plan
@@ -57,13 +63,7 @@ def _chain_plan(problem: Problem) -> Plan:
     check_pins(problem, pool_blocks)
     smallest, unfit = _smallest(problem, pool_blocks)
     usable, refused = eligible(problem, pool_blocks, smallest, unfit)
-    if not usable:
-        reasons = "; ".join(f"{problem.name_of(e.peer)}: {e.reason.rstrip('.')}" for e in refused)
-        raise PlanError(
-            f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
-            hint="Let more peers join, or change what these reasons name.",
-        )
-    limits = _limits(problem, usable, len(pool_blocks))
+    limits = stage_limits(problem, len(usable), len(pool_blocks))
     asked, problem = problem, with_front(problem)
     if problem is not asked:
         usable = [*(one for one in usable if one.peer != problem.peers[-1].peer), problem.peers[-1]]
@@ -173,32 +173,6 @@ def _smallest(problem: Problem, blocks: tuple[BlockCost, ...]) -> tuple[float, C
     return min(least), unfit
 
 
-def _limits(problem: Problem, peers: Sequence[PeerProfile], blocks: int) -> PipelineLimits:
-    """Return the limits on the number of stages; the mask of required peers depends on the listed peers and is set
-    later."""
-    usable, required = len(peers), len(must_use(problem))
-    reserved = problem.spares_wanted or 0
-    most = min(usable - reserved, blocks)
-    wanted = problem.stages or max(1, required)
-    if most < wanted:
-        if wanted > blocks:
-            raise PlanError(
-                f"{wanted} stages need {wanted} blocks, the model has {blocks} to place.",
-                hint=f"Ask for at most {blocks} stages.",
-            )
-        spare = f" with {reserved} kept as spares" if reserved else ""
-        raise PlanError(
-            f"{wanted} stages need {wanted} peers{spare}, but {usable} of {len(problem.peers)} peers can be used.",
-            hint="Ask for fewer stages or spares, or let more peers join.",
-        )
-    if problem.stages is not None and required > problem.stages:
-        raise PlanError(
-            f"{required} peers are required, but only {problem.stages} stages were asked for.",
-            hint="Require fewer peers or ask for more stages.",
-        )
-    return PipelineLimits(fewest=wanted, most=problem.stages or most)
-
-
 def _machines(problem: Problem, usable: list[PeerProfile]) -> list[PeerProfile]:
     owner = problem.owner
     if owner is None or any(peer.peer == owner.peer for peer in usable):
@@ -208,7 +182,7 @@ def _machines(problem: Problem, usable: list[PeerProfile]) -> list[PeerProfile]:
 
 def _check(problem: Problem) -> None:
     check_blocks(problem.blocks)
-    check_names(problem)
+    check_settings(problem)
     if problem.replicas != 1:
         raise PlanError(
             f"expected 1 replica, got {problem.replicas}.",
@@ -219,17 +193,9 @@ def _check(problem: Problem) -> None:
             f"expected at least one microbatch of at least one token, "
             f"got {problem.microbatches} of {problem.microbatch_tokens}."
         )
-    if problem.stages is not None and problem.stages < 1:
-        raise PlanError(f"expected at least 1 stage, got {problem.stages}.")
-    if problem.spares_wanted is not None and problem.spares_wanted < 0:
-        raise PlanError(f"expected at least 0 spares, got {problem.spares_wanted}.")
     roles = [r.role for r in problem.roles]
     if len(set(roles)) != len(roles):
         raise PlanError(f"expected each role once, got {', '.join(roles)}.")
-    everyone = problem.everyone
-    check_links(problem.links, (p.peer for p in everyone))
-    for peer in everyone:
-        check_access(peer)
     _check_owner(problem)
 
 

@@ -30,6 +30,7 @@ from fusionai.cli.planning.view import (
 from fusionai.cli.serving.options import MOST_SESSIONS
 from fusionai.ir.schema import Graph
 from fusionai.primitives.units import format_speed
+from fusionai.scheduling.problem.memory_savings import savings_of_stage
 from fusionai.scheduling.problem.stage_costs import Crossing, StageCosts, crossings
 from fusionai.scheduling.problem.types import Plan, Problem, StagePlacement
 from fusionai.scheduling.serving.parallel import METHOD, ServingPipelines, serving_pipelines
@@ -172,17 +173,8 @@ _OF_SERVING: Final = ("weight_bytes", "cache_bytes")
 
 def _saving(stage: StagePlacement) -> dict[str, object]:
     """Return the keys of a stage that recomputes activations, or keeps optimizer state or weights in a file."""
-    found: dict[str, object] = {}
-    if stage.recompute:
-        found |= {"recompute_s": stage.recompute_s, "recompute_saves_bytes": stage.recompute_saves_bytes}
-    if stage.offload:
-        found |= {"offload_s": stage.offload_s, "offload_saves_bytes": stage.offload_saves_bytes}
-    if stage.offload_weights:
-        found |= {
-            "offload_weights_s": stage.offload_weights_s,
-            "offload_weights_saves_bytes": stage.offload_weights_saves_bytes,
-        }
-    return found
+    figures = (f"{name}_{what}" for name in savings_of_stage(stage).names for what in ("s", "saves_bytes"))
+    return {name: getattr(stage, name) for name in figures}
 
 
 def pipelines_figures(found: ServingPipelines, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:

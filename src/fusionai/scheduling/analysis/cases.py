@@ -11,7 +11,7 @@ of `compare`."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Final, Literal
 
@@ -144,17 +144,7 @@ LLAMA_70B: Final = Shape(
     sequence_tokens=4096,
     batch_tokens=2**21,
 )
-LLAMA_70B_ADAPTERS: Final = Shape(
-    name="Llama-3-70B, adapters",
-    parameters=70.6e9,
-    layers=80,
-    width=8192,
-    cache_token_bytes=2 * 80 * 1024 * 2,
-    vocabulary=128_256,
-    sequence_tokens=4096,
-    batch_tokens=2**21,
-    trainable=0.003,
-)
+LLAMA_70B_ADAPTERS: Final = replace(LLAMA_70B, name="Llama-3-70B, adapters", trainable=0.003)
 TRAINED: Final = (BERT, GPT3_24, LLAMA_8B, LLAMA_70B, LLAMA_70B_ADAPTERS)
 DECODED: Final = (GPT3_24, LLAMA_8B, LLAMA_70B)
 FORWARDED: Final = (BERT, GPT3_24, LLAMA_8B, LLAMA_70B)

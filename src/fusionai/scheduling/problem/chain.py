@@ -117,14 +117,10 @@ class Chain:
             flops = flops + sums[None, :] - sums[:-1, None]
         return _upper(flops)
 
-    def weights_table(self) -> Floats:
-        return _upper(_differences(self._all_weights))
-
-    def slots_table(self) -> Floats:
-        return _upper(_differences(self._slots))
-
-    def trained_table(self) -> Floats:
-        return _upper(_differences(self._trained))
+    def file_tables(self) -> tuple[Floats, Floats, Floats]:
+        """`weight_bytes`, `slot_bytes` and `trained_bytes` of every range."""
+        weights, slots, trained = (_upper(_differences(s)) for s in (self._all_weights, self._slots, self._trained))
+        return weights, slots, trained
 
     def resident_table(self, savings: MemorySavings) -> Floats:
         """`resident_bytes` of every range, added in the same order so that the bits are equal."""
@@ -246,26 +242,16 @@ class StageTables:
 
 def stage_tables(chain: Chain, variants: Sequence[MemorySavings]) -> StageTables:
     """Return the tables of all ranges of `chain`."""
-    none = np.zeros((chain.length, chain.length + 1))
+    weights, slots, trained = chain.file_tables()
+    none = np.zeros_like(weights)
+    needless = [sum(1 << k for k, more in enumerate(variants) if more.includes(one)) for one in variants]
     return StageTables(
         variants=tuple(variants),
-        flops=np.array([chain.flops_table(variant) for variant in variants]),
-        read_bytes=np.array([2 * chain.weights_table() if variant.offload_weights else none for variant in variants]),
-        slot_bytes=np.array([2 * chain.slots_table() if variant.offload else none for variant in variants]),
-        trained_bytes=np.array(
-            [2 * chain.trained_table() if variant.offload_weights else none for variant in variants]
-        ),
-        resident_bytes=np.array([chain.resident_table(variant) for variant in variants]),
-        flight_bytes=np.array([chain.flight_table(variant) for variant in variants]),
-        needless=np.array(
-            [
-                sum(
-                    1 << index
-                    for index, other in enumerate(variants)
-                    if other != variant and set(variant.names) <= {*other.names}
-                )
-                for variant in variants
-            ],
-            dtype=np.int64,
-        ),
+        flops=np.array([chain.flops_table(one) for one in variants]),
+        read_bytes=np.array([2 * weights if one.offload_weights else none for one in variants]),
+        slot_bytes=np.array([2 * slots if one.offload else none for one in variants]),
+        trained_bytes=np.array([2 * trained if one.offload_weights else none for one in variants]),
+        resident_bytes=np.array([chain.resident_table(one) for one in variants]),
+        flight_bytes=np.array([chain.flight_table(one) for one in variants]),
+        needless=np.array(needless, dtype=np.int64),
     )

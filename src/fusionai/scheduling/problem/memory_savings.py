@@ -39,6 +39,10 @@ class MemorySavings:
         }
         return tuple(name for name, does in done.items() if does)
 
+    def includes(self, other: MemorySavings) -> bool:
+        """Whether all techniques of `other` and more are used."""
+        return other != self and set(other.names) <= set(self.names)
+
     def clause(self) -> str:
         """Clause for a sentence about memory, such as `, its activations recomputed in backward`; may be empty."""
         done = [_CLAUSES[name] for name in self.names]
@@ -89,13 +93,9 @@ def file_bytes_per_s(peer: PeerProfile | None) -> float:
 
 
 def weights_s(peer: PeerProfile | None, weight_bytes: float) -> float:
-    """Seconds per microbatch to read offloaded weights, once in forward and once in backward."""
+    """Seconds to read offloaded weights twice (per microbatch: in forward and in backward), or to read and write them
+    once (per update: the trained ones)."""
     return 2 * weight_bytes / weights_bytes_per_s(peer)
-
-
-def weights_update_s(peer: PeerProfile | None, trained_bytes: float) -> float:
-    """Seconds per update to read and write the trained weights if they are offloaded."""
-    return 2 * trained_bytes / weights_bytes_per_s(peer)
 
 
 def weights_bytes_per_s(peer: PeerProfile | None) -> float:

@@ -26,7 +26,6 @@ from fusionai.scheduling.problem.memory_savings import (
     offload_s,
     savings_of_stage,
     weights_s,
-    weights_update_s,
 )
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement
 from fusionai.scheduling.serving.pipeline import block_s
@@ -98,7 +97,7 @@ class StageCosts:
         if not stage.offload_weights:
             return stage.offload_s
         trained_bytes = self._chain.trained_bytes(*self._positions(stage))
-        return stage.offload_s + weights_update_s(self.profiles.get(stage.peer), trained_bytes)
+        return stage.offload_s + weights_s(self.profiles.get(stage.peer), trained_bytes)
 
     def held_bytes(self, stage: StagePlacement, savings: MemorySavings) -> int:
         """Return the memory of the stage with `savings`, its microbatches in flight included."""

@@ -22,9 +22,9 @@ import msgspec
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
 from fusionai.scheduling.problem.calibration import paced
-from fusionai.scheduling.problem.constraints import check_names, check_pins, eligible, must_use
+from fusionai.scheduling.problem.constraints import check_pins, check_settings, eligible, must_use, stage_limits
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, middle, place_of
-from fusionai.scheduling.problem.links import check_access, check_links, hop
+from fusionai.scheduling.problem.links import hop
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import (
     PROMPT_TOKENS,
@@ -105,12 +105,6 @@ def _usable(problem: Problem, needs: ServingNeeds) -> tuple[list[PeerProfile], l
         for end, block in enumerate(pool_blocks, embedding_and_head_of(problem).first + 1)
     )
     usable, refused = eligible(problem, pool_blocks, smallest)
-    if not usable:
-        reasons = "; ".join(f"{problem.name_of(e.peer)}: {e.reason.rstrip('.')}" for e in refused)
-        raise PlanError(
-            f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
-            hint="Let more peers join, or change what these reasons name.",
-        )
     return usable, refused
 
 
@@ -261,27 +255,8 @@ def single_s(pipeline: ServingPipeline, peer: int) -> float:
 def _limits(problem: Problem, pipeline: ServingPipeline, cache_tokens: int) -> ServingLimits:
     index = {peer.peer: i for i, peer in enumerate(pipeline.peers)}
     required = sum(1 << index[name] for name in must_use(problem))
-    reserved = problem.spares_wanted or 0
-    most = min(pipeline.count - reserved, pipeline.length)
-    wanted = problem.stages or max(1, required.bit_count())
-    if wanted > pipeline.length:
-        raise PlanError(
-            f"{wanted} stages need {wanted} blocks, the model has {pipeline.length} to place.",
-            hint=f"Ask for at most {pipeline.length} stages.",
-        )
-    if most < wanted:
-        spare = f" with {reserved} kept as spares" if reserved else ""
-        raise PlanError(
-            f"{wanted} stages need {wanted} peers{spare}, but {pipeline.count} of {len(problem.peers)} peers can be "
-            "used.",
-            hint="Ask for fewer stages or spares, or let more peers join.",
-        )
-    if problem.stages is not None and required.bit_count() > problem.stages:
-        raise PlanError(
-            f"{required.bit_count()} peers are required, but only {problem.stages} stages were asked for.",
-            hint="Require fewer peers or ask for more stages.",
-        )
-    return ServingLimits(fewest=wanted, most=problem.stages or most, cache_tokens=cache_tokens, required=required)
+    limits = stage_limits(problem, pipeline.count, pipeline.length)
+    return ServingLimits(fewest=limits.fewest, most=limits.most, cache_tokens=cache_tokens, required=required)
 
 
 def _pages(pipeline: ServingPipeline, best: PartialPipeline, needs: ServingNeeds, cache_tokens: int) -> int:
@@ -457,17 +432,9 @@ def _checked(problem: Problem) -> ServingNeeds:
     for name, count in counts.items():
         if count < 1:
             raise PlanError(f"expected {name} of at least 1, got {count}.")
-    if problem.stages is not None and problem.stages < 1:
-        raise PlanError(f"expected at least 1 stage, got {problem.stages}.")
-    if problem.spares_wanted is not None and problem.spares_wanted < 0:
-        raise PlanError(f"expected at least 0 spares, got {problem.spares_wanted}.")
     if len(problem.blocks) < 3:
         raise PlanError(f"expected an embedding, layers and a head to serve, got {len(problem.blocks)} blocks.")
-    check_names(problem)
-    everyone = problem.everyone
-    check_links(problem.links, (peer.peer for peer in everyone))
-    for peer in everyone:
-        check_access(peer)
+    check_settings(problem)
     for role in ("feed", "loss"):
         if place_of(problem, role) == "owner" and problem.owner is None:
             raise PlanError(

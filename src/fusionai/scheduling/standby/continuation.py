@@ -23,7 +23,7 @@ from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement, Standby, TolerantTakeover
 from fusionai.scheduling.standby.assignment import may_stand_by, with_standbys
 from fusionai.scheduling.standby.straggling import GAIN
-from fusionai.scheduling.standby.takeover import WaitingForMachines, handed_over, replaced, with_profiles
+from fusionai.scheduling.standby.takeover import WaitingForMachines, handed_over, offered, replaced, with_profiles
 from fusionai.scheduling.training.cut_bits import same_sums
 from fusionai.scheduling.training.prediction import predict
 from fusionai.scheduling.training.replicated import plan as planned_replicas
@@ -170,22 +170,15 @@ def recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Ot
     stages, spares, required and pinned machines are dropped: they were chosen for a pool that has changed."""
     if not candidates:
         return Nothing("none of those that remain computes the same bits")
-    known = with_profiles(problem, candidates)
-    there = {peer.peer for peer in candidates}
+    known = offered(problem, candidates)
+    there = {peer.peer for peer in known.everyone}
     posed = msgspec.structs.replace(
         known,
-        peers=tuple(peer for peer in known.peers if peer.peer in there),
-        links={
-            key: link
-            for key, link in known.links.items()
-            if {*key.split(">")} <= there | ({known.owner.peer} if known.owner else set[str]())
-        },
+        links={key: link for key, link in known.links.items() if there.issuperset(key.split(">"))},
         stages=None,
         spares_wanted=None,
         required=(),
-        excluded=tuple(peer for peer in known.excluded if peer in there),
         pinned={},
-        incumbent=None,
     )
     try:
         found = served_with(plan, posed) if plan.task == "serve" else _trained(posed)
@@ -267,10 +260,7 @@ def widened(
     """For a job that was cut anew because machines were missing: a new cut over all machines that are back, if the gain
     in the steps left is worth going back to a checkpoint; otherwise None. `tolerant`: the bits may change."""
     known = with_profiles(problem, candidates)
-    there = {peer.peer for peer in candidates}
-    posed = msgspec.structs.replace(
-        known, peers=tuple(peer for peer in known.peers if peer.peer in there), required=(), incumbent=None
-    )
+    posed = msgspec.structs.replace(offered(known, candidates), excluded=known.excluded, required=())
     try:
         found = planned_replicas(posed)
     except PlanError:

@@ -151,7 +151,7 @@ def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequenc
     if former.peer in spares and may_stand_by(bare, known, placing.taken[stage], former.peer):
         kept.append(Standby(stage=stage, peer=former.peer, exact=costs.exact(former, costs.profiles[former.peer])))
     found = with_standbys(msgspec.structs.replace(bare, guards=tuple(kept)), known)
-    return found if {standby.stage for standby in plan.guards} <= {standby.stage for standby in found.guards} else None
+    return found if _keeps_standbys(plan, found) else None
 
 
 def with_standby(plan: Plan, problem: Problem, stage: int, peer: str, candidates: Sequence[PeerProfile]) -> Plan | None:
@@ -170,8 +170,11 @@ def with_standby(plan: Plan, problem: Problem, stage: int, peer: str, candidates
         plan, version=0, spares=tuple(sorted(there - {plan.feed})), guards=(wanted, *kept), snapshot_every=0
     )
     found = with_standbys(wider, known)
-    stays = {standby.stage for standby in plan.guards} <= {standby.stage for standby in found.guards}
-    return found if stays and wanted in found.guards else None
+    return found if _keeps_standbys(plan, found) and wanted in found.guards else None
+
+
+def _keeps_standbys(before: Plan, after: Plan) -> bool:
+    return {standby.stage for standby in before.guards} <= {standby.stage for standby in after.guards}
 
 
 class _Placing:
@@ -303,6 +306,14 @@ def with_profiles(problem: Problem, candidates: Sequence[PeerProfile]) -> Proble
     """Return `problem` with the profiles of `candidates` added; they replace older profiles of the same peers."""
     profiles = {peer.peer: peer for peer in problem.peers} | {peer.peer: peer for peer in candidates}
     return msgspec.structs.replace(problem, peers=tuple(profiles[name] for name in sorted(profiles)))
+
+
+def offered(problem: Problem, candidates: Sequence[PeerProfile]) -> Problem:
+    """Return `problem` with the machines of `candidates` alone, and without a running plan."""
+    there = {peer.peer: peer for peer in candidates}
+    peers = tuple(there[name] for name in sorted(there))
+    excluded = tuple(peer for peer in problem.excluded if peer in there)
+    return msgspec.structs.replace(problem, peers=peers, excluded=excluded, incumbent=None)
 
 
 def _wish(stage: Unplaced) -> str:

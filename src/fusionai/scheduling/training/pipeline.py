@@ -115,7 +115,8 @@ class Pipeline:
         does not fit."""
         end, machine = suffix.start, self.machines[peer]
         held = self.held(peer, start, end, variant)
-        if held < min(self.microbatches, suffix.stages + 1):
+        stages = suffix.stages + 1
+        if held < min(self.microbatches, stages):
             return None
         compute_s = self.compute_s(peer, start, end, variant)
         transit_s = suffix.transit_s + compute_s
@@ -134,18 +135,7 @@ class Pipeline:
         if self.variants[variant].offload or self.variants[variant].offload_weights:
             update_s = max(update_s, self.update_s(peer, start, end, variant))
         return Suffix(
-            start,
-            peer,
-            suffix.stages + 1,
-            period_s,
-            transit_s,
-            up_s,
-            down_s,
-            held,
-            compute_s,
-            suffix,
-            update_s,
-            variant,
+            start, peer, stages, period_s, transit_s, up_s, down_s, held, compute_s, suffix, update_s, variant
         )
 
     def longer(self, suffix: Suffix, peer: int, start: int) -> list[Suffix]:

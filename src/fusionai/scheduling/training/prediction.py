@@ -41,7 +41,6 @@ from fusionai.scheduling.problem.memory_savings import (
     offload_s,
     savings_choices,
     weights_s,
-    weights_update_s,
 )
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, RolePlacement, StagePlacement
@@ -248,7 +247,7 @@ def _step_s(problem: Problem, chain: Chain, peer: PeerProfile, savings: MemorySa
         update_s += offload_s(peer, chain.slot_bytes(0, chain.length))
     if savings.offload_weights:
         microbatch_s += weights_s(peer, chain.weight_bytes(0, chain.length))
-        update_s += weights_update_s(peer, chain.trained_bytes(0, chain.length))
+        update_s += weights_s(peer, chain.trained_bytes(0, chain.length))
     return problem.microbatches * microbatch_s + update_s
 
 
