@@ -717,7 +717,7 @@ def arcs(tables: KindTables, most_period_s: float, most_update_s: float) -> Floa
                 for variant in range(costs.flops.shape[0]):
                     if needless >> variant & 1 or not costs.able[kind, variant]:
                         continue
-                    # This repeats `held`, `compute_s` and `update_s`, because calls with all arrays take four times as long.
+                    # Repeats `held`, `compute_s` and `update_s`: calls with all arrays take four times as long.
                     free = costs.memory_bytes[kind] - costs.stage_bytes[variant, start, end]
                     if free < 0:
                         continue
