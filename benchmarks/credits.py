@@ -200,7 +200,7 @@ class Line:
     def activation_bytes(self, credit: Sequence[int]) -> float:
         """Of all stages: what is kept and buffered in flight, and the block that is being made again."""
         chain = self._pipeline.chain
-        again_bytes = KEPT_TO_CROSSING * self.problem.blocks[0].output_bytes if chain.levers.recompute else 0.0
+        again_bytes = KEPT_TO_CROSSING * self.problem.blocks[0].output_bytes if chain.savings.recompute else 0.0
         return sum(
             count * chain.in_flight_bytes(start, end) + again_bytes
             for count, (start, end) in zip(credit, pairwise(self._cuts), strict=True)

@@ -70,8 +70,9 @@ SIMULATED_MODELS: Final = ("1.3B", "8B")
 PAGE_TOP: Final = """# How fast is training over home links?
 
 Over slow home links, packed boundary tensors and local updates raise tokens per second; the tables show by how much.
-Their cost in loss is in [analysis.md](analysis.md#effect-of-the-levers-on-the-loss), where the same levers are applied
-to larger pools. `python benchmarks/homes.py --json homes.json --page docs/homes.md` writes this page.
+Their cost in loss is in [analysis.md](analysis.md#effect-of-the-optimisations-on-the-loss), where the same
+optimisations are applied to larger pools. `python benchmarks/homes.py --json homes.json --page docs/homes.md` writes
+this page.
 """
 REAL_WORDS: Final = f"""\
 Four `fusion join` processes run on two cores with {SHARES[0]:g} of a core each, behind proxies that add the latency,

@@ -37,7 +37,7 @@ from fusionai.corpus import python_library
 from fusionai.corpus.recipe import Recipe, recipe_from_table
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.problem.levers import savings
+from fusionai.scheduling.problem.memory_savings import describe_savings
 from fusionai.training.progress import FaultSeen, StepDone
 
 CGROUPS: Final = Path("/sys/fs/cgroup/memory")
@@ -158,7 +158,7 @@ def _trained(memory_bytes: int, steps: int, sizes: Sizes, *, saving: str, held: 
         planned_s=plan.step_time_s,
         planned_bytes=plan.stages[0].memory_bytes,
         losses=losses,
-        saved=tuple(savings(plan)),
+        saved=tuple(describe_savings(plan)),
         peak_bytes=peaks[0],
         resident_bytes=max(resident),
     )

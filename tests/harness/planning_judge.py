@@ -1,7 +1,7 @@
 """Enumerates every plan of a small training problem, by the cost model of docs/planning.md written out again.
 
 Imports the problem's types and the documented constants' values are repeated here; no cost code of the planner is used.
-Every order of every choice of machines, every cut and every set of levers per stage is looked at, last stage first. A
+Every order of every choice of machines, every cut and every set of savings per stage is looked at, last stage first. A
 beginning is given up only where its period, transit and update already exceed the best plan: each can only grow.
 """
 
@@ -19,7 +19,7 @@ from fusionai.scheduling.kernels.compiled import compiled
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem
 
 _WAYS = ((0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (1, 0, 1), (1, 1, 1))
-"""Sets of levers: recompute, optimizer state in a file, weights away (only with recompute)."""
+"""Sets of techniques: recompute, optimizer state in a file, offloaded weights (only with recompute)."""
 _DISK_BYTES_PER_S = 500e6
 _ALLOWED = {"never": (0,), "always": (1,), "auto": (0, 1)}
 
@@ -29,12 +29,12 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The optimum: seconds of a step (inf: nothing fits), machines first to last, cuts, number of levers per stage."""
+    """The optimum: seconds of a step (inf: nothing fits), machines first to last, cuts, number of savings per stage."""
 
     step_s: float
     order: tuple[str, ...]
     starts: tuple[int, ...]
-    levers: tuple[tuple[int, int, int], ...]
+    savings: tuple[tuple[int, int, int], ...]
     explored: int
 
 
@@ -125,7 +125,7 @@ class _Case:
             memory[front] -= self.taken
             busy[front] = self.busy
         able = np.array([[all(n in m.savings for n in _names(w)) for w in self.ways] for m in machines])
-        order, starts, levers = np.zeros((3, len(machines)), dtype=np.int64)
+        order, starts, savings = np.zeros((3, len(machines)), dtype=np.int64)
         given = _Given(
             column("forward_flops"),
             column("backward_flops"),
@@ -155,12 +155,12 @@ class _Case:
             problem.stages or 0,
             min(most, len(machines)) + (front >= 0),
         )
-        step_s, count, explored = compiled(_enumerate)(given, order, starts, levers)
+        step_s, count, explored = compiled(_enumerate)(given, order, starts, savings)
         return Verdict(
             step_s,
             tuple(machines[i].peer for i in order[:count]),
             tuple(int(s) for s in starts[:count]),
-            tuple(self.ways[i] for i in levers[:count]),
+            tuple(self.ways[i] for i in savings[:count]),
             explored,
         )
 

@@ -111,7 +111,7 @@ def judge_alone(problem: Problem, found: Plan, case: str) -> None:
 
 
 def test_a_plan_that_keeps_everything_is_not_taken_for_the_best_where_making_again_is_faster() -> None:
-    """The kinds in which plans without levers exist, and are several times slower."""
+    """The kinds in which plans without memory savings exist, and are several times slower."""
     for kind, seed in (("slow links", 1), ("unequal links", 4), ("latency", 0), ("unequal speeds", 2)):
         problem = judged_pool(kind, seed, peers=4, layers=3)
         problem = msgspec.structs.replace(problem, recompute="auto")

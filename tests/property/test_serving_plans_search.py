@@ -16,7 +16,7 @@ from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, ServingNeeds
 from fusionai.scheduling.serving import search as serving_search
 from fusionai.scheduling.serving.pipeline import ServingPipeline
-from fusionai.scheduling.serving.search import SLACK, LineLimits, fastest_pipeline
+from fusionai.scheduling.serving.search import SLACK, ServingLimits, fastest_pipeline
 from harness.examples import examples
 from harness.problems import problems
 
@@ -163,7 +163,7 @@ def test_a_search_cut_off_never_promises_too_little(posed: Problem, budget: int)
     most = min(posed.stages or line.count, line.length, line.count)
     if posed.stages is not None and posed.stages > most:
         return
-    limits = LineLimits(posed.stages or 1, most, kept_tokens(posed.serving), required)
+    limits = ServingLimits(posed.stages or 1, most, kept_tokens(posed.serving), required)
     found = fastest_pipeline(line, limits, budget=budget)
     if least < inf:
         assert found.bound_s <= least * (1 + 1e-9)
@@ -186,7 +186,7 @@ def test_what_is_left_open_is_settled_exactly(posed: Problem) -> None:
     most = min(posed.stages or line.count, line.length, line.count)
     if posed.stages is not None and posed.stages > most:
         return
-    limits = LineLimits(posed.stages or 1, most, kept_tokens(posed.serving), required)
+    limits = ServingLimits(posed.stages or 1, most, kept_tokens(posed.serving), required)
     whole = fastest_pipeline(line, limits, budget=10**6)
     with pytest.MonkeyPatch.context() as blind:
         # Nor is there a good line to begin with.

@@ -57,18 +57,18 @@ def test_guards_keep_their_promises(problem: Problem, takeover: str, factor: int
     assert result.plan == found == with_standbys(found, problem)
     profiles = {peer.peer: peer for peer in problem.peers}
     stages = {stage.stage: stage for stage in found.stages}
-    guarded = [guard.stage for guard in found.guards]
+    guarded = [standby.stage for standby in found.guards]
     assert len(set(guarded)) == len(guarded)
-    for guard in found.guards:
-        stage = stages[guard.stage]
-        assert guard.peer in found.spares
-        assert guard.peer not in {s.peer for s in found.stages} | {found.feed}
+    for standby in found.guards:
+        stage = stages[standby.stage]
+        assert standby.peer in found.spares
+        assert standby.peer not in {s.peer for s in found.stages} | {found.feed}
         assert stage.peer != found.feed
-        same = profiles[guard.peer].fingerprint == profiles[stage.peer].fingerprint != ""
-        assert guard.exact == same
+        same = profiles[standby.peer].fingerprint == profiles[stage.peer].fingerprint != ""
+        assert standby.exact == same
         assert same or takeover == "tolerant"
-    for name in {guard.peer for guard in found.guards}:
-        mine = [stages[guard.stage] for guard in found.guards if guard.peer == name]
+    for name in {standby.peer for standby in found.guards}:
+        mine = [stages[standby.stage] for standby in found.guards if standby.peer == name]
         total = sum(state(problem, stage) for stage in mine)
         assert max(3 * total, max(s.memory_bytes for s in mine) + 2 * total) <= profiles[name].memory_bytes
     assert (found.snapshot_every == 0) == (found.guards == ())
@@ -81,9 +81,9 @@ def test_guards_keep_their_promises(problem: Problem, takeover: str, factor: int
         assert retained + sum(stage.memory_bytes for stage in mine) <= lent
     # Whoever has state is guarded, or it is said why by nobody.
     with_state = {s.stage for s in found.stages if state(problem, s) > 0 and s.peer != found.feed}
-    unguarded = {entry.stage for entry in result.unguarded}
-    assert set(guarded) | unguarded == with_state
-    assert not set(guarded) & unguarded
+    without_standby = {entry.stage for entry in result.without_standby}
+    assert set(guarded) | without_standby == with_state
+    assert not set(guarded) & without_standby
 
 
 @settings(max_examples=examples(150), deadline=None, derandomize=True)
@@ -94,8 +94,8 @@ def test_as_many_stages_are_guarded_as_spares_can_take_one_each(problem: Problem
     result = assign_standbys(found, problem)
     costs = StageCosts(problem)
     # Somebody at work has no room to retain: then nobody is guarded, whatever the spares lend.
-    assume(all(reason.peer in found.spares for entry in result.unguarded for reason in entry.reasons))
-    stages = [s for s in found.stages if costs.guardable(found, s)]
+    assume(all(reason.peer in found.spares for entry in result.without_standby for reason in entry.reasons))
+    stages = [s for s in found.stages if costs.needs_standby(found, s)]
     profiles = {peer.peer: peer for peer in problem.peers}
 
     def fits(stage: StagePlacement, name: str) -> bool:
@@ -114,8 +114,8 @@ def test_as_many_stages_are_guarded_as_spares_can_take_one_each(problem: Problem
     )
     assert len(found.guards) >= most
     # Each refusal is true: nobody else has room besides what it guards.
-    for entry in result.unguarded:
-        idle = set(found.spares) - {guard.peer for guard in found.guards} - {found.feed}
+    for entry in result.without_standby:
+        idle = set(found.spares) - {standby.peer for standby in found.guards} - {found.feed}
         stage = next(s for s in stages if s.stage == entry.stage)
         assert not any(fits(stage, name) for name in idle)
         assert {reason.peer for reason in entry.reasons} >= idle
@@ -182,7 +182,7 @@ def test_takeovers_keep_their_promises(problem: Problem, takeover: str, factor: 
     for name in {stage.peer for stage in gone}:
         mine = [stage for stage in after.stages if stage.peer == name and stage not in before.stages]
         assert sum(s.memory_bytes + state(problem, s) for s in mine) <= there[name].memory_bytes
-    assert not {guard.peer for guard in after.guards} & {stage.peer for stage in after.stages}
+    assert not {standby.peer for standby in after.guards} & {stage.peer for stage in after.stages}
     assert not (set(after.spares) - {peer.peer for peer in back}) & lost
     kept = {g for g in before.guards if g.exact and g.peer in after.spares and g.stage not in {s.stage for s in gone}}
     if after.guards:

@@ -31,13 +31,14 @@ _PLAIN: Final = {
 _SHOWN_CHARACTERS: Final = 60
 
 
-def convert(table: Mapping[str, object], kind: type[_T], where: str) -> _T:
-    """Convert `table` to `kind`. `where` names the file in messages. Raises `RecipeError`."""
-    _check_table(table, kind, (), where)
+def convert(table: Mapping[str, object], kind: type[_T], where: str, top: str = "the top level") -> _T:
+    """Convert `table` to `kind`. In messages `where` names the file, and `top` the table itself. Raises
+    `RecipeError`."""
+    _check_table(table, kind, (), where, top)
     try:
         return msgspec.convert(table, kind, strict=True)
     except msgspec.ValidationError as problem:
-        raise RecipeError(_explained(str(problem), table, kind, where)) from None
+        raise RecipeError(_explained(str(problem), table, kind, where, top)) from None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -47,9 +48,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}."
 
 
-def table_name(path: tuple[str, ...]) -> str:
-    """`[train.optimizer]`, or `the top level`."""
-    return f"[{'.'.join(path)}]" if path else "the top level"
+def _table_name(path: tuple[str, ...], top: str) -> str:
+    """`[train.optimizer]`, or `top`."""
+    return f"[{'.'.join(path)}]" if path else top
 
 
 def show(value: object) -> str:
@@ -77,20 +78,22 @@ def kind_of(value: object) -> str:
             return type(value).__name__
 
 
-def _check_table(table: Mapping[str, object], kind: type[msgspec.Struct], path: tuple[str, ...], where: str) -> None:
+def _check_table(
+    table: Mapping[str, object], kind: type[msgspec.Struct], path: tuple[str, ...], where: str, top: str
+) -> None:
     """Refuse unknown keys and numbers that are not finite, at any depth."""
     hints = get_type_hints(kind, include_extras=True)
     for key, value in table.items():
         if key not in hints:
             what = "table" if isinstance(value, Mapping) else "key"
-            raise RecipeError(f"{where}: unknown {what} {key!r} in {table_name(path)}; {nearest(key, hints)}")
+            raise RecipeError(f"{where}: unknown {what} {key!r} in {_table_name(path, top)}; {nearest(key, hints)}")
         inner = _struct_in(hints[key])
         if inner is not None and isinstance(value, Mapping):
-            _check_table(value, inner, (*path, key), where)
+            _check_table(value, inner, (*path, key), where, top)
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, float) and not math.isfinite(number):
                 raise RecipeError(
-                    f"{where}: key {key!r} in {table_name(path)}: expected a finite number, got {number}."
+                    f"{where}: key {key!r} in {_table_name(path, top)}: expected a finite number, got {number}."
                 )
 
 
@@ -137,13 +140,13 @@ def _description_of(annotation: Any) -> str:
     return ""
 
 
-def _explained(problem: str, table: Mapping[str, object], kind: type[msgspec.Struct], where: str) -> str:
+def _explained(problem: str, table: Mapping[str, object], kind: type[msgspec.Struct], where: str, top: str) -> str:
     """msgspec's message (`Expected `int`, got `str` - at `$.train.steps``) in the terms of a recipe."""
     message, _, at = problem.partition(" - at ")
     path = [name or int(index) for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", at)]
     missing = re.fullmatch(r"Object missing required field `(\w+)`", message)
     if missing is not None:
-        where_missing = table_name(tuple(str(part) for part in path))
+        where_missing = _table_name(tuple(str(part) for part in path), top)
         if _struct_at(kind, [*path, missing[1]]) is not None:
             return f"{where}: the table [{'.'.join(str(part) for part in [*path, missing[1]])}] is missing."
         return f"{where}: {where_missing} lacks the key {missing[1]!r}."
@@ -162,7 +165,7 @@ def _explained(problem: str, table: Mapping[str, object], kind: type[msgspec.Str
     else:
         expected = message.removeprefix("Expected ").split(", got ")[0]
         expected = re.sub(r"`([^`]+)`", _plain_kinds, expected)
-    return f"{where}: key {key!r} in {table_name(owner)}: expected {expected}, got {show(value)}."
+    return f"{where}: key {key!r} in {_table_name(owner, top)}: expected {expected}, got {show(value)}."
 
 
 def _plain_kinds(match: re.Match[str]) -> str:

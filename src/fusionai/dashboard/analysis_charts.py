@@ -25,8 +25,8 @@ from fusionai.scheduling.analysis.cases import (
     BANDWIDTHS_MBIT,
     BEST,
     DECODED,
-    DECODING_LEVERS,
-    FORWARD_LEVERS,
+    DECODING_OPTIMISATIONS,
+    FORWARD_OPTIMISATIONS,
     FORWARDED,
     HALF,
     HOLDS,
@@ -52,7 +52,7 @@ TRAINING_SHOWN: Final = (TEXTBOOK, "overlap", "overlap, 8-bit", "overlap, 8-bit,
 
 
 def training_chart(comparison: Comparison, latency_ms: int = 50) -> str:
-    """Ratio over bandwidth, with a panel per model that fits and a line per set of levers."""
+    """Ratio over bandwidth, with a panel per model that fits and a line per set of optimisations."""
     models = [s.name for s in TRAINED if comparison.cell("train", s.name, TEXTBOOK, 100, latency_ms).ratio is not None]
     return _over_bandwidth(comparison, "train", models, TRAINING_SHOWN, latency_ms, "training")
 
@@ -60,27 +60,31 @@ def training_chart(comparison: Comparison, latency_ms: int = 50) -> str:
 def forward_chart(comparison: Comparison, latency_ms: int = 50) -> str:
     """Like `training_chart`, for forward passes over whole sequences."""
     models = [shape.name for shape in FORWARDED]
-    return _over_bandwidth(comparison, "forward", models, tuple(FORWARD_LEVERS), latency_ms, "forward")
+    return _over_bandwidth(comparison, "forward", models, tuple(FORWARD_OPTIMISATIONS), latency_ms, "forward")
 
 
 def decoding_chart(comparison: Comparison) -> str:
-    """Ratio over latency at 100 Mbit/s, with a panel per model and a line per set of levers."""
+    """Ratio over latency at 100 Mbit/s, with a panel per model and a line per set of optimisations."""
     with chart_style():
         figure, panels = _panels([shape.name for shape in DECODED], columns=len(DECODED))
         for name, axes in panels.items():
-            for levers, (colour, dash, marker) in zip(DECODING_LEVERS, _LINES, strict=False):
-                ratios = [comparison.cell("decode", name, levers, 100, ms).ratio or float("nan") for ms in LATENCIES_MS]
-                axes.plot(LATENCIES_MS, ratios, color=colour, linestyle=dash, marker=marker, markersize=4, label=levers)
+            for optimisations, (colour, dash, marker) in zip(DECODING_OPTIMISATIONS, _LINES, strict=False):
+                ratios = [
+                    comparison.cell("decode", name, optimisations, 100, ms).ratio or float("nan") for ms in LATENCIES_MS
+                ]
+                axes.plot(
+                    LATENCIES_MS, ratios, color=colour, linestyle=dash, marker=marker, markersize=4, label=optimisations
+                )
             axes.set_xscale("log")
             axes.set_xticks(LATENCIES_MS, [str(ms) for ms in LATENCIES_MS])
             axes.xaxis.set_minor_locator(NullLocator())
             axes.set_xlabel("latency one way, ms")
-        _finish(figure, panels, len(DECODING_LEVERS))
+        _finish(figure, panels, len(DECODING_OPTIMISATIONS))
         return inline_svg(figure, "decoding")
 
 
 def lever_chart(comparison: Comparison) -> str:
-    """Bars at 100 Mbit/s and 50 ms: what each lever adds in training, and what 4-bit weights add in decoding."""
+    """Bars at 100 Mbit/s and 50 ms: what each optimisation adds in training, and what 4-bit weights add in decoding."""
     shown: list[tuple[str, Task, tuple[str, ...], tuple[str, ...]]] = [
         ("training", "train", tuple(s.name for s in TRAINED), TRAINING_SHOWN),
         ("decoding", "decode", tuple(s.name for s in DECODED), (HALF, INT4, INT4_INT8)),
@@ -88,14 +92,14 @@ def lever_chart(comparison: Comparison) -> str:
     with chart_style():
         figure = Figure(figsize=(_WIDTH_IN, 6.4), layout="constrained")
         panels = figure.subplots(2, 1, height_ratios=(3, 2))
-        for axes, (title, task, models, levers) in zip(panels, shown, strict=True):
+        for axes, (title, task, models, optimisations) in zip(panels, shown, strict=True):
             quiet(axes)
             axes.grid(False, axis="x")
-            fitting = [m for m in models if comparison.cell(task, m, levers[0], 100, 50).ratio is not None]
-            width = 0.8 / len(levers)
-            for place, name in enumerate(levers):
+            fitting = [m for m in models if comparison.cell(task, m, optimisations[0], 100, 50).ratio is not None]
+            width = 0.8 / len(optimisations)
+            for place, name in enumerate(optimisations):
                 ratios = [comparison.cell(task, model, name, 100, 50).ratio or 0.0 for model in fitting]
-                at = [index + (place - (len(levers) - 1) / 2) * width for index in range(len(fitting))]
+                at = [index + (place - (len(optimisations) - 1) / 2) * width for index in range(len(fitting))]
                 axes.bar(at, ratios, width=0.92 * width, color=_LINES[place][0], label=name)
                 for x, ratio in zip(at, ratios, strict=True):
                     text = f"{ratio:.2g}" if ratio >= 0.1 else f"{ratio:.1g}"
@@ -107,16 +111,16 @@ def lever_chart(comparison: Comparison) -> str:
             axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=2)
             # Leaves room for the legend above the highest bar and the upper threshold.
             axes.set_ylim(0, 1.4 * max(axes.get_ylim()[1] / 1.05, 0.95))
-        return inline_svg(figure, "levers")
+        return inline_svg(figure, "optimisations")
 
 
 def _over_bandwidth(
-    comparison: Comparison, task: Task, models: list[str], levers: tuple[str, ...], latency_ms: int, name: str
+    comparison: Comparison, task: Task, models: list[str], optimisations: tuple[str, ...], latency_ms: int, name: str
 ) -> str:
     with chart_style():
         figure, panels = _panels(models, columns=2)
         for model, axes in panels.items():
-            for one, (colour, dash, marker) in zip(levers, _LINES, strict=False):
+            for one, (colour, dash, marker) in zip(optimisations, _LINES, strict=False):
                 cells = [comparison.cell(task, model, one, mbit, latency_ms) for mbit in BANDWIDTHS_MBIT]
                 ratios = [cell.ratio or float("nan") for cell in cells]
                 axes.plot(BANDWIDTHS_MBIT, ratios, color=colour, linestyle=dash, marker=marker, markersize=4, label=one)
@@ -124,7 +128,7 @@ def _over_bandwidth(
             axes.set_xticks((10, 100, 1_000, 10_000), ("10 M", "100 M", "1 G", "10 G"))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.set_xlabel("uplink, bit/s")
-        _finish(figure, panels, len(levers))
+        _finish(figure, panels, len(optimisations))
         return inline_svg(figure, name)
 
 

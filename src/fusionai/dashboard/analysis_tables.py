@@ -16,9 +16,9 @@ from fusionai.scheduling.analysis.cases import (
     BEST,
     BOTH_INT4,
     DECODED,
-    DECODING_LEVERS,
+    DECODING_OPTIMISATIONS,
     EFFECTS,
-    FORWARD_LEVERS,
+    FORWARD_OPTIMISATIONS,
     FORWARDED,
     HALF,
     HOLDS,
@@ -27,7 +27,7 @@ from fusionai.scheduling.analysis.cases import (
     LATENCIES_MS,
     TEXTBOOK,
     TRAINED,
-    TRAINING_LEVERS,
+    TRAINING_OPTIMISATIONS,
     WITHIN,
     Cell,
     Comparison,
@@ -44,7 +44,7 @@ MARKS: Final[dict[Verdict, Mark]] = {"holds": "good", "within 2x": "fair", "fail
 CROWDED: Final = "*"
 """Mark of a cell whose activations in flight don't fit into memory beside the state."""
 PLACES: Final = ((10, 100), (100, 50), (1_000, 20), (10_000, 1))
-"""Networks in the tables of levers, as (Mbit/s, ms)."""
+"""Networks in the tables of optimisations, as (Mbit/s, ms)."""
 GRIDS: Final[tuple[tuple[Task, str], ...]] = (
     ("train", TEXTBOOK),
     ("train", BEST),
@@ -62,12 +62,12 @@ _TOLD: Final[tuple[tuple[Task, str, str], ...]] = (
     ("decode", HALF, INT4),
     ("forward", HALF, INT4),
 )
-"""For each kind of work, a plain set of levers and the best one."""
+"""For each kind of work, a plain set of optimisations and the best one."""
 _COSTED: Final[tuple[tuple[Task, str], ...]] = tuple((task, best) for task, _, best in _TOLD)
-_LEVERS: Final[dict[Task, tuple[str, ...]]] = {
-    "train": tuple(TRAINING_LEVERS),
-    "decode": (*DECODING_LEVERS, BOTH_INT4),
-    "forward": tuple(FORWARD_LEVERS),
+_OPTIMISATIONS: Final[dict[Task, tuple[str, ...]]] = {
+    "train": tuple(TRAINING_OPTIMISATIONS),
+    "decode": (*DECODING_OPTIMISATIONS, BOTH_INT4),
+    "forward": tuple(FORWARD_OPTIMISATIONS),
 }
 _MODELS: Final[dict[Task, tuple[str, ...]]] = {
     "train": tuple(shape.name for shape in TRAINED),
@@ -115,9 +115,9 @@ def peaks(comparison: Comparison) -> AnalysisTable:
     )
 
 
-def levers(comparison: Comparison, task: Task, *, layouts: bool = True) -> list[AnalysisTable]:
-    """One table per model: the ratio with each lever on a few networks. `layouts`: add the stages and the limiting
-    factor."""
+def optimisations(comparison: Comparison, task: Task, *, layouts: bool = True) -> list[AnalysisTable]:
+    """One table per model: the ratio with each optimisation on a few networks. `layouts`: add the stages and the
+    limiting factor."""
     tables: list[AnalysisTable] = []
     for model in _MODELS[task]:
         rows = [
@@ -125,13 +125,13 @@ def levers(comparison: Comparison, task: Task, *, layouts: bool = True) -> list[
                 Entry(name),
                 *(_entry(comparison.cell(task, model, name, mbit, ms), layout=layouts) for mbit, ms in PLACES),
             )
-            for name in _LEVERS[task]
+            for name in _OPTIMISATIONS[task]
         ]
-        theirs = comparison.cell(task, model, _LEVERS[task][0], *PLACES[0]).theirs
+        theirs = comparison.cell(task, model, _OPTIMISATIONS[task][0], *PLACES[0]).theirs
         tables.append(
             AnalysisTable(
                 title=f"{TASKS[task]}: {model}",
-                headers=("levers", *(network(mbit, ms) for mbit, ms in PLACES)),
+                headers=("optimisations", *(network(mbit, ms) for mbit, ms in PLACES)),
                 rows=tuple(rows),
                 notes=(f"{comparison.reference.name}: {_speed(theirs)}.",),
             )
@@ -140,7 +140,7 @@ def levers(comparison: Comparison, task: Task, *, layouts: bool = True) -> list[
 
 
 def grid(comparison: Comparison, task: Task, model: str, name: str) -> AnalysisTable:
-    """All bandwidths and latencies for one model and one set of levers."""
+    """All bandwidths and latencies for one model and one set of optimisations."""
     rows = [
         (
             Entry(bandwidth(mbit)),
@@ -160,7 +160,7 @@ def grids(comparison: Comparison) -> list[AnalysisTable]:
 
 
 def counts(comparison: Comparison) -> AnalysisTable:
-    """How often the claim holds, over all networks and levers."""
+    """How often the claim holds, over all networks and optimisations."""
     rows: list[tuple[Entry, ...]] = []
     for task in TASKS:
         for model in _MODELS[task]:
@@ -176,14 +176,14 @@ def counts(comparison: Comparison) -> AnalysisTable:
         rows=tuple(rows),
         right=(1, 2, 3, 4),
         notes=(
-            f"A cell is one network with one set of levers. The claim holds from a ratio of {HOLDS:g} on; within 2x: "
-            f"from {WITHIN:g} on.",
+            "A cell is one network with one set of optimisations. The claim holds from a ratio of "
+            f"{HOLDS:g} on; within 2x: from {WITHIN:g} on.",
         ),
     )
 
 
 def costs(comparison: Comparison) -> AnalysisTable:
-    """Energy and money per million tokens, with the fleet's best levers on home links."""
+    """Energy and money per million tokens, with the fleet's best optimisations on home links."""
     rows: list[tuple[Entry, ...]] = []
     for task, name in _COSTED:
         for model in _MODELS[task]:
@@ -214,7 +214,7 @@ def costs(comparison: Comparison) -> AnalysisTable:
     known = comparison.assumptions
     return AnalysisTable(
         title="Energy and money per million tokens, 100 Mbit/s and 50 ms",
-        headers=("work, levers", "kJ, fleet", "kJ, box", "energy", "USD, fleet", "USD, box", "money"),
+        headers=("work, optimisations", "kJ, fleet", "kJ, box", "energy", "USD, fleet", "USD, box", "money"),
         rows=tuple(rows),
         right=(1, 2, 4, 5),
         notes=(
@@ -241,7 +241,7 @@ def against(comparisons: Sequence[Comparison]) -> AnalysisTable:
     )
     return AnalysisTable(
         title="Against each reference, at 100 Mbit/s and 50 ms",
-        headers=("work, levers", *(f"ratio to {one.reference.name}" for one in comparisons)),
+        headers=("work, optimisations", *(f"ratio to {one.reference.name}" for one in comparisons)),
         rows=(paper, *rows),
     )
 
@@ -295,10 +295,10 @@ def sensitivity(comparison: Comparison) -> AnalysisTable:
 
 
 def effects() -> AnalysisTable:
-    """Measured effect on the loss of levers that change the computation."""
+    """Measured effect on the loss of optimisations that change the computation."""
     rows = [
         (
-            Entry(effect.lever),
+            Entry(effect.optimisation),
             Entry(f"1/{1 / effect.part:.3g}"),
             Entry(", ".join(f"{100 * loss:+.2f} %" for loss in effect.losses)),
             Entry(f"{100 * effect.mean:+.2f} %"),
@@ -308,8 +308,8 @@ def effects() -> AnalysisTable:
         for effect in EFFECTS
     ]
     return AnalysisTable(
-        title="Effect of the levers on the loss",
-        headers=("lever", "bytes, of half precision", "held-out loss, by seed", "mean", "measured with", "by"),
+        title="Effect of the optimisations on the loss",
+        headers=("optimisation", "bytes, of half precision", "held-out loss, by seed", "mean", "measured with", "by"),
         rows=tuple(rows),
         right=(1, 3),
         notes=(

@@ -136,46 +136,46 @@ def _below(plan: Plan, shown: int, names: Mapping[str, str]) -> list[str]:
     return lines
 
 
-_MOST_LINES: Final = 400
+_MOST_PIPELINES: Final = 400
 """Upper limit of drawn pipelines; if there are more, only every second, third... one is drawn."""
 _GAP: Final = 0.12
 """Gap between two stages, in blocks."""
 
 
-def lines_picture(found: ServingPipelines) -> str:
+def pipelines_picture(found: ServingPipelines) -> str:
     """Return an SVG file: pipelines from top to bottom, their stages over the model's blocks, and their throughput."""
-    each = -(-len(found.lines) // _MOST_LINES)
-    drawn = found.lines[::each]
-    first = min(line.stages[0].blocks[0] for line in drawn)
-    last = max(line.stages[-1].blocks[1] for line in drawn)
+    each = -(-len(found.pipelines) // _MOST_PIPELINES)
+    drawn = found.pipelines[::each]
+    first = min(pipeline.stages[0].blocks[0] for pipeline in drawn)
+    last = max(pipeline.stages[-1].blocks[1] for pipeline in drawn)
     with chart_style():
         figure = Figure(figsize=(9.2, 6.4), layout="constrained")
         who, passing = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         quiet(who)
         rows = [
             [(stage.blocks[0] + _GAP, row), (stage.blocks[1] - _GAP, row)]
-            for row, line in enumerate(drawn)
-            for stage in line.stages
+            for row, pipeline in enumerate(drawn)
+            for stage in pipeline.stages
         ]
         width = max(0.5, min(8.0, 240 / len(drawn)))
         who.add_collection(LineCollection(rows, colors=FORWARD, linewidths=width, capstyle="butt"))
         who.set_ylim(len(drawn), -1)
         who.set_xlim(first, last)
         who.set_xlabel("blocks of the model, stage by stage")
-        who.set_ylabel("lines" if each == 1 else f"lines, one in {each}")
+        who.set_ylabel("pipelines" if each == 1 else f"pipelines, one in {each}")
         quiet(passing)
-        speeds = np.array([line.tokens_per_s for line in drawn])
+        speeds = np.array([pipeline.tokens_per_s for pipeline in drawn])
         passing.barh(np.arange(len(drawn)), speeds, color=APPLY, height=0.8)
         passing.axvline(found.chain_tokens_per_s, color=FAULT, linewidth=1)
-        passing.set_xlabel("tokens/s at full load; red: the plan's line")
+        passing.set_xlabel("tokens/s at full load; red: the plan's pipeline")
         figure.suptitle(
             f"{format_speed(found.tokens_per_s)} tokens/s for {found.sessions:,} sessions on "
-            f"{len(found.lines):,} lines, {found.over_one_chain:.3g} x one line",
+            f"{len(found.pipelines):,} pipelines, {found.over_one_chain:.3g} x one pipeline",
             x=0.01,
             ha="left",
             fontsize=12,
         )
         figure.supxlabel(
-            "A projection: a serving job runs one line today.", x=0.01, ha="left", fontsize=9.5, color=MUTED
+            "A projection: a serving job runs one pipeline today.", x=0.01, ha="left", fontsize=9.5, color=MUTED
         )
-        return standing_alone(inline_svg(figure, "lines"))
+        return standing_alone(inline_svg(figure, "pipelines"))

@@ -12,7 +12,8 @@ import msgspec
 from fusionai.primitives.units import format_seconds
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement
-from fusionai.scheduling.training.pipeline import EMPTY_HEAD, Pipeline, Suffix, fastest_first
+from fusionai.scheduling.training.machines import fastest_first
+from fusionai.scheduling.training.pipeline import EMPTY_HEAD, Pipeline, Suffix
 from fusionai.wire.codecs import Codec
 
 
@@ -43,28 +44,24 @@ def written_out(
         microbatches=problem.microbatches,
         step_time_s=step_s,
         tokens_per_s=problem.microbatches * problem.microbatch_tokens / step_s,
-        commit_s=pipeline.commit_s[best.head],
+        commit_s=pipeline.machines[best.head].commit_s,
         bottleneck=_bottleneck(problem, pipeline, best),
         codecs=codecs,
         excluded=refused,
         warnings=warnings,
         certificate=certificate,
     )
-    if not any(pipeline.ways[stage.way].names for stage in pipeline.pool_stages(best)):
+    if not any(pipeline.variants[stage.variant].names for stage in pipeline.pool_stages(best)):
         return found
-    ways = {number: pipeline.ways[stage.way] for number, stage in enumerate(pipeline.pool_stages(best))}
+    variants = {number: pipeline.variants[stage.variant] for number, stage in enumerate(pipeline.pool_stages(best))}
     costs = StageCosts(problem, found)
-    told = (
-        costs.with_levers(stage, ways[stage.stage]) if stage.stage in ways and ways[stage.stage].names else stage
+    with_costs = (
+        costs.with_savings(stage, variants[stage.stage])
+        if stage.stage in variants and variants[stage.stage].names
+        else stage
         for stage in stages
     )
-    return msgspec.structs.replace(found, stages=tuple(told))
-
-
-def pool_name(problem: Problem, peer: str) -> str:
-    """Return the peer's display name, or its id if it has none."""
-    everyone = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
-    return next((p.name for p in everyone if p.peer == peer and p.name), peer)
+    return msgspec.structs.replace(found, stages=tuple(with_costs))
 
 
 def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[StagePlacement]:
@@ -89,10 +86,10 @@ def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[S
             else ("feed",),
             in_flight=in_flight,
             compute_s=stage.compute_s,
-            send_s=0.0 if head == EMPTY_HEAD else pipeline.transfer_s(stage.head, head, end),
-            memory_bytes=_whole(pipeline.stage_bytes(stage.start, end, stage.way, in_flight)),
+            send_s=0.0 if head == EMPTY_HEAD else pipeline.hop_costs(stage.head, head, end).transfer_s,
+            memory_bytes=_whole(pipeline.stage_bytes(stage.start, end, stage.variant, in_flight)),
             memory_limit_bytes=pipeline.peers[stage.head].memory_bytes,
-            in_flight_bytes=_whole(pipeline.flight_bytes(stage.start, end, stage.way)),
+            in_flight_bytes=_whole(pipeline.flight_bytes(stage.start, end, stage.variant)),
             fingerprint="" if stage.head == pipeline.front else pipeline.peers[stage.head].fingerprint,
         )
     if pipeline.loss is not None:
@@ -106,7 +103,7 @@ def _stages(pipeline: Pipeline, best: Suffix, feed_at_owner: bool) -> Iterator[S
             in_flight=in_flight,
             compute_s=tail.compute_s,
             memory_bytes=_whole(pipeline.loss_bytes(in_flight)),
-            memory_limit_bytes=pipeline.owner_memory_bytes,
+            memory_limit_bytes=pipeline.machines[pipeline.owner].profile.memory_bytes,
         )
 
 
@@ -115,13 +112,13 @@ def _bottleneck(problem: Problem, pipeline: Pipeline, best: Suffix) -> str:
     causes: list[tuple[float, str]] = []
     pool = list(pipeline.pool_stages(best))
     for number, stage in enumerate(pool):
-        name = pool_name(problem, pipeline.peers[stage.head].peer)
+        name = problem.name_of(pipeline.peers[stage.head].peer)
         causes.append((stage.compute_s, f"compute of stage {number} on {name}"))
         if stage.rest is not None and stage.rest.head != EMPTY_HEAD:
-            seconds = pipeline.transfer_s(stage.head, stage.rest.head, stage.rest.start)
+            seconds = pipeline.hop_costs(stage.head, stage.rest.head, stage.rest.start).transfer_s
             causes.append((seconds, f"link from stage {number} on {name} to stage {number + 1}"))
     if pipeline.loss is not None:
-        name = pool_name(problem, _owner_id(pipeline))
+        name = problem.name_of(_owner_id(pipeline))
         what = "the loss" if pipeline.loss.length == 1 else "the last blocks"
         causes.append((pipeline.tail.compute_s, f"compute of {what} on {name}"))
         if pipeline.front is not None:
@@ -135,9 +132,9 @@ def _bottleneck(problem: Problem, pipeline: Pipeline, best: Suffix) -> str:
 
 def _shared_cause(problem: Problem, pipeline: Pipeline, best: Suffix, pool: list[Suffix]) -> str:
     number, stage = next((n, s) for n, s in reversed(list(enumerate(pool))) if s.period_s >= best.period_s)
-    name = pool_name(problem, pipeline.peers[stage.head].peer)
+    name = problem.name_of(pipeline.peers[stage.head].peer)
     period = format_seconds(best.period_s)
-    trip_s = stage.transit_s - (0.0 if stage.start else pipeline.commit_s[stage.head])
+    trip_s = stage.transit_s - (0.0 if stage.start else pipeline.machines[stage.head].commit_s)
     # Adding and subtracting the commit may leave a slightly smaller value.
     if stage.held < pipeline.microbatches and trip_s / stage.held >= best.period_s * (1 - 1e-9):
         return f"memory of {name}: it holds {stage.held} microbatches of stage {number} in flight ({period} each)"

@@ -4,9 +4,8 @@ The same problem gives the same plan, in whatever order its peers are listed. Pl
 stage per peer.
 
 `solving` finds the pipeline and its bound. `constraints` decides which peers may be used, `pipeline` what a step costs,
-`one_machine` what one machine would reach, `placement` writes the plan, and `standby.assignment` assigns spares to
-stages. `replicated` plans
-several replicas, `serving` plans generation.
+`prediction` what one machine would reach, `placement` writes the plan, and `standby.assignment` assigns spares to
+stages. `replicated` plans several replicas, `serving` plans generation.
 """
 
 from __future__ import annotations
@@ -18,10 +17,17 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_speed
-from fusionai.scheduling.placement import pool_name, written_out
+from fusionai.scheduling.placement import written_out
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.chain import Chain, check_blocks, logits_block, stage_tables
-from fusionai.scheduling.problem.constraints import PipelineLimits, check_names, check_pins, eligible, must_use
+from fusionai.scheduling.problem.constraints import (
+    PipelineLimits,
+    check_pins,
+    check_settings,
+    eligible,
+    must_use,
+    stage_limits,
+)
 from fusionai.scheduling.problem.embedding_and_head import (
     check_owners_memory,
     embedding_and_head_of,
@@ -29,15 +35,14 @@ from fusionai.scheduling.problem.embedding_and_head import (
     place_of,
     with_front,
 )
-from fusionai.scheduling.problem.levers import choices_of_problem, inability
-from fusionai.scheduling.problem.links import check_access, check_links
+from fusionai.scheduling.problem.memory_savings import inability, savings_choices
 from fusionai.scheduling.problem.types import BlockCost, Certificate, PeerProfile, Plan, Problem
 from fusionai.scheduling.serving.planning import serving_plan
 from fusionai.scheduling.standby.assignment import with_standbys
 from fusionai.scheduling.training.compression import lightened
 from fusionai.scheduling.training.cut_bits import dependence
-from fusionai.scheduling.training.one_machine import against_one, fastest_alone
 from fusionai.scheduling.training.pipeline import Pipeline, Suffix
+from fusionai.scheduling.training.prediction import against_one, fastest_alone
 from fusionai.scheduling.training.solving import Solved, solved
 from fusionai.wire.codecs import Codec, gently
 
@@ -52,19 +57,13 @@ def plan(problem: Problem) -> Plan:
 
 
 def _chain_plan(problem: Problem) -> Plan:
-    """Return the plan without guards and without the comparison with one machine alone."""
+    """Return the plan without standbys and without the comparison with one machine alone."""
     _check(problem)
     pool_blocks = middle(problem)
     check_pins(problem, pool_blocks)
     smallest, unfit = _smallest(problem, pool_blocks)
     usable, refused = eligible(problem, pool_blocks, smallest, unfit)
-    if not usable:
-        reasons = "; ".join(f"{pool_name(problem, e.peer)}: {e.reason.rstrip('.')}" for e in refused)
-        raise PlanError(
-            f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
-            hint="Let more peers join, or mend what stands in the way.",
-        )
-    limits = _limits(problem, usable, len(pool_blocks))
+    limits = stage_limits(problem, len(usable), len(pool_blocks))
     asked, problem = problem, with_front(problem)
     if problem is not asked:
         usable = [*(one for one in usable if one.peer != problem.peers[-1].peer), problem.peers[-1]]
@@ -155,49 +154,23 @@ def _warnings(problem: Problem, peers: Sequence[PeerProfile], found: Solved) -> 
 
 
 def _smallest(problem: Problem, blocks: tuple[BlockCost, ...]) -> tuple[float, Callable[[PeerProfile], str | None]]:
-    """Return the least memory of any stage in any way, and a function that returns why a peer can hold no stage, or
-    None. A peer can hold none if its backend supports none of the ways that fit its memory."""
-    ways = choices_of_problem(problem)
-    tables = stage_tables(Chain(problem, blocks), ways)
+    """Return the least memory of any stage in any variant, and a function that returns why a peer can hold no stage, or
+    None. A peer can hold none if its backend supports none of the variants that fit its memory."""
+    variants = savings_choices(problem)
+    tables = stage_tables(Chain(problem, blocks), variants)
     needed = tables.resident_bytes + tables.flight_bytes
-    least = [min(float(needed[way, b, b + 1]) for b in range(len(blocks))) for way in range(len(ways))]
+    least = [min(float(needed[variant, b, b + 1]) for b in range(len(blocks))) for variant in range(len(variants))]
 
     def unfit(peer: PeerProfile) -> str | None:
         lacks = [
             lack
-            for way, size in zip(ways, least, strict=True)
-            if size <= peer.memory_bytes and (lack := inability(way, peer)) is not None
+            for variant, size in zip(variants, least, strict=True)
+            if size <= peer.memory_bytes and (lack := inability(variant, peer)) is not None
         ]
         fits = sum(size <= peer.memory_bytes for size in least)
         return f"{lacks[0]}, which its memory would ask for." if lacks and len(lacks) == fits else None
 
     return min(least), unfit
-
-
-def _limits(problem: Problem, peers: Sequence[PeerProfile], blocks: int) -> PipelineLimits:
-    """Return the limits on the number of stages; the mask of required peers depends on the listed peers and is set
-    later."""
-    usable, required = len(peers), len(must_use(problem))
-    reserved = problem.spares_wanted or 0
-    most = min(usable - reserved, blocks)
-    wanted = problem.stages or max(1, required)
-    if most < wanted:
-        if wanted > blocks:
-            raise PlanError(
-                f"{wanted} stages need {wanted} blocks, the model has {blocks} to place.",
-                hint=f"Ask for at most {blocks} stages.",
-            )
-        spare = f" with {reserved} kept as spares" if reserved else ""
-        raise PlanError(
-            f"{wanted} stages need {wanted} peers{spare}, but {usable} of {len(problem.peers)} peers can be used.",
-            hint="Ask for fewer stages or spares, or let more peers join.",
-        )
-    if problem.stages is not None and required > problem.stages:
-        raise PlanError(
-            f"{required} peers are required, but only {problem.stages} stages were asked for.",
-            hint="Require fewer peers or ask for more stages.",
-        )
-    return PipelineLimits(fewest=wanted, most=problem.stages or most)
 
 
 def _machines(problem: Problem, usable: list[PeerProfile]) -> list[PeerProfile]:
@@ -209,7 +182,7 @@ def _machines(problem: Problem, usable: list[PeerProfile]) -> list[PeerProfile]:
 
 def _check(problem: Problem) -> None:
     check_blocks(problem.blocks)
-    check_names(problem)
+    check_settings(problem)
     if problem.replicas != 1:
         raise PlanError(
             f"expected 1 replica, got {problem.replicas}.",
@@ -220,17 +193,9 @@ def _check(problem: Problem) -> None:
             f"expected at least one microbatch of at least one token, "
             f"got {problem.microbatches} of {problem.microbatch_tokens}."
         )
-    if problem.stages is not None and problem.stages < 1:
-        raise PlanError(f"expected at least 1 stage, got {problem.stages}.")
-    if problem.spares_wanted is not None and problem.spares_wanted < 0:
-        raise PlanError(f"expected at least 0 spares, got {problem.spares_wanted}.")
     roles = [r.role for r in problem.roles]
     if len(set(roles)) != len(roles):
         raise PlanError(f"expected each role once, got {', '.join(roles)}.")
-    everyone = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
-    check_links(problem.links, (p.peer for p in everyone))
-    for peer in everyone:
-        check_access(peer)
     _check_owner(problem)
 
 

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import msgspec
 import pytest
 
-from fusionai.cli.planning.view import picture, show_expense, show_plan
+from fusionai.cli.planning.view import picture, show_cost, show_plan
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import Crossing, StageCosts, crossings
 from fusionai.scheduling.problem.types import BlockCost, Excluded, Link, PeerProfile, Plan, Problem
@@ -91,9 +91,9 @@ def test_a_stage_that_saves_memory_says_what_that_saves_and_costs(capsys: pytest
     )
     show_plan(msgspec.structs.replace(found, stages=(again, *found.stages[1:])), NAMES)
     shown = capsys.readouterr().out
-    assert "Stage 0 makes activations again in backward: saves 3 GB, costs 33% more compute." in shown
-    assert "Stage 0 has its optimizer's state in a file: saves 1 GB, costs 2.5 s a step." in shown
-    assert "Stage 0 has its weights away until a block needs them: saves 2 GB, costs 7.5 s a step." in shown
+    assert "Stage 0 recomputes activations in backward: saves 3 GB, costs 33% more compute." in shown
+    assert "Stage 0 keeps its optimizer state in a file: saves 1 GB, costs 2.5 s a step." in shown
+    assert "Stage 0 keeps its weights in a file until a block needs them: saves 2 GB, costs 7.5 s a step." in shown
     assert "Stage 1 makes" not in shown
 
 
@@ -117,7 +117,7 @@ def cost(**fields: object) -> TokenCost:
     ],
 )
 def test_energy_and_money_where_they_are_known(found: TokenCost, said: list[str], capsys: pytest.CaptureFixture[str]):
-    show_expense(found, NAMES)
+    show_cost(found, NAMES)
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == len(said)
     assert all(line.startswith(start) for line, start in zip(shown, said, strict=True))

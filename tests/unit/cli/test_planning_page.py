@@ -38,6 +38,6 @@ def test_every_table_is_on_the_page():
 
 
 def test_every_key_of_several_serving_pipelines_is_on_the_page():
-    keys = re.findall(r'^ +"(\w+)":', inspect.getsource(plan_figures.lines), flags=re.MULTILINE)
+    keys = re.findall(r'^ +"(\w+)":', inspect.getsource(plan_figures.pipelines_figures), flags=re.MULTILINE)
     assert len(keys) == 27
     assert [key for key in keys if f"`{key}`" not in PAGE] == []

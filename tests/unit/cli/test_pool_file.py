@@ -63,13 +63,25 @@ def test_machines_of_one_table_are_alike_and_others_only_if_that_is_said(tmp_pat
     ("text", "said"),
     [
         (GOOD.replace('memory = "4GB"', 'memory = "4 parsecs"'), "peer 'desktop': expected a size"),
-        (GOOD.replace("flops_per_s = 5e11", "flops_per_s = -1.0"), "flops_per_s"),
+        (GOOD.replace('memory = "4GB"', 'memory = "0GB"'), "peer 'desktop': expected a memory above 0, got '0GB'"),
+        (
+            GOOD.replace('downlink = "100Mbit"', 'downlink = "0Mbit"'),
+            "peer 'desktop': expected a bandwidth above 0, got '0Mbit'",
+        ),
+        (
+            f'{GOOD}[[links]]\nbetween = ["desktop", "laptop"]\nbandwidth = "0Mbit"',
+            "link desktop - laptop: expected a bandwidth above 0, got '0Mbit'",
+        ),
+        (
+            GOOD.replace("flops_per_s = 5e11", "flops_per_s = -1.0"),
+            "peer 'desktop': key 'flops_per_s' in this table: expected a number > 0.0, got -1.0.",
+        ),
         (GOOD.replace("[owner]", "[onwer]"), "did you mean 'owner'?"),
         (
             GOOD.replace('name = "laptop"', 'name = "desktop"').replace("count = 2", ""),
             "two peers have the name 'desktop'",
         ),
-        (GOOD.replace("share", "shar"), "peer 'laptop': unknown key 'shar'"),
+        (GOOD.replace("share", "shar"), "peer 'laptop': unknown key 'shar' in this table;"),
         (GOOD.replace('memory = "8GB"', ""), "[owner] lacks the key 'memory'"),
         (GOOD.replace("flops_per_s = 5e11", ""), "peer 'desktop' lacks the key 'flops_per_s'"),
         (GOOD.replace("flops_per_s = 5e11", 'gpu = "RTX 3081"'), "peer 'desktop': GPU 'RTX 3081' is not in"),

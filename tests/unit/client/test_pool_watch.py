@@ -387,7 +387,7 @@ def test_a_faster_machine_guards_a_stage_and_then_changes_places(bench: Make):
     one.driver.adopt()
     ((first, reason),) = one.driver.offers
     assert places(first.plan) == before
-    assert reason.endswith("and guards it first")
+    assert reason.endswith("and stands by for it first")
     stage = next(guard.stage for guard in first.plan.guards if guard.peer == "d")
     former = places(first.plan)[stage]
 

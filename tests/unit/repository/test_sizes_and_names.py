@@ -52,8 +52,6 @@ LARGE_CLASSES = frozenset(
         "fusionai.client.training.replicas._Replicas",
         "fusionai.coordination.training.driver.DriverMachine",
         "fusionai.coordination.training.stage.StageMachine",
-        "fusionai.scheduling.problem.chain.Chain",
-        "fusionai.scheduling.training.pipeline.Pipeline",
         "fusionai.simulator.driver.SimulatedDriver",
     }
 )

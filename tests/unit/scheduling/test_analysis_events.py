@@ -11,8 +11,8 @@ from fusionai.scheduling.analysis.cases import (
     BERT,
     BEST,
     DECODED,
-    DECODING_LEVERS,
-    FORWARD_LEVERS,
+    DECODING_OPTIMISATIONS,
+    FORWARD_OPTIMISATIONS,
     FORWARDED,
     GPT3_24,
     HALF,
@@ -20,7 +20,7 @@ from fusionai.scheduling.analysis.cases import (
     LLAMA_8B,
     LLAMA_70B_ADAPTERS,
     MBIT,
-    TRAINING_LEVERS,
+    TRAINING_OPTIMISATIONS,
 )
 from fusionai.scheduling.analysis.closed_form import GenerationTerms, PipelineTerms
 from fusionai.scheduling.analysis.fleets import (
@@ -54,10 +54,10 @@ def network(place: tuple[int, int]) -> FleetNetwork:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", FEW_PLACES, ids=str)
-@pytest.mark.parametrize("levers", ["overlap, 8-bit", BEST])
+@pytest.mark.parametrize("optimisations", ["overlap, 8-bit", BEST])
 @pytest.mark.parametrize("shape", [BERT, GPT3_24, LLAMA_8B, LLAMA_70B_ADAPTERS], ids=lambda shape: shape.name)
-def test_a_step_takes_as_long_event_by_event(shape: Shape, levers: str, place: tuple[int, int]):
-    outcome = train(shape, fleet(), network(place), TRAINING_LEVERS[levers], Assumptions())
+def test_a_step_takes_as_long_event_by_event(shape: Shape, optimisations: str, place: tuple[int, int]):
+    outcome = train(shape, fleet(), network(place), TRAINING_OPTIMISATIONS[optimisations], Assumptions())
     assert isinstance(outcome, PredictedSpeed)
     terms = outcome.terms
     assert isinstance(terms, PipelineTerms)
@@ -100,10 +100,10 @@ def generated_event_by_event(terms: GenerationTerms) -> float:
 @pytest.mark.parametrize("place", FEW_PLACES, ids=str)
 @pytest.mark.parametrize("shape", DECODED, ids=lambda shape: shape.name)
 def test_decoding_gives_as_many_tokens_event_by_event(shape: Shape, place: tuple[int, int]):
-    """As it stands and with all levers; equal outcomes are simulated once."""
+    """As it stands and with all optimisations; equal outcomes are simulated once."""
     found: set[GenerationTerms] = set()
-    for levers in (DECODING_LEVERS[HALF], DECODING_LEVERS[INT4_INT8]):
-        outcome = generate(shape, fleet(), network(place), levers, Assumptions())
+    for optimisations in (DECODING_OPTIMISATIONS[HALF], DECODING_OPTIMISATIONS[INT4_INT8]):
+        outcome = generate(shape, fleet(), network(place), optimisations, Assumptions())
         assert isinstance(outcome, PredictedSpeed)
         assert isinstance(outcome.terms, GenerationTerms)
         assert outcome.tokens_per_s == outcome.terms.tokens_per_s
@@ -115,8 +115,8 @@ def test_decoding_gives_as_many_tokens_event_by_event(shape: Shape, place: tuple
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", FORWARDED, ids=lambda shape: shape.name)
 def test_whole_sequences_pass_as_fast_event_by_event(shape: Shape):
-    for place, levers in product(PLACES, FORWARD_LEVERS.values()):
-        outcome = forward(shape, fleet(), network(place), levers, Assumptions())
+    for place, optimisations in product(PLACES, FORWARD_OPTIMISATIONS.values()):
+        outcome = forward(shape, fleet(), network(place), optimisations, Assumptions())
         if isinstance(outcome, Misfit):
             continue
         terms = outcome.terms

@@ -47,16 +47,16 @@ def problem(*spares: PeerProfile, **changes: object) -> Problem:
     return msgspec.structs.replace(base, **changes)
 
 
-def guards(found: Plan) -> dict[int, str]:
-    return {guard.stage: guard.peer for guard in found.guards}
+def standbys(found: Plan) -> dict[int, str]:
+    return {standby.stage: standby.peer for standby in found.guards}
 
 
 def test_every_stage_has_its_own_spare_while_spares_last() -> None:
     posed = problem(*(peer(f"s{n}") for n in range(4)))
     found = plan(posed)
-    assert sorted(guards(found)) == [0, 1, 2]
-    assert len(set(guards(found).values())) == 3
-    assert all(guard.exact for guard in found.guards)
+    assert sorted(standbys(found)) == [0, 1, 2]
+    assert len(set(standbys(found).values())) == 3
+    assert all(standby.exact for standby in found.guards)
     assert found.snapshot_every == 1
     # The owner's loss has no state, and nobody guards what is already a spare.
     assert {stage.peer for stage in found.stages} == {"a", "b", "c", "owner"}
@@ -65,17 +65,17 @@ def test_every_stage_has_its_own_spare_while_spares_last() -> None:
 
 def test_neighbours_are_guarded_by_different_spares() -> None:
     found = plan(problem(peer("s0"), peer("s1")))
-    watch = guards(found)
+    watch = standbys(found)
     assert watch[0] == watch[2] != watch[1]
     # Even where the other one is faster.
     dear = (block(0), block(1, forward_flops=9e9), block(2), block(3, parameter_bytes=0, trainable_bytes=0))
-    watch = guards(plan(problem(peer("s0"), peer("s1", flops_per_s=5e10), blocks=dear)))
+    watch = standbys(plan(problem(peer("s0"), peer("s1", flops_per_s=5e10), blocks=dear)))
     assert (watch[1], watch[0], watch[2]) == ("s1", "s0", "s0")
 
 
 def test_one_spare_guards_all_if_it_has_room_and_else_what_fits() -> None:
     found = plan(problem(peer("s0")))
-    assert guards(found) == {0: "s0", 1: "s0", 2: "s0"}
+    assert standbys(found) == {0: "s0", 1: "s0", 2: "s0"}
     stage = found.stages[0]
     # Three snapshots while one arrives; running one stage beside two snapshots of each.
     two = max(3 * 2 * STATE, stage.memory_bytes + 2 * 2 * STATE)
@@ -85,8 +85,8 @@ def test_one_spare_guards_all_if_it_has_room_and_else_what_fits() -> None:
     posed = problem(peer("s0", memory_bytes=one - 50_000))
     found = assign_standbys(plan(posed), posed)
     assert found.plan.guards == ()
-    assert [entry.stage for entry in found.unguarded] == [0, 1, 2]
-    assert "it lends 10" in found.unguarded[0].reasons[0].reason
+    assert [entry.stage for entry in found.without_standby] == [0, 1, 2]
+    assert "it lends 10" in found.without_standby[0].reasons[0].reason
     assert found.interval.every == 0
 
 
@@ -95,7 +95,7 @@ def test_a_dear_stage_has_the_fast_guard() -> None:
     dear = (block(0), block(1, forward_flops=9e9), block(2), block(3, parameter_bytes=0, trainable_bytes=0))
     found = plan(problem(*spares, blocks=dear))
     heavy = next(stage.stage for stage in found.stages if stage.blocks == (1, 2))
-    assert guards(found)[heavy] == "s1"
+    assert standbys(found)[heavy] == "s1"
 
 
 def test_other_fingerprints_guard_only_where_that_is_tolerated() -> None:
@@ -103,19 +103,19 @@ def test_other_fingerprints_guard_only_where_that_is_tolerated() -> None:
     small = tuple(msgspec.structs.replace(spare, memory_bytes=11_000_000) for spare in spares)
     posed = problem(*small)
     found = assign_standbys(plan(posed), posed)
-    assert {(guard.peer, guard.exact) for guard in found.plan.guards} == {("alike", True)}
-    assert len(found.unguarded) == 2
-    assert {entry.peer for entry in found.unguarded[0].reasons} == {"alike", "other", "unknown"}
-    assert "other bits" in {e.peer: e.reason for e in found.unguarded[0].reasons}["other"]
+    assert {(standby.peer, standby.exact) for standby in found.plan.guards} == {("alike", True)}
+    assert len(found.without_standby) == 2
+    assert {entry.peer for entry in found.without_standby[0].reasons} == {"alike", "other", "unknown"}
+    assert "other bits" in {e.peer: e.reason for e in found.without_standby[0].reasons}["other"]
     tolerant = plan(problem(*small, takeover="tolerant"))
-    assert {(guard.peer, guard.exact) for guard in tolerant.guards} == {
+    assert {(standby.peer, standby.exact) for standby in tolerant.guards} == {
         ("alike", True),
         ("other", False),
         ("unknown", False),
     }
     # An exact guard with room for all is better than three that are not.
     roomy = plan(problem(*spares, takeover="tolerant"))
-    assert {guard.peer for guard in roomy.guards} == {"alike"}
+    assert {standby.peer for standby in roomy.guards} == {"alike"}
 
 
 def test_a_stage_whose_numerics_nobody_knows_has_no_exact_guard() -> None:
@@ -139,7 +139,7 @@ def test_what_the_owner_runs_is_not_guarded_and_the_owner_guards_nothing() -> No
     found = plan(posed)
     at_a = msgspec.structs.replace(found, feed="a", guards=())
     mine = next(stage.stage for stage in found.stages if stage.peer == "a")
-    assert mine not in guards(with_standbys(at_a, posed))
+    assert mine not in standbys(with_standbys(at_a, posed))
     own_spare = msgspec.structs.replace(found, feed="s0", guards=())
     assert with_standbys(own_spare, posed).guards == ()
 
@@ -149,7 +149,7 @@ def test_a_link_that_takes_longer_than_the_longest_interval_is_refused() -> None
     posed = problem(slow)
     found = assign_standbys(plan(posed), posed)
     assert found.plan.guards == ()
-    assert "its link is too slow" in found.unguarded[0].reasons[0].reason
+    assert "its link is too slow" in found.without_standby[0].reasons[0].reason
 
 
 def test_operators_and_settings_that_keep_a_peer_from_stages_keep_it_from_guarding() -> None:
@@ -171,28 +171,28 @@ def test_who_guards_already_goes_on() -> None:
     spares = tuple(peer(f"s{n}") for n in range(3))
     posed = problem(*spares)
     found = plan(posed)
-    turned = {0: guards(found)[1], 1: guards(found)[2], 2: guards(found)[0]}
+    turned = {0: standbys(found)[1], 1: standbys(found)[2], 2: standbys(found)[0]}
     running = msgspec.structs.replace(
         found, guards=tuple(Standby(stage=stage, peer=name) for stage, name in turned.items())
     )
-    assert guards(with_standbys(running, posed)) == turned
+    assert standbys(with_standbys(running, posed)) == turned
     # One that computes other bits gives way to one that does not, and only to that.
     other = (peer("s0", fingerprint="gpu"), peer("s1", fingerprint="gpu"))
     tolerant = problem(*other, takeover="tolerant")
     inexact = plan(tolerant)
-    assert not any(guard.exact for guard in inexact.guards)
+    assert not any(standby.exact for standby in inexact.guards)
     assert with_standbys(inexact, tolerant) == inexact
     joined = msgspec.structs.replace(tolerant, peers=(*tolerant.peers, peer("s2")))
     better = with_standbys(msgspec.structs.replace(inexact, spares=("s0", "s1", "s2")), joined)
-    assert {(guard.peer, guard.exact) for guard in better.guards} == {("s2", True)}
+    assert {(standby.peer, standby.exact) for standby in better.guards} == {("s2", True)}
 
 
 def test_lost_guards_are_struck_out_of_the_same_version() -> None:
     found = msgspec.structs.replace(plan(problem(peer("s0"), peer("s1"))), version=7)
-    one, other = sorted({guard.peer for guard in found.guards})
+    one, other = sorted({standby.peer for standby in found.guards})
     left = without_standbys(found, {one})
     assert left.version == 7
-    assert {guard.peer for guard in left.guards} == {other}
+    assert {standby.peer for standby in left.guards} == {other}
     assert left.spares == (other,)
     assert left.snapshot_every == found.snapshot_every
     nobody = without_standbys(left, {other})
@@ -210,8 +210,8 @@ def test_without_room_to_retain_nobody_is_guarded_and_that_is_said() -> None:
     )
     found = assign_standbys(placed, msgspec.structs.replace(posed, peers=peers))
     assert found.plan.guards == ()
-    assert [entry.stage for entry in found.unguarded] == [0, 1, 2]
-    assert found.unguarded[0].reasons[0].peer == tight.peer
+    assert [entry.stage for entry in found.without_standby] == [0, 1, 2]
+    assert found.without_standby[0].reasons[0].peer == tight.peer
 
 
 def test_matching_finds_a_place_for_everybody_who_can_have_one() -> None:

@@ -71,11 +71,11 @@ def test_equal_machines_make_equal_lines() -> None:
     posed = problem(13)
     found = compared(posed)
     assert found is not None
-    assert len(found.lines) == 6
+    assert len(found.pipelines) == 6
     assert len(found.idle) == 1
     assert found.over_one_chain == pytest.approx(6.0)
     assert found.sessions == 6 * found.chain_sessions
-    used = [stage.peer for line in found.lines for stage in line.stages]
+    used = [stage.peer for line in found.pipelines for stage in line.stages]
     assert len(used) == len(set(used)) == 12
     assert found.bound_tokens_per_s >= found.tokens_per_s
 
@@ -88,7 +88,7 @@ def test_every_line_holds_the_model_within_memory_and_time() -> None:
         found = serving_pipelines(posed, chain, 16)
         assert found is not None
         costs = StageCosts(posed)
-        for line in found.lines:
+        for line in found.pipelines:
             assert [b for stage in line.stages for b in range(*stage.blocks)] == list(range(6))
             rows = line.sessions // line.passes
             assert rows * line.passes == line.sessions <= 16
@@ -101,7 +101,7 @@ def test_every_line_holds_the_model_within_memory_and_time() -> None:
             seconds = round_trip_s(line.stages, costs, line.sessions, line.passes)
             assert 1 / line.session_tokens_per_s == pytest.approx(seconds)
             assert seconds <= 2 * chain.step_time_s * (1 + 1e-9)
-        assert found.tokens_per_s == pytest.approx(sum(line.tokens_per_s for line in found.lines))
+        assert found.tokens_per_s == pytest.approx(sum(line.tokens_per_s for line in found.pipelines))
         assert found.slowest_session_tokens_per_s >= found.least_tokens_per_s * (1 - 1e-9)
         assert found.optimality_gap == pytest.approx(found.bound_tokens_per_s / found.tokens_per_s - 1)
 
@@ -169,7 +169,7 @@ def test_the_bound_is_met_where_every_machine_holds_the_model() -> None:
     posed = problem(9, memory_bytes=200 * MB)
     found = compared(posed)
     assert found is not None
-    assert len(found.lines) == 9
+    assert len(found.pipelines) == 9
     assert found.optimality_gap <= 0.1
 
 
@@ -183,9 +183,9 @@ def test_the_owner_with_the_ends_holds_all_lines_up() -> None:
     assert found.owner_bound
     # Embedding and head: 20 ms of reading per pass of at most 16 sessions.
     assert found.tokens_per_s <= found.bound_tokens_per_s <= 16 / 0.02 * 1.001
-    assert all(line.stages[0].peer == line.stages[-1].peer == "owner" for line in found.lines)
+    assert all(line.stages[0].peer == line.stages[-1].peer == "owner" for line in found.pipelines)
     # Beyond that, no further lines are made.
-    assert len(found.lines) < 20
+    assert len(found.pipelines) < 20
 
 
 def test_a_poor_link_of_the_owner_holds_all_lines_up() -> None:
@@ -214,7 +214,7 @@ def test_the_sessions_asked_for_may_be_few() -> None:
     """Four sessions on machines that read weights most of the time: one pass serves them all."""
     found = compared(problem(12))
     assert found is not None
-    assert found.asked_lines >= 1
+    assert found.asked_pipelines >= 1
     one = plan(problem(12)).serving
     assert one is not None
     assert found.asked_tokens_per_s >= one.tokens_per_s_together * (1 - 1e-9)

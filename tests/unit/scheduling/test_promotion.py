@@ -56,7 +56,7 @@ def after_a_loss(base: Problem, lost: PeerProfile) -> Plan:
 
 def looked(found: Plan, base: Problem, *there: PeerProfile, **changes: object) -> Promotion | None:
     usual: dict[str, object] = {
-        "sheltered": frozenset(guard.stage for guard in found.guards),
+        "sheltered": frozenset(standby.stage for standby in found.guards),
         "steps_left": 1000,
         "rested": False,
         "trust": 1.0,
@@ -69,35 +69,35 @@ def stage_of(found: Plan, name: str) -> int:
     return next(stage.stage for stage in found.stages if stage.peer == name)
 
 
-def guards(found: Plan) -> dict[int, str]:
-    return {guard.stage: guard.peer for guard in found.guards}
+def standbys(found: Plan) -> dict[int, str]:
+    return {standby.stage: standby.peer for standby in found.guards}
 
 
 def test_a_faster_machine_that_is_back_guards_the_stage_first_and_then_changes_places() -> None:
     base = problem(SLOW, peer("other", 4e10))
     run = after_a_loss(base, A)
     stage = stage_of(run, "slow")
-    assert guards(run)[stage] == "other"
+    assert standbys(run)[stage] == "other"
     there = (A, B, C, SLOW, peer("other", 4e10))
 
     first = looked(run, base, *there)
     assert first is not None
     assert [one.peer for one in first.plan.stages] == [one.peer for one in run.stages]
-    assert guards(first.plan)[stage] == "a"
-    assert guards(first.plan).keys() == guards(run).keys()
+    assert standbys(first.plan)[stage] == "a"
+    assert standbys(first.plan).keys() == standbys(run).keys()
     assert first.plan.version == 0
     assert first.reason.startswith(f"A computes stage {stage} faster than SLOW: ")
-    assert first.reason.endswith("and guards it first")
+    assert first.reason.endswith("and stands by for it first")
 
     # Its snapshot has not arrived: nobody moves, and nobody asks for anything else instead.
     waiting = first.plan
-    assert looked(waiting, base, *there, sheltered=frozenset(guards(waiting)) - {stage}) is None
+    assert looked(waiting, base, *there, sheltered=frozenset(standbys(waiting)) - {stage}) is None
 
     second = looked(waiting, base, *there)
     assert second is not None
     assert stage_of(second.plan, "a") == stage
-    assert guards(second.plan)[stage] == "slow"
-    assert guards(second.plan).keys() == guards(run).keys()
+    assert standbys(second.plan)[stage] == "slow"
+    assert standbys(second.plan).keys() == standbys(run).keys()
     others = [(one.stage, one.peer) for one in run.stages if one.stage != stage]
     assert [(one.stage, one.peer) for one in second.plan.stages if one.stage != stage] == others
     assert second.plan.step_time_s < run.step_time_s

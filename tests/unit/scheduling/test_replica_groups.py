@@ -19,7 +19,7 @@ from fusionai.scheduling.training.replica_groups import (
     divide,
     exchange_s,
     fastest,
-    pace,
+    steps_per_s,
 )
 from fusionai.wire.messages import OptimizerSpec
 from harness.examples import examples
@@ -99,7 +99,8 @@ def test_near_machines_are_together() -> None:
 
 
 def test_as_many_as_pay() -> None:
-    """Machines that hold the model alone need no pipelines; a slow one beside fast ones would set the pace of all."""
+    """Machines that hold the model alone need no pipelines; a slow one beside fast ones would set the steps_per_s of
+    all."""
     assert len(fastest(pool(1, 1, 1), 8)) == 3
     assert len(fastest(pool(9, 9, 1), 8)) == 2
 
@@ -124,10 +125,12 @@ def test_what_travels_beside_steps_costs_what_they_do_not_hide() -> None:
     groups = divide(pool(1, 1), 2)
     step_s = max(group.plan.step_time_s for group in groups)
     share_s = step_s / 4
-    assert pace(groups, share_s) == pytest.approx(2 / (step_s + 2 * share_s))
-    assert pace(groups, share_s, Exchanging(every=10, codec="none", lag=2).beside) == pytest.approx(2 / (1.3 * step_s))
-    assert pace(groups, share_s, Exchanging(every=10, codec="none", lag=5).beside) == pytest.approx(2 / step_s)
-    assert pace(groups, share_s, Exchanging(every=10, codec="none", lag=9).beside) == pytest.approx(2 / step_s)
+    assert steps_per_s(groups, share_s) == pytest.approx(2 / (step_s + 2 * share_s))
+    assert steps_per_s(groups, share_s, Exchanging(every=10, codec="none", lag=2).beside) == pytest.approx(
+        2 / (1.3 * step_s)
+    )
+    assert steps_per_s(groups, share_s, Exchanging(every=10, codec="none", lag=5).beside) == pytest.approx(2 / step_s)
+    assert steps_per_s(groups, share_s, Exchanging(every=10, codec="none", lag=9).beside) == pytest.approx(2 / step_s)
 
 
 def test_exchanging_takes_the_memory_that_the_state_has() -> None:
@@ -145,7 +148,7 @@ def test_no_number_of_groups_is_faster(made: Problem) -> None:
         best = fastest(free, 3)
     except PlanError:
         return
-    assert all(pace(best) >= pace(divide(free, count)) for count in (1, 2, 3))
+    assert all(steps_per_s(best) >= steps_per_s(divide(free, count)) for count in (1, 2, 3))
 
 
 @pytest.mark.slow

@@ -174,9 +174,9 @@ def test_stages_are_evened_out_where_it_costs_one_session_little() -> None:
 def test_spares_guard_the_peers_stages_and_none_of_the_owners() -> None:
     posed = problem(*(peer(name) for name in ("ada", "bob", "cyd")), peer("odd", fingerprint="gpu"), stages=2)
     watch = assign_standbys(plan(posed), posed)
-    assert [guard.stage for guard in watch.plan.guards] == [1, 2]
+    assert [standby.stage for standby in watch.plan.guards] == [1, 2]
     # Same bits first: the odd one guards only where nobody of the same kind has room.
-    assert "odd" not in {guard.peer for guard in watch.plan.guards}
+    assert "odd" not in {standby.peer for standby in watch.plan.guards}
     exact = msgspec.structs.replace(posed, peers=posed.peers[:2] + posed.peers[3:], takeover="exact")
     assert plan(exact).guards == ()
     assert {g.peer for g in plan(msgspec.structs.replace(exact, takeover="tolerant")).guards} == {"odd"}
@@ -186,17 +186,17 @@ def test_spares_guard_the_peers_stages_and_none_of_the_owners() -> None:
     small = problem(*(peer(name) for name in ("ada", "bob")), peer("cyd", memory_bytes=5_000_000), stages=2)
     small = msgspec.structs.replace(small, required=("ada", "bob"))
     assert plan(small).guards == ()
-    assert "it lends 5 MB" in assign_standbys(plan(small), small).unguarded[0].reasons[0].reason
+    assert "it lends 5 MB" in assign_standbys(plan(small), small).without_standby[0].reasons[0].reason
 
 
 def test_a_lost_stage_goes_to_its_guard_and_the_others_stay() -> None:
     posed = problem(stages=3)
     found = plan(posed)
-    guard = next(guard for guard in found.guards if guard.stage == 2)
+    standby = next(standby for standby in found.guards if standby.stage == 2)
     lost = found.stages[2].peer
     after = replaced(found, posed, frozenset({lost}), ())
     assert isinstance(after, Plan)
-    assert after.stages[2].peer == guard.peer
+    assert after.stages[2].peer == standby.peer
     assert [s.peer for s in after.stages if s.stage != 2] == [s.peer for s in found.stages if s.stage != 2]
     assert after.serving == found.serving
     assert after.step_time_s == pytest.approx(found.step_time_s)

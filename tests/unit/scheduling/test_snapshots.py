@@ -130,7 +130,7 @@ def test_snapshots_of_several_stages_share_the_guards_downlink() -> None:
     links = {f"{one}>{other}": fast for one in ("a", "b", "owner") for other in ("a", "b", "owner") if one != other}
     problem = msgspec.structs.replace(problem, peers=peers, links=links)
     found = plan(problem)
-    assert {guard.peer for guard in found.guards} == {"s0"}
+    assert {standby.peer for standby in found.guards} == {"s0"}
     interval = snapshot_interval(found, problem)
     sent_s = 600_000_000 / 2.5e6
     one_stage = sent_s / (0.5 * found.step_time_s)
@@ -144,11 +144,11 @@ def test_a_guard_of_many_stages_waits_for_all_of_them() -> None:
     base = posed(state=300_000_000, crossing=1000, flops=1e10)
     example = base.peers[0]
     peers = tuple(msgspec.structs.replace(example, peer=f"p{n}", uplink=fast, downlink=fast) for n in range(5))
-    guard = msgspec.structs.replace(example, peer="guard", name="the guard", uplink=fast, downlink=narrow)
+    standby = msgspec.structs.replace(example, peer="guard", name="the guard", uplink=fast, downlink=narrow)
     problem = msgspec.structs.replace(
         base,
         blocks=(*(msgspec.structs.replace(base.blocks[0], block=n) for n in range(5)), block(5, 0, 0, 1e3)),
-        peers=(*peers, guard),
+        peers=(*peers, standby),
         stages=5,
         required=tuple(peer.peer for peer in peers),
     )

@@ -49,8 +49,8 @@ def places(found: Plan) -> list[str]:
     return [stage.peer for stage in found.stages]
 
 
-def guards(found: Plan) -> dict[int, str]:
-    return {guard.stage: guard.peer for guard in found.guards}
+def standbys(found: Plan) -> dict[int, str]:
+    return {standby.stage: standby.peer for standby in found.guards}
 
 
 def taken(found: Plan | WaitingForMachines) -> Plan:
@@ -64,15 +64,15 @@ def test_the_guard_takes_over_and_the_others_do_not_notice() -> None:
     lost = before.stages[1].peer
     after = taken(replaced(before, posed, frozenset({lost})))
     assert after.version == 0
-    assert after.stages[1].peer == guards(before)[1]
+    assert after.stages[1].peer == standbys(before)[1]
     assert (after.stages[0], *after.stages[2:]) == (before.stages[0], *before.stages[2:])
     assert after.stages[1].blocks == before.stages[1].blocks
     assert after.stages[1].in_flight == before.stages[1].in_flight
     # The guards of living stages go on, the new stage has one of those left.
-    assert guards(after)[0] == guards(before)[0]
-    assert guards(after)[2] == guards(before)[2]
-    assert guards(after)[1] in after.spares
-    assert after.stages[1].peer not in guards(after).values()
+    assert standbys(after)[0] == standbys(before)[0]
+    assert standbys(after)[2] == standbys(before)[2]
+    assert standbys(after)[1] in after.spares
+    assert after.stages[1].peer not in standbys(after).values()
     assert lost not in (*places(after), *after.spares)
     # A spare is ten times slower.
     assert after.stages[1].compute_s == pytest.approx(10 * before.stages[1].compute_s)
@@ -87,7 +87,7 @@ def test_two_neighbours_lost_together_go_to_two_machines() -> None:
     posed = problem(peer("s0"), peer("s1"))
     before = plan(posed)
     after = taken(replaced(before, posed, frozenset(places(before)[:2])))
-    assert [after.stages[0].peer, after.stages[1].peer] == [guards(before)[0], guards(before)[1]]
+    assert [after.stages[0].peer, after.stages[1].peer] == [standbys(before)[0], standbys(before)[1]]
     assert after.guards == ()
     assert after.snapshot_every == 0
 
@@ -95,7 +95,7 @@ def test_two_neighbours_lost_together_go_to_two_machines() -> None:
 def test_two_stages_of_one_guard_prefer_an_idle_machine_to_one_on_top_of_the_other() -> None:
     posed = problem(peer("s0"))
     before = plan(posed)
-    assert set(guards(before).values()) == {"s0"}
+    assert set(standbys(before).values()) == {"s0"}
     lost = frozenset(places(before)[:2])
     helped = taken(replaced(before, posed, lost, (peer("new"),)))
     assert set(places(helped)[:2]) == {"s0", "new"}
@@ -188,7 +188,7 @@ def test_who_runs_a_stage_is_no_candidate_for_another() -> None:
 def test_of_equals_the_guard_that_holds_the_snapshot_is_taken() -> None:
     posed = problem(peer("zed", fingerprint="gpu"), takeover="tolerant")
     before = plan(posed)
-    assert set(guards(before).values()) == {"zed"}
+    assert set(standbys(before).values()) == {"zed"}
     other = peer("new", fingerprint="gpu", flops_per_s=1e12)
     after = taken(replaced(before, posed, frozenset({before.stages[0].peer}), (other,)))
     assert after.stages[0].peer == "zed"
@@ -227,7 +227,7 @@ def test_reinforcing_adds_guards_and_changes_none() -> None:
     assert better is not None
     assert (better.version, better.stages) == (0, before.stages)
     assert set(before.guards) < set(better.guards)
-    assert sorted(guards(better)) == [0, 1, 2]
+    assert sorted(standbys(better)) == [0, 1, 2]
     assert better.spares == ("new", "s0")
     assert better.snapshot_every > 0
     # As good is no reason to change.
@@ -237,10 +237,10 @@ def test_reinforcing_adds_guards_and_changes_none() -> None:
 def test_an_exact_guard_replaces_an_inexact_one() -> None:
     posed = problem(peer("gpu", fingerprint="gpu"), takeover="tolerant")
     before = plan(posed)
-    assert {(guard.peer, guard.exact) for guard in before.guards} == {("gpu", False)}
+    assert {(standby.peer, standby.exact) for standby in before.guards} == {("gpu", False)}
     better = reinforced(before, posed, (peer("new", memory_bytes=15_000_000),))
     assert better is not None
-    assert sorted((guard.peer, guard.exact) for guard in better.guards) == [
+    assert sorted((standby.peer, standby.exact) for standby in better.guards) == [
         ("gpu", False),
         ("gpu", False),
         ("new", True),

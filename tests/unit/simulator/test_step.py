@@ -10,7 +10,7 @@ import pytest
 
 from fusionai.scheduling.planner import plan
 from fusionai.scheduling.problem.stage_costs import StageCosts
-from fusionai.scheduling.problem.types import BlockCost, Lever, Link, PeerProfile, Plan, Problem
+from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Plan, Problem, SavingMode
 from fusionai.scheduling.training.prediction import predict
 from fusionai.simulator.network import Weather
 from fusionai.simulator.step import BARE, Durations, Recorded, Rules, simulate_steps
@@ -171,7 +171,7 @@ def test_activations_made_again_lengthen_backwards_by_a_forward_and_nothing_else
     """On GPUs: there nothing is lost by giving memory back."""
     peers = tuple(msgspec.structs.replace(one, device="cuda") for one in problem().peers)
 
-    def lengths(recompute: Lever) -> dict[tuple[int, str], float]:
+    def lengths(recompute: SavingMode) -> dict[tuple[int, str], float]:
         posed = problem(recompute=recompute, peers=peers)
         run = simulate_steps(plan(posed), posed, Rules(steps=1, weight_lag=False))
         return {(span.stage, span.kind): span.end_s - span.start_s for span in run.spans}

@@ -14,7 +14,7 @@ from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_seconds, format_speed
 from fusionai.scheduling.problem.types import Plan, Problem
 from fusionai.scheduling.serving.parallel import METHOD, PlacedPipeline, ServingPipelines
-from fusionai.scheduling.training.replica_groups import Exchanging, Group, anchored, exchange_s, fastest, pace
+from fusionai.scheduling.training.replica_groups import Exchanging, Group, anchored, exchange_s, fastest, steps_per_s
 
 USUAL: Final = Exchanging(every=50, codec="int4")
 """Defaults of a recipe's `[replicas]` table."""
@@ -34,7 +34,7 @@ class ReplicaDivision:
     exchange_s: float
 
 
-def apart(problem: Problem, chain: Plan) -> ReplicaDivision | None:
+def replica_division(problem: Problem, chain: Plan) -> ReplicaDivision | None:
     """Return the division into replicas, or None if it is not worth showing: there is one group, the speed-up is below
     `WORTH`, or the pool has more than `MOST_PEERS` peers."""
     if problem.task != "train" or len(problem.peers) > MOST_PEERS or problem.stages is not None or problem.required:
@@ -44,13 +44,13 @@ def apart(problem: Problem, chain: Plan) -> ReplicaDivision | None:
     except PlanError:
         return None  # with the memory that exchanges need, nothing fits
     share_s = exchange_s(problem, USUAL)
-    tokens_per_s = pace(groups, share_s) * problem.microbatches * problem.microbatch_tokens
+    tokens_per_s = steps_per_s(groups, share_s) * problem.microbatches * problem.microbatch_tokens
     if len(groups) == 1 or tokens_per_s < WORTH * chain.tokens_per_s:
         return None
     return ReplicaDivision(groups, tokens_per_s, len(groups) * share_s * USUAL.every)
 
 
-def show_apart(found: ReplicaDivision, chain: Plan, names: Mapping[str, str]) -> None:
+def show_replica_division(found: ReplicaDivision, chain: Plan, names: Mapping[str, str]) -> None:
     console.line()
     times = found.tokens_per_s / chain.tokens_per_s
     console.line(
@@ -73,7 +73,7 @@ def show_apart(found: ReplicaDivision, chain: Plan, names: Mapping[str, str]) ->
     )
 
 
-def apart_figures(found: ReplicaDivision | None, names: Mapping[str, str]) -> dict[str, object] | None:
+def replica_division_figures(found: ReplicaDivision | None, names: Mapping[str, str]) -> dict[str, object] | None:
     if found is None:
         return None
     return {
@@ -92,11 +92,11 @@ def _used(plan: Plan) -> set[str]:
     return {stage.peer for stage in plan.stages}
 
 
-_LINES: Final = 12
+_SHOWN: Final = 12
 """Most pipelines shown; those with the highest throughput are chosen."""
 
 
-def show_lines(found: ServingPipelines, chain: Plan, names: Mapping[str, str]) -> None:
+def show_pipelines(found: ServingPipelines, chain: Plan, names: Mapping[str, str]) -> None:
     """Print the throughput against the one pipeline's, the machines of each pipeline, and warnings."""
     used = _used_peers(chain)
     console.line()
@@ -106,25 +106,25 @@ def show_lines(found: ServingPipelines, chain: Plan, names: Mapping[str, str]) -
         f"{_sessions(found.chain_sessions)}, it would give {format_speed(found.chain_tokens_per_s)} tokens/s."
     )
     console.line(
-        f"{_lines(len(found.lines))} would serve {_sessions(found.sessions)} with "
+        f"{_pipelines(len(found.pipelines))} would serve {_sessions(found.sessions)} with "
         f"{format_speed(found.tokens_per_s)} tokens/s, {found.over_one_chain:.3g} x as much; a session gets at least "
         f"{format_speed(found.slowest_session_tokens_per_s)} tokens/s. If each session must get "
         f"{format_speed(found.least_tokens_per_s)}, no layout can give more than "
         f"{format_speed(found.bound_tokens_per_s)} ({found.optimality_gap:.1%} more; {METHOD})."
     )
-    for line in lines_picture(found, names):
-        console.line(console.printable(line))
+    for pipeline in pipelines_picture(found, names):
+        console.line(console.printable(pipeline))
     if found.idle:
         console.line(f"In no pipeline: {_peers(len(found.idle))}.")
-    for warning in lines_warnings(found, chain):
+    for warning in pipelines_warnings(found, chain):
         console.warning(warning)
 
 
-def lines_warnings(found: ServingPipelines, chain: Plan) -> Iterator[str]:
+def pipelines_warnings(found: ServingPipelines, chain: Plan) -> Iterator[str]:
     """Yield warnings where fewer machines would be as fast, or the job owner's machine limits all pipelines."""
     serving = chain.serving
     asked = 0 if serving is None else serving.sessions
-    if found.asked_lines == 1 and asked:
+    if found.asked_pipelines == 1 and asked:
         yield (
             f"For the requested {_sessions(asked)}, one pipeline is as fast as several: several are faster from "
             f"{_sessions(found.chain_sessions + 1)} on."
@@ -139,23 +139,23 @@ def lines_warnings(found: ServingPipelines, chain: Plan) -> Iterator[str]:
         yield f"For one session, one machine alone is as fast as any pipeline: {format_speed(alone)} tokens/s."
 
 
-def lines_picture(found: ServingPipelines, names: Mapping[str, str]) -> Iterator[str]:
+def pipelines_picture(found: ServingPipelines, names: Mapping[str, str]) -> Iterator[str]:
     """Yield one row per pipeline: who holds which blocks, how many sessions, how fast."""
-    ranked = sorted(range(len(found.lines)), key=lambda number: (-found.lines[number].tokens_per_s, number))
-    for number in sorted(ranked[:_LINES]):
-        line = found.lines[number]
+    ranked = sorted(range(len(found.pipelines)), key=lambda number: (-found.pipelines[number].tokens_per_s, number))
+    for number in sorted(ranked[:_SHOWN]):
+        pipeline = found.pipelines[number]
         yield (
-            f"  pipeline {number}: {_route(line, names)}; {_sessions(line.sessions)}, "
-            f"{format_speed(line.tokens_per_s)} tokens/s, {format_speed(line.session_tokens_per_s)} each"
+            f"  pipeline {number}: {_route(pipeline, names)}; {_sessions(pipeline.sessions)}, "
+            f"{format_speed(pipeline.tokens_per_s)} tokens/s, {format_speed(pipeline.session_tokens_per_s)} each"
         )
-    if len(found.lines) > _LINES:
-        rest = [found.lines[number] for number in ranked[_LINES:]]
-        speed = sum(line.tokens_per_s for line in rest)
-        yield f"  and {_lines(len(rest))} with {format_speed(speed)} tokens/s together; --json lists all."
+    if len(found.pipelines) > _SHOWN:
+        rest = [found.pipelines[number] for number in ranked[_SHOWN:]]
+        speed = sum(pipeline.tokens_per_s for pipeline in rest)
+        yield f"  and {_pipelines(len(rest))} with {format_speed(speed)} tokens/s together; --json lists all."
 
 
-def _route(line: PlacedPipeline, names: Mapping[str, str]) -> str:
-    return " > ".join(f"{names.get(stage.peer, stage.peer)} {_blocks(*stage.blocks)}" for stage in line.stages)
+def _route(pipeline: PlacedPipeline, names: Mapping[str, str]) -> str:
+    return " > ".join(f"{names.get(stage.peer, stage.peer)} {_blocks(*stage.blocks)}" for stage in pipeline.stages)
 
 
 def _blocks(start: int, end: int) -> str:
@@ -174,5 +174,5 @@ def _sessions(count: int) -> str:
     return "1 session" if count == 1 else f"{count:,} sessions"
 
 
-def _lines(count: int) -> str:
+def _pipelines(count: int) -> str:
     return "1 pipeline" if count == 1 else f"{count:,} pipelines"

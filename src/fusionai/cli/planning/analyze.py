@@ -69,8 +69,8 @@ def analyze(
     from fusionai.dashboard.analysis_page import render_analysis
 
     comparisons = _comparisons(read_catalogue(catalogue_file), fleet, against)
-    show(comparisons)
     _make(out)
+    show(comparisons)
     figures = figures_of(comparisons)
     write_json(out / "analysis.json", "analyze", figures)
     write_atomic(out / "analysis.csv", csv_of(comparisons).encode())
@@ -92,8 +92,8 @@ def show(comparisons: list[Comparison]) -> None:
     first = comparisons[0]
     for table in (
         tables.peaks(first),
-        *tables.levers(first, "train", layouts=False),
-        *tables.levers(first, "decode", layouts=False),
+        *tables.optimisations(first, "train", layouts=False),
+        *tables.optimisations(first, "decode", layouts=False),
         tables.against(comparisons),
     ):
         console.table(table.headers, list(tables.lines(table)), title=table.title, right=table.right)
@@ -142,7 +142,7 @@ def row(comparison: Comparison, cell: Cell) -> dict[str, object]:
     return {
         "task": cell.task,
         "model": cell.model,
-        "levers": cell.levers,
+        "levers": cell.optimisations,
         "bandwidth_bytes_per_s": cell.bandwidth_mbit * 125_000,
         "latency_s": cell.latency_ms / 1e3,
         "verdict": cell.verdict,

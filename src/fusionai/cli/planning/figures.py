@@ -11,18 +11,18 @@ from fusionai.backends.state import Trained, trained
 from fusionai.cli import console
 from fusionai.cli.planning.alternatives import (
     ReplicaDivision,
-    apart,
-    apart_figures,
-    lines_warnings,
-    show_apart,
-    show_lines,
+    pipelines_warnings,
+    replica_division,
+    replica_division_figures,
+    show_pipelines,
+    show_replica_division,
 )
 from fusionai.cli.planning.pool_file import PoolOnPaper
 from fusionai.cli.planning.request import Asked
 from fusionai.cli.planning.view import (
     privacy_figures,
     privacy_lines,
-    show_expense,
+    show_cost,
     show_picture,
     show_plan,
     show_standbys,
@@ -30,6 +30,7 @@ from fusionai.cli.planning.view import (
 from fusionai.cli.serving.options import MOST_SESSIONS
 from fusionai.ir.schema import Graph
 from fusionai.primitives.units import format_speed
+from fusionai.scheduling.problem.memory_savings import savings_of_stage
 from fusionai.scheduling.problem.stage_costs import Crossing, StageCosts, crossings
 from fusionai.scheduling.problem.types import Plan, Problem, StagePlacement
 from fusionai.scheduling.serving.parallel import METHOD, ServingPipelines, serving_pipelines
@@ -44,8 +45,8 @@ _OF_PLAN: Final = ("step_time_s", "reduction_s", "commit_s", "tokens_per_s")
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A plan with what follows from it. `parallel`: several serving pipelines instead of one; `separate`: replicas with
-    local updates instead of one pipeline; both None if they are not worth showing."""
+    """A plan with what follows from it. `parallel`: several serving pipelines instead of one; `local_updates`: replicas
+    with local updates instead of one pipeline; both None if they are not worth showing."""
 
     plan: Plan
     asked: Asked
@@ -57,7 +58,7 @@ class PlanReport:
     smaller: tuple[Lighter, ...]
     assumed: tuple[str, ...]
     parallel: ServingPipelines | None
-    separate: ReplicaDivision | None
+    local_updates: ReplicaDivision | None
 
     @classmethod
     def of(
@@ -76,7 +77,7 @@ class PlanReport:
             smaller=lighter(problem, found),
             assumed=(*pool.assumed, *_unknown_bandwidths(found, pool)),
             parallel=serving_pipelines(problem, found, MOST_SESSIONS, least_speed) if serves else None,
-            separate=apart(problem, found) if found.replicas == 1 else None,
+            local_updates=replica_division(problem, found) if found.replicas == 1 else None,
         )
 
     def show(self) -> None:
@@ -89,7 +90,7 @@ class PlanReport:
         for sentence in privacy_lines(self.asked.privacy, found):
             console.line(sentence)
         show_standbys(self.guards, names)
-        show_expense(self.cost, names)
+        show_cost(self.cost, names)
         if self.smaller:
             offers = (
                 f"--compression {one.compression} at least {format_speed(one.tokens_per_s)} tokens/s "
@@ -100,17 +101,17 @@ class PlanReport:
         for sentence in self.assumed:
             console.line(f"Assumed: {sentence}")
         if self.parallel is not None:
-            show_lines(self.parallel, found, names)
-        if self.separate is not None:
-            show_apart(self.separate, found, names)
+            show_pipelines(self.parallel, found, names)
+        if self.local_updates is not None:
+            show_replica_division(self.local_updates, found, names)
 
     def draw(self, path: Path) -> None:
         """Draw the plan into `path`, and several serving pipelines into a second file beside it."""
-        from fusionai.dashboard.plan_chart import lines_picture, plan_picture
+        from fusionai.dashboard.plan_chart import pipelines_picture, plan_picture
 
         drawn = {path: plan_picture(self.plan, self.links, self.names)}
         if self.parallel is not None:
-            drawn[path.with_name(f"{path.stem}-replicas.svg")] = lines_picture(self.parallel)
+            drawn[path.with_name(f"{path.stem}-replicas.svg")] = pipelines_picture(self.parallel)
         for file, picture in drawn.items():
             write_atomic(file, picture.encode())
             console.line(f"Written: {file}.")
@@ -128,8 +129,10 @@ class PlanReport:
             "method": certificate.method,
             "bottleneck": found.bottleneck,
             "spares": [self._name(peer) for peer in found.spares],
-            "guards": [{"stage": guard.stage, "peer": self._name(guard.peer)} for guard in self.guards.plan.guards],
-            "unguarded": [entry.stage for entry in self.guards.unguarded],
+            "guards": [
+                {"stage": standby.stage, "peer": self._name(standby.peer)} for standby in self.guards.plan.guards
+            ],
+            "unguarded": [entry.stage for entry in self.guards.without_standby],
             "snapshot_every": self.guards.plan.snapshot_every,
             "excluded": [{"peer": self._name(entry.peer), "reason": entry.reason} for entry in found.excluded],
             "single_peer_tokens_per_s": found.single_peer_tokens_per_s,
@@ -140,13 +143,13 @@ class PlanReport:
             "assumptions": list(self.assumed),
             "warnings": list(found.warnings),
             "serving": found.serving,
-            "replicas": None if self.parallel is None else lines(self.parallel, found, self.names),
+            "replicas": None if self.parallel is None else pipelines_figures(self.parallel, found, self.names),
             "privacy": privacy_figures(self.asked.privacy, found),
             "trained": self.trained,
             "compression": self.asked.compression,
             "codecs": list(found.codecs),
             "lighter": [{"compression": one.compression, "tokens_per_s": one.tokens_per_s} for one in self.smaller],
-            "local_updates": apart_figures(self.separate, self.names),
+            "local_updates": replica_division_figures(self.local_updates, self.names),
         }
 
     def _name(self, peer: str) -> str:
@@ -170,20 +173,11 @@ _OF_SERVING: Final = ("weight_bytes", "cache_bytes")
 
 def _saving(stage: StagePlacement) -> dict[str, object]:
     """Return the keys of a stage that recomputes activations, or keeps optimizer state or weights in a file."""
-    found: dict[str, object] = {}
-    if stage.recompute:
-        found |= {"recompute_s": stage.recompute_s, "recompute_saves_bytes": stage.recompute_saves_bytes}
-    if stage.offload:
-        found |= {"offload_s": stage.offload_s, "offload_saves_bytes": stage.offload_saves_bytes}
-    if stage.offload_weights:
-        found |= {
-            "offload_weights_s": stage.offload_weights_s,
-            "offload_weights_saves_bytes": stage.offload_weights_saves_bytes,
-        }
-    return found
+    figures = (f"{name}_{what}" for name in savings_of_stage(stage).names for what in ("s", "saves_bytes"))
+    return {name: getattr(stage, name) for name in figures}
 
 
-def lines(found: ServingPipelines, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:
+def pipelines_figures(found: ServingPipelines, chain: Plan, names: Mapping[str, str]) -> dict[str, object]:
     """Return the layout of several serving pipelines; `docs/planning.md` explains each key."""
     return {
         "runnable": False,
@@ -197,14 +191,14 @@ def lines(found: ServingPipelines, chain: Plan, names: Mapping[str, str]) -> dic
                         "memory_bytes": stage.memory_bytes,
                         "memory_limit_bytes": stage.memory_limit_bytes,
                     }
-                    for stage in line.stages
+                    for stage in pipeline.stages
                 ],
-                "sessions": line.sessions,
-                "passes_in_flight": line.passes,
-                "tokens_per_s": line.tokens_per_s,
-                "session_tokens_per_s": line.session_tokens_per_s,
+                "sessions": pipeline.sessions,
+                "passes_in_flight": pipeline.passes,
+                "tokens_per_s": pipeline.tokens_per_s,
+                "session_tokens_per_s": pipeline.session_tokens_per_s,
             }
-            for line in found.lines
+            for pipeline in found.pipelines
         ],
         "idle": [names.get(peer, peer) for peer in found.idle],
         "sessions": found.sessions,
@@ -217,10 +211,10 @@ def lines(found: ServingPipelines, chain: Plan, names: Mapping[str, str]) -> dic
         "chain_sessions": found.chain_sessions,
         "chain_tokens_per_s": found.chain_tokens_per_s,
         "over_one_chain": found.over_one_chain,
-        "asked_lines": found.asked_lines,
+        "asked_lines": found.asked_pipelines,
         "asked_tokens_per_s": found.asked_tokens_per_s,
         "owner_bound": found.owner_bound,
-        "warnings": list(lines_warnings(found, chain)),
+        "warnings": list(pipelines_warnings(found, chain)),
     }
 
 

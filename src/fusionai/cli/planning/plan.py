@@ -32,7 +32,7 @@ from fusionai.primitives.errors import PlanError, UsageError
 from fusionai.primitives.privacy import PrivacyLevel
 from fusionai.primitives.units import format_speed
 from fusionai.scheduling.problem.calibration import paced
-from fusionai.scheduling.problem.types import Lever, Plan, Problem
+from fusionai.scheduling.problem.types import Plan, Problem, SavingMode
 from fusionai.scheduling.standby.continuation import numerics
 from fusionai.scheduling.training import replicated
 from fusionai.wire.codecs import Compression
@@ -75,21 +75,21 @@ FASTER: Final = 1.01
 @lora_option
 @click.option(
     "--recompute",
-    type=click.Choice(get_args(Lever)),
+    type=click.Choice(get_args(SavingMode)),
     default="auto",
     show_default=True,
     help="Recompute activations in the backward pass of training stages instead of keeping them.",
 )
 @click.option(
     "--offload",
-    type=click.Choice(get_args(Lever)),
+    type=click.Choice(get_args(SavingMode)),
     default="auto",
     show_default=True,
     help="Keep optimizer state in files on the stages' machines.",
 )
 @click.option(
     "--offload-weights",
-    type=click.Choice(get_args(Lever)),
+    type=click.Choice(get_args(SavingMode)),
     default="auto",
     show_default=True,
     help="Keep weights in files on the stages' machines until a block needs them.",
@@ -240,8 +240,8 @@ def _unused_flags(task: Literal["train", "serve"]) -> Iterator[str]:
 def _level(served: ServingOptions, pool: PoolOnPaper) -> PrivacyLevel:
     """Return the privacy level asked for. Without one, embedding and head stay with the owner, unless the pool's file
     does not describe the owner's machine or places feed or loss in the pool."""
-    apart = pool.owner is None or "pool" in (pool.constraints.loss, pool.constraints.feed)
-    return served.privacy if served.asked is not None or not apart else "encrypted"
+    ends_in_pool = pool.owner is None or "pool" in (pool.constraints.loss, pool.constraints.feed)
+    return served.privacy if served.asked is not None or not ends_in_pool else "encrypted"
 
 
 def _planned(problem: Problem, graph: Graph, pool: PoolOnPaper, asked: Asked) -> Plan:

@@ -76,7 +76,7 @@ def _devices(table: Mapping[str, Any], where: str) -> tuple[Device, ...]:
         found = f"got {', '.join(unknown)}" if unknown else "found none"
         raise RecipeError(f"{where}: expected a list of tables [[devices]], {found}.")
     return tuple(
-        convert(entry, Device, f"{where}: device {entry.get('name', number)!r}")
+        convert(entry, Device, f"{where}: device {entry.get('name', number)!r}", "this table")
         if isinstance(entry, dict)
         else _not_a_table(where)
         for number, entry in enumerate(entries, start=1)
@@ -239,7 +239,7 @@ def read_pool(path: Path, catalogue: Catalogue | None = None) -> PoolOnPaper:
             )
         names.add(machine.profile.peer)
     everyone = [*machines, *([] if owner is None or owner.profile.peer in names else [owner])]
-    links = [convert(entry, LinkTable, f"{path.name}: link {n}") for n, entry in enumerate(read.links, 1)]
+    links = [convert(entry, LinkTable, f"{path.name}: link {n}", "this table") for n, entry in enumerate(read.links, 1)]
     return PoolOnPaper(
         peers=tuple(machine.profile for machine in machines),
         owner=None if owner is None else owner.profile,
@@ -261,7 +261,7 @@ def resolve(names: Sequence[str], peers: Sequence[PeerProfile], where: str) -> t
 
 
 def _peer_table(entry: Mapping[str, object], where: str) -> PeerTable:
-    table = convert(entry, PeerTable, where)
+    table = convert(entry, PeerTable, where, "this table")
     if table.gpu is None:
         missing = [key for key in ("flops_per_s", "memory") if getattr(table, key) is None]
         if missing:
@@ -304,6 +304,8 @@ def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:
         device = None if table.gpu is None else catalogue.find(table.gpu)
         flops_per_s, bandwidth = table.flops_per_s, table.memory_bandwidth_bytes_per_s
         memory_bytes = None if table.memory is None else parse_bytes(table.memory)
+        if memory_bytes == 0:
+            raise UsageError(f"expected a memory above 0, got {table.memory!r}.")
         power_w = table.power_w
         if device is not None:
             if flops_per_s is None:
@@ -327,12 +329,19 @@ def _profile(table: PeerTable, catalogue: Catalogue, path: Path) -> PeerProfile:
             memory_bytes=memory_bytes,
             share=parse_share(table.share),
             fingerprint=table.fingerprint or f"as {table.name}",
-            uplink=Link(bandwidth_bytes_per_s=parse_bandwidth_bytes_per_s(table.uplink), latency_s=latency_s),
-            downlink=Link(bandwidth_bytes_per_s=parse_bandwidth_bytes_per_s(table.downlink), latency_s=latency_s),
+            uplink=Link(bandwidth_bytes_per_s=_bandwidth_bytes_per_s(table.uplink), latency_s=latency_s),
+            downlink=Link(bandwidth_bytes_per_s=_bandwidth_bytes_per_s(table.downlink), latency_s=latency_s),
             power_w=power_w,
         )
     except UsageError as wrong:
         raise RecipeError(f"{path.name}: peer {table.name!r}: {wrong.message}", hint=wrong.hint) from wrong
+
+
+def _bandwidth_bytes_per_s(text: str) -> float:
+    found = parse_bandwidth_bytes_per_s(text)
+    if not found > 0:
+        raise UsageError(f"expected a bandwidth above 0, got {text!r}.")
+    return found
 
 
 def _links(rules: Sequence[LinkTable], machines: Sequence[_Machine], path: Path) -> dict[str, Link]:
@@ -373,7 +382,7 @@ def _links(rules: Sequence[LinkTable], machines: Sequence[_Machine], path: Path)
 def _link(rule: LinkTable, sender: _Machine, receiver: _Machine, path: Path) -> Link:
     up, down = sender.profile.uplink, receiver.profile.downlink
     try:
-        bandwidth = None if rule.bandwidth is None else parse_bandwidth_bytes_per_s(rule.bandwidth)
+        bandwidth = None if rule.bandwidth is None else _bandwidth_bytes_per_s(rule.bandwidth)
         latency_s = None if rule.latency is None else parse_seconds(rule.latency)
     except UsageError as wrong:
         raise RecipeError(f"{path.name}: link {' - '.join(rule.between)}: {wrong.message}") from wrong

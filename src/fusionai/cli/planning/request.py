@@ -29,7 +29,7 @@ from fusionai.primitives.process import loading
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.chain import Chain
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, middle, owners_bytes
-from fusionai.scheduling.problem.types import BlockCost, Lever, PeerProfile, Problem, RolePlacement
+from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Problem, RolePlacement, SavingMode
 from fusionai.scheduling.training import replicated
 from fusionai.scheduling.training.cut_bits import shared_weights
 from fusionai.wire.codecs import Compression
@@ -49,9 +49,9 @@ class Asked:
     takeover: Literal["exact", "tolerant"]
     served: ServingOptions
     compression: Compression = "none"
-    recompute: Lever = "auto"
-    offload: Lever = "auto"
-    offload_weights: Lever = "auto"
+    recompute: SavingMode = "auto"
+    offload: SavingMode = "auto"
+    offload_weights: SavingMode = "auto"
     precision: Literal["fp32", "bf16"] = "fp32"
     """Format in which a training job multiplies matrices. In bf16 more results depend on where the model is cut."""
     replicas: int | Literal["auto"] = 1

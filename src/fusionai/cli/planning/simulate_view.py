@@ -41,7 +41,7 @@ class Simulated:
 
     @property
     def names(self) -> Mapping[str, str]:
-        everyone = [*self.problem.peers, *([] if self.problem.owner is None else [self.problem.owner])]
+        everyone = self.problem.everyone
         return {profile.peer: profile.name or profile.peer for profile in everyone}
 
     @property

@@ -14,7 +14,7 @@ from fusionai.cli import console
 from fusionai.primitives.privacy import STAYS, PrivacyLevel, keeps_ends
 from fusionai.primitives.units import format_bytes, format_seconds, format_speed
 from fusionai.scheduling.problem.embedding_and_head import owners_part
-from fusionai.scheduling.problem.levers import savings
+from fusionai.scheduling.problem.memory_savings import describe_savings
 from fusionai.scheduling.problem.stage_costs import Crossing
 from fusionai.scheduling.problem.types import PROMPT_TOKENS, Excluded, Plan, StagePlacement
 from fusionai.scheduling.standby.assignment import StandbyAssignment
@@ -51,7 +51,7 @@ def show_plan(found: Plan, names: Mapping[str, str]) -> None:
     _show_speed(found)
     if found.codecs:
         console.line(f"Between stages, activations and gradients are compressed: {shown(found.codecs)}.")
-    for sentence in savings(found):
+    for sentence in describe_savings(found):
         console.line(sentence)
     certificate = found.certificate
     if certificate.exact:
@@ -124,18 +124,18 @@ def picture(found: Plan, crossings: Sequence[Crossing], names: Mapping[str, str]
 
 def show_standbys(watch: StandbyAssignment, names: Mapping[str, str]) -> None:
     """Print the warm standby of each stage, or why it has none."""
-    for guard in watch.plan.guards:
-        bits = "" if guard.exact else ", with other numerics"
-        console.line(f"Stage {guard.stage} has the warm standby {names.get(guard.peer, guard.peer)}{bits}.")
+    for standby in watch.plan.guards:
+        bits = "" if standby.exact else ", with other numerics"
+        console.line(f"Stage {standby.stage} has the warm standby {names.get(standby.peer, standby.peer)}{bits}.")
     if watch.plan.guards:
         console.line(f"Snapshots: {watch.interval.reason}")
-    for entry in watch.unguarded:
+    for entry in watch.without_standby:
         reasons = _by_reason(entry.reasons, names)
         said = "; ".join(f"{_list(peers)}: {reason}" for reason, peers in list(reasons.items())[:_REASONS])
         console.line(f"Stage {entry.stage} has no warm standby: {said or 'the pool has no spare'}.")
 
 
-def show_expense(found: TokenCost, names: Mapping[str, str]) -> None:
+def show_cost(found: TokenCost, names: Mapping[str, str]) -> None:
     """Print energy and money per million tokens if they are known, or which machines lack a figure."""
     if found.joules is not None and found.power_w is not None:
         console.line(

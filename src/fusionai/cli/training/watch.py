@@ -19,7 +19,7 @@ from fusionai.client.training.kills import Killed, PeerReturned
 from fusionai.client.training.train import Planned
 from fusionai.dashboard.live import FaultLine, StepUpdate, TrainingView
 from fusionai.primitives.units import format_count, format_seconds
-from fusionai.scheduling.problem.levers import savings
+from fusionai.scheduling.problem.memory_savings import describe_savings
 from fusionai.scheduling.problem.types import Plan
 from fusionai.scheduling.training.compression import shown
 from fusionai.training import progress
@@ -121,7 +121,7 @@ class Watch:
         )
         if event.plan.codecs:
             self.say(f"between stages, activations and gradients are compressed: {shown(event.plan.codecs)}")
-        for sentence in savings(event.plan):
+        for sentence in describe_savings(event.plan):
             self.say(sentence)
         for sentence in privacy_lines(event.prepared.recipe.privacy.level, event.plan):
             self.say(sentence)

@@ -25,7 +25,7 @@ from fusionai.primitives.errors import FusionError, RefusedError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.scheduling.problem.types import Plan
 from fusionai.scheduling.standby.continuation import handed_on, keeps_bits, widened
-from fusionai.scheduling.standby.promotion import Promises, Promotion, promised, promoted, stepped
+from fusionai.scheduling.standby.promotion import GainHistory, Promotion, promoted, with_prediction, with_step
 from fusionai.scheduling.standby.straggling import Better, better_plan, observed, watching
 from fusionai.scheduling.standby.takeover import handed_over, reinforced, with_profiles
 from fusionai.training import progress
@@ -89,7 +89,7 @@ class PoolWatch:
         self._lasts_s = self._left_s()
         self._step = 0
         self._slow = watching(0)
-        self._promises = Promises()
+        self._gains = GainHistory()
 
     def see(self, event: progress.Progress) -> None:
         match event:
@@ -101,7 +101,7 @@ class PoolWatch:
                 }
                 plan = self._driver.deployment.plan
                 self._slow = observed(self._slow, plan, busy_s)
-                self._promises = stepped(self._promises, plan, event.step_s, self._clock.now_s())
+                self._gains = with_step(self._gains, plan, event.step_s, self._clock.now_s())
             case progress.PlanChanged():
                 self._slow = watching(self._step)
             case progress.FaultSeen(kind="guard", peer=peer):
@@ -144,7 +144,7 @@ class PoolWatch:
             await self._offer(*found)
         elif (promotion := await self._promoted(members)) is not None:
             await self._offer(promotion.plan, promotion.reason)
-            self._promises = promised(self._promises, promotion.plan, promotion.gain)
+            self._gains = with_prediction(self._gains, promotion.plan, promotion.gain)
 
     async def _offer(self, wanted: Plan, reason: str) -> None:
         try:
@@ -261,7 +261,7 @@ class PoolWatch:
         plan, problem, step = self._plan(), self._replanner.unforced, self._step
         there = tuple(one.profile for one in self._replanner.usable(members) if self._replanner.is_back(one))
         sheltered, rested = self._driver.sheltered, self._slow.rested(step)
-        trust = self._promises.trust(self._clock.now_s())
+        trust = self._gains.trust(self._clock.now_s())
         seen = (plan, there, sheltered, rested, trust)
         if seen == self._compared:
             return None

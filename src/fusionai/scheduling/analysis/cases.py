@@ -1,8 +1,9 @@
-"""Defines the comparison table: the models, networks and levers, and for each cell whether the fleet is comparable.
+"""Defines the comparison table: the models, networks and optimisations, and for each cell whether the fleet is
+comparable.
 
-A lever that saves bytes but slows learning gains nothing. So each lever that changes what is computed is listed with
-its measured effect on the loss of real training jobs. The models were small and trained briefly; each entry says so,
-and nothing is extrapolated.
+A optimisation that saves bytes but slows learning gains nothing. So each optimisation that changes what is computed is
+listed with its measured effect on the loss of real training jobs. The models were small and trained briefly; each entry
+says so, and nothing is extrapolated.
 
 `analysis.fleets` computes each cell. The reports of `fusion analyze` and `docs/analysis.md` are written from the result
 of `compare`."""
@@ -10,7 +11,7 @@ of `compare`."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Final, Literal
 
@@ -19,8 +20,8 @@ from fusionai.scheduling.analysis.fleets import (
     Assumptions,
     Fleet,
     FleetNetwork,
-    LinkMeasures,
     Misfit,
+    Optimisations,
     PredictedSpeed,
     Shape,
     forward,
@@ -38,11 +39,11 @@ HALF_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """Effect of one lever. `part`: bytes relative to half precision. `losses`: relative change of the held-out loss
-    caused by the lever (loss with it / loss without it - 1), one per seed. `how`: the training jobs, `command`: the
-    program that ran them."""
+    """Effect of one optimisation. `part`: bytes relative to half precision. `losses`: relative change of the held-out
+    loss caused by the optimisation (loss with it / loss without it - 1), one per seed. `how`: the training jobs,
+    `command`: the program that ran them."""
 
-    lever: str
+    optimisation: str
     part: float
     losses: tuple[float, ...]
     how: str
@@ -71,21 +72,21 @@ more often after the warm-up, which makes 56 exchanges instead of 30."""
 _BOUNDARIES: Final = "Llama type, 14M parameters, source text, 200 steps of 8 x 128 tokens, 3 stages in a pool"
 EFFECTS: Final[tuple[Effect, ...]] = (
     Effect(
-        lever="8-bit boundary",
+        optimisation="8-bit boundary",
         part=boundary_part("int8"),
         losses=(-0.0003, -0.0069, 0.0016),
         how=_BOUNDARIES,
         command="benchmarks/compression.py",
     ),
     Effect(
-        lever="2-bit boundary",
+        optimisation="2-bit boundary",
         part=boundary_part("uneven"),
         losses=(0.0058, -0.0188, -0.0036),
         how=_BOUNDARIES,
         command="benchmarks/compression.py",
     ),
     Effect(
-        lever="local updates",
+        optimisation="local updates",
         part=LOCAL_PART,
         losses=(0.0090, -0.0011, 0.0060),
         how="Llama type, 0.2M parameters, source text, 1,500 steps of 2 replicas x 64 x 128 tokens in a pool, agreeing "
@@ -143,17 +144,7 @@ LLAMA_70B: Final = Shape(
     sequence_tokens=4096,
     batch_tokens=2**21,
 )
-LLAMA_70B_ADAPTERS: Final = Shape(
-    name="Llama-3-70B, adapters",
-    parameters=70.6e9,
-    layers=80,
-    width=8192,
-    cache_token_bytes=2 * 80 * 1024 * 2,
-    vocabulary=128_256,
-    sequence_tokens=4096,
-    batch_tokens=2**21,
-    trainable=0.003,
-)
+LLAMA_70B_ADAPTERS: Final = replace(LLAMA_70B, name="Llama-3-70B, adapters", trainable=0.003)
 TRAINED: Final = (BERT, GPT3_24, LLAMA_8B, LLAMA_70B, LLAMA_70B_ADAPTERS)
 DECODED: Final = (GPT3_24, LLAMA_8B, LLAMA_70B)
 FORWARDED: Final = (BERT, GPT3_24, LLAMA_8B, LLAMA_70B)
@@ -166,49 +157,49 @@ TEXTBOOK: Final = "as it stands"
 BEST: Final = "overlap, 2-bit, local updates"
 LITERATURE: Final = "overlap, 64x of the literature, local updates"
 _INT8, _UNEVEN = boundary_part("int8"), boundary_part("uneven")
-TRAINING_LEVERS: Final[dict[str, LinkMeasures]] = {
-    TEXTBOOK: LinkMeasures(),
-    "overlap": LinkMeasures(overlap=True),
-    "overlap, 8-bit": LinkMeasures(overlap=True, boundary_part=_INT8),
-    "one pipeline, overlap, 8-bit": LinkMeasures(overlap=True, boundary_part=_INT8, replicas=False),
-    "overlap, 8-bit, local updates": LinkMeasures(
+TRAINING_OPTIMISATIONS: Final[dict[str, Optimisations]] = {
+    TEXTBOOK: Optimisations(),
+    "overlap": Optimisations(overlap=True),
+    "overlap, 8-bit": Optimisations(overlap=True, boundary_part=_INT8),
+    "one pipeline, overlap, 8-bit": Optimisations(overlap=True, boundary_part=_INT8, replicas=False),
+    "overlap, 8-bit, local updates": Optimisations(
         overlap=True, boundary_part=_INT8, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART
     ),
-    BEST: LinkMeasures(overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART),
-    "overlap, 2-bit, local updates, no recomputation": LinkMeasures(
+    BEST: Optimisations(overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART),
+    "overlap, 2-bit, local updates, no recomputation": Optimisations(
         overlap=True, boundary_part=_UNEVEN, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART, recompute=False
     ),
-    LITERATURE: LinkMeasures(overlap=True, boundary_part=1 / 64, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART),
+    LITERATURE: Optimisations(overlap=True, boundary_part=1 / 64, local_steps=LOCAL_STEPS, sync_part=LOCAL_PART),
 }
-"""Levers of the training cells by name. `local updates`: replicas exchange in 2 bits, once in 50 steps and more often
-early on. "no recomputation" shows what recomputation costs; memory may not allow training without it.
-`analysis.cases` has the effect of each lever on the loss, except of 64x compression: that figure is from the
+"""Optimisations of the training cells by name. `local updates`: replicas exchange in 2 bits, once in 50 steps and more
+often early on. "no recomputation" shows what recomputation costs; memory may not allow training without it.
+`analysis.cases` has the effect of each optimisation on the loss, except of 64x compression: that figure is from the
 literature, for models designed for it, and this software has no such codec."""
 HALF: Final = "fp16"
 INT4: Final = "4-bit weights"
 INT4_INT8: Final = "4-bit weights, 8-bit boundary"
-DECODING_LEVERS: Final[dict[str, LinkMeasures]] = {
-    HALF: LinkMeasures(),
-    "8-bit boundary": LinkMeasures(boundary_part=_INT8),
-    INT4: LinkMeasures(weight_bytes=INT4_BYTES),
-    INT4_INT8: LinkMeasures(weight_bytes=INT4_BYTES, boundary_part=_INT8),
+DECODING_OPTIMISATIONS: Final[dict[str, Optimisations]] = {
+    HALF: Optimisations(),
+    "8-bit boundary": Optimisations(boundary_part=_INT8),
+    INT4: Optimisations(weight_bytes=INT4_BYTES),
+    INT4_INT8: Optimisations(weight_bytes=INT4_BYTES, boundary_part=_INT8),
 }
 BOTH_INT4: Final = "4-bit weights on both sides"
-FORWARD_LEVERS: Final[dict[str, LinkMeasures]] = {
-    HALF: LinkMeasures(),
-    "8-bit boundary": LinkMeasures(boundary_part=_INT8),
-    "4-bit boundary": LinkMeasures(boundary_part=boundary_part("int4")),
-    INT4: LinkMeasures(weight_bytes=INT4_BYTES),
+FORWARD_OPTIMISATIONS: Final[dict[str, Optimisations]] = {
+    HALF: Optimisations(),
+    "8-bit boundary": Optimisations(boundary_part=_INT8),
+    "4-bit boundary": Optimisations(boundary_part=boundary_part("int4")),
+    INT4: Optimisations(weight_bytes=INT4_BYTES),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One model, one task, one network, one set of levers."""
+    """One model, one task, one network, one set of optimisations."""
 
     task: Task
     model: str
-    levers: str
+    optimisations: str
     bandwidth_mbit: int
     latency_ms: int
     ours: PredictedSpeed | Misfit
@@ -251,10 +242,10 @@ class Comparison:
     cells: tuple[Cell, ...]
     peaks: tuple[Peak, ...]
 
-    def cell(self, task: Task, model: str, levers: str, bandwidth_mbit: int, latency_ms: int) -> Cell:
-        wanted = (task, model, levers, bandwidth_mbit, latency_ms)
+    def cell(self, task: Task, model: str, optimisations: str, bandwidth_mbit: int, latency_ms: int) -> Cell:
+        wanted = (task, model, optimisations, bandwidth_mbit, latency_ms)
         for cell in self.cells:
-            if (cell.task, cell.model, cell.levers, cell.bandwidth_mbit, cell.latency_ms) == wanted:
+            if (cell.task, cell.model, cell.optimisations, cell.bandwidth_mbit, cell.latency_ms) == wanted:
                 return cell
         raise KeyError(wanted)
 
@@ -301,19 +292,19 @@ def _networks() -> Iterator[tuple[int, int, FleetNetwork]]:
 def _training(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Cell]:
     for shape in TRAINED:
         theirs = train_in_one_box(shape, reference, known)
-        for name, levers in TRAINING_LEVERS.items():
+        for name, optimisations in TRAINING_OPTIMISATIONS.items():
             for mbit, ms, network in _networks():
-                ours = train(shape, fleet, network, levers, known)
+                ours = train(shape, fleet, network, optimisations, known)
                 yield _cell("train", shape, name, mbit, ms, ours, theirs)
 
 
 def _decoding(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Cell]:
     for shape in DECODED:
-        half = generate_in_one_box(shape, reference, LinkMeasures(), known)
-        fair = generate_in_one_box(shape, reference, LinkMeasures(weight_bytes=INT4_BYTES), known)
-        for name, levers in DECODING_LEVERS.items():
+        half = generate_in_one_box(shape, reference, Optimisations(), known)
+        fair = generate_in_one_box(shape, reference, Optimisations(weight_bytes=INT4_BYTES), known)
+        for name, optimisations in DECODING_OPTIMISATIONS.items():
             for mbit, ms, network in _networks():
-                ours = generate(shape, fleet, network, levers, known)
+                ours = generate(shape, fleet, network, optimisations, known)
                 yield _cell("decode", shape, name, mbit, ms, ours, half)
                 if name == INT4:
                     yield _cell("decode", shape, BOTH_INT4, mbit, ms, ours, fair)
@@ -321,23 +312,31 @@ def _decoding(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Ce
 
 def _forward(fleet: Fleet, reference: Fleet, known: Assumptions) -> Iterator[Cell]:
     for shape in FORWARDED:
-        theirs = forward_in_one_box(shape, reference, LinkMeasures(), known)
-        for name, levers in FORWARD_LEVERS.items():
+        theirs = forward_in_one_box(shape, reference, Optimisations(), known)
+        for name, optimisations in FORWARD_OPTIMISATIONS.items():
             for mbit, ms, network in _networks():
-                yield _cell("forward", shape, name, mbit, ms, forward(shape, fleet, network, levers, known), theirs)
+                yield _cell(
+                    "forward", shape, name, mbit, ms, forward(shape, fleet, network, optimisations, known), theirs
+                )
 
 
 def _cell(
     task: Task,
     shape: Shape,
-    levers: str,
+    optimisations: str,
     mbit: int,
     ms: int,
     ours: PredictedSpeed | Misfit,
     theirs: PredictedSpeed | Misfit,
 ) -> Cell:
     return Cell(
-        task=task, model=shape.name, levers=levers, bandwidth_mbit=mbit, latency_ms=ms, ours=ours, theirs=theirs
+        task=task,
+        model=shape.name,
+        optimisations=optimisations,
+        bandwidth_mbit=mbit,
+        latency_ms=ms,
+        ours=ours,
+        theirs=theirs,
     )
 
 

@@ -5,7 +5,7 @@ number that is not in the catalogue is a named assumption (`Assumptions`). The f
 favours it. Parameters are counted with the optimizer's state (16 bytes each in mixed precision). Activations are
 recomputed; if the inputs in flight don't fit beside the state, the outcome is marked as crowded.
 
-`closed_form` has the formulas, `analysis.cases` the models, networks and levers, `catalogue` the devices.
+`closed_form` has the formulas, `analysis.cases` the models, networks and optimisations, `catalogue` the devices.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class FleetNetwork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkMeasures:
+class Optimisations:
     """Measures against slow links. `boundary_part`: bytes of boundary tensors relative to half precision."""
 
     overlap: bool = False
@@ -167,23 +167,23 @@ class Misfit:
 
 
 def train(
-    shape: Shape, fleet: Fleet, network: FleetNetwork, levers: LinkMeasures, known: Assumptions
+    shape: Shape, fleet: Fleet, network: FleetNetwork, optimisations: Optimisations, known: Assumptions
 ) -> PredictedSpeed | Misfit:
     """Training speed with the best numbers of stages and replicas."""
     room = fleet.memory_bytes * known.memory_part
     state = state_bytes(shape, known)
     speed = fleet.flops_per_s * known.training_part
-    forward, backward = _training_flops(shape, levers.recompute)
+    forward, backward = _training_flops(shape, optimisations.recompute)
     tokens = shape.sequence_tokens
-    boundary_s = HALF_BYTES * tokens * shape.width * levers.boundary_part / network.bandwidth_bytes_per_s
+    boundary_s = HALF_BYTES * tokens * shape.width * optimisations.boundary_part / network.bandwidth_bytes_per_s
     best: PipelineTerms | None = None
     for stages in range(max(1, ceil(state / room)), min(fleet.count, shape.layers) + 1):
-        replicas = fleet.count // stages if levers.replicas else 1
+        replicas = fleet.count // stages if optimisations.replicas else 1
         microbatches = shape.batch_tokens / (replicas * tokens)
         if microbatches < 1:
             continue
         gradient = known.gradient_bytes_per_parameter * shape.parameters * shape.trainable / stages
-        exchanged = 2 * (replicas - 1) / replicas * gradient * levers.sync_part / levers.local_steps
+        exchanged = 2 * (replicas - 1) / replicas * gradient * optimisations.sync_part / optimisations.local_steps
         alone = stages == 1
         terms = PipelineTerms(
             stages=stages,
@@ -195,7 +195,7 @@ def train(
             gradient_s=0.0 if alone else boundary_s,
             latency_s=network.latency_s,
             sync_s=exchanged / network.bandwidth_bytes_per_s,
-            overlapped=levers.overlap,
+            overlapped=optimisations.overlap,
         )
         if best is None or _speed(terms, tokens) > _speed(best, tokens):
             best = terms
@@ -225,18 +225,18 @@ def train_in_one_box(shape: Shape, fleet: Fleet, known: Assumptions) -> Predicte
 
 
 def generate(
-    shape: Shape, fleet: Fleet, network: FleetNetwork, levers: LinkMeasures, known: Assumptions
+    shape: Shape, fleet: Fleet, network: FleetNetwork, optimisations: Optimisations, known: Assumptions
 ) -> PredictedSpeed | Misfit:
     """Decoding speed with as many sessions as memory holds: the most tokens per second of all sessions together."""
     room = fleet.memory_bytes * known.memory_part
-    weights = shape.parameters * levers.weight_bytes
+    weights = shape.parameters * optimisations.weight_bytes
     best: GenerationTerms | None = None
     for stages in range(1, min(fleet.count, shape.layers) + 1):
         cache = shape.cache_token_bytes * known.context_tokens / stages
         sessions = floor((room - weights / stages) / cache)
         if sessions < 1:
             continue
-        terms = _generation(shape, fleet, network, levers, known, stages, sessions)
+        terms = _generation(shape, fleet, network, optimisations, known, stages, sessions)
         if best is None or terms.tokens_per_s > best.tokens_per_s:
             best = terms
     if best is None:
@@ -248,7 +248,7 @@ def generate(
 
 
 def generate_in_one_box(
-    shape: Shape, fleet: Fleet, levers: LinkMeasures, known: Assumptions
+    shape: Shape, fleet: Fleet, optimisations: Optimisations, known: Assumptions
 ) -> PredictedSpeed | Misfit:
     """Decoding speed in one box. Each replica takes the smallest group of 1, 2, 4, ... machines where half-precision
     weights leave room for caches; smaller weights don't shrink the group. Links within a group are free."""
@@ -261,7 +261,7 @@ def generate_in_one_box(
     while 2 * group <= fleet.count and group * room * MOST_WEIGHTS < needed:
         group *= 2
     group = group if group * room >= needed else fleet.count
-    weights = shape.parameters * levers.weight_bytes
+    weights = shape.parameters * optimisations.weight_bytes
     sessions = floor((group * room - weights) / cache)
     bandwidth = group * fleet.device.memory_bandwidth_bytes_per_s.value * known.bandwidth_part
     memory_s = (weights + sessions * cache) / bandwidth
@@ -278,19 +278,19 @@ def generate_in_one_box(
 
 
 def forward(
-    shape: Shape, fleet: Fleet, network: FleetNetwork, levers: LinkMeasures, known: Assumptions
+    shape: Shape, fleet: Fleet, network: FleetNetwork, optimisations: Optimisations, known: Assumptions
 ) -> PredictedSpeed | Misfit:
     """Speed of forward passes over whole sequences (prefill, scoring, embeddings) with enough sequences in flight to
     fill the pipeline."""
     # The logits of one sequence take memory beside the weights.
     logits = HALF_BYTES * shape.sequence_tokens * shape.vocabulary
     room = fleet.memory_bytes * known.memory_part - logits
-    weights = shape.parameters * levers.weight_bytes
+    weights = shape.parameters * optimisations.weight_bytes
     best: GenerationTerms | None = None
     for stages in range(1, min(fleet.count, shape.layers) + 1):
         if weights / stages > room:
             continue
-        terms = _sequences(shape, fleet, network, levers, known, stages)
+        terms = _sequences(shape, fleet, network, optimisations, known, stages)
         # Equally fast pipelines differ by rounding; the margin keeps the shortest.
         if best is None or _filled_speed(terms) > _filled_speed(best) * (1 + 1e-9):
             best = terms
@@ -301,9 +301,13 @@ def forward(
     )
 
 
-def forward_in_one_box(shape: Shape, fleet: Fleet, levers: LinkMeasures, known: Assumptions) -> PredictedSpeed | Misfit:
+def forward_in_one_box(
+    shape: Shape, fleet: Fleet, optimisations: Optimisations, known: Assumptions
+) -> PredictedSpeed | Misfit:
     logits = HALF_BYTES * shape.sequence_tokens * shape.vocabulary
-    missing = shape.parameters * levers.weight_bytes + logits - fleet.count * fleet.memory_bytes * known.memory_part
+    missing = (
+        shape.parameters * optimisations.weight_bytes + logits - fleet.count * fleet.memory_bytes * known.memory_part
+    )
     if missing > 0:
         return Misfit(missing_bytes=missing)
     rate = fleet.count * fleet.flops_per_s * known.reference_forward_part / shape.sequence_flops
@@ -331,12 +335,12 @@ def _speed(terms: PipelineTerms, sequence_tokens: int) -> float:
 
 
 def _sequences(
-    shape: Shape, fleet: Fleet, network: FleetNetwork, levers: LinkMeasures, known: Assumptions, stages: int
+    shape: Shape, fleet: Fleet, network: FleetNetwork, optimisations: Optimisations, known: Assumptions, stages: int
 ) -> GenerationTerms:
     """Terms where each pass is one whole sequence. Its arithmetic takes longer than reading the weights, and no result
     goes back to the first stage. One pass more than needed to fill the pipeline is in flight."""
     tokens, speed = shape.sequence_tokens, fleet.flops_per_s * known.forward_part
-    row_bytes = HALF_BYTES * shape.width * levers.boundary_part
+    row_bytes = HALF_BYTES * shape.width * optimisations.boundary_part
     alone = GenerationTerms(
         stages=stages,
         replicas=fleet.count // stages,
@@ -361,7 +365,7 @@ def _generation(
     shape: Shape,
     fleet: Fleet,
     network: FleetNetwork,
-    levers: LinkMeasures,
+    optimisations: Optimisations,
     known: Assumptions,
     stages: int,
     sessions: int,
@@ -371,9 +375,9 @@ def _generation(
     bandwidth = fleet.device.memory_bandwidth_bytes_per_s.value * known.bandwidth_part
     speed = fleet.flops_per_s * known.decode_part
     cache = shape.cache_token_bytes * known.context_tokens / stages
-    weights = shape.parameters * levers.weight_bytes / stages
+    weights = shape.parameters * optimisations.weight_bytes / stages
     flops = (2 * shape.parameters + shape.attention_flops(known.context_tokens)) / stages
-    row_bytes = HALF_BYTES * shape.width * levers.boundary_part
+    row_bytes = HALF_BYTES * shape.width * optimisations.boundary_part
 
     def with_passes(passes: int) -> GenerationTerms:
         rows = sessions / passes

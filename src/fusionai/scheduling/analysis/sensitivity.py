@@ -12,15 +12,15 @@ from typing import Final
 
 import msgspec
 
-from fusionai.scheduling.analysis.cases import BEST, LLAMA_8B, LLAMA_70B, MBIT, TRAINING_LEVERS
+from fusionai.scheduling.analysis.cases import BEST, LLAMA_8B, LLAMA_70B, MBIT, TRAINING_OPTIMISATIONS
 from fusionai.scheduling.analysis.catalogue import Device
 from fusionai.scheduling.analysis.fleets import (
     INT4_BYTES,
     Assumptions,
     Fleet,
     FleetNetwork,
-    LinkMeasures,
     Misfit,
+    Optimisations,
     PredictedSpeed,
     Shape,
     forward,
@@ -111,28 +111,30 @@ def scaled(device: Device, field: str, factor: float) -> Device:
 
 
 def _training(fleet: Fleet, reference: Fleet, known: Assumptions) -> Pair:
-    ours = train(LLAMA_8B, fleet, HOME, TRAINING_LEVERS[BEST], known)
+    ours = train(LLAMA_8B, fleet, HOME, TRAINING_OPTIMISATIONS[BEST], known)
     return ours, train_in_one_box(LLAMA_8B, reference, known)
 
 
-def _decoding(shape: Shape, levers: LinkMeasures) -> Callable[[Fleet, Fleet, Assumptions], Pair]:
+def _decoding(shape: Shape, optimisations: Optimisations) -> Callable[[Fleet, Fleet, Assumptions], Pair]:
     def compute(fleet: Fleet, reference: Fleet, known: Assumptions) -> Pair:
-        return generate(shape, fleet, HOME, levers, known), generate_in_one_box(shape, reference, LinkMeasures(), known)
+        return generate(shape, fleet, HOME, optimisations, known), generate_in_one_box(
+            shape, reference, Optimisations(), known
+        )
 
     return compute
 
 
 def _forward(fleet: Fleet, reference: Fleet, known: Assumptions) -> Pair:
-    return forward(LLAMA_8B, fleet, HOME, LinkMeasures(), known), forward_in_one_box(
-        LLAMA_8B, reference, LinkMeasures(), known
+    return forward(LLAMA_8B, fleet, HOME, Optimisations(), known), forward_in_one_box(
+        LLAMA_8B, reference, Optimisations(), known
     )
 
 
 _CELLS: Final[dict[str, Callable[[Fleet, Fleet, Assumptions], Pair]]] = {
-    "training 8B, all levers": _training,
-    "decoding 8B, fp16": _decoding(LLAMA_8B, LinkMeasures()),
-    "decoding 8B, 4-bit weights": _decoding(LLAMA_8B, LinkMeasures(weight_bytes=INT4_BYTES)),
-    "decoding 70B, 4-bit weights": _decoding(LLAMA_70B, LinkMeasures(weight_bytes=INT4_BYTES)),
+    "training 8B, all optimisations": _training,
+    "decoding 8B, fp16": _decoding(LLAMA_8B, Optimisations()),
+    "decoding 8B, 4-bit weights": _decoding(LLAMA_8B, Optimisations(weight_bytes=INT4_BYTES)),
+    "decoding 70B, 4-bit weights": _decoding(LLAMA_70B, Optimisations(weight_bytes=INT4_BYTES)),
     "forward 8B, fp16": _forward,
 }
 

@@ -1,8 +1,8 @@
-"""Exact search for the serving pipeline (line) that a token crosses soonest, on arrays: peers, order and cuts.
+"""Exact search for the serving pipeline (pipeline) that a token crosses soonest, on arrays: peers, order and cuts.
 
-Dynamic programming over (set of peers used, last peer, blocks placed), one level per stage: of two partial lines with
-the same state only the faster one is kept. The time still to come is bounded by spreading the remaining blocks over the
-fastest unused peers.
+Dynamic programming over (set of peers used, last peer, blocks placed), one level per stage: of two partial pipelines
+with the same state only the faster one is kept. The time still to come is bounded by spreading the remaining blocks
+over the fastest unused peers.
 
 `serving.search` fills `LineTables` and reads the result; `compiled` makes machine code.
 """
@@ -40,7 +40,7 @@ class LineTables(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Partial lines from the first block on; number 0 is the empty one. Each array has shape [budget + 2]."""
+    """Partial pipelines from the first block on; number 0 is the empty one. Each array has shape [budget + 2]."""
 
     mask: Integers
     last: Integers
@@ -54,8 +54,8 @@ class Steps(NamedTuple):
 def cross(
     tables: LineTables, steps: Steps, fewest: int, most: int, required: int, best_s: float, budget: int
 ) -> tuple[int, int, bool, int]:
-    """Find the fastest line under `best_s`. Returns its partial line without the last stage and the peer of that stage
-    (-1: none), whether the search was complete, and the number of extensions."""
+    """Find the fastest pipeline under `best_s`. Returns its partial pipeline without the last stage and the peer of
+    that stage (-1: none), whether the search was complete, and the number of extensions."""
     peers = tables.twins.shape[0]
     length = tables.fits.shape[1]
     slots = steps.first.shape[0]
@@ -142,5 +142,5 @@ def poured_s(tables: LineTables, used: int, start: int) -> float:
         taken = min(left, tables.most[start, peer])
         total += taken * tables.each_s[start, peer]
         left -= taken
-    # Lowered by 1e-12, so that rounding can't put the bound above a time that a line reaches.
+    # Lowered by 1e-12, so that rounding can't put the bound above a time that a pipeline reaches.
     return np.inf if left > 0 else total * (1 - 1e-12)

@@ -2,14 +2,14 @@
 
 The costs repeat `training.pipeline.Pipeline.extend` operation by operation, so that both give the same bits. The
 functions run as plain Python or as machine code (`compiled`), so they contain only loops over numbers. Random numbers
-come from a seed. A "way" is an index into `Pipeline.ways`: one combination of `levers.Levers` by which a stage saves
+come from a seed. A "variant" is an index into `Pipeline.variants`: one `MemorySavings` by which a stage saves
 memory.
 
 The relaxation looks for the cheapest chain of stages in which a machine may appear repeatedly, at a price. Kinds of
 equal machines are its nodes. `arcs` computes the cost of every stage on every kind if it fits a period and an update,
-in the cheapest way to fit the memory. `priced` finds the cheapest chain of such stages, where each use of a kind costs
-its price, and updates prices until the proven bound stops rising. `before` and `through` return the cost of the rest of
-a chain as seen from one stage.
+in the cheapest variant to fit the memory. `priced` finds the cheapest chain of such stages, where each use of a kind
+costs its price, and updates prices until the proven bound stops rising. `before` and `through` return the cost of the
+rest of a chain as seen from one stage.
 
 `training.search` fills `PeerTables` and calls `grow`, `fill` and `anneal`. `training.bound` fills `KindTables` and
 calls the functions of the relaxation.
@@ -31,10 +31,10 @@ _SLACK = 1 + 1e-9
 
 
 class CostTables(NamedTuple):
-    """Costs of stages on P machines (or kinds of equal machines) for L blocks and W ways to save memory."""
+    """Costs of stages on P machines (or kinds of equal machines) for L blocks and W variants to save memory."""
 
     flops: Floats
-    """[W, L, L + 1]: FLOPs of blocks [a, b) in each way; the next five arrays have the same shape."""
+    """[W, L, L + 1]: FLOPs of blocks [a, b) in each variant; the next five arrays have the same shape."""
     read_bytes: Floats
     """Weights that one microbatch reads from a file or host memory."""
     slot_bytes: Floats
@@ -46,9 +46,9 @@ class CostTables(NamedTuple):
     flight_bytes: Floats
     """Memory of one microbatch in flight."""
     needless: Integers
-    """[W]: mask of the ways that are no better if this way has room for all microbatches."""
+    """[W]: mask of the variants that are no better if this variant has room for all microbatches."""
     able: Flags
-    """[P, W]: True if the machine's backend supports the way."""
+    """[P, W]: True if the machine's backend supports the variant."""
     pinned: Integers
     """[L]: the machine that must hold the block, -1 if none must, -2 if that machine is not among these. Empty: no
     pins."""
@@ -102,7 +102,7 @@ class PeerTables(NamedTuple):
     """[L + 1]: bytes over each cut, per microbatch."""
     gradient_bytes: Floats
     least_bytes: Floats
-    """[L + 1]: memory of blocks [0, b) in the way that takes least."""
+    """[L + 1]: memory of blocks [0, b) in the variant that takes least."""
     roomiest: Integers
     """[P]: peers by memory, the largest first."""
     twins: Integers
@@ -141,12 +141,12 @@ Suffix = tuple[int, int, float, float, float, float, float]
 """Start, head, period, transit, up, down, update."""
 
 
-def held(costs: CostTables, peer: int, start: int, end: int, way: int) -> int:
+def held(costs: CostTables, peer: int, start: int, end: int, variant: int) -> int:
     """Microbatches that fit in memory beside the stage, at most all; -1 if the stage itself does not fit."""
-    free = costs.memory_bytes[peer] - costs.stage_bytes[way, start, end]
-    if free < 0 or not costs.able[peer, way]:
+    free = costs.memory_bytes[peer] - costs.stage_bytes[variant, start, end]
+    if free < 0 or not costs.able[peer, variant]:
         return -1
-    flight = costs.flight_bytes[way, start, end]
+    flight = costs.flight_bytes[variant, start, end]
     if flight * costs.microbatches <= free:
         return costs.microbatches
     return int(np.floor(free / flight))
@@ -164,29 +164,29 @@ def allowed(costs: CostTables, peer: int, start: int, end: int) -> bool:
     return True
 
 
-def compute_s(costs: CostTables, peer: int, start: int, end: int, way: int) -> float:
+def compute_s(costs: CostTables, peer: int, start: int, end: int, variant: int) -> float:
     """Seconds of one microbatch's forward and backward pass."""
-    seconds: float = costs.flops[way, start, end] / costs.speed[peer, way]
-    if costs.read_bytes[way, start, end] > 0:
-        seconds += costs.read_bytes[way, start, end] / costs.away_bytes_per_s[peer]
+    seconds: float = costs.flops[variant, start, end] / costs.speed[peer, variant]
+    if costs.read_bytes[variant, start, end] > 0:
+        seconds += costs.read_bytes[variant, start, end] / costs.away_bytes_per_s[peer]
     return seconds
 
 
-def update_s(costs: CostTables, peer: int, start: int, end: int, way: int) -> float:
+def update_s(costs: CostTables, peer: int, start: int, end: int, variant: int) -> float:
     """Seconds that reading and writing offloaded state adds to an optimizer update."""
-    seconds: float = costs.slot_bytes[way, start, end] / costs.file_bytes_per_s[peer]
-    return seconds + costs.trained_bytes[way, start, end] / costs.away_bytes_per_s[peer]
+    seconds: float = costs.slot_bytes[variant, start, end] / costs.file_bytes_per_s[peer]
+    return seconds + costs.trained_bytes[variant, start, end] / costs.away_bytes_per_s[peer]
 
 
-def extend(tables: PeerTables, stages: int, suffix: Suffix, peer: int, start: int, way: int) -> tuple[int, Suffix]:
-    """Put blocks [start, end) on `peer`, in this way, before a suffix of `stages` stages. Pins are not checked. Returns
-    the number of microbatches that fit and the longer suffix; -1 if memory is too small."""
+def extend(tables: PeerTables, stages: int, suffix: Suffix, peer: int, start: int, variant: int) -> tuple[int, Suffix]:
+    """Put blocks [start, end) on `peer`, in this variant, before a suffix of `stages` stages. Pins are not checked.
+    Returns the number of microbatches that fit and the longer suffix; -1 if memory is too small."""
     costs = tables.costs
     end, head, period_s, transit_s, head_up_s, head_down_s, longest_s = suffix
-    room = held(costs, peer, start, end, way)
+    room = held(costs, peer, start, end, variant)
     if room < min(costs.microbatches, stages + 1):
         return -1, suffix
-    seconds = compute_s(costs, peer, start, end, way)
+    seconds = compute_s(costs, peer, start, end, variant)
     transit_s = transit_s + seconds
     period_s = max(period_s, seconds + costs.busy_s[peer])
     up_s = 0.0
@@ -208,26 +208,27 @@ def extend(tables: PeerTables, stages: int, suffix: Suffix, peer: int, start: in
         period_s = max(period_s, transit_s / room)
     if start == 0:
         transit_s += costs.commit_s[peer]
-    longest_s = max(longest_s, update_s(costs, peer, start, end, way))
+    longest_s = max(longest_s, update_s(costs, peer, start, end, variant))
     return room, (start, peer, period_s, transit_s, up_s, down_s, longest_s)
 
 
 def longer(tables: PeerTables, stages: int, suffix: Suffix, peer: int, start: int) -> tuple[bool, Suffix]:
-    """Like `extend`, in the way with the shortest step so far; False if no way fits or a pin forbids the stage."""
+    """Like `extend`, in the variant with the shortest step so far; False if no variant fits or a pin forbids the
+    stage."""
     costs = tables.costs
     best = suffix
     best_s = np.inf
     if not allowed(costs, peer, start, suffix[0]):
         return False, suffix
     needless = 0
-    for way in range(costs.flops.shape[0]):
-        if needless >> way & 1:
+    for variant in range(costs.flops.shape[0]):
+        if needless >> variant & 1:
             continue
-        room, found = extend(tables, stages, suffix, peer, start, way)
+        room, found = extend(tables, stages, suffix, peer, start, variant)
         if room < 0:
             continue
         if room >= costs.microbatches:
-            needless |= costs.needless[way]
+            needless |= costs.needless[variant]
         seconds = (costs.microbatches - 1) * found[2] + found[3] + found[6]
         if seconds < best_s:
             best_s = seconds
@@ -279,7 +280,7 @@ def grow(
     Returns the label of the best pipeline without its first stage and the peer of that stage (-1 if no pipeline beats
     `best_s`), the step in seconds, the number of extensions, and whether the search was complete."""
     costs = tables.costs
-    peers, ways = costs.able.shape
+    peers, variants = costs.able.shape
     length = costs.flops.shape[1]
     rounds = costs.microbatches - 1
     best_rest = best_peer = -1
@@ -311,15 +312,15 @@ def grow(
                     if start > 0 and room_bytes(tables, used, left) < tables.least_bytes[start] * (1 - 1e-12):
                         continue
                     needless = 0
-                    for way in range(ways):
-                        if needless >> way & 1:
+                    for variant in range(variants):
+                        if needless >> variant & 1:
                             continue
                         explored += 1
-                        room, found = extend(tables, costs.tail_stages + depth - 1, suffix, peer, start, way)
+                        room, found = extend(tables, costs.tail_stages + depth - 1, suffix, peer, start, variant)
                         if room < 0:
                             continue
                         if room >= costs.microbatches:
-                            needless |= costs.needless[way]
+                            needless |= costs.needless[variant]
                         if start == 0:
                             seconds = rounds * found[2] + found[3] + found[6]
                             if missing == 0 and seconds < best_s:
@@ -449,8 +450,8 @@ def ones(mask: int) -> int:
 
 def step_s(tables: PeerTables, order: Integers, cuts: Integers, count: int, limit_s: float) -> float:
     """Step time of the pipeline in which `order[k]` holds blocks [cuts[k], cuts[k + 1]) for k < count, before the tail.
-    Each stage takes the way that is best with the stages after it. Returns inf if the pipeline doesn't fit, violates a
-    pin, or takes `limit_s` or longer."""
+    Each stage takes the variant that is best with the stages after it. Returns inf if the pipeline doesn't fit,
+    violates a pin, or takes `limit_s` or longer."""
     suffix = tables.tail
     rounds = tables.costs.microbatches - 1
     for place in range(count - 1, -1, -1):
@@ -713,29 +714,29 @@ def arcs(tables: KindTables, most_period_s: float, most_update_s: float) -> Floa
                         continue
                 needless = 0
                 best_s = np.inf
-                for way in range(costs.flops.shape[0]):
-                    if needless >> way & 1 or not costs.able[kind, way]:
+                for variant in range(costs.flops.shape[0]):
+                    if needless >> variant & 1 or not costs.able[kind, variant]:
                         continue
-                    # As `held`, `compute_s` and `update_s`: calls with all arrays would take four times as long here.
-                    free = costs.memory_bytes[kind] - costs.stage_bytes[way, start, end]
+                    # Repeats `held`, `compute_s` and `update_s`: calls with all arrays take four times as long.
+                    free = costs.memory_bytes[kind] - costs.stage_bytes[variant, start, end]
                     if free < 0:
                         continue
-                    flight = costs.flight_bytes[way, start, end]
+                    flight = costs.flight_bytes[variant, start, end]
                     fits = flight * costs.microbatches <= free
                     room = costs.microbatches if fits else int(np.floor(free / flight))
                     if room < min(costs.microbatches, stages[end] + 1):
                         continue
                     if room >= costs.microbatches:
-                        needless |= costs.needless[way]
-                    seconds = costs.flops[way, start, end] / costs.speed[kind, way]
-                    if costs.read_bytes[way, start, end] > 0:
-                        seconds += costs.read_bytes[way, start, end] / costs.away_bytes_per_s[kind]
+                        needless |= costs.needless[variant]
+                    seconds = costs.flops[variant, start, end] / costs.speed[kind, variant]
+                    if costs.read_bytes[variant, start, end] > 0:
+                        seconds += costs.read_bytes[variant, start, end] / costs.away_bytes_per_s[kind]
                     if seconds + costs.busy_s[kind] > limit_s:
                         continue
                     if room < costs.microbatches and seconds + rest_s > room * limit_s:
                         continue
-                    later_s = costs.slot_bytes[way, start, end] / costs.file_bytes_per_s[kind]
-                    later_s += costs.trained_bytes[way, start, end] / costs.away_bytes_per_s[kind]
+                    later_s = costs.slot_bytes[variant, start, end] / costs.file_bytes_per_s[kind]
+                    later_s += costs.trained_bytes[variant, start, end] / costs.away_bytes_per_s[kind]
                     if later_s <= most_update_s * _SLACK:
                         best_s = min(best_s, seconds)
                 if best_s < np.inf:

@@ -1,1 +1,1 @@
-"""The planning problem: its types, and what stages, links and levers cost."""
+"""The planning problem: its types, and what stages, links and savings cost."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
-from fusionai.scheduling.problem.levers import choices_of_problem, inability
-from fusionai.scheduling.problem.links import nearest
+from fusionai.scheduling.problem.links import check_links, nearest
+from fusionai.scheduling.problem.memory_savings import inability, savings_choices
 from fusionai.scheduling.problem.types import BlockCost, Excluded, PeerProfile, Problem
 
 
@@ -51,7 +51,7 @@ class Pins:
         peer."""
         if peer == self._only and end - start != self._only_count:
             return False
-        return all((start <= position < end) == (peer == owner) for position, owner in self._pins)
+        return not self._pins or all((start <= position < end) == (peer == owner) for position, owner in self._pins)
 
 
 def must_use(problem: Problem) -> frozenset[str]:
@@ -94,7 +94,7 @@ def eligible(
 ) -> tuple[list[PeerProfile], list[Excluded]]:
     """Split `problem.peers` into usable and refused peers, sorted by peer id. `smallest_stage_bytes`: memory of the
     smallest possible stage. `unfit` returns why a peer that lends this much still can't hold a stage, or None. Raises
-    `PlanError` if a required or pinned peer can't be used."""
+    `PlanError` if a required or pinned peer can't be used, or none can."""
     ops = sorted({op for block in pool_blocks for op in block.ops})
     usable: list[PeerProfile] = []
     refused: list[Excluded] = []
@@ -116,14 +116,45 @@ def eligible(
                 asked = "required" if peer.peer in problem.required else "pinned"
                 raise PlanError(
                     f"peer {peer.peer!r} is {asked} but can't be used: {reason}",
-                    hint=f"Take it out of `{asked}`, or mend what stands in its way.",
+                    hint=f"Take it out of `{asked}`, or change what the reason names.",
                 )
+    if not usable:
+        reasons = "; ".join(f"{problem.name_of(one.peer)}: {one.reason.rstrip('.')}" for one in refused)
+        raise PlanError(
+            f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
+            hint="Let more peers join, or change what these reasons name.",
+        )
     return usable, refused
 
 
-def check_names(problem: Problem) -> None:
-    """Raise `PlanError` if a peer is listed twice or if `required`, `excluded` or `pinned` names a peer that is not in
-    the pool."""
+def stage_limits(problem: Problem, usable: int, blocks: int) -> PipelineLimits:
+    """Return the limits on the number of stages over `blocks` blocks and `usable` peers, without the mask of required
+    peers. Raises `PlanError` if they contradict each other."""
+    reserved, required = problem.spares_wanted or 0, len(must_use(problem))
+    most = min(usable - reserved, blocks)
+    wanted = problem.stages or max(1, required)
+    if wanted > blocks:
+        raise PlanError(
+            f"{wanted} stages need {wanted} blocks, the model has {blocks} to place.",
+            hint=f"Ask for at most {blocks} stages.",
+        )
+    if most < wanted:
+        spare = f" with {reserved} kept as spares" if reserved else ""
+        raise PlanError(
+            f"{wanted} stages need {wanted} peers{spare}, but {usable} of {len(problem.peers)} peers can be used.",
+            hint="Ask for fewer stages or spares, or let more peers join.",
+        )
+    if problem.stages is not None and required > problem.stages:
+        raise PlanError(
+            f"{required} peers are required, but only {problem.stages} stages were asked for.",
+            hint="Require fewer peers or ask for more stages.",
+        )
+    return PipelineLimits(fewest=wanted, most=problem.stages or most)
+
+
+def check_settings(problem: Problem) -> None:
+    """Raise `PlanError` if a peer is listed twice, if `required`, `excluded` or `pinned` names a peer that is not in
+    the pool, or if the numbers of stages and spares or a link are invalid."""
     known = [p.peer for p in problem.peers]
     if len(set(known)) != len(known):
         twice = next(name for name in known if known.count(name) > 1)
@@ -135,6 +166,11 @@ def check_names(problem: Problem) -> None:
                 raise PlanError(
                     f"`{setting}` names peer {name!r}, which is not in the pool.", hint=nearest(name, sorted(known))
                 )
+    if problem.stages is not None and problem.stages < 1:
+        raise PlanError(f"expected at least 1 stage, got {problem.stages}.")
+    if problem.spares_wanted is not None and problem.spares_wanted < 0:
+        raise PlanError(f"expected at least 0 spares, got {problem.spares_wanted}.")
+    check_links(problem.links, problem.everyone)
 
 
 def refusal(problem: Problem, peer: PeerProfile, ops: Sequence[str]) -> str | None:
@@ -152,7 +188,7 @@ def refusal(problem: Problem, peer: PeerProfile, ops: Sequence[str]) -> str | No
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         return f"its backend {peer.backend!r} can't run {', '.join(missing[:3])}{more}."
-    needed = inability(choices_of_problem(problem)[0], peer)
+    needed = inability(savings_choices(problem)[0], peer)
     if needed is not None:
         return f"{needed}, as the job asks of all."
     if not peer.flops_per_s > 0:

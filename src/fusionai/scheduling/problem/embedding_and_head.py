@@ -18,7 +18,7 @@ import msgspec
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.chain import Chain
-from fusionai.scheduling.problem.levers import NO_LEVERS
+from fusionai.scheduling.problem.memory_savings import NO_SAVINGS
 from fusionai.scheduling.problem.types import BlockCost, PeerProfile, Plan, Problem
 
 
@@ -93,7 +93,7 @@ def front_of(problem: Problem, peers: list[PeerProfile]) -> int | None:
 def tail_chain(problem: Problem) -> Chain | None:
     """Costs of the owner's last blocks, which save no memory; None if the owner keeps none."""
     last = embedding_and_head_of(problem).last
-    return Chain(problem, problem.blocks[-last:], levers=NO_LEVERS) if last else None
+    return Chain(problem, problem.blocks[-last:], savings=NO_SAVINGS) if last else None
 
 
 def embedding_and_head_stay(plan: Plan, problem: Problem) -> bool:

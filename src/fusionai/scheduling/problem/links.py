@@ -7,7 +7,7 @@ occupies neither access link. `pipeline` turns bytes into seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import inf
@@ -42,9 +42,10 @@ def hop(sender: PeerProfile, receiver: PeerProfile, exceptions: Mapping[str, Lin
     )
 
 
-def check_links(exceptions: Mapping[str, Link], known: Iterable[str]) -> None:
-    """Raise `PlanError` if a key is not `from>to` of two known peers, or if its bandwidth or latency is invalid."""
-    names = sorted(set(known))
+def check_links(exceptions: Mapping[str, Link], machines: Sequence[PeerProfile]) -> None:
+    """Raise `PlanError` if a key is not `from>to` of two of the machines, or if the bandwidth or latency of a link or
+    an access link is invalid."""
+    names = sorted({machine.peer for machine in machines})
     for key, link in exceptions.items():
         ends = key.split(">")
         if len(ends) != 2:
@@ -53,11 +54,9 @@ def check_links(exceptions: Mapping[str, Link], known: Iterable[str]) -> None:
             if end not in names:
                 raise PlanError(f"link {key!r} names peer {end!r}, which is not in the pool.", hint=nearest(end, names))
         _check(link, f"link {key!r}")
-
-
-def check_access(peer: PeerProfile) -> None:
-    _check(peer.uplink, f"the uplink of peer {peer.peer!r}")
-    _check(peer.downlink, f"the downlink of peer {peer.peer!r}")
+    for machine in machines:
+        _check(machine.uplink, f"the uplink of peer {machine.peer!r}")
+        _check(machine.downlink, f"the downlink of peer {machine.peer!r}")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ Stages are given as in a plan (ranges of block numbers); costs are those of the 
 that is not in the problem (it left before the job's owner came back) has no profile. Its links are assumed to be no
 bottleneck, and its speed is what the plan predicted.
 
-`crossings` lists the transfers between a plan's stages. `chain` has the sums; `guards`, `snapshots`, `takeover`,
+`crossings` lists the transfers between a plan's stages. `chain` has the sums; `assignment`, `snapshots`, `takeover`,
 `prediction` and `straggling` use these costs."""
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ import msgspec
 
 from fusionai.scheduling.problem.calibration import paced
 from fusionai.scheduling.problem.chain import Chain, codecs_of
-from fusionai.scheduling.problem.levers import (
-    NO_LEVERS,
-    MemoryMeasures,
-    flops_per_s,
-    levers_of_stage,
-    offload_s,
-    weights_s,
-    weights_update_s,
-)
 from fusionai.scheduling.problem.links import DirectedLink, hop
+from fusionai.scheduling.problem.memory_savings import (
+    NO_SAVINGS,
+    MemorySavings,
+    flops_per_s,
+    offload_s,
+    savings_of_stage,
+    weights_s,
+)
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement
 from fusionai.scheduling.serving.pipeline import block_s
 
@@ -53,7 +52,7 @@ class StageCosts:
         return round(self._chain.state_bytes(*self._positions(stage)))
 
     def snapshot_bytes(self, stage: StagePlacement) -> int:
-        """Return the bytes of one snapshot after the first; a guard receives frozen parameters only once."""
+        """Return the bytes of one snapshot after the first; a standby receives frozen parameters only once."""
         return round(self._chain.moving_bytes(*self._positions(stage)))
 
     def forward_bytes(self, stage: StagePlacement) -> float:
@@ -84,8 +83,8 @@ class StageCosts:
         if profile is None or not profile.effective_flops_per_s > 0:
             return stage.compute_s
         start, end = self._positions(stage)
-        levers = levers_of_stage(stage)
-        return self._chain.flops(start, end, levers) / flops_per_s(profile, levers) + self.weights_s(stage, peer)
+        savings = savings_of_stage(stage)
+        return self._chain.flops(start, end, savings) / flops_per_s(profile, savings) + self.weights_s(stage, peer)
 
     def weights_s(self, stage: StagePlacement, peer: str) -> float:
         """Return the part of `compute_s` for reading weights from a file or host memory."""
@@ -98,37 +97,37 @@ class StageCosts:
         if not stage.offload_weights:
             return stage.offload_s
         trained_bytes = self._chain.trained_bytes(*self._positions(stage))
-        return stage.offload_s + weights_update_s(self.profiles.get(stage.peer), trained_bytes)
+        return stage.offload_s + weights_s(self.profiles.get(stage.peer), trained_bytes)
 
-    def held_bytes(self, stage: StagePlacement, levers: MemoryMeasures) -> int:
-        """Return the memory of the stage with `levers`, its microbatches in flight included."""
+    def held_bytes(self, stage: StagePlacement, savings: MemorySavings) -> int:
+        """Return the memory of the stage with `savings`, its microbatches in flight included."""
         start, end = self._positions(stage)
-        flight_bytes = self._chain_of(stage).in_flight_bytes(start, end, levers)
-        return round(self._chain.resident_bytes(start, end, levers) + stage.in_flight * flight_bytes)
+        flight_bytes = self._chain_of(stage).in_flight_bytes(start, end, savings)
+        return round(self._chain.resident_bytes(start, end, savings) + stage.in_flight * flight_bytes)
 
-    def with_levers(self, stage: StagePlacement, levers: MemoryMeasures) -> StagePlacement:
-        """Return the stage with `levers`: its compute and memory, and what each lever saves and costs."""
+    def with_savings(self, stage: StagePlacement, savings: MemorySavings) -> StagePlacement:
+        """Return the stage with `savings`: its compute and memory, and what each technique saves and costs."""
         start, end = self._positions(stage)
-        held_bytes = self.held_bytes(stage, levers)
+        held_bytes = self.held_bytes(stage, savings)
         kept = msgspec.structs.replace(
             stage,
-            recompute=levers.recompute,
-            offload=levers.offload,
-            offload_weights=levers.offload_weights,
+            recompute=savings.recompute,
+            offload=savings.offload,
+            offload_weights=savings.offload_weights,
             offload_s=offload_s(self.profiles.get(stage.peer), self._chain.slot_bytes(start, end))
-            if levers.offload
+            if savings.offload
             else 0.0,
         )
         saved = {
-            name: max(0, self.held_bytes(stage, dataclasses.replace(levers, **{name: False})) - held_bytes)
-            for name in levers.names
+            name: max(0, self.held_bytes(stage, dataclasses.replace(savings, **{name: False})) - held_bytes)
+            for name in savings.names
         }
         reading_s = self._microbatches * self.weights_s(kept, stage.peer)
         return msgspec.structs.replace(
             kept,
             compute_s=self.compute_s(kept, stage.peer),
             memory_bytes=held_bytes,
-            in_flight_bytes=round(self._chain_of(stage).in_flight_bytes(start, end, levers)),
+            in_flight_bytes=round(self._chain_of(stage).in_flight_bytes(start, end, savings)),
             recompute_s=self.recompute_s(kept, stage.peer),
             recompute_saves_bytes=saved.get("recompute", 0),
             offload_saves_bytes=saved.get("offload", 0),
@@ -156,13 +155,13 @@ class StageCosts:
         return attended_flops * rows * (before + (rows - 1) / 2) / speed
 
     def recompute_s(self, stage: StagePlacement, peer: str) -> float:
-        """Return the part of `compute_s` for recomputing activations, as a difference to the time without levers."""
+        """Return the part of `compute_s` for recomputing activations, as a difference to the time without savings."""
         profile = self.profiles.get(peer)
         if not stage.recompute:
             return 0.0
         if profile is None or not profile.effective_flops_per_s > 0:
             return stage.recompute_s
-        kept_s = self._chain.flops(*self._positions(stage), NO_LEVERS) / profile.effective_flops_per_s
+        kept_s = self._chain.flops(*self._positions(stage), NO_SAVINGS) / profile.effective_flops_per_s
         return self.compute_s(stage, peer) - self.weights_s(stage, peer) - kept_s
 
     def operators(self, stage: StagePlacement) -> list[str]:
@@ -197,14 +196,14 @@ class StageCosts:
         profile = self.profiles.get(stage.peer)
         return stage.memory_limit_bytes if profile is None else profile.memory_bytes
 
-    def snapshot_s(self, stage: StagePlacement, guard: str) -> float:
-        """Return the transfer seconds of one snapshot to `guard` over an otherwise unused link."""
-        link = self.hop(stage.peer, guard)
+    def snapshot_s(self, stage: StagePlacement, standby: str) -> float:
+        """Return the transfer seconds of one snapshot to `standby` over an otherwise unused link."""
+        link = self.hop(stage.peer, standby)
         return self.snapshot_bytes(stage) / link.bandwidth_bytes_per_s + link.latency_s
 
-    def guardable(self, plan: Plan, stage: StagePlacement) -> bool:
-        """Return whether a guard is useful for the stage: it has state and runs outside the job owner's process. State
-        in the owner's process is lost together with the process that writes checkpoints."""
+    def needs_standby(self, plan: Plan, stage: StagePlacement) -> bool:
+        """Return whether a standby is useful for the stage: it has state and runs outside the job owner's process.
+        State in the owner's process is lost together with the process that writes checkpoints."""
         return stage.peer != plan.feed and self.state_bytes(stage) > 0
 
     def name(self, peer: str) -> str:

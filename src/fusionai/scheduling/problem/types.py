@@ -15,7 +15,7 @@ from fusionai.primitives.pace import ServingSpeed, TrainingSpeed
 from fusionai.wire.codecs import Codec, Compression
 from fusionai.wire.messages import Saving
 
-Lever = Literal["auto", "never", "always"]
+SavingMode = Literal["auto", "never", "always"]
 """Where stages may use a technique to save memory: where the planner finds it needed, nowhere, or everywhere."""
 
 
@@ -187,22 +187,31 @@ class Problem(_Data, frozen=True, kw_only=True):
     incumbent: Plan | None = None
     spares_wanted: int | None = None
     takeover: Literal["exact", "tolerant"] = "exact"
-    """Whether only a machine with bit-identical results (`exact`) may guard or take over a stage, or any machine
+    """Whether only a machine with bit-identical results (`exact`) may stand by for or take over a stage, or any machine
     (`tolerant`)."""
     compression: Compression = "none"
     """Training: how activations and gradients between stages are packed. `BlockCost` has their float32 sizes."""
-    recompute: Lever = "never"
+    recompute: SavingMode = "never"
     """Training: whether stages recompute activations in backward instead of keeping them; `auto`: only stages that
     must."""
-    offload: Lever = "never"
+    offload: SavingMode = "never"
     """Training: whether optimizer state is kept in a file on the peer between updates."""
-    offload_weights: Lever = "never"
+    offload_weights: SavingMode = "never"
     """Training: whether weights are kept in a file on the peer (with an accelerator: in host memory) until a block
     needs them."""
     shared_weights: tuple[SharedWeight, ...] = ()
     """Training: parameters whose gradients differ in the last bits between cuts (`scheduling.training.cut_bits`)."""
     serving: ServingNeeds | None = None
     """Required for task `serve`, in which `feed` is the first block (the embedding) and `loss` the last (the head)."""
+
+    @property
+    def everyone(self) -> list[PeerProfile]:
+        """The peers and, last, the job owner's machine if it is known; twice if it is a peer as well."""
+        return [*self.peers, *([] if self.owner is None else [self.owner])]
+
+    def name_of(self, peer: str) -> str:
+        """Return the peer's display name, or its id if it has none."""
+        return next((one.name for one in self.everyone if one.peer == peer and one.name), peer)
 
 
 class StagePlacement(_Data, frozen=True, kw_only=True):
@@ -269,8 +278,8 @@ class Certificate(_Data, frozen=True, kw_only=True):
 
 
 class Standby(_Data, frozen=True, kw_only=True):
-    """A spare that keeps snapshots of a stage and takes it over when its peer is lost. One spare may guard several
-    stages."""
+    """A spare that keeps snapshots of a stage and takes it over when its peer is lost. One spare may stand by for
+    several stages."""
 
     stage: int
     peer: str
@@ -331,9 +340,9 @@ class Plan(_Data, frozen=True, kw_only=True):
     spares: tuple[str, ...] = ()
     """Standby peers when the plan was made. Those in `guards` are reserved for the job, the others are free."""
     guards: tuple[Standby, ...] = ()
-    """Guards, at most one per stage."""
+    """Warm standbys, at most one per stage."""
     snapshot_every: int = 0
-    """Steps between two snapshots of a guarded stage; 0 if no stage is guarded."""
+    """Steps between two snapshots of a stage with a standby; 0 if no stage has one."""
     microbatches: int
     step_time_s: float
     tokens_per_s: float

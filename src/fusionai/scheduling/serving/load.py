@@ -1,8 +1,8 @@
-"""Computes how many sessions a serving pipeline (line) holds, in how many passes, and how fast it serves them.
+"""Computes how many sessions a serving pipeline (pipeline) holds, in how many passes, and how fast it serves them.
 
     round = max(transit of a pass, passes * busiest machine's part of one, passes * slowest link's part of one)
 
-In a round every pass crosses the line once and each session gets one token. A machine's part is the time for its
+In a round every pass crosses the pipeline once and each session gets one token. A machine's part is the time for its
 blocks' operations or for reading their weights, whichever is longer (`serving.pipeline`). Sessions are limited by
 memory and by the longest round allowed.
 
@@ -41,7 +41,7 @@ from fusionai.scheduling.serving.pipeline import block_s, retained_bytes, ring_b
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoad:
-    """Load of a line: `sessions` are spread over `passes` in flight, and each gets one token per round."""
+    """Load of a pipeline: `sessions` are spread over `passes` in flight, and each gets one token per round."""
 
     sessions: int
     passes: int
@@ -78,7 +78,7 @@ def stage_room(blocks: Sequence[BlockCost], behind: Sequence[BlockCost], needs: 
 
 
 class LoadedPipeline:
-    """A line of placed `stages`, priced by `costs`."""
+    """A pipeline of placed `stages`, priced by `costs`."""
 
     def __init__(self, stages: Sequence[StagePlacement], costs: StageCosts, needs: ServingNeeds) -> None:
         problem = costs.problem
@@ -109,7 +109,7 @@ class LoadedPipeline:
             self._row_s.append(needs.result_bytes / back.bandwidth_bytes_per_s)
             self._latency_s += into.latency_s + back.latency_s
         self.owner_room = Room(fixed.pop(self._owner, 0), each.pop(self._owner, 0))
-        """Memory of the job owner's ends, which all lines share."""
+        """Memory of the job owner's ends, which all pipelines share."""
         self.room = min(
             ((costs.profiles[peer].memory_bytes - fixed[peer]) // each[peer] for peer in fixed if each[peer]),
             default=None,
@@ -163,8 +163,8 @@ PRICES: Final = 30
 
 
 def bound_tokens_per_s(problem: Problem, chain_plan: Plan, most_sessions: int, most_s: float) -> float:
-    """Upper bound for lines with at most `most_sessions` sessions each and rounds of at most `most_s`. `chain_plan`:
-    plan of the fastest line, whose certificate bounds the shortest round."""
+    """Upper bound for pipelines with at most `most_sessions` sessions each and rounds of at most `most_s`.
+    `chain_plan`: plan of the fastest pipeline, whose certificate bounds the shortest round."""
     needs = problem.serving
     assert needs is not None, "a serving problem says what it needs"
     ends = embedding_and_head_of(problem)
@@ -178,7 +178,7 @@ def bound_tokens_per_s(problem: Problem, chain_plan: Plan, most_sessions: int, m
         _rounds(problem, peers, blocks, needs, most_sessions, soonest_s, most_s),
         _owner_per_s(problem, needs, [*problem.blocks[:first], *problem.blocks[last:]], most_sessions),
     ]
-    # Raised by 1e-9, so that rounding can't put the bound below a speed that lines reach.
+    # Raised by 1e-9, so that rounding can't put the bound below a speed that pipelines reach.
     return min(bounds) * (1 + 1e-9)
 
 
@@ -242,7 +242,7 @@ def _rounds(
     held = np.maximum(np.minimum(np.minimum(most_sessions * high, room), shares), 0.0)
     best = np.inf
     for cap_s in np.quantile(hop_s, (0.0, 0.2, 1.0)):
-        # The first stage of a line has no hop into it, so every line gets one hop (`cap_s`) back.
+        # The first stage of a pipeline has no hop into it, so every pipeline gets one hop (`cap_s`) back.
         hops_s = np.minimum(hop_s, cap_s)
         # Tokens a second of a session, from the chord of 1 / seconds, credited to a machine by its part of the model.
         worth = 1 / soonest_s + 1 / most_s - (seconds + hops_s / high - cap_s) / (soonest_s * most_s)

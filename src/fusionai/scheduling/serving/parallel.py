@@ -1,13 +1,13 @@
-"""Compares several serving pipelines (lines) to the single line of a plan, in pools larger than the model needs, and
-decides whether to report them.
+"""Compares several serving pipelines (pipelines) to the single pipeline of a plan, in pools larger than the model
+needs, and decides whether to report them.
 
 Lines share no machine except the job owner's. Each serves its own sessions: as many as its memory holds and as get a
 token within `SLOWER` times the seconds that the plan predicts for a single session (`serving.load`). The objective is
-the tokens a second of all lines under that limit. The plan's line is the first. Further lines copy a known line on
-similar machines, the least capable ones that suffice. If there are none left, the fastest line of the remaining
-machines becomes a new pattern.
+the tokens a second of all pipelines under that limit. The plan's pipeline is the first. Further pipelines copy a known
+pipeline on similar machines, the least capable ones that suffice. If there are none left, the fastest pipeline of the
+remaining machines becomes a new pattern.
 
-`serving.load` has the upper bound, `serving` plans lines, `cli.lines_view` shows them.
+`serving.load` has the upper bound, `serving` plans pipelines, `cli.lines_view` shows them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from fusionai.scheduling.serving.load import LoadedPipeline, PipelineLoad, bound
 from fusionai.scheduling.serving.pipeline import block_s
 from fusionai.scheduling.serving.planning import serving_plan
 
-METHOD: Final = "lines like the fastest, one after the other; bound by work and rounds"
+METHOD: Final = "pipelines like the fastest, one after the other; bound by work and rounds"
 WORTH_A_WORD: Final = 1.05
-"""Least ratio of throughputs, all lines to one line, for the lines to be reported; chosen."""
+"""Least ratio of throughputs, all pipelines to one pipeline, for the pipelines to be reported; chosen."""
 SLOWER: Final = 2.0
-"""Most seconds per token of a session on a filled line, relative to the plan's prediction for a single session."""
+"""Most seconds per token of a session on a filled pipeline, relative to the plan's prediction for a single session."""
 PATTERNS: Final = 10
-"""Most lines that are searched for; all others copy one of them."""
+"""Most pipelines that are searched for; all others copy one of them."""
 BUDGET: Final = 5_000
-"""Budget of each search for a line."""
+"""Budget of each search for a pipeline."""
 ROOMS: Final = (1, 4)
-"""Multiples of the wanted cache for which searched lines have room: longer lines are slower and hold more sessions.
-Both are tried and the better one counts."""
+"""Multiples of the wanted cache for which searched pipelines have room: longer pipelines are slower and hold more
+sessions. Both are tried and the better one counts."""
 LIKE: Final = 1.15
 """Largest ratio of a stage's seconds to those on the machine that it replaces in a pattern. Its room for sessions may
 be smaller by the same factor."""
@@ -46,7 +46,7 @@ NEAR_S: Final = 0.002
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedPipeline:
-    """One line, filled with sessions."""
+    """One pipeline, filled with sessions."""
 
     stages: tuple[StagePlacement, ...]
     sessions: int
@@ -59,12 +59,12 @@ class PlacedPipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPipelines:
-    """Lines that no job can run yet, compared with the single line that a job would run."""
+    """Lines that no job can run yet, compared with the single pipeline that a job would run."""
 
-    lines: tuple[PlacedPipeline, ...]
-    """The lines; the plan's line comes first."""
+    pipelines: tuple[PlacedPipeline, ...]
+    """The pipelines; the plan's pipeline comes first."""
     idle: tuple[str, ...]
-    """Usable peers that are in no line."""
+    """Usable peers that are in no pipeline."""
     sessions: int
     tokens_per_s: float
     slowest_session_tokens_per_s: float
@@ -72,13 +72,13 @@ class ServingPipelines:
     """Required speed of each session."""
     chain_sessions: int
     chain_tokens_per_s: float
-    """Speed of the plan's line, filled in the same way."""
+    """Speed of the plan's pipeline, filled in the same way."""
     over_one_chain: float
-    asked_lines: int
-    """Number of lines that serve the problem's number of sessions fastest."""
+    asked_pipelines: int
+    """Number of pipelines that serve the problem's number of sessions fastest."""
     asked_tokens_per_s: float
     owner_bound: bool
-    """True if the job owner's machine or access link, which all lines share, limits the speed."""
+    """True if the job owner's machine or access link, which all pipelines share, limits the speed."""
     bound_tokens_per_s: float
     optimality_gap: float
 
@@ -86,11 +86,11 @@ class ServingPipelines:
 def serving_pipelines(
     problem: Problem, chain_plan: Plan, most_sessions: int, least_tokens_per_s: float | None = None
 ) -> ServingPipelines | None:
-    """Return the comparison for a serving job, with at most `most_sessions` sessions per line.
+    """Return the comparison for a serving job, with at most `most_sessions` sessions per pipeline.
 
     `least_tokens_per_s`: required speed of each session; None takes half of the plan's prediction for a single session.
-    Returns None for training, if one line is as good, if the plan's line can't reach that speed, or if the problem sets
-    stages, spares, required or pinned peers, which only a single line can have."""
+    Returns None for training, if one pipeline is as good, if the plan's pipeline can't reach that speed, or if the
+    problem sets stages, spares, required or pinned peers, which only a single pipeline can have."""
     needs = problem.serving
     wishes = problem.stages is not None or problem.spares_wanted or problem.required or problem.pinned
     if problem.task != "serve" or needs is None or wishes:
@@ -106,13 +106,13 @@ def serving_pipelines(
         _fill(problem, filled, pool, chain_plan.stages, room)
         if best is None or filled.tokens_per_s > best[0].tokens_per_s:
             best = filled, pool
-    assert best is not None, "there is at least one way to look for lines"
+    assert best is not None, "there is at least one way to look for pipelines"
     return _compared(problem, chain_plan, *best, most_sessions, most_s)
 
 
 def _fill(problem: Problem, filled: _Filled, pool: _Free, pattern: Sequence[StagePlacement], room: int) -> None:
-    """Add lines like `pattern`, then like the fastest line of the remaining peers. `room`: multiple of the wanted cache
-    that searched lines must hold."""
+    """Add pipelines like `pattern`, then like the fastest pipeline of the remaining peers. `room`: multiple of the
+    wanted cache that searched pipelines must hold."""
     if room > 1:
         wanted = _fastest(problem, pool.left(), room)
         if wanted is None or not filled.add(wanted):
@@ -133,7 +133,7 @@ def _fill(problem: Problem, filled: _Filled, pool: _Free, pattern: Sequence[Stag
 
 
 class _Filled:
-    """The lines so far, and how much of the job owner's machine they use."""
+    """The pipelines so far, and how much of the job owner's machine they use."""
 
     def __init__(
         self, problem: Problem, needs: ServingNeeds, costs: StageCosts, most_sessions: int, most_s: float
@@ -144,7 +144,7 @@ class _Filled:
         self.placed: list[tuple[Sequence[StagePlacement], LoadedPipeline, PipelineLoad]] = []
         self._owner_bytes = 0
         self.owner_busy = 0.0
-        """Fraction of the owner's machine or access link in use; above 1, all lines are slowed by this factor."""
+        """Fraction of the owner's machine or access link in use; above 1, all pipelines are slowed by this factor."""
 
     @property
     def last(self) -> PipelineLoad:
@@ -159,19 +159,19 @@ class _Filled:
         return self.owner_busy >= 1
 
     def add(self, stages: Sequence[StagePlacement]) -> bool:
-        """Add a line of `stages`. Returns False if it can't serve a single session within the limit."""
-        line = LoadedPipeline(stages, self._costs, self._needs)
-        load = line.filled(self._room(line), self._most_s)
+        """Add a pipeline of `stages`. Returns False if it can't serve a single session within the limit."""
+        pipeline = LoadedPipeline(stages, self._costs, self._needs)
+        load = pipeline.filled(self._room(pipeline), self._most_s)
         if load is None:
             return False
-        self.placed.append((stages, line, load))
-        self._owner_bytes = max(self._owner_bytes, line.owner_room.fixed) + load.sessions * line.owner_room.each
+        self.placed.append((stages, pipeline, load))
+        self._owner_bytes = max(self._owner_bytes, pipeline.owner_room.fixed) + load.sessions * pipeline.owner_room.each
         self.owner_busy += max(load.owner_busy, self._link_busy(stages, load.tokens_per_s))
         return True
 
-    def _room(self, line: LoadedPipeline) -> int:
+    def _room(self, pipeline: LoadedPipeline) -> int:
         """Sessions that the owner's memory leaves room for."""
-        owner, room = self._owner, line.owner_room
+        owner, room = self._owner, pipeline.owner_room
         if owner is None or not room.each:
             return self._most_sessions
         taken = max(self._owner_bytes, room.fixed)
@@ -190,7 +190,7 @@ class _Filled:
 
 
 class _Free:
-    """Machines that are in no line, as arrays."""
+    """Machines that are in no pipeline, as arrays."""
 
     def __init__(self, problem: Problem, chain_plan: Plan, costs: StageCosts, needs: ServingNeeds) -> None:
         self._own = "" if problem.owner is None else problem.owner.peer
@@ -226,7 +226,7 @@ class _Free:
         stages: list[StagePlacement] = []
         for stage in pattern:
             if stage.peer == self._own:
-                # All lines share the owner's ends, but each line needs its own stages of the pool.
+                # All pipelines share the owner's ends, but each pipeline needs its own stages of the pool.
                 if "stage" in stage.roles:
                     return None
                 stages.append(stage)
@@ -274,8 +274,8 @@ class _Free:
 
 
 def _fastest(problem: Problem, left: Sequence[PeerProfile], room: int) -> tuple[StagePlacement, ...] | None:
-    """The line of the remaining peers that a token crosses soonest, with `room` times the wanted cache; None if there
-    is none."""
+    """The pipeline of the remaining peers that a token crosses soonest, with `room` times the wanted cache; None if
+    there is none."""
     needs = problem.serving
     assert needs is not None, "a serving problem says what it needs"
     needs = msgspec.structs.replace(needs, cache_tokens=room * max(needs.cache_tokens, needs.context_tokens))
@@ -293,10 +293,10 @@ def _compared(
     problem: Problem, chain_plan: Plan, filled: _Filled, pool: _Free, most_sessions: int, most_s: float
 ) -> ServingPipelines | None:
     slowed = max(1.0, filled.owner_busy)
-    lines = tuple(_served(problem, stages, load, slowed) for stages, _, load in filled.placed)
+    pipelines = tuple(_served(problem, stages, load, slowed) for stages, _, load in filled.placed)
     chain_load = filled.placed[0][2]
-    chain_speed = lines[0].tokens_per_s if len(lines) == 1 else chain_load.tokens_per_s
-    together = sum(line.tokens_per_s for line in lines)
+    chain_speed = pipelines[0].tokens_per_s if len(pipelines) == 1 else chain_load.tokens_per_s
+    together = sum(pipeline.tokens_per_s for pipeline in pipelines)
     if together < WORTH_A_WORD * chain_speed:
         return None
     asked = list(_asked(filled, problem))
@@ -304,15 +304,15 @@ def _compared(
     bound = max(bound_tokens_per_s(problem, chain_plan, most_sessions, most_s), together)
     return ServingPipelines(
         least_tokens_per_s=1 / most_s,
-        lines=lines,
+        pipelines=pipelines,
         idle=tuple(peer.peer for peer in pool.left()),
-        sessions=sum(line.sessions for line in lines),
+        sessions=sum(pipeline.sessions for pipeline in pipelines),
         tokens_per_s=together,
-        slowest_session_tokens_per_s=min(line.session_tokens_per_s for line in lines),
+        slowest_session_tokens_per_s=min(pipeline.session_tokens_per_s for pipeline in pipelines),
         chain_sessions=chain_load.sessions,
         chain_tokens_per_s=chain_speed,
         over_one_chain=together / chain_speed,
-        asked_lines=asked_lines,
+        asked_pipelines=asked_lines,
         asked_tokens_per_s=asked_speed,
         owner_bound=slowed > 1,
         bound_tokens_per_s=bound,
@@ -321,20 +321,20 @@ def _compared(
 
 
 def _asked(filled: _Filled, problem: Problem) -> Iterator[tuple[int, float]]:
-    """(lines, tokens per second) if the problem's sessions are spread evenly over the first lines."""
+    """(pipelines, tokens per second) if the problem's sessions are spread evenly over the first pipelines."""
     needs = problem.serving
     assert needs is not None, "a serving problem says what it needs"
     for count in range(1, min(len(filled.placed), needs.sessions) + 1):
         speed = 0.0
-        for number, (_, line, _) in enumerate(filled.placed[:count]):
+        for number, (_, pipeline, _) in enumerate(filled.placed[:count]):
             share = needs.sessions // count + (number < needs.sessions % count)
-            load = line.filled(share)
+            load = pipeline.filled(share)
             speed += 0.0 if load is None else load.tokens_per_s
         yield count, speed
 
 
 def _served(problem: Problem, stages: Sequence[StagePlacement], load: PipelineLoad, slowed: float) -> PlacedPipeline:
-    """The line with the memory of its own sessions instead of the plan's."""
+    """The pipeline with the memory of its own sessions instead of the plan's."""
     needs = problem.serving
     assert needs is not None, "a serving problem says what it needs"
     first = problem.blocks[0].block

@@ -7,8 +7,8 @@
               probe + workspace
 
 The first block and the head belong to the job owner or to the chain. Predictions are for short contexts: the time of
-reading the cache is not included. `serving.search` builds lines of stages with these costs; `serving` writes the plan.
-"""
+reading the cache is not included. `serving.search` builds pipelines of stages with these costs; `serving` writes the
+plan."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Plans generation: which peer holds which blocks so that a token takes the least time, and the number of cache pages.
 
-The fastest line of stages that fits into memory is found by exact search (`serving.search`). Memory must hold the
+The fastest pipeline of stages that fits into memory is found by exact search (`serving.search`). Memory must hold the
 requested cache. If it can't, half of that cache is tried, then a quarter and so on down to one whole context. Most of
 the memory that is then left becomes further pages, up to every session's whole context. One more page is reserved for
 the probe. The first block (embedding) and the last (final norm, head) belong to the job owner if the roles `feed` and
@@ -9,7 +9,7 @@ the probe. The first block (embedding) and the last (final norm, head) belong to
 For several sessions, cuts are then evened out at a small cost for a single session (`serving.search`).
 
 `planner` calls this module for task `serve`. `serving.pipeline` has the formulas, `serving.prediction` predicts the
-placed stages, and `guards` gives every stage a spare that holds its weights."""
+placed stages, and `standby.assignment` gives every stage a spare that holds its weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ import msgspec
 
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_speed
-from fusionai.scheduling.placement import pool_name
 from fusionai.scheduling.problem.calibration import paced
-from fusionai.scheduling.problem.constraints import check_names, check_pins, eligible, must_use
+from fusionai.scheduling.problem.constraints import check_pins, check_settings, eligible, must_use, stage_limits
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, middle, place_of
-from fusionai.scheduling.problem.links import check_access, check_links, hop
+from fusionai.scheduling.problem.links import hop
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import (
     PROMPT_TOKENS,
@@ -49,10 +48,10 @@ from fusionai.scheduling.serving.pipeline import (
     token_bytes,
 )
 from fusionai.scheduling.serving.prediction import first_token_s, predict_serving, together
-from fusionai.scheduling.serving.search import FoundPipeline, LineLimits, PartialPipeline, evened, fastest_pipeline
+from fusionai.scheduling.serving.search import FoundPipeline, PartialPipeline, ServingLimits, evened, fastest_pipeline
 from fusionai.scheduling.serving.shortlist import shortlist, with_fastest
 from fusionai.scheduling.standby.assignment import with_standbys
-from fusionai.scheduling.training.one_machine import against_one
+from fusionai.scheduling.training.prediction import against_one
 
 SEARCH_BUDGET: Final = 100_000
 """Search budget, in extensions, if all usable peers are searched; chosen."""
@@ -77,16 +76,16 @@ def serving_plan(problem: Problem, budget: int | None = None, *, compared: bool 
     problem = paced(problem)
     needs = _checked(problem)
     usable, refused = _usable(problem, needs)
-    line, found, cache_tokens = _found_in_pool(problem, needs, usable, budget)
-    assert found.best is not None, "a line was found"
+    pipeline, found, cache_tokens = _found_in_pool(problem, needs, usable, budget)
+    assert found.best is not None, "a pipeline was found"
     best = found.best
     if needs.sessions > 1:
-        single = _single(line, _limits(problem, line, cache_tokens), needs)
+        single = _single(pipeline, _limits(problem, pipeline, cache_tokens), needs)
         most_s = inf if single is None else max(single[0], found.seconds)
-        best = best._replace(cuts=evened(line, best, found.seconds, cache_tokens, most_s=most_s))
+        best = best._replace(cuts=evened(pipeline, best, found.seconds, cache_tokens, most_s=most_s))
     alone = _alone(problem, usable, needs)
     plan = msgspec.structs.replace(
-        _written(problem, needs, line, found, best, cache_tokens, usable),
+        _written(problem, needs, pipeline, found, best, cache_tokens, usable),
         excluded=tuple(refused),
         single_peer_tokens_per_s=None if alone is None else 1 / alone[1],
     )
@@ -106,19 +105,13 @@ def _usable(problem: Problem, needs: ServingNeeds) -> tuple[list[PeerProfile], l
         for end, block in enumerate(pool_blocks, embedding_and_head_of(problem).first + 1)
     )
     usable, refused = eligible(problem, pool_blocks, smallest)
-    if not usable:
-        reasons = "; ".join(f"{pool_name(problem, e.peer)}: {e.reason.rstrip('.')}" for e in refused)
-        raise PlanError(
-            f"no peer of the pool can be used ({reasons or 'the pool is empty'}).",
-            hint="Let more peers join, or mend what stands in the way.",
-        )
     return usable, refused
 
 
 def _written(
     problem: Problem,
     needs: ServingNeeds,
-    line: ServingPipeline,
+    pipeline: ServingPipeline,
     found: FoundPipeline,
     best: PartialPipeline,
     cache_tokens: int,
@@ -126,13 +119,13 @@ def _written(
 ) -> Plan:
     """Return the plan of `best`, which is the pipeline of `found` with evened cuts. The caller adds the refused peers
     and the speed of one machine."""
-    pages = _pages(line, best, needs, cache_tokens)
-    stages = _stages(line, best, needs, pages * needs.page_tokens)
+    pages = _pages(pipeline, best, needs, cache_tokens)
+    stages = _stages(pipeline, best, needs, pages * needs.page_tokens)
     costs = StageCosts(problem)
     prediction = predict_serving(stages, costs)
     passes, together_per_s = together(stages, costs, needs)
     prompt_tokens = min(PROMPT_TOKENS, needs.context_tokens)
-    warnings = _warnings(problem, line, needs, found, cache_tokens, pages)
+    warnings = _warnings(problem, pipeline, needs, found, cache_tokens, pages)
     used = {stage.peer for stage in stages if "stage" in stage.roles}
     bound = max(1 / found.bound_s, 1 / prediction.step_s)
     gap = bound * prediction.step_s - 1
@@ -180,48 +173,50 @@ def _found_in_pool(
     *,
     room: int = 1,
 ) -> tuple[ServingPipeline, FoundPipeline, int]:
-    """Return the costs, the line that was found and the cache tokens it has room for. In large pools only a shortlist
-    is searched, but the bound covers all usable peers."""
+    """Return the costs, the pipeline that was found and the cache tokens it has room for. In large pools only a
+    shortlist is searched, but the bound covers all usable peers."""
     listed = shortlist(problem, needs, usable, middle(problem), room=room)
-    line = ServingPipeline(problem, needs, with_fastest(problem, needs, usable, listed.peers))
-    _check_owner(line, needs)
-    if line.count == len(usable):
-        return line, *_found(problem, line, needs, budget, SEARCH_BUDGET)
+    pipeline = ServingPipeline(problem, needs, with_fastest(problem, needs, usable, listed.peers))
+    _check_owner(pipeline, needs)
+    if pipeline.count == len(usable):
+        return pipeline, *_found(problem, pipeline, needs, budget, SEARCH_BUDGET)
     try:
-        found, cache_tokens = _found(problem, line, needs, budget, LISTED_BUDGET)
+        found, cache_tokens = _found(problem, pipeline, needs, budget, LISTED_BUDGET)
     except PlanError:
         if room == MOST_ROOM:
             raise
         # If memory is short, peers outside the shortlist may hold what the listed ones can't.
         return _found_in_pool(problem, needs, usable, budget, room=MOST_ROOM)
-    return line, replace(found, bound_s=min(found.bound_s, listed.bound_s + line.ends_s)), cache_tokens
+    return pipeline, replace(found, bound_s=min(found.bound_s, listed.bound_s + pipeline.ends_s)), cache_tokens
 
 
 def _found(
-    problem: Problem, line: ServingPipeline, needs: ServingNeeds, budget: int | None, usual: int
+    problem: Problem, pipeline: ServingPipeline, needs: ServingNeeds, budget: int | None, usual: int
 ) -> tuple[FoundPipeline, int]:
-    """Return the fastest line with room for as much of the wanted cache as possible, and that number of cache
+    """Return the fastest pipeline with room for as much of the wanted cache as possible, and that number of cache
     tokens."""
     fewest_tokens = least_tokens(needs)
     wanted_pages = -(-needs.cache_tokens // needs.page_tokens) + 1
     cache_tokens = max(wanted_pages * needs.page_tokens, fewest_tokens)
-    while line.owner is not None and line.owner_bytes(cache_tokens) > line.owner.memory_bytes:
+    while pipeline.owner is not None and pipeline.owner_bytes(cache_tokens) > pipeline.owner.memory_bytes:
         cache_tokens = _halved(cache_tokens, needs)  # `_check_owner` made sure that the least fits
-    limits = _limits(problem, line, cache_tokens)
+    limits = _limits(problem, pipeline, cache_tokens)
     while True:
-        found = fastest_pipeline(line, limits, budget=usual if budget is None else budget, settle=budget is None)
+        found = fastest_pipeline(pipeline, limits, budget=usual if budget is None else budget, settle=budget is None)
         if found.best is not None:
-            single = _single(line, limits, needs)
+            single = _single(pipeline, limits, needs)
             if single is None or single[0] >= found.seconds * (1 - ROUNDING):
                 return found, limits.cache_tokens
-            # One machine alone with a smaller cache is faster: then allow all lines that smaller cache.
-            limits = _limits(problem, line, single[1])
-            again = fastest_pipeline(line, limits, budget=usual if budget is None else budget, settle=budget is None)
+            # One machine alone with a smaller cache is faster: then allow all pipelines that smaller cache.
+            limits = _limits(problem, pipeline, single[1])
+            again = fastest_pipeline(
+                pipeline, limits, budget=usual if budget is None else budget, settle=budget is None
+            )
             assert again.best is not None, "one machine holds it"
             return again, limits.cache_tokens
         if limits.cache_tokens <= fewest_tokens:
-            raise _infeasible(line, limits)
-        limits = _limits(problem, line, _halved(limits.cache_tokens, needs))
+            raise _infeasible(pipeline, limits)
+        limits = _limits(problem, pipeline, _halved(limits.cache_tokens, needs))
 
 
 def _halved(cache_tokens: int, needs: ServingNeeds) -> int:
@@ -229,69 +224,56 @@ def _halved(cache_tokens: int, needs: ServingNeeds) -> int:
     return max(cache_tokens // needs.page_tokens // 2 * needs.page_tokens, least_tokens(needs))
 
 
-def _single(line: ServingPipeline, limits: LineLimits, needs: ServingNeeds) -> tuple[float, int] | None:
-    """Return seconds per token and cache tokens of the fastest line with one pool stage that holds a whole context. The
-    cache has at most the wanted tokens. Returns None if there is no such line."""
+def _single(pipeline: ServingPipeline, limits: ServingLimits, needs: ServingNeeds) -> tuple[float, int] | None:
+    """Return seconds per token and cache tokens of the fastest pipeline with one pool stage that holds a whole context.
+    The cache has at most the wanted tokens. Returns None if there is no such pipeline."""
     if limits.fewest > 1 or limits.required.bit_count() > 1:
         return None
     best: tuple[float, int] | None = None
     fewest_tokens = least_tokens(needs)
-    for peer in range(line.count):
-        if limits.required & ~(1 << peer) or not line.allowed(peer, 0, line.length):
+    for peer in range(pipeline.count):
+        if limits.required & ~(1 << peer) or not pipeline.allowed(peer, 0, pipeline.length):
             continue
         tokens = limits.cache_tokens
-        while tokens > fewest_tokens and line.bytes(0, line.length, tokens) > line.lent_bytes(peer, tokens):
+        while tokens > fewest_tokens and pipeline.bytes(0, pipeline.length, tokens) > pipeline.lent_bytes(peer, tokens):
             tokens = _halved(tokens, needs)
-        if line.bytes(0, line.length, tokens) > line.lent_bytes(peer, tokens):
+        if pipeline.bytes(0, pipeline.length, tokens) > pipeline.lent_bytes(peer, tokens):
             continue
-        seconds = single_s(line, peer)
+        seconds = single_s(pipeline, peer)
         if best is None or (seconds, -tokens) < (best[0], -best[1]):
             best = (seconds, tokens)
     return best
 
 
-def single_s(line: ServingPipeline, peer: int) -> float:
-    """Return the seconds per token of the line with one pool stage, on `peer`."""
-    return line.enter_s(peer) + line.compute_s(peer, 0, line.length) + line.leave_s(peer) + line.ends_s
+def single_s(pipeline: ServingPipeline, peer: int) -> float:
+    """Return the seconds per token of the pipeline with one pool stage, on `peer`."""
+    return (
+        pipeline.enter_s(peer) + pipeline.compute_s(peer, 0, pipeline.length) + pipeline.leave_s(peer) + pipeline.ends_s
+    )
 
 
-def _limits(problem: Problem, line: ServingPipeline, cache_tokens: int) -> LineLimits:
-    index = {peer.peer: i for i, peer in enumerate(line.peers)}
+def _limits(problem: Problem, pipeline: ServingPipeline, cache_tokens: int) -> ServingLimits:
+    index = {peer.peer: i for i, peer in enumerate(pipeline.peers)}
     required = sum(1 << index[name] for name in must_use(problem))
-    reserved = problem.spares_wanted or 0
-    most = min(line.count - reserved, line.length)
-    wanted = problem.stages or max(1, required.bit_count())
-    if wanted > line.length:
-        raise PlanError(
-            f"{wanted} stages need {wanted} blocks, the model has {line.length} to place.",
-            hint=f"Ask for at most {line.length} stages.",
-        )
-    if most < wanted:
-        spare = f" with {reserved} kept as spares" if reserved else ""
-        raise PlanError(
-            f"{wanted} stages need {wanted} peers{spare}, but {line.count} of {len(problem.peers)} peers can be used.",
-            hint="Ask for fewer stages or spares, or let more peers join.",
-        )
-    if problem.stages is not None and required.bit_count() > problem.stages:
-        raise PlanError(
-            f"{required.bit_count()} peers are required, but only {problem.stages} stages were asked for.",
-            hint="Require fewer peers or ask for more stages.",
-        )
-    return LineLimits(fewest=wanted, most=problem.stages or most, cache_tokens=cache_tokens, required=required)
+    limits = stage_limits(problem, pipeline.count, pipeline.length)
+    return ServingLimits(fewest=limits.fewest, most=limits.most, cache_tokens=cache_tokens, required=required)
 
 
-def _pages(line: ServingPipeline, best: PartialPipeline, needs: ServingNeeds, cache_tokens: int) -> int:
-    """Return the number of pages: those the line was found with, and a part of the remaining room. The room is that of
-    every machine, the job owner's included. The pages never exceed all sessions' whole contexts."""
+def _pages(pipeline: ServingPipeline, best: PartialPipeline, needs: ServingNeeds, cache_tokens: int) -> int:
+    """Return the number of pages: those the pipeline was found with, and a part of the remaining room. The room is that
+    of every machine, the job owner's included. The pages never exceed all sessions' whole contexts."""
     pages = min(needs.sessions * context_pages(needs) + 1, MOST_PAGES)
-    rooms = [(line.lent_bytes(peer, 0) - line.bytes(a, b, 0), line.token_bytes(a, b)) for peer, a, b in _placed(best)]
-    if line.owner is not None:
-        free_bytes = line.owner.memory_bytes - line.owner_bytes(0)
-        each = line.owner_bytes(1) - line.owner_bytes(0)
+    rooms = [
+        (pipeline.lent_bytes(peer, 0) - pipeline.bytes(a, b, 0), pipeline.token_bytes(a, b))
+        for peer, a, b in _placed(best)
+    ]
+    if pipeline.owner is not None:
+        free_bytes = pipeline.owner.memory_bytes - pipeline.owner_bytes(0)
+        each = pipeline.owner_bytes(1) - pipeline.owner_bytes(0)
         rooms.append((free_bytes, each))
         for index, (peer, a, b) in enumerate(_placed(best)):
-            if line.peers[peer].peer == line.owner.peer:
-                rooms[index] = (free_bytes - line.bytes(a, b, 0), each + line.token_bytes(a, b))
+            if pipeline.peers[peer].peer == pipeline.owner.peer:
+                rooms[index] = (free_bytes - pipeline.bytes(a, b, 0), each + pipeline.token_bytes(a, b))
     most = min([pages, *(room // (each * needs.page_tokens) for room, each in rooms if each)])
     sure = min(cache_tokens // needs.page_tokens, most)
     return sure + int((most - sure) * FILLED)
@@ -302,33 +284,33 @@ def _placed(best: PartialPipeline) -> list[tuple[int, int, int]]:
 
 
 def _stages(
-    line: ServingPipeline, best: PartialPipeline, needs: ServingNeeds, cache_tokens: int
+    pipeline: ServingPipeline, best: PartialPipeline, needs: ServingNeeds, cache_tokens: int
 ) -> list[StagePlacement]:
     stages: list[StagePlacement] = []
-    owner = line.owner
-    if line.first and owner is not None:
-        stages.append(_stage(line, needs, 0, owner, (0, line.first), ("feed",), cache_tokens))
+    owner = pipeline.owner
+    if pipeline.first and owner is not None:
+        stages.append(_stage(pipeline, needs, 0, owner, (0, pipeline.first), ("feed",), cache_tokens))
     for k, (peer, start, end) in enumerate(_placed(best)):
-        whole = end == line.length and line.first + line.length == len(line.blocks)
+        whole = end == pipeline.length and pipeline.first + pipeline.length == len(pipeline.blocks)
         stages.append(
             _stage(
-                line,
+                pipeline,
                 needs,
                 len(stages),
-                line.peers[peer],
-                (line.first + start, line.first + end),
-                (*(("feed",) if k == 0 and not line.first else ()), "stage", *(("loss",) if whole else ())),
+                pipeline.peers[peer],
+                (pipeline.first + start, pipeline.first + end),
+                (*(("feed",) if k == 0 and not pipeline.first else ()), "stage", *(("loss",) if whole else ())),
                 cache_tokens,
             )
         )
-    end = line.first + line.length
-    if end < len(line.blocks) and owner is not None:
-        stages.append(_stage(line, needs, len(stages), owner, (end, len(line.blocks)), ("loss",), cache_tokens))
+    end = pipeline.first + pipeline.length
+    if end < len(pipeline.blocks) and owner is not None:
+        stages.append(_stage(pipeline, needs, len(stages), owner, (end, len(pipeline.blocks)), ("loss",), cache_tokens))
     return stages
 
 
 def _stage(
-    line: ServingPipeline,
+    pipeline: ServingPipeline,
     needs: ServingNeeds,
     number: int,
     profile: PeerProfile,
@@ -336,9 +318,9 @@ def _stage(
     roles: tuple[str, ...],
     cache_tokens: int,
 ) -> StagePlacement:
-    blocks = line.blocks[positions[0] : positions[1]]
-    sent = retained_bytes(line.blocks, positions[1], needs)
-    last = positions[1] == len(line.blocks)
+    blocks = pipeline.blocks[positions[0] : positions[1]]
+    sent = retained_bytes(pipeline.blocks, positions[1], needs)
+    last = positions[1] == len(pipeline.blocks)
     return msgspec.structs.replace(
         StagePlacement(stage=number, peer=profile.peer, blocks=(blocks[0].block, blocks[-1].block + 1)),
         roles=roles,
@@ -381,7 +363,12 @@ def _alone(problem: Problem, usable: list[PeerProfile], needs: ServingNeeds) -> 
 
 
 def _warnings(
-    problem: Problem, line: ServingPipeline, needs: ServingNeeds, found: FoundPipeline, cache_tokens: int, pages: int
+    problem: Problem,
+    pipeline: ServingPipeline,
+    needs: ServingNeeds,
+    found: FoundPipeline,
+    cache_tokens: int,
+    pages: int,
 ) -> list[str]:
     warnings: list[str] = []
     held = (pages - 1) * needs.page_tokens
@@ -392,9 +379,9 @@ def _warnings(
         )
     if problem.stages is not None and problem.stages > 1:
         free = msgspec.structs.replace(problem, stages=None)
-        wider = _limits(free, line, cache_tokens)
+        wider = _limits(free, pipeline, cache_tokens)
         fewest = min(wider.fewest, problem.stages - 1)
-        fewer = fastest_pipeline(line, replace(wider, fewest=fewest, most=problem.stages - 1), budget=SEARCH_BUDGET)
+        fewer = fastest_pipeline(pipeline, replace(wider, fewest=fewest, most=problem.stages - 1), budget=SEARCH_BUDGET)
         if fewer.best is not None and fewer.seconds < found.seconds:
             count = len(fewer.best.order)
             warnings.append(
@@ -404,20 +391,20 @@ def _warnings(
     return warnings
 
 
-def _infeasible(line: ServingPipeline, limits: LineLimits) -> PlanError:
-    """Return the error for a problem without a line; memory is the only constraint that was not checked before."""
-    largest = max(peer.memory_bytes for peer in line.peers)
-    needed, block = max((line.bytes(b, b + 1, limits.cache_tokens), b) for b in range(line.length))
+def _infeasible(pipeline: ServingPipeline, limits: ServingLimits) -> PlanError:
+    """Return the error for a problem without a pipeline; memory is the only constraint that was not checked before."""
+    largest = max(peer.memory_bytes for peer in pipeline.peers)
+    needed, block = max((pipeline.bytes(b, b + 1, limits.cache_tokens), b) for b in range(pipeline.length))
     hint = "Use another weight format or a shorter context, let providers lend more memory, or let more peers join."
     context = f"with a cache of {limits.cache_tokens} tokens"
     if needed > largest:
         return PlanError(
-            f"block {line.numbers(block, block + 1)[0]} alone needs {format_bytes(needed)} {context}, the largest peer "
-            f"lends {format_bytes(largest)}: {format_bytes(needed - largest)} are missing.",
+            f"block {pipeline.numbers(block, block + 1)[0]} alone needs {format_bytes(needed)} {context}, the largest "
+            f"peer lends {format_bytes(largest)}: {format_bytes(needed - largest)} are missing.",
             hint=hint,
         )
-    whole = line.bytes(0, line.length, limits.cache_tokens)
-    lent = sum(sorted((peer.memory_bytes for peer in line.peers), reverse=True)[: limits.most])
+    whole = pipeline.bytes(0, pipeline.length, limits.cache_tokens)
+    lent = sum(sorted((peer.memory_bytes for peer in pipeline.peers), reverse=True)[: limits.most])
     peers = "1 peer" if limits.most == 1 else f"{limits.most} peers"
     if whole > lent:
         return PlanError(
@@ -445,17 +432,9 @@ def _checked(problem: Problem) -> ServingNeeds:
     for name, count in counts.items():
         if count < 1:
             raise PlanError(f"expected {name} of at least 1, got {count}.")
-    if problem.stages is not None and problem.stages < 1:
-        raise PlanError(f"expected at least 1 stage, got {problem.stages}.")
-    if problem.spares_wanted is not None and problem.spares_wanted < 0:
-        raise PlanError(f"expected at least 0 spares, got {problem.spares_wanted}.")
     if len(problem.blocks) < 3:
         raise PlanError(f"expected an embedding, layers and a head to serve, got {len(problem.blocks)} blocks.")
-    check_names(problem)
-    everyone = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
-    check_links(problem.links, (peer.peer for peer in everyone))
-    for peer in everyone:
-        check_access(peer)
+    check_settings(problem)
     for role in ("feed", "loss"):
         if place_of(problem, role) == "owner" and problem.owner is None:
             raise PlanError(
@@ -466,9 +445,9 @@ def _checked(problem: Problem) -> ServingNeeds:
     return needs
 
 
-def _check_owner(line: ServingPipeline, needs: ServingNeeds) -> None:
-    owner = line.owner
-    mine = line.owner_blocks()
+def _check_owner(pipeline: ServingPipeline, needs: ServingNeeds) -> None:
+    owner = pipeline.owner
+    mine = pipeline.owner_blocks()
     if owner is None or not mine:
         return
     missing = sorted({op for block in mine for op in block.ops} & set(owner.unsupported_ops))
@@ -476,7 +455,7 @@ def _check_owner(line: ServingPipeline, needs: ServingNeeds) -> None:
         raise PlanError(f"the job owner's backend {owner.backend!r} can't run {', '.join(missing)} of its ends.")
     if not owner.effective_flops_per_s > 0:
         raise PlanError(f"the job owner's measured speed is {owner.effective_flops_per_s} FLOP/s.")
-    needed = line.owner_bytes(least_tokens(needs))
+    needed = pipeline.owner_bytes(least_tokens(needs))
     if needed > owner.memory_bytes:
         raise PlanError(
             f"the model's ends need {format_bytes(needed)} with the job owner, who has "

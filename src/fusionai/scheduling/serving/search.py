@@ -3,7 +3,7 @@
 Best-first search (A*) over (set of peers used, last peer, blocks placed). Costs add up and each stage's memory is
 independent of the others, so only the fastest way to a state matters. The remaining blocks are bounded from below by
 assigning them to the peers that compute them fastest, hop included, each as many as its memory can hold. However the
-search ends, the least bound of the unexplored states proves how good the best known line is. The worst case is
+search ends, the least bound of the unexplored states proves how good the best known pipeline is. The worst case is
 exponential in the number of peers. Therefore the search has a budget of tried extensions, an argument and never a
 clock, so that results are reproducible.
 
@@ -33,14 +33,14 @@ SETTLED_PEERS: Final = 16
 """Number of peers up to which compiled loops, which search exhaustively, settle what the best-first search leaves
 open."""
 SETTLED_STEPS: Final = 2_000_000
-"""Upper limit on lines that the compiled loops keep."""
+"""Upper limit on pipelines that the compiled loops keep."""
 BEAM: Final = 12
-"""Lines kept per number of stages during the search for a first good line."""
+"""Lines kept per number of stages during the search for a first good pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
-class LineLimits:
-    """Limits on lines: `fewest` to `most` stages, all peers of the mask `required`, room for `cache_tokens`."""
+class ServingLimits:
+    """Limits on pipelines: `fewest` to `most` stages, all peers of the mask `required`, room for `cache_tokens`."""
 
     fewest: int
     most: int
@@ -49,8 +49,8 @@ class LineLimits:
 
 
 class PartialPipeline(NamedTuple):
-    """The stages of a line so far: `order[k]` holds positions [`cuts[k]`, `cuts[k + 1]`). `seconds` excludes the way
-    back to the job owner."""
+    """The stages of a pipeline so far: `order[k]` holds positions [`cuts[k]`, `cuts[k + 1]`). `seconds` excludes the
+    way back to the job owner."""
 
     seconds: float
     mask: int
@@ -60,7 +60,7 @@ class PartialPipeline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FoundPipeline:
-    """Result of a search. `seconds`: time of `best`, the way back and the owner's part included. `bound_s`: no line
+    """Result of a search. `seconds`: time of `best`, the way back and the owner's part included. `bound_s`: no pipeline
     takes less."""
 
     best: PartialPipeline | None
@@ -73,16 +73,18 @@ class FoundPipeline:
         return self.bound_s >= self.seconds
 
 
-def fastest_pipeline(line: ServingPipeline, limits: LineLimits, *, budget: int, settle: bool = True) -> FoundPipeline:
-    """Return the fastest line found with at most `budget` extensions. `settle`: with few peers, compiled loops settle
-    what the budget leaves open. `best` is None if no line within the limits was found; an infinite bound then proves
-    that there is none."""
-    return _Search(line, limits, budget, settle).run()
+def fastest_pipeline(
+    pipeline: ServingPipeline, limits: ServingLimits, *, budget: int, settle: bool = True
+) -> FoundPipeline:
+    """Return the fastest pipeline found with at most `budget` extensions. `settle`: with few peers, compiled loops
+    settle what the budget leaves open. `best` is None if no pipeline within the limits was found; an infinite bound
+    then proves that there is none."""
+    return _Search(pipeline, limits, budget, settle).run()
 
 
 class _Search:
-    def __init__(self, line: ServingPipeline, limits: LineLimits, budget: int, settle: bool) -> None:
-        self.line = line
+    def __init__(self, pipeline: ServingPipeline, limits: ServingLimits, budget: int, settle: bool) -> None:
+        self.line = pipeline
         self.settle = settle
         self.limits = limits
         self.budget = budget
@@ -90,26 +92,30 @@ class _Search:
         self.best: PartialPipeline | None = None
         self.best_s = inf
         needed = [
-            [line.bytes(a, b, limits.cache_tokens) if a < b else 0 for b in range(line.length + 1)]
-            for a in range(line.length)
+            [pipeline.bytes(a, b, limits.cache_tokens) if a < b else 0 for b in range(pipeline.length + 1)]
+            for a in range(pipeline.length)
         ]
         self._fits = [
             [
-                [a < b and needed[a][b] <= lent and line.allowed(peer, a, b) for b in range(line.length + 1)]
-                for a in range(line.length)
+                [a < b and needed[a][b] <= lent and pipeline.allowed(peer, a, b) for b in range(pipeline.length + 1)]
+                for a in range(pipeline.length)
             ]
-            for peer, lent in ((peer, line.lent_bytes(peer, limits.cache_tokens)) for peer in range(line.count))
+            for peer, lent in ((peer, pipeline.lent_bytes(peer, limits.cache_tokens)) for peer in range(pipeline.count))
         ]
         # The retained boundary may shrink with a further block: a shorter stage does not always fit where a longer one
         # does.
         self._reach = [
-            [max((b for b in range(line.length + 1) if ends[b]), default=a) for a, ends in enumerate(starts)]
+            [max((b for b in range(pipeline.length + 1) if ends[b]), default=a) for a, ends in enumerate(starts)]
             for starts in self._fits
         ]
         self._rest_s = self._rests()
         self._twins = [
-            sum(1 << earlier for earlier in range(peer) if line.alike(earlier, peer) and self._same_wish(earlier, peer))
-            for peer in range(line.count)
+            sum(
+                1 << earlier
+                for earlier in range(peer)
+                if pipeline.alike(earlier, peer) and self._same_wish(earlier, peer)
+            )
+            for peer in range(pipeline.count)
         ]
 
     def run(self) -> FoundPipeline:
@@ -122,7 +128,7 @@ class _Search:
         return FoundPipeline(self.best, total_s, min(bound_s + self.line.ends_s, total_s), self.explored)
 
     def _prove(self) -> float:
-        """Return a lower bound on the seconds of any line: `best_s` itself if nothing is left to explore."""
+        """Return a lower bound on the seconds of any pipeline: `best_s` itself if nothing is left to explore."""
         frontier: list[tuple[float, int, PartialPipeline]] = []
         known: dict[tuple[int, int, int], float] = {}
         number = 0
@@ -130,19 +136,19 @@ class _Search:
             number += 1
             heappush(frontier, (begun.seconds + self._rest_s[begun.cuts[-1]], number, begun))
         while frontier:
-            bound_s, _, line = heappop(frontier)
+            bound_s, _, pipeline = heappop(frontier)
             if bound_s >= self.best_s:
                 return self.best_s
             if self.explored > self.budget:
                 return bound_s
-            state = (line.mask, line.order[-1], line.cuts[-1])
-            if known.get(state, inf) <= line.seconds:
+            state = (pipeline.mask, pipeline.order[-1], pipeline.cuts[-1])
+            if known.get(state, inf) <= pipeline.seconds:
                 continue
-            known[state] = line.seconds
-            if line.cuts[-1] == self.line.length:
-                self._offer(line)
+            known[state] = pipeline.seconds
+            if pipeline.cuts[-1] == self.line.length:
+                self._offer(pipeline)
                 continue
-            for longer in self._extensions(line):
+            for longer in self._extensions(pipeline):
                 number += 1
                 bound = longer.seconds + self._rest_s[longer.cuts[-1]]
                 if bound < self.best_s:
@@ -150,8 +156,8 @@ class _Search:
         return self.best_s
 
     def _settle(self) -> bool:
-        """Repeat the whole search in compiled loops, below the best known line; return whether it was completed."""
-        line, limits = self.line, self.limits
+        """Repeat the whole search in compiled loops, below the best known pipeline; return whether it was completed."""
+        pipeline, limits = self.line, self.limits
         size = SETTLED_STEPS + 2
         steps = Steps(
             mask=np.zeros(size, dtype=np.int64),
@@ -166,7 +172,7 @@ class _Search:
         )
         self.explored += int(explored)
         if peer >= 0:
-            order, ends = [int(peer)], [line.length]
+            order, ends = [int(peer)], [pipeline.length]
             while step:
                 order.insert(0, int(steps.last[step]))
                 ends.insert(0, int(steps.end[step]))
@@ -174,32 +180,32 @@ class _Search:
             found = PartialPipeline(0.0, 0, (), (0,))
             for peer, end in zip(order, ends, strict=True):
                 start = found.cuts[-1]
-                into_s = line.hop_s(found.order[-1], peer, start) if found.order else line.enter_s(peer)
+                into_s = pipeline.hop_s(found.order[-1], peer, start) if found.order else pipeline.enter_s(peer)
                 found = self._longer(found, found.mask | 1 << peer, peer, end, into_s)
             self._offer(found)
         return bool(complete)
 
     def _tables(self) -> LineTables:
-        line = self.line
-        peers, length = range(line.count), line.length
+        pipeline = self.line
+        peers, length = range(pipeline.count), pipeline.length
         into = [self._cheapest_into(peer) for peer in peers]
-        each_s = np.full((length + 1, line.count), inf)
-        most = np.zeros((length + 1, line.count), dtype=np.int64)
+        each_s = np.full((length + 1, pipeline.count), inf)
+        most = np.zeros((length + 1, pipeline.count), dtype=np.int64)
         for peer in peers:
             least_s, furthest = inf, 0
             for start in range(length - 1, -1, -1):
-                least_s = min(least_s, line.compute_s(peer, start, start + 1))
+                least_s = min(least_s, pipeline.compute_s(peer, start, start + 1))
                 furthest = max(furthest, self._reach[peer][start] - start)
                 most[start, peer] = furthest
                 each_s[start, peer] = least_s + into[peer] / furthest if furthest else inf
         return LineTables(
-            seconds=np.array([[line.compute_s(peer, 0, end) for end in range(length + 1)] for peer in peers]),
+            seconds=np.array([[pipeline.compute_s(peer, 0, end) for end in range(length + 1)] for peer in peers]),
             fits=np.array(self._fits, dtype=np.bool_),
-            enter_s=np.array([line.enter_s(peer) for peer in peers]),
-            leave_s=np.array([line.leave_s(peer) for peer in peers]),
+            enter_s=np.array([pipeline.enter_s(peer) for peer in peers]),
+            leave_s=np.array([pipeline.leave_s(peer) for peer in peers]),
             hop_s=np.array(
                 [
-                    [[line.hop_s(i, j, cut) if i != j else inf for cut in range(length + 1)] for j in peers]
+                    [[pipeline.hop_s(i, j, cut) if i != j else inf for cut in range(length + 1)] for j in peers]
                     for i in peers
                 ]
             ),
@@ -207,17 +213,17 @@ class _Search:
             ranked=np.argsort(each_s, axis=1, kind="stable").astype(np.int64),
             each_s=np.where(most > 0, each_s, 0.0),
             most=most,
-            back_s=min((line.leave_s(peer) for peer in peers), default=inf),
+            back_s=min((pipeline.leave_s(peer) for peer in peers), default=inf),
         )
 
     def _glance(self) -> None:
-        """Find a good line quickly: keep the most promising beginnings per number of stages, and try few stage
+        """Find a good pipeline quickly: keep the most promising beginnings per number of stages, and try few stage
         lengths."""
         level = [PartialPipeline(0.0, 0, (), (0,))]
         for _ in range(self.limits.most):
             grown: dict[tuple[int, int, int], PartialPipeline] = {}
-            for line in level:
-                for longer in self._extensions(line, few=True):
+            for pipeline in level:
+                for longer in self._extensions(pipeline, few=True):
                     if longer.cuts[-1] == self.line.length:
                         self._offer(longer)
                         continue
@@ -230,24 +236,24 @@ class _Search:
             far = sorted(grown.values(), key=lambda one: (-one.cuts[-1], one.seconds, one.order))
             level = list(dict.fromkeys([*ranked[:BEAM], *far[:BEAM]]))
 
-    def _extensions(self, line: PartialPipeline, *, few: bool = False) -> Iterator[PartialPipeline]:
-        depth = len(line.order) + 1
-        start = line.cuts[-1]
+    def _extensions(self, pipeline: PartialPipeline, *, few: bool = False) -> Iterator[PartialPipeline]:
+        depth = len(pipeline.order) + 1
+        start = pipeline.cuts[-1]
         whole = self.line.length
         for peer in range(self.line.count):
             bit = 1 << peer
-            if line.mask & bit or self._twins[peer] & ~line.mask:
+            if pipeline.mask & bit or self._twins[peer] & ~pipeline.mask:
                 continue
-            mask = line.mask | bit
+            mask = pipeline.mask | bit
             missing = (self.limits.required & ~mask).bit_count()
             if missing > self.limits.most - depth:
                 continue
             furthest = self._reach[peer][start]
-            into_s = self.line.hop_s(line.order[-1], peer, start) if line.order else self.line.enter_s(peer)
+            into_s = self.line.hop_s(pipeline.order[-1], peer, start) if pipeline.order else self.line.enter_s(peer)
             # Each stage that is still required needs a block.
             still = max(missing, self.limits.fewest - depth, 0)
             if furthest == whole and not still and depth >= self.limits.fewest:
-                yield self._longer(line, mask, peer, whole, into_s)
+                yield self._longer(pipeline, mask, peer, whole, into_s)
             if depth == self.limits.most:
                 continue
             longest = min(furthest, whole - max(still, 1))
@@ -259,17 +265,17 @@ class _Search:
                 ends = list(range(longest, shortest - 1, -1))
             for end in ends:
                 if end >= shortest and self._fits[peer][start][end]:
-                    yield self._longer(line, mask, peer, end, into_s)
+                    yield self._longer(pipeline, mask, peer, end, into_s)
 
-    def _longer(self, line: PartialPipeline, mask: int, peer: int, end: int, into_s: float) -> PartialPipeline:
+    def _longer(self, pipeline: PartialPipeline, mask: int, peer: int, end: int, into_s: float) -> PartialPipeline:
         self.explored += 1
-        seconds = line.seconds + into_s + self.line.compute_s(peer, line.cuts[-1], end)
-        return PartialPipeline(seconds, mask, (*line.order, peer), (*line.cuts, end))
+        seconds = pipeline.seconds + into_s + self.line.compute_s(peer, pipeline.cuts[-1], end)
+        return PartialPipeline(seconds, mask, (*pipeline.order, peer), (*pipeline.cuts, end))
 
-    def _offer(self, line: PartialPipeline) -> None:
-        seconds = line.seconds + self.line.leave_s(line.order[-1])
+    def _offer(self, pipeline: PartialPipeline) -> None:
+        seconds = pipeline.seconds + self.line.leave_s(pipeline.order[-1])
         if seconds < self.best_s:
-            self.best, self.best_s = line, seconds
+            self.best, self.best_s = pipeline, seconds
 
     def _same_wish(self, one: int, other: int) -> bool:
         return (self.limits.required >> one & 1) == (self.limits.required >> other & 1)
@@ -277,24 +283,24 @@ class _Search:
     def _rests(self) -> list[float]:
         """Return for each position the least seconds of everything behind it, the way back included; inf if it fits
         nowhere."""
-        line = self.line
-        back_s = min((line.leave_s(peer) for peer in range(line.count)), default=inf)
+        pipeline = self.line
+        back_s = min((pipeline.leave_s(peer) for peer in range(pipeline.count)), default=inf)
         rests = [back_s]
-        into = [self._cheapest_into(peer) for peer in range(line.count)]
-        for start in range(line.length - 1, -1, -1):
+        into = [self._cheapest_into(peer) for peer in range(pipeline.count)]
+        for start in range(pipeline.length - 1, -1, -1):
             offers: list[tuple[float, int]] = []
-            for peer in range(line.count):
-                most = max((self._reach[peer][s] - s for s in range(start, line.length)), default=0)
+            for peer in range(pipeline.count):
+                most = max((self._reach[peer][s] - s for s in range(start, pipeline.length)), default=0)
                 if most > 0:
-                    least_s = min(line.compute_s(peer, b, b + 1) for b in range(start, line.length))
+                    least_s = min(pipeline.compute_s(peer, b, b + 1) for b in range(start, pipeline.length))
                     offers.append((least_s + into[peer] / most, most))
-            poured_s, left = 0.0, line.length - start
+            poured_s, left = 0.0, pipeline.length - start
             for seconds, most in sorted(offers):
                 poured_s += seconds * min(most, left)
                 left -= min(most, left)
             each_s = sum(
-                min((line.compute_s(peer, b, b + 1) for peer in range(line.count)), default=inf)
-                for b in range(start, line.length)
+                min((pipeline.compute_s(peer, b, b + 1) for peer in range(pipeline.count)), default=inf)
+                for b in range(start, pipeline.length)
             )
             # Slightly lower, so that rounding can't lift the bound above what is attained.
             rests.append(inf if left else max(poured_s, each_s) * (1 - 1e-12) + back_s)
@@ -316,18 +322,18 @@ SLACK: Final = 0.05
 
 
 def evened(
-    line: ServingPipeline, best: PartialPipeline, token_s: float, cache_tokens: int, *, most_s: float = inf
+    pipeline: ServingPipeline, best: PartialPipeline, token_s: float, cache_tokens: int, *, most_s: float = inf
 ) -> tuple[int, ...]:
     """Return the cuts for `best.order`. `token_s`: seconds of the whole trip with `best.cuts`. `most_s`: upper limit on
     the trip with the new cuts."""
-    order, length = best.order, line.length
+    order, length = best.order, pipeline.length
     if len(order) == 1:
         return best.cuts
-    needed = [[line.bytes(a, b, cache_tokens) if a < b else 0 for b in range(length + 1)] for a in range(length)]
-    lent = [line.lent_bytes(peer, cache_tokens) for peer in order]
+    needed = [[pipeline.bytes(a, b, cache_tokens) if a < b else 0 for b in range(length + 1)] for a in range(length)]
+    lent = [pipeline.lent_bytes(peer, cache_tokens) for peer in order]
     thresholds = sorted(
         {
-            line.compute_s(peer, a, b)
+            pipeline.compute_s(peer, a, b)
             for peer in order
             for a in range(length)
             for b in range(a + 1, length - len(order) + 2 + a)
@@ -335,11 +341,11 @@ def evened(
         }
     )
     # Subtract the part of the trip that does not depend on the cuts.
-    limit_s = min(token_s * (1 + SLACK), most_s) - (token_s - _trip_s(line, order, best.cuts))
+    limit_s = min(token_s * (1 + SLACK), most_s) - (token_s - _trip_s(pipeline, order, best.cuts))
     low, high, chosen = 0, len(thresholds) - 1, best.cuts
     while low <= high:
         middle = (low + high) // 2
-        seconds, cuts = _quickest(line, order, needed, lent, thresholds[middle])
+        seconds, cuts = _quickest(pipeline, order, needed, lent, thresholds[middle])
         if cuts is not None and seconds <= limit_s:
             chosen, high = cuts, middle - 1
         else:
@@ -347,30 +353,30 @@ def evened(
     return chosen
 
 
-def _trip_s(line: ServingPipeline, order: tuple[int, ...], cuts: tuple[int, ...]) -> float:
+def _trip_s(pipeline: ServingPipeline, order: tuple[int, ...], cuts: tuple[int, ...]) -> float:
     """Return the seconds of the stages' compute and the hops between them."""
-    seconds = sum(line.compute_s(peer, cuts[k], cuts[k + 1]) for k, peer in enumerate(order))
-    return seconds + sum(line.hop_s(order[k - 1], order[k], cuts[k]) for k in range(1, len(order)))
+    seconds = sum(pipeline.compute_s(peer, cuts[k], cuts[k + 1]) for k, peer in enumerate(order))
+    return seconds + sum(pipeline.hop_s(order[k - 1], order[k], cuts[k]) for k in range(1, len(order)))
 
 
 def _quickest(
-    line: ServingPipeline, order: tuple[int, ...], needed: list[list[int]], lent: list[int], most_s: float
+    pipeline: ServingPipeline, order: tuple[int, ...], needed: list[list[int]], lent: list[int], most_s: float
 ) -> tuple[float, tuple[int, ...] | None]:
     """Return the shortest trip with no stage above `most_s`, and its cuts; dynamic programming from the first stage
     on."""
-    length, last = line.length, len(order) - 1
+    length, last = pipeline.length, len(order) - 1
     reached: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for k, peer in enumerate(order):
         following: dict[int, tuple[float, tuple[int, ...]]] = {}
         for start, (seconds, cuts) in reached.items():
             ends = [length] if k == last else range(start + 1, length - (last - k) + 1)
             for end in ends:
-                compute_s = line.compute_s(peer, start, end)
+                compute_s = pipeline.compute_s(peer, start, end)
                 if end <= start or compute_s > most_s or needed[start][end] > lent[k]:
                     continue
-                if not line.allowed(peer, start, end):
+                if not pipeline.allowed(peer, start, end):
                     continue
-                into_s = line.hop_s(order[k - 1], peer, start) if k else 0.0
+                into_s = pipeline.hop_s(order[k - 1], peer, start) if k else 0.0
                 total_s = seconds + compute_s + into_s
                 if total_s < following.get(end, (inf, ()))[0]:
                     following[end] = (total_s, (*cuts, end))

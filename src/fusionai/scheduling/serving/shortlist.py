@@ -1,7 +1,8 @@
-"""Selects the peers of a large pool that the search for a serving line examines, and bounds what all peers could reach.
+"""Selects the peers of a large pool that the search for a serving pipeline examines, and bounds what all peers could
+reach.
 
-A line has few stages. Of thousands of peers, the search gets those with the least seconds per block, their share of a
-hop included, and some fast or large ones. The bound assigns the blocks to the best of all peers, so the certificate
+A pipeline has few stages. Of thousands of peers, the search gets those with the least seconds per block, their share of
+a hop included, and some fast or large ones. The bound assigns the blocks to the best of all peers, so the certificate
 also covers the peers that were left out.
 
 `serving` calls this module for large pools; `serving.pipeline` has the formulas that are written here for arrays.
@@ -30,8 +31,8 @@ a quarter by memory."""
 
 @dataclass(frozen=True, slots=True)
 class Shortlist:
-    """The listed peers, and a bound for all. `bound_s`: no line of any peers takes less through the pool's blocks; 0.0
-    if all peers are listed."""
+    """The listed peers, and a bound for all. `bound_s`: no pipeline of any peers takes less through the pool's blocks;
+    0.0 if all peers are listed."""
 
     peers: list[PeerProfile]
     bound_s: float
@@ -40,7 +41,7 @@ class Shortlist:
 def shortlist(
     problem: Problem, needs: ServingNeeds, usable: Sequence[PeerProfile], blocks: Sequence[BlockCost], *, room: int = 1
 ) -> Shortlist:
-    """Return the shortlist of `usable` for a line through `blocks`, with `room` times the usual number of peers."""
+    """Return the shortlist of `usable` for a pipeline through `blocks`, with `room` times the usual number of peers."""
     wanted = room * LISTED + (problem.stages or 0) + (problem.spares_wanted or 0)
     if len(usable) <= max(LARGE, 2 * wanted):
         return Shortlist(list(usable), 0.0)

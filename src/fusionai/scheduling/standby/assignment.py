@@ -1,15 +1,15 @@
 """Assigns warm standbys to stages and, through `snapshots`, the interval K at which they get snapshots.
 
-A guard keeps the newest snapshots of its stage and takes the stage over when its peer is lost. All stages with state
-get a guard, unless they run in the job owner's own process. First each spare takes one stage, and costly stages get
-fast spares. The stages that are left go to spares with room. Neighbouring stages get different guards if possible,
-because two neighbours lost together need two stand-ins. Exact guards (equal fingerprints) come before inexact ones,
-which only `takeover = "tolerant"` allows. An existing guard stays, since it holds snapshots; only an exact guard
+A standby keeps the newest snapshots of its stage and takes the stage over when its peer is lost. All stages with state
+get a standby, unless they run in the job owner's own process. First each spare takes one stage, and costly stages get
+fast spares. The stages that are left go to spares with room. Neighbouring stages get different standbys if possible,
+because two neighbours lost together need two stand-ins. Exact standbys (equal fingerprints) come before inexact ones,
+which only `takeover = "tolerant"` allows. An existing standby stays, since it holds snapshots; only an exact standby
 replaces an inexact one.
 
-Memory of a spare: three snapshots of each stage it guards while one arrives, and two of each beside any one of the
-stages running there. In serving a guard holds the weights instead, and has room for one stage's caches. The result does
-not depend on the order in which spares are listed.
+Memory of a spare: three snapshots of each stage it stands by for while one arrives, and two of each beside any one of
+the stages running there. In serving a standby holds the weights instead, and has room for one stage's caches. The
+result does not depend on the order in which spares are listed.
 
 `planner` and `takeover` call `with_standbys`; `snapshots` decides K; `stage_costs` has the prices.
 """
@@ -25,20 +25,20 @@ import msgspec
 
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.problem.constraints import refusal
-from fusionai.scheduling.problem.levers import unable_to_save
+from fusionai.scheduling.problem.memory_savings import unable_to_save
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Excluded, PeerProfile, Plan, Problem, StagePlacement, Standby
 from fusionai.scheduling.standby.snapshots import MOST_STEPS, SnapshotInterval, room_to_retain, snapshot_interval
 
 KEPT: Final = 2
-"""Whole snapshots a guard keeps of a stage."""
+"""Whole snapshots a standby keeps of a stage."""
 ARRIVING: Final = KEPT + 1
-"""Snapshots of a stage that a guard holds while the next one arrives."""
+"""Snapshots of a stage that a standby holds while the next one arrives."""
 
 
 @dataclass(frozen=True, slots=True)
 class WithoutStandby:
-    """A stage with state that has no guard, with the reason for every spare. Without spares `reasons` is empty."""
+    """A stage with state that has no standby, with the reason for every spare. Without spares `reasons` is empty."""
 
     stage: int
     reasons: tuple[Excluded, ...]
@@ -46,11 +46,11 @@ class WithoutStandby:
 
 @dataclass(frozen=True, slots=True)
 class StandbyAssignment:
-    """`plan` with its guards and K, the reasons for K, and the stages that are left without a guard."""
+    """`plan` with its standbys and K, the reasons for K, and the stages that are left without a standby."""
 
     plan: Plan
     interval: SnapshotInterval
-    unguarded: tuple[WithoutStandby, ...]
+    without_standby: tuple[WithoutStandby, ...]
 
 
 def with_standbys(plan: Plan, problem: Problem) -> Plan:
@@ -62,51 +62,51 @@ def with_standbys(plan: Plan, problem: Problem) -> Plan:
 def assign_standbys(plan: Plan, problem: Problem) -> StandbyAssignment:
     """Like `with_standbys`, with the reasons."""
     costs = StageCosts(problem, plan)
-    stages = [stage for stage in plan.stages if costs.guardable(plan, stage)]
+    stages = [stage for stage in plan.stages if costs.needs_standby(plan, stage)]
     short = room_to_retain(plan, costs) if plan.task == "train" else None
     if short is not None:
         bare = msgspec.structs.replace(plan, guards=(), snapshot_every=0)
         reason = f"the memory of {short} has no room to retain what a replay needs."
         reasons = (Excluded(peer=short, reason=reason),)
-        unguarded = tuple(WithoutStandby(stage.stage, reasons) for stage in stages)
-        return StandbyAssignment(bare, snapshot_interval(bare, problem), unguarded)
+        without_standby = tuple(WithoutStandby(stage.stage, reasons) for stage in stages)
+        return StandbyAssignment(bare, snapshot_interval(bare, problem), without_standby)
     placed = {stage.peer for stage in plan.stages} | {plan.feed}
     spares = [costs.profiles[peer] for peer in sorted(set(plan.spares) - placed) if peer in costs.profiles]
     watch = _Watch(plan, costs, stages, spares)
-    guards = watch.assigned()
-    guarded = msgspec.structs.replace(plan, guards=guards)
-    interval = snapshot_interval(guarded, problem)
-    guarded = msgspec.structs.replace(guarded, snapshot_every=interval.every)
-    unguarded = tuple(
+    standbys = watch.assigned()
+    assigned = msgspec.structs.replace(plan, guards=standbys)
+    interval = snapshot_interval(assigned, problem)
+    assigned = msgspec.structs.replace(assigned, snapshot_every=interval.every)
+    without_standby = tuple(
         WithoutStandby(stage.stage, tuple(watch.refusals(stage)))
         for stage in stages
-        if stage.stage not in {guard.stage for guard in guards}
+        if stage.stage not in {standby.stage for standby in standbys}
     )
-    return StandbyAssignment(guarded, interval, unguarded)
+    return StandbyAssignment(assigned, interval, without_standby)
 
 
 def may_stand_by(plan: Plan, problem: Problem, stage: StagePlacement, peer: str) -> bool:
-    """Return whether `peer`, if it guarded only `stage`, has the numerics, the memory and the link for it."""
+    """Return whether `peer`, if it stood by for `stage` only, has the numerics, the memory and the link for it."""
     costs = StageCosts(problem, plan)
     watch = _Watch(plan, costs, [stage], [costs.profiles[peer]])
     return watch.refusal(stage, peer, exact=problem.takeover == "exact") is None
 
 
 def without_standbys(plan: Plan, lost: Iterable[str]) -> Plan:
-    """`plan` without the guards and spares among `lost`. The version stays: the broker need not grant a plan that only
-    has fewer machines."""
+    """`plan` without the standbys and spares among `lost`. The version stays: the broker need not grant a plan that
+    only has fewer machines."""
     gone = frozenset(lost)
-    guards = tuple(guard for guard in plan.guards if guard.peer not in gone)
+    standbys = tuple(standby for standby in plan.guards if standby.peer not in gone)
     return msgspec.structs.replace(
         plan,
-        guards=guards,
+        guards=standbys,
         spares=tuple(peer for peer in plan.spares if peer not in gone),
-        snapshot_every=plan.snapshot_every if guards else 0,
+        snapshot_every=plan.snapshot_every if standbys else 0,
     )
 
 
 class _Watch:
-    """State of an assignment: the stages, the spares, and the guards chosen so far."""
+    """State of an assignment: the stages, the spares, and the standbys chosen so far."""
 
     def __init__(self, plan: Plan, costs: StageCosts, stages: list[StagePlacement], spares: list[PeerProfile]) -> None:
         self.plan = plan
@@ -114,24 +114,24 @@ class _Watch:
         # Costly stages choose first, so that they get the fast spares.
         self.stages = sorted(stages, key=lambda s: (-s.compute_s, -costs.state_bytes(s), s.stage))
         self.spares = {spare.peer: spare for spare in spares}
-        self.guard_of: dict[int, Standby] = {}
-        self.guarded_by: defaultdict[str, list[StagePlacement]] = defaultdict(list)
+        self.standby_of: dict[int, Standby] = {}
+        self.stages_of: defaultdict[str, list[StagePlacement]] = defaultdict(list)
         self._operators = {stage.stage: costs.operators(stage) for stage in stages}
 
     def assigned(self) -> tuple[Standby, ...]:
-        """Assign all guards; returns them in order of stages."""
+        """Assign all standbys; returns them in order of stages."""
         known = {stage.stage: stage for stage in self.stages}
-        kept = [guard for guard in self.plan.guards if guard.stage in known and guard.peer in self.spares]
-        for guard in kept:
-            if guard.exact:
-                self._give(known[guard.stage], guard.peer, exact=True)
+        kept = [standby for standby in self.plan.guards if standby.stage in known and standby.peer in self.spares]
+        for standby in kept:
+            if standby.exact:
+                self._give(known[standby.stage], standby.peer, exact=True)
         self._spread(exact=True)
-        for guard in kept:
-            if guard.stage not in self.guard_of:
-                self._give(known[guard.stage], guard.peer, exact=False)
+        for standby in kept:
+            if standby.stage not in self.standby_of:
+                self._give(known[standby.stage], standby.peer, exact=False)
         if self.costs.problem.takeover == "tolerant":
             self._spread(exact=False)
-        return tuple(sorted(self.guard_of.values(), key=lambda guard: guard.stage))
+        return tuple(sorted(self.standby_of.values(), key=lambda standby: standby.stage))
 
     def refusals(self, stage: StagePlacement) -> list[Excluded]:
         return [
@@ -146,29 +146,29 @@ class _Watch:
         def suits(stage: StagePlacement, peer: str) -> bool:
             return self.refusal(stage, peer, exact=exact) is None
 
-        missing = [stage for stage in self.stages if stage.stage not in self.guard_of]
-        idle = [peer for peer in self.spares if not self.guarded_by[peer]]
+        missing = [stage for stage in self.stages if stage.stage not in self.standby_of]
+        idle = [peer for peer in self.spares if not self.stages_of[peer]]
         choices = [self._ranked(stage, idle, suits) for stage in missing]
         for index, peer in matched(choices).items():
             self._give(missing[index], peer, exact=exact)
         for stage in missing:
-            if stage.stage not in self.guard_of:
+            if stage.stage not in self.standby_of:
                 for peer in self._ranked(stage, list(self.spares), suits)[:1]:
                     self._give(stage, peer, exact=exact)
 
     def _ranked(
         self, stage: StagePlacement, peers: list[str], suits: Callable[[StagePlacement, str], bool]
     ) -> list[str]:
-        """The peers that may guard `stage`, best first."""
+        """The peers that may stand by for `stage`, best first."""
 
         def key(peer: str) -> tuple[bool, bool, int, float, float, str]:
-            guarded = self.guarded_by[peer]
+            stages = self.stages_of[peer]
             return (
-                any(self.plan.is_next(stage, other) for other in guarded),
+                any(self.plan.is_next(stage, other) for other in stages),
                 not self.costs.exact(stage, self.spares[peer]),
-                len(guarded),
+                len(stages),
                 self.costs.compute_s(stage, peer),
-                self._needed_bytes([*guarded, stage]) / self.spares[peer].memory_bytes,
+                self._needed_bytes([*stages, stage]) / self.spares[peer].memory_bytes,
                 peer,
             )
 
@@ -176,27 +176,26 @@ class _Watch:
 
     def _give(self, stage: StagePlacement, peer: str, *, exact: bool) -> None:
         exact = exact or self.costs.exact(stage, self.spares[peer])
-        self.guard_of[stage.stage] = Standby(stage=stage.stage, peer=peer, exact=exact)
-        self.guarded_by[peer].append(stage)
+        self.standby_of[stage.stage] = Standby(stage=stage.stage, peer=peer, exact=exact)
+        self.stages_of[peer].append(stage)
 
     def refusal(self, stage: StagePlacement, peer: str, *, exact: bool) -> str | None:
-        """The reason why `peer` can't guard `stage` besides the stages it guards already; None if it can."""
+        """The reason why `peer` can't stand by for `stage` besides the stages it has already; None if it can."""
         spare, costs = self.spares[peer], self.costs
         reason = refusal(costs.problem, spare, self._operators[stage.stage]) or unable_to_save(stage, spare)
         if reason is not None:
             return reason
         if exact and not costs.exact(stage, spare):
             return "it computes other bits (its fingerprint differs)."
-        guarded = [*self.guarded_by[peer], stage]
-        needed = self._needed_bytes(guarded)
+        stages = [*self.stages_of[peer], stage]
+        needed = self._needed_bytes(stages)
         if needed > spare.memory_bytes:
-            beside = "" if len(guarded) == 1 else f" beside what it keeps of {len(guarded) - 1} other stages"
-            return (
-                f"it lends {format_bytes(spare.memory_bytes)}; guarding the stage{beside} takes {format_bytes(needed)}."
-            )
+            beside = "" if len(stages) == 1 else f" beside what it keeps of {len(stages) - 1} other stages"
+            lent = format_bytes(spare.memory_bytes)
+            return f"it lends {lent}; standing by for the stage{beside} takes {format_bytes(needed)}."
         if self.plan.task == "serve":  # Weights are sent only once, while the stages work.
             return None
-        arriving_s = sum(costs.snapshot_s(other, peer) for other in guarded)
+        arriving_s = sum(costs.snapshot_s(other, peer) for other in stages)
         if arriving_s > MOST_STEPS * self.plan.step_time_s:
             return (
                 f"its link is too slow: a snapshot takes {format_seconds(arriving_s)}, "
@@ -204,12 +203,12 @@ class _Watch:
             )
         return None
 
-    def _needed_bytes(self, guarded: list[StagePlacement]) -> float:
-        state = sum(self.costs.state_bytes(stage) for stage in guarded)
-        running = max(stage.memory_bytes for stage in guarded)
+    def _needed_bytes(self, stages: list[StagePlacement]) -> float:
+        state = sum(self.costs.state_bytes(stage) for stage in stages)
+        running = max(stage.memory_bytes for stage in stages)
         if self.plan.task == "serve":
-            # The weights of all guarded stages, and the caches of the one stage that is taken over.
-            return state + max(stage.memory_bytes - self.costs.state_bytes(stage) for stage in guarded)
+            # The weights of all stages, and the caches of the one stage that is taken over.
+            return state + max(stage.memory_bytes - self.costs.state_bytes(stage) for stage in stages)
         return max(ARRIVING * state, running + KEPT * state)
 
 

@@ -23,7 +23,7 @@ from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem, StagePlacement, Standby, TolerantTakeover
 from fusionai.scheduling.standby.assignment import may_stand_by, with_standbys
 from fusionai.scheduling.standby.straggling import GAIN
-from fusionai.scheduling.standby.takeover import WaitingForMachines, handed_over, replaced, with_profiles
+from fusionai.scheduling.standby.takeover import WaitingForMachines, handed_over, offered, replaced, with_profiles
 from fusionai.scheduling.training.cut_bits import same_sums
 from fusionai.scheduling.training.prediction import predict
 from fusionai.scheduling.training.replicated import plan as planned_replicas
@@ -76,7 +76,7 @@ class Nothing:
 
 
 def numerics(takeover: Takeover) -> Literal["exact", "tolerant"]:
-    """The value of `Problem.takeover`: whether guards and plans may use machines of other numerics at all."""
+    """The value of `Problem.takeover`: whether standbys and plans may use machines of other numerics at all."""
     return "tolerant" if takeover in ("any", "tolerant") else "exact"
 
 
@@ -87,7 +87,7 @@ def stand_in(
     `takeover.replaced`."""
     strict: Literal["exact", "tolerant"] = "tolerant" if takeover == "tolerant" else "exact"
     found = replaced(plan, msgspec.structs.replace(problem, takeover=strict), lost, candidates)
-    return found if isinstance(found, WaitingForMachines) else _guarded_as(found, problem)
+    return found if isinstance(found, WaitingForMachines) else _with_own_choice(found, problem)
 
 
 def otherwise(
@@ -108,7 +108,7 @@ def otherwise(
         kept_per_s, cut_per_s = kept.tokens_per_s, cut.plan.tokens_per_s
         # Without a snapshot both continue at the checkpoint, so the new cut keeps the bits at no extra cost.
         if cut_per_s > FASTER * kept_per_s or (
-            cut.exact and cut_per_s * FASTER >= kept_per_s and not _is_guarded(plan, lost)
+            cut.exact and cut_per_s * FASTER >= kept_per_s and not _has_standbys(plan, lost)
         ):
             return cut
     takers = frozenset(stage.peer for stage in kept.stages) - {stage.peer for stage in plan.stages}
@@ -170,22 +170,15 @@ def recut(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Ot
     stages, spares, required and pinned machines are dropped: they were chosen for a pool that has changed."""
     if not candidates:
         return Nothing("none of those that remain computes the same bits")
-    known = with_profiles(problem, candidates)
-    there = {peer.peer for peer in candidates}
+    known = offered(problem, candidates)
+    there = {peer.peer for peer in known.everyone}
     posed = msgspec.structs.replace(
         known,
-        peers=tuple(peer for peer in known.peers if peer.peer in there),
-        links={
-            key: link
-            for key, link in known.links.items()
-            if {*key.split(">")} <= there | ({known.owner.peer} if known.owner else set[str]())
-        },
+        links={key: link for key, link in known.links.items() if there.issuperset(key.split(">"))},
         stages=None,
         spares_wanted=None,
         required=(),
-        excluded=tuple(peer for peer in known.excluded if peer in there),
         pinned={},
-        incumbent=None,
     )
     try:
         found = served_with(plan, posed) if plan.task == "serve" else _trained(posed)
@@ -227,9 +220,9 @@ def served_with(plan: Plan, posed: Problem) -> Plan | None:
     return msgspec.structs.replace(found, serving=kept)
 
 
-def _is_guarded(plan: Plan, lost: frozenset[str]) -> bool:
-    """Return whether connected guards have snapshots of all lost stages."""
-    kept = {guard.stage for guard in plan.guards if guard.peer not in lost}
+def _has_standbys(plan: Plan, lost: frozenset[str]) -> bool:
+    """Return whether connected standbys have snapshots of all lost stages."""
+    kept = {standby.stage for standby in plan.guards if standby.peer not in lost}
     return all(stage.stage in kept for stage in plan.stages if stage.peer in lost)
 
 
@@ -237,8 +230,8 @@ def handed_on(
     plan: Plan, problem: Problem, leaving: frozenset[str], candidates: Sequence[PeerProfile], takeover: Takeover
 ) -> Plan | None:
     """The plan for peers that leave in order if no machine of the same numerics can take their stages. Like
-    `otherwise`, but the leaving peers stay in the plan as guards until their state has moved. None if there is no
-    alternative, or if the leaving peers have no memory for guarding."""
+    `otherwise`, but the leaving peers stay in the plan as standbys until their state has moved. None if there is no
+    alternative, or if the leaving peers have no memory to stand by."""
     if takeover in ("any", "tolerant"):
         found = handed_over(plan, msgspec.structs.replace(problem, takeover="tolerant"), leaving, candidates)
         if found is not None:
@@ -247,16 +240,18 @@ def handed_on(
     if isinstance(cut, Nothing):
         return None
     found, known = cut.plan, with_profiles(problem, candidates)
-    guards = {guard.stage: guard for guard in found.guards}
+    standbys = {standby.stage: standby for standby in found.guards}
     pool = [stage for stage in found.stages if stage.peer != found.feed]
     for peer in sorted(leaving & {stage.peer for stage in plan.stages}):
-        free = [stage for stage in pool if stage.stage not in guards] or pool
+        free = [stage for stage in pool if stage.stage not in standbys] or pool
         place = next((stage for stage in free if may_stand_by(found, known, stage, peer)), None)
         if place is None:
             return None
-        guards[place.stage] = Standby(stage=place.stage, peer=peer, exact=False)
+        standbys[place.stage] = Standby(stage=place.stage, peer=peer, exact=False)
     every = found.snapshot_every or plan.snapshot_every or 1
-    return msgspec.structs.replace(found, guards=tuple(guards[stage] for stage in sorted(guards)), snapshot_every=every)
+    return msgspec.structs.replace(
+        found, guards=tuple(standbys[stage] for stage in sorted(standbys)), snapshot_every=every
+    )
 
 
 def widened(
@@ -265,10 +260,7 @@ def widened(
     """For a job that was cut anew because machines were missing: a new cut over all machines that are back, if the gain
     in the steps left is worth going back to a checkpoint; otherwise None. `tolerant`: the bits may change."""
     known = with_profiles(problem, candidates)
-    there = {peer.peer for peer in candidates}
-    posed = msgspec.structs.replace(
-        known, peers=tuple(peer for peer in known.peers if peer.peer in there), required=(), incumbent=None
-    )
+    posed = msgspec.structs.replace(offered(known, candidates), excluded=known.excluded, required=())
     try:
         found = planned_replicas(posed)
     except PlanError:
@@ -282,8 +274,8 @@ def widened(
     return Otherwise(found, exact=exact, recut=True, takers=takers)
 
 
-def _guarded_as(found: Plan, problem: Problem) -> Plan:
-    """`found` with guards chosen under the job's own `takeover`: a tolerant job may also get inexact guards."""
+def _with_own_choice(found: Plan, problem: Problem) -> Plan:
+    """`found` with standbys chosen under the job's own `takeover`: a tolerant job may also get inexact standbys."""
     return found if problem.takeover == "exact" else with_standbys(found, problem)
 
 

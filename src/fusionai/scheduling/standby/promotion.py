@@ -1,10 +1,10 @@
 """Finds a standby machine that would compute a stage faster than its current peer, and the plans for moving it there.
 
-After a failure a stage lies on the machine that guarded it. When a faster machine returns or joins, the stage moves to
-it. The machine first becomes the stage's guard, which costs the job only a snapshot. Then the two machines swap roles,
-which costs the replay of a few of that stage's steps and no checkpoint. If a swap is impossible (the current peer has
-other stages, or one of the two lacks memory for snapshots), the stage moves by way of a checkpoint, if the gain is
-larger.
+After a failure a stage lies on the machine that stood by for it. When a faster machine returns or joins, the stage
+moves to it. The machine first becomes the stage's standby, which costs the job only a snapshot. Then the two machines
+swap roles, which costs the replay of a few of that stage's steps and no checkpoint. If a swap is impossible (the
+current peer has other stages, or one of the two lacks memory for snapshots), the stage moves by way of a checkpoint, if
+the gain is larger.
 
 Both placements are predicted from the current profiles, so stages don't move back and forth. A measured slowdown of a
 machine is already part of its profile. Only the fraction of a predicted gain counts that earlier moves of this job
@@ -72,15 +72,15 @@ def promoted(
     trust: float,
 ) -> Promotion | None:
     """Return the next move, or None. `candidates`: usable machines, those of the plan included. `sheltered`: stages
-    whose guard has a snapshot newer than the checkpoint. `rested`: whether the last plan change is long enough ago for
-    a move by way of a checkpoint. `trust`: fraction of a predicted gain to count on, in (0, 1]."""
+    whose standby has a snapshot newer than the checkpoint. `rested`: whether the last plan change is long enough ago
+    for a move by way of a checkpoint. `trust`: fraction of a predicted gain to count on, in (0, 1]."""
     if plan.task != "train" or steps_left < WORTH_STEPS:
         return None
     costs = StageCosts(with_profiles(problem, candidates), plan)
     working = {stage.peer for stage in plan.stages} | {plan.feed}
     idle = sorted({peer.peer for peer in candidates} - working)
     now_s = predict(plan.stages, costs).step_s
-    guards = {guard.stage: guard.peer for guard in plan.guards}
+    standbys = {standby.stage: standby.peer for standby in plan.guards}
     least = max(GAIN, COST_STEPS / steps_left) / trust
     for choice in _ranked(plan, costs, idle, (1 - least) * now_s):
         stage, peer = choice.stage, choice.peer
@@ -92,12 +92,12 @@ def promoted(
         found = moved(plan, problem, stage.stage, peer, candidates)
         if found is None:
             continue
-        if (stage.stage, stage.peer) in {(guard.stage, guard.peer) for guard in found.guards}:
-            if guards.get(stage.stage) == peer:
+        if (stage.stage, stage.peer) in {(standby.stage, standby.peer) for standby in found.guards}:
+            if standbys.get(stage.stage) == peer:
                 return Promotion(found, f"{who}, and they change places", gain) if stage.stage in sheltered else None
             first = with_standby(plan, problem, stage.stage, peer, candidates)
             if first is not None:
-                return Promotion(first, f"{who}, and guards it first", 0.0)
+                return Promotion(first, f"{who}, and stands by for it first", 0.0)
         if gain * trust >= CHECKPOINT_GAIN:
             return Promotion(found, f"{who}, and takes it over", gain) if rested else None
     return None
@@ -107,7 +107,7 @@ def _ranked(plan: Plan, costs: StageCosts, idle: Sequence[str], most_s: float) -
     """Return moves of stages with state that give a step of at most `most_s`, the shortest step first."""
     choices: list[_Choice] = []
     for index, stage in enumerate(plan.stages):
-        if not costs.guardable(plan, stage):
+        if not costs.needs_standby(plan, stage):
             continue
         for peer in idle:
             there = msgspec.structs.replace(stage, peer=peer)
@@ -131,59 +131,59 @@ Placement = tuple[tuple[int, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class MoveResult:
-    """Result of one move, measured at `at_s`. `promised` and `brought` are the predicted and the measured gain as
-    fractions of a step's time, with 0 <= brought <= promised."""
+    """Result of one move, measured at `at_s`. `predicted` and `measured` are gains as fractions of a step's time,
+    with 0 <= measured <= predicted."""
 
     at_s: float
-    promised: float
-    brought: float
+    predicted: float
+    measured: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Promise:
+class _PendingGain:
     placement: Placement
     gain: float
     before_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Promises:
+class GainHistory:
     """State of one job. `steps_s`: the last step times under `placement`, oldest first."""
 
     placement: Placement = ()
     steps_s: tuple[float, ...] = ()
     outcomes: tuple[MoveResult, ...] = ()
-    pending: _Promise | None = None
+    pending: _PendingGain | None = None
 
     def trust(self, now_s: float) -> float:
         """Return the fraction of a predicted gain to count on, in (0, 1]."""
         known = [one for one in self.outcomes if now_s - one.at_s < FORGOTTEN_S]
-        promised = BENEFIT + sum(one.promised for one in known)
-        return (BENEFIT + sum(one.brought for one in known)) / promised
+        predicted = BENEFIT + sum(one.predicted for one in known)
+        return (BENEFIT + sum(one.measured for one in known)) / predicted
 
 
-def promised(promises: Promises, plan: Plan, gain: float) -> Promises:
+def with_prediction(history: GainHistory, plan: Plan, gain: float) -> GainHistory:
     """Record that a step of `plan` is predicted to be shorter by `gain`, a fraction of the current step's time. If
     fewer than `ENOUGH` steps were measured before, the prediction is not compared."""
-    if len(promises.steps_s) < ENOUGH or gain <= 0:
-        return replace(promises, pending=None)
-    return replace(promises, pending=_Promise(placement(plan), gain, median(promises.steps_s)))
+    if len(history.steps_s) < ENOUGH or gain <= 0:
+        return replace(history, pending=None)
+    return replace(history, pending=_PendingGain(placement(plan), gain, median(history.steps_s)))
 
 
-def stepped(promises: Promises, plan: Plan, step_s: float, now_s: float) -> Promises:
+def with_step(history: GainHistory, plan: Plan, step_s: float, now_s: float) -> GainHistory:
     """Record a step of `step_s` committed under `plan`; a placement other than the predicted one ends a pending
     comparison."""
-    here, pending = placement(plan), promises.pending
-    if here != promises.placement:
+    here, pending = placement(plan), history.pending
+    if here != history.placement:
         pending = pending if pending is not None and pending.placement == here else None
-        promises = replace(promises, placement=here, steps_s=(), pending=pending)
-    promises = replace(promises, steps_s=(*promises.steps_s, step_s)[-(SETTLING + ENOUGH) :])
-    if pending is None or pending.placement != here or len(promises.steps_s) < SETTLING + ENOUGH:
-        return promises
-    brought = 1 - median(promises.steps_s[SETTLING:]) / pending.before_s
-    outcome = MoveResult(now_s, pending.gain, min(max(brought, 0.0), pending.gain))
-    kept = tuple(one for one in promises.outcomes if now_s - one.at_s < FORGOTTEN_S)
-    return replace(promises, outcomes=(*kept, outcome), pending=None)
+        history = replace(history, placement=here, steps_s=(), pending=pending)
+    history = replace(history, steps_s=(*history.steps_s, step_s)[-(SETTLING + ENOUGH) :])
+    if pending is None or pending.placement != here or len(history.steps_s) < SETTLING + ENOUGH:
+        return history
+    measured = 1 - median(history.steps_s[SETTLING:]) / pending.before_s
+    outcome = MoveResult(now_s, pending.gain, min(max(measured, 0.0), pending.gain))
+    kept = tuple(one for one in history.outcomes if now_s - one.at_s < FORGOTTEN_S)
+    return replace(history, outcomes=(*kept, outcome), pending=None)
 
 
 def placement(plan: Plan) -> Placement:

@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Final
 
-import msgspec
-
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem
 from fusionai.scheduling.serving.prediction import predict_serving, together
 from fusionai.scheduling.standby.continuation import Otherwise, keeps_bits, recut, served_with
-from fusionai.scheduling.standby.takeover import with_profiles
+from fusionai.scheduling.standby.takeover import offered, with_profiles
 
 GAIN: Final = 1.2
 """Least predicted gain in speed, as a factor: the geometric mean over one session and over all of them together."""
@@ -91,13 +89,7 @@ def regrown(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> 
 
 
 def _as_asked(plan: Plan, known: Problem, candidates: Sequence[PeerProfile]) -> Plan | None:
-    there = {peer.peer for peer in candidates}
-    posed = msgspec.structs.replace(
-        known,
-        peers=tuple(peer for peer in known.peers if peer.peer in there),
-        excluded=tuple(peer for peer in known.excluded if peer in there),
-        incumbent=None,
-    )
+    posed = offered(known, candidates)
     try:
         return served_with(plan, posed)
     except PlanError:

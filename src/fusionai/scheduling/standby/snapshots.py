@@ -1,4 +1,4 @@
-"""Chooses how often guarded stages take snapshots: one interval K for the whole job, with its reason.
+"""Chooses how often stages with a standby take snapshots: one interval K for the whole job, with its reason.
 
 All stages take snapshots on the same steps, so K is one number. Three goals determine it:
 
@@ -6,7 +6,7 @@ All stages take snapshots on the same steps, so K is one number. Three goals det
   (K >= 20 * state / boundary bytes per step) or 5 % of the time the link is idle; of the peer's time it is 5 % for
   copying and encrypting. `cheap` is the least K that satisfies all of these.
 - *possible*: the same with 50 % instead of 5 %, so `possible` <= `cheap`. Both never need more of a link than it
-  carries (K >= transfer time / step time, for a guard with all its stages together).
+  carries (K >= transfer time / step time, for a standby with all its stages together).
 - *short replay*: when a peer is lost, its stand-in replays up to 2K - 1 steps of that stage's compute, without
   bubbles. `brief` is the largest K for which the replay stays under two seconds, at least 1.
 
@@ -16,7 +16,7 @@ steps.
 
 The costs are those of the recovery protocol (docs/recovery.md): state / K of traffic per step, 2K + 1 steps retained,
 2K - 1 replayed. K affects only the speed of a run, never its results: while a snapshot takes longer than planned, the
-feed is slowed down. `guards` calls this module; `stage_costs` has the costs.
+feed is slowed down. `assignment` calls this module; `stage_costs` has the costs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ COPY_BYTES_PER_S: Final = 1e9
 
 
 class SnapshotInterval(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Interval of the snapshots. `every`: K in steps, 0 if no stage is guarded. `reason`: a sentence for the user."""
+    """Interval of the snapshots. `every`: K in steps, 0 if no stage has a standby. `reason`: a sentence for the
+    user."""
 
     every: int
     reason: str
@@ -54,14 +55,16 @@ class SnapshotInterval(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 def snapshot_interval(plan: Plan, problem: Problem) -> SnapshotInterval:
-    """Return K for the guards in `plan.guards`; costs are compared with `plan.step_time_s`."""
+    """Return K for the standbys in `plan.guards`; costs are compared with `plan.step_time_s`."""
     if not plan.guards:
-        return SnapshotInterval(every=0, reason="no stage is guarded, so no snapshots are taken.")
+        return SnapshotInterval(every=0, reason="no stage has a warm standby, so no snapshots are taken.")
     if plan.task == "serve":
-        return SnapshotInterval(every=0, reason="weights don't change: a guard holds them, and caches are rebuilt.")
+        return SnapshotInterval(
+            every=0, reason="weights don't change: a warm standby holds them, and caches are rebuilt."
+        )
     costs = StageCosts(problem, plan)
     stages = {stage.stage: stage for stage in plan.stages}
-    pairs = [(stages[guard.stage], guard.peer) for guard in plan.guards]
+    pairs = [(stages[standby.stage], standby.peer) for standby in plan.guards]
     cheap, why_cheap = _least(plan, costs, pairs, EXTRA)
     possible, why_possible = _least(plan, costs, pairs, HASTY_EXTRA)
     compute_s = max(plan.microbatches_of(stage) * costs.compute_s(stage, peer) for stage, peer in pairs)
@@ -99,12 +102,12 @@ def _least(plan: Plan, costs: StageCosts, pairs: list[tuple[StagePlacement, str]
     step_s = plan.step_time_s
     arriving_s: defaultdict[str, float] = defaultdict(float)
     worst, why = 1.0, ""
-    for stage, guard in pairs:
+    for stage, standby in pairs:
         state = costs.snapshot_bytes(stage)
-        transfer_s = costs.snapshot_s(stage, guard)
-        if costs.hop(stage.peer, guard).shared:
-            arriving_s[guard] += state / costs.profiles[guard].downlink.bandwidth_bytes_per_s
-        boundary = _beside_bytes(plan, costs, stage, guard)
+        transfer_s = costs.snapshot_s(stage, standby)
+        if costs.hop(stage.peer, standby).shared:
+            arriving_s[standby] += state / costs.profiles[standby].downlink.bandwidth_bytes_per_s
+        boundary = _beside_bytes(plan, costs, stage, standby)
         idle_s = step_s - (boundary / costs.profiles[stage.peer].uplink.bandwidth_bytes_per_s if boundary > 0 else 0.0)
         by_idle = transfer_s / (extra * idle_s) if idle_s > 0 else inf
         by_traffic = state / (extra * boundary) if boundary > 0 else inf
@@ -116,18 +119,18 @@ def _least(plan: Plan, costs: StageCosts, pairs: list[tuple[StagePlacement, str]
         if copying_s / (extra * step_s) > worst:
             worst = copying_s / (extra * step_s)
             why = f"copying the {format_bytes(state)} of stage {stage.stage} takes {format_seconds(copying_s)}"
-    # A guard receives nothing else, but all its stages send their snapshots at once.
-    for guard, seconds in arriving_s.items():
+    # A standby receives nothing else, but all its stages send their snapshots at once.
+    for standby, seconds in arriving_s.items():
         if seconds / step_s > worst:
             worst = seconds / step_s
-            why = f"the snapshots for {costs.name(guard)} take {format_seconds(seconds)} over its link"
+            why = f"the snapshots for {costs.name(standby)} take {format_seconds(seconds)} over its link"
     # Rounding must not raise K by a step.
     return min(ceil(worst * (1 - 1e-9)), MOST_STEPS), why
 
 
-def _beside_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement, guard: str) -> float:
+def _beside_bytes(plan: Plan, costs: StageCosts, stage: StagePlacement, standby: str) -> float:
     """Return the bytes that `stage` sends per step over the link that also carries its snapshots."""
-    if not costs.hop(stage.peer, guard).shared:
+    if not costs.hop(stage.peer, standby).shared:
         return 0.0
     sent = 0.0
     for other in plan.stages:
@@ -153,6 +156,6 @@ def _held(plan: Plan, costs: StageCosts) -> tuple[int, str]:
 
 
 def room_to_retain(plan: Plan, costs: StageCosts) -> str | None:
-    """Return the peer whose memory is too small for guarded work even with K = 1, or None."""
+    """Return the peer whose memory is too small for work with snapshots even with K = 1, or None."""
     held, holder = _held(plan, costs)
     return None if held >= 1 else holder

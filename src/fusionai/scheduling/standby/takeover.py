@@ -1,7 +1,7 @@
-"""Makes the plan after peers were lost, and plans with better guards when machines join.
+"""Makes the plan after peers were lost, and plans with better standbys when machines join.
 
 Cuts stay, and stages whose peers still run stay unchanged, so running work is not disturbed. A lost stage goes to its
-guard, which has its snapshot. Otherwise it goes to an idle machine it fits on, which receives the snapshot or the
+standby, which has its snapshot. Otherwise it goes to an idle machine it fits on, which receives the snapshot or the
 checkpoint. Otherwise, if memory permits, it goes to a machine that has already taken a lost stage. In exact mode only
 machines with equal fingerprints may take over. If no machine can take a stage, `WaitingForMachines` says which machine
 is missing and why the available ones can't.
@@ -11,8 +11,8 @@ consecutive loss (`Loss`). A machine that has joined again waits for at most `LO
 may work better. A process that fails repeatedly without ending waits for up to `LONGEST_RETRY_S`: each attempt costs a
 plan, a load of weights and a log line, and its cause has not changed.
 
-`standby.assignment` assigns guards to the result, `prediction` predicts its speed; `training` calls this module when a
-peer is lost."""
+`standby.assignment` assigns standbys to the result, `prediction` predicts its speed; `training` calls this module when
+a peer is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ import msgspec
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes
 from fusionai.scheduling.problem.constraints import refusal
-from fusionai.scheduling.problem.levers import unable_to_save
+from fusionai.scheduling.problem.memory_savings import unable_to_save
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Certificate, Excluded, PeerProfile, Plan, Problem, StagePlacement, Standby
 from fusionai.scheduling.serving.prediction import predict_serving
@@ -69,10 +69,9 @@ def replaced(
     """Return `plan` (version 0) without the peers in `lost`, or `WaitingForMachines` if a stage finds no machine.
 
     The peers in `lost` no longer have their state. `candidates`: machines that may be used now; one of `lost` among
-    them has come back without state. Guards that are not lost are available in any case. Guards are assigned anew from
-    the remaining machines, those with snapshots of running stages first. Raises `PlanError` if the job owner's own
-    process is among `lost`.
-    """
+    them has come back without state. Standbys that are not lost are available in any case. Standbys are assigned anew
+    from the remaining machines, those with snapshots of running stages first. Raises `PlanError` if the job owner's own
+    process is among `lost`."""
     if plan.feed in lost:
         raise PlanError(f"the job owner's own process {plan.feed!r} can't be replaced; it is restarted instead.")
     known = with_profiles(problem, candidates)
@@ -80,13 +79,13 @@ def replaced(
     gone = [stage for stage in plan.stages if stage.peer in lost]
     living = {stage.peer for stage in plan.stages} - lost
     offered = {candidate.peer for candidate in candidates}
-    guards = {guard.peer for guard in plan.guards} - lost
+    standbys = {standby.peer for standby in plan.guards} - lost
     idle = {
         peer: costs.profiles[peer]
-        for peer in sorted((offered | guards) - living - {plan.feed})
+        for peer in sorted((offered | standbys) - living - {plan.feed})
         if peer in costs.profiles
     }
-    placing = _Placing(plan, costs, idle, frozenset(guards))
+    placing = _Placing(plan, costs, idle, frozenset(standbys))
     placing.place(gone)
     unplaced = tuple(placing.unplaced(stage) for stage in gone if stage.stage not in placing.taken)
     if unplaced:
@@ -94,20 +93,23 @@ def replaced(
     stages = tuple(placing.taken.get(stage.stage, stage) for stage in plan.stages)
     bare = _predicted(plan, costs, stages, tuple(peer for peer in idle if peer not in {s.peer for s in stages}))
     survivors = tuple(
-        guard for guard in plan.guards if guard.peer in bare.spares and guard.stage not in {s.stage for s in gone}
+        standby
+        for standby in plan.guards
+        if standby.peer in bare.spares and standby.stage not in {s.stage for s in gone}
     )
     return with_standbys(msgspec.structs.replace(bare, guards=survivors), known)
 
 
 def reinforced(plan: Plan, problem: Problem, candidates: Sequence[PeerProfile]) -> Plan | None:
-    """Return `plan` (version 0) with guards for stages that have none or an inexact one; None if nothing improves. New
-    guards come from `candidates` and the present guards. A guard is never exchanged for an equally good one."""
+    """Return `plan` (version 0) with standbys for stages that have none or an inexact one; None if nothing improves.
+    New standbys come from `candidates` and the present standbys. A standby is never exchanged for an equally good
+    one."""
     known = with_profiles(problem, candidates)
     placed = {stage.peer for stage in plan.stages} | {plan.feed}
-    there = {candidate.peer for candidate in candidates} | {guard.peer for guard in plan.guards}
+    there = {candidate.peer for candidate in candidates} | {standby.peer for standby in plan.guards}
     wider = msgspec.structs.replace(plan, version=0, spares=tuple(sorted(there - placed)))
     better = with_standbys(wider, known)
-    before, after = (sum(2 if guard.exact else 1 for guard in one.guards) for one in (plan, better))
+    before, after = (sum(2 if standby.exact else 1 for standby in one.guards) for one in (plan, better))
     return better if after > before else None
 
 
@@ -115,25 +117,25 @@ def handed_over(
     plan: Plan, problem: Problem, leaving: frozenset[str], candidates: Sequence[PeerProfile]
 ) -> Plan | None:
     """Return `plan` (version 0) with the stages of the `leaving` peers on other machines; None if no machine can take
-    over. The leaving peers become guards of their stages, so their state is available until the next peer has it. A
-    leaving peer that only guards is dropped at once."""
+    over. The leaving peers become standbys of their stages, so their state is available until the next peer has it. A
+    leaving peer that is only a standby is dropped at once."""
     found = replaced(plan, problem, leaving, candidates)
     if isinstance(found, WaitingForMachines):
         return None
     moved = {stage.stage: stage.peer for stage in plan.stages if stage.peer in leaving}
-    kept = [guard for guard in found.guards if guard.stage not in moved]
-    guards = [*kept, *(Standby(stage=stage, peer=peer, exact=True) for stage, peer in moved.items())]
+    kept = [standby for standby in found.guards if standby.stage not in moved]
+    standbys = [*kept, *(Standby(stage=stage, peer=peer, exact=True) for stage, peer in moved.items())]
     return msgspec.structs.replace(
         found,
-        guards=tuple(sorted(guards, key=lambda guard: guard.stage)),
+        guards=tuple(sorted(standbys, key=lambda standby: standby.stage)),
         snapshot_every=found.snapshot_every or ((plan.snapshot_every or 1) if moved else 0),
     )
 
 
 def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequence[PeerProfile]) -> Plan | None:
-    """Return `plan` (version 0) with one stage moved to `to`, which runs none. The former peer guards the stage if it
-    runs nothing else and has the memory; the other guards stay if they can. Returns None if `to` can't run the stage,
-    or if a guarded stage would lose its guard."""
+    """Return `plan` (version 0) with one stage moved to `to`, which runs none. The former peer stands by for the stage
+    if it runs nothing else and has the memory; the other standbys stay if they can. Returns None if `to` can't run the
+    stage, or if another stage would lose its standby."""
     known = with_profiles(problem, candidates)
     costs = StageCosts(known, plan)
     former = next(placed for placed in plan.stages if placed.stage == stage)
@@ -143,18 +145,18 @@ def moved(plan: Plan, problem: Problem, stage: int, to: str, candidates: Sequenc
         return None
     stages = tuple(placing.taken.get(placed.stage, placed) for placed in plan.stages)
     working = {placed.peer for placed in stages}
-    spares = {former.peer, *(guard.peer for guard in plan.guards), *plan.spares} - working - {plan.feed}
+    spares = {former.peer, *(standby.peer for standby in plan.guards), *plan.spares} - working - {plan.feed}
     bare = _predicted(plan, costs, stages, tuple(sorted(spares)))
-    kept = [guard for guard in plan.guards if guard.peer in spares and guard.stage != stage]
+    kept = [standby for standby in plan.guards if standby.peer in spares and standby.stage != stage]
     if former.peer in spares and may_stand_by(bare, known, placing.taken[stage], former.peer):
         kept.append(Standby(stage=stage, peer=former.peer, exact=costs.exact(former, costs.profiles[former.peer])))
     found = with_standbys(msgspec.structs.replace(bare, guards=tuple(kept)), known)
-    return found if {guard.stage for guard in plan.guards} <= {guard.stage for guard in found.guards} else None
+    return found if _keeps_standbys(plan, found) else None
 
 
 def with_standby(plan: Plan, problem: Problem, stage: int, peer: str, candidates: Sequence[PeerProfile]) -> Plan | None:
-    """Return `plan` (version 0) with `peer`, which runs no stage, as the guard of `stage`. Returns None if `peer` has
-    no room for that, or if another stage would lose its guard."""
+    """Return `plan` (version 0) with `peer`, which runs no stage, as the standby of `stage`. Returns None if `peer` has
+    no room for that, or if another stage would lose its standby."""
     known = with_profiles(problem, candidates)
     costs = StageCosts(known, plan)
     placed = next(one for one in plan.stages if one.stage == stage)
@@ -162,38 +164,41 @@ def with_standby(plan: Plan, problem: Problem, stage: int, peer: str, candidates
         return None
     exact = costs.exact(placed, costs.profiles[peer])
     wanted = Standby(stage=stage, peer=peer, exact=exact)
-    there = {peer, *(guard.peer for guard in plan.guards), *plan.spares} - {one.peer for one in plan.stages}
-    kept = tuple(guard for guard in plan.guards if guard.stage != stage and guard.peer != peer)
+    there = {peer, *(standby.peer for standby in plan.guards), *plan.spares} - {one.peer for one in plan.stages}
+    kept = tuple(standby for standby in plan.guards if standby.stage != stage and standby.peer != peer)
     wider = msgspec.structs.replace(
         plan, version=0, spares=tuple(sorted(there - {plan.feed})), guards=(wanted, *kept), snapshot_every=0
     )
     found = with_standbys(wider, known)
-    stays = {guard.stage for guard in plan.guards} <= {guard.stage for guard in found.guards}
-    return found if stays and wanted in found.guards else None
+    return found if _keeps_standbys(plan, found) and wanted in found.guards else None
+
+
+def _keeps_standbys(before: Plan, after: Plan) -> bool:
+    return {standby.stage for standby in before.guards} <= {standby.stage for standby in after.guards}
 
 
 class _Placing:
     """Assigns lost stages to idle machines."""
 
-    def __init__(self, plan: Plan, costs: StageCosts, idle: dict[str, PeerProfile], guards: frozenset[str]) -> None:
+    def __init__(self, plan: Plan, costs: StageCosts, idle: dict[str, PeerProfile], standbys: frozenset[str]) -> None:
         self.plan = plan
         self.costs = costs
         self.idle = idle
-        self.guard_of = {guard.stage: guard.peer for guard in plan.guards if guard.peer in guards}
+        self.standby_of = {standby.stage: standby.peer for standby in plan.guards if standby.peer in standbys}
         self.taken: dict[int, StagePlacement] = {}
         self.load: defaultdict[str, int] = defaultdict(int)
 
     def place(self, lost: list[StagePlacement]) -> None:
         order = sorted(lost, key=lambda s: (-s.memory_bytes, s.stage))
 
-        def guard_only(stage: StagePlacement) -> list[str]:
-            guard = self.guard_of.get(stage.stage)
-            if guard is None or guard not in self.idle or self._refusal(stage, guard) is not None:
+        def own_standby(stage: StagePlacement) -> list[str]:
+            standby = self.standby_of.get(stage.stage)
+            if standby is None or standby not in self.idle or self._refusal(stage, standby) is not None:
                 return []
-            return [guard] if self.costs.exact(stage, self.idle[guard]) else []
+            return [standby] if self.costs.exact(stage, self.idle[standby]) else []
 
-        # First assign as many stages as possible to their guards, then the others, one stage per machine.
-        first = matched([guard_only(stage) for stage in order])
+        # First assign as many stages as possible to their standbys, then the others, one stage per machine.
+        first = matched([own_standby(stage) for stage in order])
         for index, peer in matched([self._ranked(stage) for stage in order], first).items():
             self._give(order[index], peer)
         for stage in order:
@@ -219,7 +224,7 @@ class _Placing:
         def key(peer: str) -> tuple[bool, bool, int, float, str]:
             return (
                 not self.costs.exact(stage, self.idle[peer]),
-                self.guard_of.get(stage.stage) != peer,
+                self.standby_of.get(stage.stage) != peer,
                 self.load[peer],
                 self.costs.compute_s(stage, peer),
                 peer,
@@ -301,6 +306,14 @@ def with_profiles(problem: Problem, candidates: Sequence[PeerProfile]) -> Proble
     """Return `problem` with the profiles of `candidates` added; they replace older profiles of the same peers."""
     profiles = {peer.peer: peer for peer in problem.peers} | {peer.peer: peer for peer in candidates}
     return msgspec.structs.replace(problem, peers=tuple(profiles[name] for name in sorted(profiles)))
+
+
+def offered(problem: Problem, candidates: Sequence[PeerProfile]) -> Problem:
+    """Return `problem` with the machines of `candidates` alone, and without a running plan."""
+    there = {peer.peer: peer for peer in candidates}
+    peers = tuple(there[name] for name in sorted(there))
+    excluded = tuple(peer for peer in problem.excluded if peer in there)
+    return msgspec.structs.replace(problem, peers=peers, excluded=excluded, incumbent=None)
 
 
 def _wish(stage: Unplaced) -> str:

@@ -3,7 +3,7 @@
 All pipelines are divided into boxes by their period and by the time that files add to an update. In one box no step is
 shorter than the box's least period and update plus the least transit of a chain whose stages fit the box's largest
 period and update. That transit is a shortest path over cuts and machines with exact costs of stages, hops, memory and
-levers, but a machine may appear more than once.
+savings, but a machine may appear more than once.
 
 Each use of a machine has a price, and the price of one use per machine is subtracted from the result (Lagrangian
 relaxation, M. Held and R. Karp, 1970; relaxed states as N. Christofides, A. Mingozzi and P. Toth, 1981). Prices rise
@@ -219,7 +219,7 @@ class Relaxation:
         everyone = np.arange(len(self._kinds), dtype=np.int64)
         prices_s = np.zeros(len(self._kinds) + 1)
         updates = [(0.0, 0.0)]
-        if any(way.offload or way.offload_weights for way in self._pipeline.ways):
+        if any(variant.offload or variant.offload_weights for variant in self._pipeline.variants):
             whole_s = self._known_s if self._known_s < inf else self._longest_update_s()
             updates.append((0.0, whole_s))
         for low_update_s, high_update_s in updates:
@@ -298,10 +298,10 @@ class Relaxation:
         return np.concatenate([box.prices_s[kinds], box.prices_s[-1:]])
 
     def _spend(self, kinds: int, rounds: int) -> None:
-        length, ways = self._pipeline.chain.length, len(self._pipeline.ways)
+        length, variants = self._pipeline.chain.length, len(self._pipeline.variants)
         paired = kinds * kinds if kinds <= PAIRED else 4 * kinds
         stages = kinds * length * length / 2
-        self.effort += stages * (2 + ways) + (rounds + 2) * (stages + length * paired)
+        self.effort += stages * (2 + variants) + (rounds + 2) * (stages + length * paired)
 
     def _among(self, kinds: Integers) -> KindTables:
         return _chosen(self._pipeline, self._tables, self._first, kinds)
@@ -328,7 +328,7 @@ def _kinds(pipeline: Pipeline, limits: PipelineLimits) -> list[list[int]]:
     found: dict[object, list[int]] = {}
     for peer in range(pipeline.owner):
         own = limits.required >> peer & 1 or not pipeline.exchangeable(peer)
-        found.setdefault(peer if own else pipeline.cost_key(peer), []).append(peer)
+        found.setdefault(peer if own else pipeline.machines[peer].cost_key, []).append(peer)
     return list(found.values())
 
 
@@ -356,8 +356,8 @@ def _tables(pipeline: Pipeline, kinds: list[list[int]], first: Integers) -> Kind
     kind_of = {peer: number for number, members in enumerate(kinds) for peer in members}
     return KindTables(
         costs=_with_pins(costs, kind_of, -1),
-        up=np.array([pipeline.up[peer] for peer in peers]),
-        down=np.array([pipeline.down[peer] for peer in peers]),
+        up=np.array([pipeline.machines[peer].up for peer in peers]),
+        down=np.array([pipeline.machines[peer].down for peer in peers]),
         hop_up=np.array([one.uplink.bandwidth_bytes_per_s for one in profiles]),
         hop_down=np.array([one.downlink.bandwidth_bytes_per_s for one in profiles]),
         latency_s=np.array([one.uplink.latency_s + one.downlink.latency_s for one in profiles]),

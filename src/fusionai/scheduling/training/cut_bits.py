@@ -49,13 +49,13 @@ def same_sums(before: Plan, after: Plan, problem: Problem) -> bool:
 
 def dependence(plan: Plan, problem: Problem) -> tuple[str, ...]:
     """One sentence per shared parameter whose gradient differs from one process's in the last bits."""
-    apart = [weight for weight in problem.shared_weights if _groups(plan, weight)]
-    if not apart:
+    split = [weight for weight in problem.shared_weights if _groups(plan, weight)]
+    if not split:
         return ()
     names = ", ".join(
-        f"{weight.key} ({format_bytes(weight.nbytes)}, blocks {_listed(weight.blocks)})" for weight in apart[:3]
+        f"{weight.key} ({format_bytes(weight.nbytes)}, blocks {_listed(weight.blocks)})" for weight in split[:3]
     )
-    more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
+    more = f" and {len(split) - 3} more" if len(split) > 3 else ""
     return (
         f"This model's bits depend on the cut: stages share {names}{more} and add their gradients once per step. "
         "Results differ from one process in the last bits; a later cut that adds otherwise is recorded as tolerant.",

@@ -9,7 +9,7 @@ or split a stage, while the step gets shorter. Deterministic; effort is bounded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import inf
 from typing import Final
@@ -27,10 +27,11 @@ _STARTS: Final = 2
 def construct(pipeline: Pipeline, limits: PipelineLimits) -> list[Layout]:
     """Feasible layouts, the fastest first; empty if none was found."""
     found: dict[Layout, float] = {}
-    for order in _orders(pipeline, limits):
+    filling = _Filling(pipeline, limits.fewest)
+    for order in dict.fromkeys(_orders(pipeline, limits)):
         for period_s in _periods(pipeline, limits):
-            for count in _counts(limits):
-                layout = _fill(pipeline, order, period_s, count, limits.fewest)
+            for count in sorted({limits.fewest, limits.most}):
+                layout = filling.filled(order, period_s, count)
                 if layout is not None and layout not in found:
                     step_s = _step_s(pipeline, layout, limits)
                     if step_s < inf:
@@ -115,37 +116,45 @@ def _neighbours(pipeline: Pipeline, layout: Layout) -> Iterator[Layout]:
                 yield (*order[:k], peer, *order[k:]), (*cuts[: k + 1], cut, *cuts[k + 1 :])
 
 
-def _fill(pipeline: Pipeline, order: list[int], period_s: float, most: int, fewest: int) -> Layout | None:
-    """Fill stages of at most `period_s`, the last first, with the peers in this order; None if they don't reach the
-    first block."""
-    suffix: Suffix = pipeline.tail
-    taken: list[int] = []
-    cuts = [suffix.start]
-    for peer in order:
-        if suffix.start == 0 or len(taken) == most:
-            break
-        # Leave a block for each stage that must still come.
-        least = max(0, fewest - len(taken) - 1)
-        for start in range(least, suffix.start):
-            if pipeline.compute_s(peer, start, suffix.start) > period_s:
-                continue
-            longer = pipeline.best_longer(suffix, peer, start)
-            if longer is not None and longer.period_s <= max(period_s, suffix.period_s):
-                suffix = longer
-                taken.insert(0, peer)
-                cuts.insert(0, start)
+class _Filling:
+    """Fills stages from the last to the first. Target periods share most of their stages, so each is priced once."""
+
+    def __init__(self, pipeline: Pipeline, fewest: int) -> None:
+        self._pipeline = pipeline
+        self._fewest = fewest
+        self._priced: dict[Layout, Suffix | None] = {}
+
+    def filled(self, order: Sequence[int], period_s: float, most: int) -> Layout | None:
+        """Fill stages of at most `period_s` with the peers in this order; None if they don't reach the first block."""
+        suffix: Suffix = self._pipeline.tail
+        taken: tuple[int, ...] = ()
+        cuts: tuple[int, ...] = (suffix.start,)
+        for peer in order:
+            if suffix.start == 0 or len(taken) == most:
                 break
-    return (tuple(taken), tuple(cuts)) if suffix.start == 0 else None
+            # Leave a block for each stage that must still come.
+            for start in range(max(0, self._fewest - len(taken) - 1), suffix.start):
+                if self._pipeline.compute_s(peer, start, suffix.start) > period_s:
+                    continue
+                layout: Layout = ((peer, *taken), (start, *cuts))
+                if layout not in self._priced:
+                    self._priced[layout] = self._pipeline.best_longer(suffix, peer, start)
+                longer = self._priced[layout]
+                if longer is not None and longer.period_s <= max(period_s, suffix.period_s):
+                    suffix = longer
+                    taken, cuts = layout
+                    break
+        return (taken, cuts) if suffix.start == 0 else None
 
 
-def _orders(pipeline: Pipeline, limits: PipelineLimits) -> Iterator[list[int]]:
+def _orders(pipeline: Pipeline, limits: PipelineLimits) -> Iterator[tuple[int, ...]]:
     """Orders in which stages are filled from the end: required peers first, then by speed, memory or access link."""
     everyone = range(pipeline.owner)
     keys: tuple[Callable[[int], float], ...] = (
-        lambda p: pipeline.speed[p],
-        lambda p: -pipeline.speed[p],
-        lambda p: pipeline.memory_bytes[p],
-        lambda p: -pipeline.memory_bytes[p],
+        lambda p: pipeline.machines[p].flops_per_s,
+        lambda p: -pipeline.machines[p].flops_per_s,
+        lambda p: pipeline.machines[p].memory_bytes,
+        lambda p: -pipeline.machines[p].memory_bytes,
         lambda p: -pipeline.access_s(p, 0, 1) if pipeline.chain.length > 1 else 0.0,
     )
     for key in keys:
@@ -153,25 +162,21 @@ def _orders(pipeline: Pipeline, limits: PipelineLimits) -> Iterator[list[int]]:
         # The same peers in reverse order too: small memories suit the last stages, where little is in flight.
         chosen = ranked[: limits.most]
         for order in (ranked, [*reversed(chosen), *ranked[limits.most :]]):
-            yield sorted(order, key=lambda p: p == pipeline.front)  # The peer of the first blocks comes last.
+            yield tuple(sorted(order, key=lambda p: p == pipeline.front))  # The peer of the first blocks comes last.
 
 
 def _periods(pipeline: Pipeline, limits: PipelineLimits) -> list[float]:
     """Target periods from the ideal (all chosen peers share the work by speed) to that of one slow peer."""
     chain = pipeline.chain
     total = chain.flops(0, chain.length)
-    fastest = sum(pipeline.speed[: limits.most])
-    low_s, high_s = total / fastest, 2 * total / min(pipeline.speed[: pipeline.owner])
+    speeds = [machine.flops_per_s for machine in pipeline.machines[: pipeline.owner]]
+    low_s, high_s = total / sum(speeds[: limits.most]), 2 * total / min(speeds)
     if low_s <= 0:
         return [inf]
     ratio = (high_s / low_s) ** (1 / (_PERIODS - 1))
     # Most good plans lie within twice the ideal, so the first part of the range is sampled more densely.
     fine = [low_s * (1 + 0.15 * step) for step in range(_PERIODS)]
     return [*fine, *(low_s * ratio**step for step in range(_PERIODS)), inf]
-
-
-def _counts(limits: PipelineLimits) -> list[int]:
-    return sorted({limits.fewest, limits.most})
 
 
 def _cuts(sizes: list[int]) -> tuple[int, ...]:

@@ -9,22 +9,24 @@ of stages that follow.
     commit   = latency from the first stage to the job owner and back, to report the step complete (see `prediction`)
     period   = max over stages of compute, uplink and downlink occupancy, exceptional links' transfer, credit
     credit_k = round trip of stage k / microbatches its memory holds, where that is fewer than M (Little's law)
-    update   = the longest time a stage reads and writes files after a step, if its levers keep data in files
+    update   = the longest time a stage reads and writes files after a step, if its savings keep data in files
 
-Each stage works in one of several ways (`levers`: recomputing activations, optimizer state or weights in files). The
-way sets the stage's compute, memory and update. `fold` finds the ways that make the step of given stages shortest.
+Each stage has one of several variants, each a combination of techniques that save memory (`problem.memory_savings`).
+The variant sets the stage's compute, memory and update. `fold` finds the variants that make the step of given stages
+shortest.
 
 For equal stages the step is M*tau + (P-1)(t_c + t_n + 2a), plus the commit. The microbatches in flight at stage k are
 those that `credits_needed` computes, at most M and at most what memory holds. The data feed's transfers and jitter are
 not modelled.
 
-`problem.chain` has the costs of block ranges by way, and `problem.links` the hops. `search` and `improvement` build
+`problem.chain` has the costs of block ranges by variant, and `problem.links` the hops. `search` and `improvement` build
 pipelines with this model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil, floor
 from typing import Final, NamedTuple
@@ -35,15 +37,10 @@ from fusionai.scheduling.kernels.training_pipeline import CostTables
 from fusionai.scheduling.problem.chain import Chain, stage_tables
 from fusionai.scheduling.problem.constraints import Pins
 from fusionai.scheduling.problem.embedding_and_head import embedding_and_head_of, front_of, tail_chain
-from fusionai.scheduling.problem.levers import (
-    choices_of_problem,
-    file_bytes_per_s,
-    flops_per_s,
-    inability,
-    weights_bytes_per_s,
-)
 from fusionai.scheduling.problem.links import DirectedLink, hop
+from fusionai.scheduling.problem.memory_savings import savings_choices
 from fusionai.scheduling.problem.types import PeerProfile, Problem
+from fusionai.scheduling.training.machines import HopCosts, MachineCosts, fastest_first
 from fusionai.wire.codecs import Codec
 
 
@@ -70,8 +67,8 @@ class Suffix(NamedTuple):
     rest: Suffix | None
     update_s: float = 0.0
     """Longest time any stage reads and writes files after a step."""
-    way: int = 0
-    """How the head fits its memory: index into `Pipeline.ways`."""
+    variant: int = 0
+    """How the head fits its memory: index into `Pipeline.variants`."""
 
 
 EMPTY_HEAD: Final = -1
@@ -80,23 +77,17 @@ LOSS_IN_FLIGHT: Final = 2
 """Microbatches in flight that the last stage needs: one computing, one waiting."""
 
 
-def fastest_first(peers: Iterable[PeerProfile]) -> list[PeerProfile]:
-    """Return the peers by descending speed, ties by id, whatever order they were listed in."""
-    return sorted(peers, key=lambda p: (-p.effective_flops_per_s, p.peer))
-
-
 class Pipeline:
     """Costs of a problem's stages and hops on the usable peers, in an order that does not depend on how they were
     listed."""
 
     def __init__(self, problem: Problem, peers: Sequence[PeerProfile]) -> None:
-        owner = problem.owner
         self.problem = problem
         self.microbatches = problem.microbatches
         self.peers = fastest_first(peers)
         self.owner = len(self.peers)
-        self.everyone = [*self.peers, *([] if owner is None else [owner])]
-        everyone = self.everyone
+        """Index of the job owner's machine in `machines`, which lists it after the peers."""
+        self._everyone = [*self.peers, *([] if problem.owner is None else [problem.owner])]
         ends = embedding_and_head_of(problem)
         blocks = problem.blocks[: len(problem.blocks) - ends.last]
         self.chain = Chain(problem, blocks)
@@ -104,87 +95,62 @@ class Pipeline:
         """Chain of the owner's last blocks; None if the loss is in the pool."""
         self.front = front_of(problem, self.peers)
         """Index of the peer that stands for the owner's machine with its first blocks; None if there is none."""
-        self._front_cut = ends.first
-        self.ways = choices_of_problem(problem)
-        """Ways a stage may use to fit its memory."""
-        self.tables = stage_tables(self.chain, self.ways)
-        self.able = [[inability(way, peer) is None for way in self.ways] for peer in self.peers]
-        self.speed = [peer.effective_flops_per_s for peer in everyone]
-        self.pace = [[flops_per_s(peer, way) for way in self.ways] for peer in self.peers]
-        """FLOP/s by peer and way."""
-        self.away_bytes_per_s = [weights_bytes_per_s(peer) for peer in self.peers]
-        self.file_bytes_per_s = [file_bytes_per_s(peer) for peer in self.peers]
-        self.owner_id = None if owner is None else owner.peer
-        self.up, self.down = self._access()
+        self.pins = Pins(problem.pinned, blocks, self.peers, only=self.front)
+        self.variants = savings_choices(problem)
+        """Techniques that a stage may combine to fit its memory."""
+        self.tables = stage_tables(self.chain, self.variants)
+        self.linked = frozenset(end for key in problem.links for end in key.split(">"))
+        """Peers with links of their own."""
         self._hops: dict[tuple[int, int], DirectedLink] = {}
-        self._special = {end for key in problem.links for end in key.split(">")}
-        self.commit_s = [
-            0.0 if owner is None else self.hop(index, self.owner).latency_s + self.hop(self.owner, index).latency_s
-            for index in range(len(everyone))
-        ]
-        """Commit time by the machine that holds the first stage."""
-        self.memory_bytes = [float(p.memory_bytes) for p in everyone]
-        self._pins = Pins(problem.pinned, blocks, self.peers, only=self.front)
-        # The owner's machine may also be a peer. The loss stage then takes part of its time and memory.
-        self._busy_s = [0.0] * len(everyone)
-        self.owner_memory_bytes = 0 if owner is None else owner.memory_bytes
+        self._hop_costs: dict[tuple[int, int, int], HopCosts] = {}
+        self.machines = self._machines()
         self.tail = self._tail()
-        tables = self.tables
         # Python lists: single elements are read faster than from numpy arrays.
-        self._resident: list[list[list[float]]] = tables.resident_bytes.tolist()
-        self._flight: list[list[list[float]]] = tables.flight_bytes.tolist()
-        self._flops: list[list[list[float]]] = tables.flops.tolist()
-        self._needless = [int(mask) for mask in tables.needless]
+        self._resident: list[list[list[float]]] = self.tables.resident_bytes.tolist()
+        self._flight: list[list[list[float]]] = self.tables.flight_bytes.tolist()
+        self._flops: list[list[list[float]]] = self.tables.flops.tolist()
 
-    def extend(self, suffix: Suffix, peer: int, start: int, way: int) -> Suffix | None:
-        """Return `suffix` with a stage [start, suffix.start) on `peer` before it; None if it does not fit its memory
-        that way."""
-        end, head = suffix.start, suffix.head
-        held = self.held(peer, start, end, way)
-        if held < min(self.microbatches, suffix.stages + 1):
+    def extend(self, suffix: Suffix, peer: int, start: int, variant: int) -> Suffix | None:
+        """Return `suffix` with a stage [start, suffix.start) on `peer` before it; None if its memory in this variant
+        does not fit."""
+        end, machine = suffix.start, self.machines[peer]
+        held = self.held(peer, start, end, variant)
+        stages = suffix.stages + 1
+        if held < min(self.microbatches, stages):
             return None
-        compute_s = self.compute_s(peer, start, end, way)
+        compute_s = self.compute_s(peer, start, end, variant)
         transit_s = suffix.transit_s + compute_s
-        period_s = max(suffix.period_s, compute_s + self._busy_s[peer])
+        period_s = max(suffix.period_s, compute_s + machine.busy_s)
         up_s = down_s = 0.0
-        if head != EMPTY_HEAD:
-            forward, backward = self.hop(peer, head), self.hop(head, peer)
-            forward_bytes, gradient_bytes = self.chain.forward_bytes[end], self.chain.gradient_bytes[end]
-            forward_s = forward_bytes / forward.bandwidth_bytes_per_s
-            backward_s = gradient_bytes / backward.bandwidth_bytes_per_s
-            transit_s += forward_s + backward_s + forward.latency_s + backward.latency_s
-            head_up_s, head_down_s = suffix.up_s, suffix.down_s
-            if forward.shared:
-                up_s = forward_bytes / self.up[peer]
-                head_down_s += forward_bytes / self.down[head]
-            if backward.shared:
-                down_s = gradient_bytes / self.down[peer]
-                head_up_s += gradient_bytes / self.up[head]
-            period_s = max(period_s, forward_s, backward_s, up_s, down_s, head_up_s, head_down_s)
+        if suffix.head != EMPTY_HEAD:
+            hop = self.hop_costs(peer, suffix.head, end)
+            up_s, down_s = hop.up_s, hop.down_s
+            transit_s += hop.trip_s
+            period_s = max(period_s, hop.longest_s, suffix.up_s + hop.head_up_s, suffix.down_s + hop.head_down_s)
         if held < self.microbatches:
             period_s = max(period_s, transit_s / held)
         if start == 0:
-            transit_s += self.commit_s[peer]
+            transit_s += machine.commit_s
         update_s = suffix.update_s
-        if self.ways[way].offload or self.ways[way].offload_weights:
-            update_s = max(update_s, self.update_s(peer, start, end, way))
+        if self.variants[variant].offload or self.variants[variant].offload_weights:
+            update_s = max(update_s, self.update_s(peer, start, end, variant))
         return Suffix(
-            start, peer, suffix.stages + 1, period_s, transit_s, up_s, down_s, held, compute_s, suffix, update_s, way
+            start, peer, stages, period_s, transit_s, up_s, down_s, held, compute_s, suffix, update_s, variant
         )
 
     def longer(self, suffix: Suffix, peer: int, start: int) -> list[Suffix]:
-        """Return `extend` for every way that may pay off; empty if the peer's memory can't hold the stage in any
-        way."""
+        """Return `extend` for every variant that may pay off; empty if the peer's memory can't hold the stage in any
+        variant."""
         found: list[Suffix] = []
         needless = 0
-        for way in range(len(self.ways)):
-            if needless >> way & 1:
+        for variant in range(len(self.variants)):
+            if needless >> variant & 1:
                 continue
-            one = self.extend(suffix, peer, start, way)
+            one = self.extend(suffix, peer, start, variant)
             if one is not None:
                 found.append(one)
                 if one.held >= self.microbatches:
-                    needless |= self._needless[way]
+                    needless |= int(self.tables.needless[variant])
         return found
 
     def best_longer(self, suffix: Suffix, peer: int, start: int) -> Suffix | None:
@@ -192,7 +158,7 @@ class Pipeline:
         return min(self.longer(suffix, peer, start), key=self.step_s, default=None)
 
     def fold(self, order: Sequence[int], cuts: Sequence[int]) -> Suffix | None:
-        """Return the pipeline in which `order[k]` holds [cuts[k], cuts[k + 1]), each stage in the way that is best
+        """Return the pipeline in which `order[k]` holds [cuts[k], cuts[k + 1]), each stage in the variant that is best
         overall. `cuts` runs from 0 to the chain's length. Returns None if some stage does not fit."""
         suffixes = [self.tail]
         for index in range(len(order) - 1, -1, -1):
@@ -203,47 +169,42 @@ class Pipeline:
     def step_s(self, suffix: Suffix) -> float:
         return (self.microbatches - 1) * suffix.period_s + suffix.transit_s + suffix.update_s
 
-    def compute_s(self, peer: int, start: int, end: int, way: int = 0) -> float:
+    def compute_s(self, peer: int, start: int, end: int, variant: int = 0) -> float:
         """Return the seconds of forward and backward for one microbatch."""
-        seconds = self._flops[way][start][end] / self.pace[peer][way]
-        if not self.ways[way].offload_weights:
+        machine = self.machines[peer]
+        seconds = self._flops[variant][start][end] / machine.variant_flops_per_s[variant]
+        if not self.variants[variant].offload_weights:
             return seconds
-        return seconds + float(self.tables.read_bytes[way, start, end]) / self.away_bytes_per_s[peer]
+        return seconds + float(self.tables.read_bytes[variant, start, end]) / machine.away_bytes_per_s
 
-    def update_s(self, peer: int, start: int, end: int, way: int) -> float:
+    def update_s(self, peer: int, start: int, end: int, variant: int) -> float:
         """Return the seconds that reading and writing files adds to an update of the stage."""
-        in_file = float(self.tables.slot_bytes[way, start, end]) / self.file_bytes_per_s[peer]
-        return in_file + float(self.tables.trained_bytes[way, start, end]) / self.away_bytes_per_s[peer]
+        machine = self.machines[peer]
+        in_file = float(self.tables.slot_bytes[variant, start, end]) / machine.file_bytes_per_s
+        return in_file + float(self.tables.trained_bytes[variant, start, end]) / machine.away_bytes_per_s
 
-    def held(self, peer: int, start: int, end: int, way: int) -> int:
+    def held(self, peer: int, start: int, end: int, variant: int) -> int:
         """Return how many microbatches in flight fit beside the stage's resident bytes, at most M. Negative if the
-        resident bytes alone don't fit, the peer can't work that way, or a pin forbids the range."""
-        free = self.memory_bytes[peer] - self._resident[way][start][end]
-        flight = self._flight[way][start][end]
-        if free < 0 or not self.able[peer][way] or not self._pins.allow(peer, start, end):
+        resident bytes alone don't fit, the peer does not support the variant, or a pin forbids the range."""
+        machine = self.machines[peer]
+        free = machine.memory_bytes - self._resident[variant][start][end]
+        flight = self._flight[variant][start][end]
+        if free < 0 or not machine.able[variant] or not self.pins.allow(peer, start, end):
             return -1
         return self.microbatches if flight * self.microbatches <= free else floor(free / flight)
 
-    def stage_bytes(self, start: int, end: int, way: int, in_flight: int) -> float:
+    def stage_bytes(self, start: int, end: int, variant: int, in_flight: int) -> float:
         """Return the memory of a stage with `in_flight` microbatches in flight."""
-        return self._resident[way][start][end] + in_flight * self._flight[way][start][end]
+        return self._resident[variant][start][end] + in_flight * self._flight[variant][start][end]
 
-    def flight_bytes(self, start: int, end: int, way: int) -> float:
+    def flight_bytes(self, start: int, end: int, variant: int) -> float:
         """Return the memory of one microbatch in flight."""
-        return self._flight[way][start][end]
+        return self._flight[variant][start][end]
 
     def least_bytes(self, start: int, end: int, in_flight: int = 1) -> tuple[float, int]:
-        """Return the smallest memory of a stage over all ways, with `in_flight` microbatches in flight, and that way's
-        index."""
-        return min((self.stage_bytes(start, end, way, in_flight), way) for way in range(len(self.ways)))
-
-    @property
-    def pins(self) -> Pins:
-        return self._pins
-
-    def allowed(self, peer: int, start: int, end: int) -> bool:
-        """Return whether the pins allow `peer` to hold [start, end)."""
-        return self._pins.allow(peer, start, end)
+        """Return the smallest memory of a stage over all variants, with `in_flight` microbatches in flight, and the
+        variant."""
+        return min((self.stage_bytes(start, end, variant, in_flight), variant) for variant in range(len(self.variants)))
 
     def in_flight(self, best: Suffix) -> tuple[int, ...]:
         """Return the microbatches in flight per stage, first to last, the owner's loss stage included. Each stage gets
@@ -251,11 +212,9 @@ class Pipeline:
         stages = [*self.pool_stages(best), *([] if self.loss is None else [self.tail])]
         if not best.period_s > 0:
             return tuple(min(stage.held, self.microbatches) for stage in stages)
-        compute_s = [stage.compute_s + self._busy_s[stage.head] for stage in stages]
-        away_s = [
-            self.hop_s(one.head, other.head, other.start) + self._crossing_s(one.head, other.head, other.start)
-            for one, other in pairwise(stages)
-        ]
+        compute_s = [stage.compute_s + self.machines[stage.head].busy_s for stage in stages]
+        hops = [self.hop_costs(one.head, other.head, other.start) for one, other in pairwise(stages)]
+        away_s = [hop.transfer_s + hop.latency_s + hop.wait_s for hop in hops]
         needed = credits_needed(compute_s, away_s, best.period_s)
         return tuple(min(stage.held, self.microbatches, count) for stage, count in zip(stages, needed, strict=True))
 
@@ -266,51 +225,36 @@ class Pipeline:
             yield stage
             stage = stage.rest
 
-    def transfer_s(self, upstream: int, downstream: int, cut: int) -> float:
-        """Return the transfer seconds of one microbatch's activation and gradient over `cut`, without latency."""
-        forward, backward = self.hop(upstream, downstream), self.hop(downstream, upstream)
-        seconds = self.chain.forward_bytes[cut] / forward.bandwidth_bytes_per_s
-        return seconds + self.chain.gradient_bytes[cut] / backward.bandwidth_bytes_per_s
-
     def with_codecs(self, codecs: Mapping[int, Codec]) -> Pipeline:
         """Return a copy in which the tensors sent after these blocks are packed with these codecs."""
         other = copy(self)
         other.chain = self.chain.with_codecs(codecs)
-        other.up, other.down = other._access()
+        other._hop_costs = {}
+        access = zip(self.machines, *other._access(), strict=True)
+        other.machines = [replace(machine, up=up, down=down) for machine, up, down in access]
         other.tables = self.tables.with_flight(other.chain)
         other._flight = other.tables.flight_bytes.tolist()
         return other
 
-    def _crossing_s(self, upstream: int, downstream: int, cut: int) -> float:
-        """Return the longest time both transfers wait for others on shared access links. Links serve all transfers
-        evenly. The others are the activations and gradients of the stage's other neighbour, assumed to be as large as
-        these."""
-        forward, backward = self.hop(upstream, downstream), self.hop(downstream, upstream)
-        if not (forward.shared and backward.shared):
-            return 0.0
-        return 2 * min(
-            self.chain.forward_bytes[cut] / forward.bandwidth_bytes_per_s,
-            self.chain.gradient_bytes[cut] / backward.bandwidth_bytes_per_s,
-        )
-
-    def hop_s(self, upstream: int, downstream: int, cut: int) -> float:
-        """Return `transfer_s` plus both latencies."""
-        latency_s = self.hop(upstream, downstream).latency_s + self.hop(downstream, upstream).latency_s
-        return self.transfer_s(upstream, downstream, cut) + latency_s
+    def hop_costs(self, upstream: int, downstream: int, cut: int) -> HopCosts:
+        """Return the costs of one microbatch between two machines over `cut`; cached, because searches ask
+        repeatedly."""
+        found = self._hop_costs.get((upstream, downstream, cut))
+        if found is None:
+            hops = self.hop(upstream, downstream), self.hop(downstream, upstream)
+            machines = self.machines[upstream], self.machines[downstream]
+            sizes = self.chain.forward_bytes[cut], self.chain.gradient_bytes[cut]
+            found = self._hop_costs[upstream, downstream, cut] = HopCosts.of(hops, machines, sizes)
+        return found
 
     def hop(self, sender: int, receiver: int) -> DirectedLink:
         """Return the hop from `sender` to `receiver`; cached on first use, because a large pool needs few of its
         pairs."""
         found = self._hops.get((sender, receiver))
         if found is None:
-            found = self._hops[sender, receiver] = hop(
-                self.everyone[sender], self.everyone[receiver], self.problem.links
-            )
+            one, other = self._everyone[sender], self._everyone[receiver]
+            found = self._hops[sender, receiver] = hop(one, other, self.problem.links)
         return found
-
-    def busy_s(self, peer: int) -> float:
-        """Return the seconds per microbatch that the owner's loss stage takes on the same machine."""
-        return self._busy_s[peer]
 
     def access_s(self, peer: int, start: int, end: int) -> float:
         """Return the occupancy, in seconds per microbatch, of the busier direction of the access link by stage [start,
@@ -320,7 +264,7 @@ class Pipeline:
         last = end == chain.length and self.loss is None
         up = chain.gradient_bytes[start] + (0.0 if last else chain.forward_bytes[end])
         down = chain.forward_bytes[start] + (0.0 if last else chain.gradient_bytes[end])
-        return max(up / self.up[peer], down / self.down[peer])
+        return max(up / self.machines[peer].up, down / self.machines[peer].down)
 
     def access_only(self, peer: int) -> bool:
         """Return whether every transfer of the peer uses its access link, whichever machine is its neighbour."""
@@ -328,31 +272,17 @@ class Pipeline:
 
     def has_own_links(self, peer: int) -> bool:
         """Return whether the problem names a link between the peer and another machine."""
-        return self.peers[peer].peer in self._special
+        return self.peers[peer].peer in self.linked
 
     def alike(self, one: int, other: int) -> bool:
         """Return whether two peers can be exchanged without changing any cost."""
         if not (self.exchangeable(one) and self.exchangeable(other)):
             return False
-        return self.cost_key(one) == self.cost_key(other)
+        return self.machines[one].cost_key == self.machines[other].cost_key
 
     def exchangeable(self, peer: int) -> bool:
         """Return whether the peer differs from others in its costs alone: no links of its own, no pins."""
-        return self.access_only(peer) and peer not in self._pins.peers
-
-    def cost_key(self, peer: int) -> tuple[object, ...]:
-        """Return everything that determines a peer's costs if all its transfers use its access link."""
-        one = self.peers[peer]
-        return (
-            tuple(self.pace[peer]),
-            self.memory_bytes[peer],
-            one.uplink,
-            one.downlink,
-            tuple(self.able[peer]),
-            self.away_bytes_per_s[peer],
-            self.file_bytes_per_s[peer],
-            self.commit_s[peer],
-        )
+        return self.access_only(peer) and peer not in self.pins.peers
 
     def loss_bytes(self, in_flight: int) -> float:
         """Return the memory of the owner's loss stage; its input (usually the logits) is the largest part."""
@@ -364,42 +294,71 @@ class Pipeline:
         cut = self.chain.length
         return loss.in_flight_bytes(0, loss.length) + self.chain.forward_bytes[cut] + self.chain.gradient_bytes[cut]
 
+    @property
+    def owner_id(self) -> str | None:
+        return None if self.problem.owner is None else self.problem.owner.peer
+
     def _access(self) -> tuple[list[float], list[float]]:
-        """Return the uplink and downlink bandwidth of every machine that is left for its own stage. The owner's line
-        carries the tensors of both model ends. The bandwidth for its first stage is reduced by the share that the last
-        stage uses."""
-        up = [p.uplink.bandwidth_bytes_per_s for p in self.everyone]
-        down = [p.downlink.bandwidth_bytes_per_s for p in self.everyone]
+        """Return the uplink and downlink bandwidth of every machine that is left for its own stage. The owner's access
+        link carries the tensors of both model ends. The bandwidth for its first stage is reduced by the share that the
+        last stage uses."""
+        up = [profile.uplink.bandwidth_bytes_per_s for profile in self._everyone]
+        down = [profile.downlink.bandwidth_bytes_per_s for profile in self._everyone]
         if self.front is not None and self.loss is not None:
             forward, gradient = self.chain.forward_bytes, self.chain.gradient_bytes
-            first, last = self._front_cut, self.chain.length
+            first, last = embedding_and_head_of(self.problem).first, self.chain.length
             if forward[first] > 0:
                 up[self.front] *= forward[first] / (forward[first] + gradient[last])
             if gradient[first] > 0:
                 down[self.front] *= gradient[first] / (gradient[first] + forward[last])
         return up, down
 
+    def _machines(self) -> list[MachineCosts]:
+        """Return the peers, fastest first, and the owner's machine. The owner's machine may also be a peer, of which
+        the loss stage then takes part of the time and memory."""
+        owner = self.problem.owner
+        commits_s = [
+            0.0 if owner is None else self.hop(index, self.owner).latency_s + self.hop(self.owner, index).latency_s
+            for index in range(len(self._everyone))
+        ]
+        machines = [
+            MachineCosts.of(profile, self.variants, up, down, commit_s)
+            for profile, up, down, commit_s in zip(self._everyone, *self._access(), commits_s, strict=True)
+        ]
+        if self.loss is None or owner is None:
+            return machines
+        compute_s, held = self._loss_compute_s(self.loss), self._loss_held(self.loss)
+        for index, peer in enumerate(self.peers):
+            if peer.peer == owner.peer:
+                kept = held if index == self.front else min(held, LOSS_IN_FLIGHT)
+                taken_bytes = self.loss_bytes(min(kept, self.microbatches))
+                room_bytes = machines[index].memory_bytes - taken_bytes
+                machines[index] = replace(machines[index], busy_s=compute_s, memory_bytes=room_bytes)
+        return machines
+
+    def _loss_compute_s(self, loss: Chain) -> float:
+        return loss.flops(0, loss.length) / self._everyone[self.owner].effective_flops_per_s
+
+    def _loss_held(self, loss: Chain) -> int:
+        """Return the microbatches in flight for which the owner's loss stage has room."""
+        free = float(self._everyone[self.owner].memory_bytes) - self.loss_bytes(0)
+        flight = self._loss_flight_bytes(loss)
+        held = self.microbatches if flight * self.microbatches <= free else floor(free / flight)
+        # The owner's first stage gets the rest.
+        return held if self.front is None else min(held, LOSS_IN_FLIGHT + SPARE)
+
     def _tail(self) -> Suffix:
         end = self.chain.length
         if self.loss is None:
             return Suffix(end, EMPTY_HEAD, 0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, None)
-        compute_s = self.loss.flops(0, self.loss.length) / self.speed[self.owner]
-        free = self.memory_bytes[self.owner] - self.loss_bytes(0)
-        flight = self._loss_flight_bytes(self.loss)
-        held = self.microbatches if flight * self.microbatches <= free else floor(free / flight)
-        if self.front is not None:
-            held = min(held, LOSS_IN_FLIGHT + SPARE)  # the first stage gets the rest
-        for index, peer in enumerate(self.peers):
-            if peer.peer == self.owner_id:
-                self._busy_s[index] = compute_s
-                kept = held if index == self.front else min(held, LOSS_IN_FLIGHT)
-                self.memory_bytes[index] -= self.loss_bytes(min(kept, self.microbatches))
+        compute_s, held = self._loss_compute_s(self.loss), self._loss_held(self.loss)
         return Suffix(end, self.owner, 1, compute_s, compute_s, 0.0, 0.0, held, compute_s, None)
 
 
 def cost_tables(pipeline: Pipeline, peers: Sequence[int]) -> CostTables:
     """Return the costs of stages on `peers` as arrays. Pins name peers by their number in `pipeline`."""
     stages = pipeline.tables
+    machines = [pipeline.machines[peer] for peer in peers]
     pinned, only, only_blocks = pipeline.pins.table(pipeline.chain.length)
     return CostTables(
         flops=stages.flops,
@@ -409,16 +368,16 @@ def cost_tables(pipeline: Pipeline, peers: Sequence[int]) -> CostTables:
         stage_bytes=stages.resident_bytes,
         flight_bytes=stages.flight_bytes,
         needless=stages.needless,
-        able=np.array([pipeline.able[peer] for peer in peers], dtype=np.bool_),
+        able=np.array([machine.able for machine in machines], dtype=np.bool_),
         pinned=np.array(pinned, dtype=np.int64),
         only=only,
         only_blocks=only_blocks,
-        speed=np.array([pipeline.pace[peer] for peer in peers]),
-        away_bytes_per_s=np.array([pipeline.away_bytes_per_s[peer] for peer in peers]),
-        file_bytes_per_s=np.array([pipeline.file_bytes_per_s[peer] for peer in peers]),
-        memory_bytes=np.array([pipeline.memory_bytes[peer] for peer in peers]),
-        busy_s=np.array([pipeline.busy_s(peer) for peer in peers]),
-        commit_s=np.array([pipeline.commit_s[peer] for peer in peers]),
+        speed=np.array([machine.variant_flops_per_s for machine in machines]),
+        away_bytes_per_s=np.array([machine.away_bytes_per_s for machine in machines]),
+        file_bytes_per_s=np.array([machine.file_bytes_per_s for machine in machines]),
+        memory_bytes=np.array([machine.memory_bytes for machine in machines]),
+        busy_s=np.array([machine.busy_s for machine in machines]),
+        commit_s=np.array([machine.commit_s for machine in machines]),
         microbatches=pipeline.microbatches,
         tail_stages=pipeline.tail.stages,
     )
@@ -463,17 +422,17 @@ def credits_needed(compute_s: Sequence[float], round_trip_s: Sequence[float], pe
     microbatch that has arrived instead of following a timetable. The last stage needs one: its backward follows its
     forward at once. Stages that defer weight gradients need fewer, and get the same number.
     """
-    turn_s = period_s / TARGET
+    slot_s = period_s / TARGET
     needed = [1]
     since_s = trip_s = 0.0  # From the end of a forward to the begin of its backward, with waits and without.
     for stage in range(len(compute_s) - 2, -1, -1):
         away_s = compute_s[stage + 1] + round_trip_s[stage]
         trip_s += away_s
-        turns, late_s = divmod(since_s + away_s, turn_s)
+        slots, late_s = divmod(since_s + away_s, slot_s)
         since_s += away_s
-        if late_s > turn_s - compute_s[stage] + _EXACT * turn_s:
-            turns += 1
-            since_s = turns * turn_s
+        if late_s > slot_s - compute_s[stage] + _EXACT * slot_s:
+            slots += 1
+            since_s = slots * slot_s
         least = max(len(needed) + 1, ceil((trip_s + compute_s[stage]) / period_s - _EXACT))
-        needed.append(max(least, int(turns) + 1 + SPARE))
+        needed.append(max(least, int(slots) + 1 + SPARE))
     return tuple(reversed(needed))

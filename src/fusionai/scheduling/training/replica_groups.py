@@ -74,12 +74,12 @@ def fastest(problem: Problem, most: int, exchange: Exchanging | None = None) -> 
         groups = divide(problem, count)
         if len(groups) < count:  # larger numbers don't fit either
             break
-        if pace(groups, share_s, beside) > pace(best, share_s, beside):
+        if steps_per_s(groups, share_s, beside) > steps_per_s(best, share_s, beside):
             best = groups
     return best
 
 
-def pace(groups: Sequence[Group], share_s: float = 0.0, beside: float = 0.0) -> float:
+def steps_per_s(groups: Sequence[Group], share_s: float = 0.0, beside: float = 0.0) -> float:
     """Return the predicted steps per second of all groups together. `share_s`: seconds that one group's part in the
     exchanges adds to every step; a single group has none. `beside`: part of a step that hides the exchange."""
     step_s = max(group.plan.step_time_s for group in groups)

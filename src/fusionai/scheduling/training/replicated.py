@@ -4,7 +4,7 @@ This module chooses which machines form which replica, which replica's stages ar
 not given, the number of replicas. A step's microbatches are dealt to the replicas, each of which is a pipeline of its
 own group of machines (`replica_groups`, `planner`). What the replicas share (the job owner's process and line, the
 sums) is predicted here for the whole plan. All replicas belong to one plan, with one journal and one commit: a stage of
-any replica is guarded and taken over like any other.
+any replica has a standby and is taken over like any other.
 
 The bound of such a plan assumes that all machines compute all the time.
 
@@ -165,8 +165,7 @@ def _codecs(groups: Sequence[Group]) -> tuple[Codec, ...]:
 def _bound_tokens_per_s(problem: Problem) -> float:
     """Return the tokens per second if every machine computed all the time and links took no time."""
     flops = sum(block.forward_flops + block.backward_flops for block in problem.blocks)
-    machines = [*problem.peers, *([] if problem.owner is None else [problem.owner])]
-    flops_per_s = fsum(one.effective_flops_per_s for one in machines)
+    flops_per_s = fsum(one.effective_flops_per_s for one in problem.everyone)
     return problem.microbatch_tokens * flops_per_s / flops if flops > 0 else 0.0
 
 

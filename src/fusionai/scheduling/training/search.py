@@ -79,16 +79,16 @@ def search(
 def chain_tables(pipeline: Pipeline, required: int = 0, before: Before | None = None) -> PeerTables:
     """Return the costs of `pipeline` as arrays; `required`: mask of peers that can't be exchanged with others."""
     chain, peers, tail = pipeline.chain, pipeline.owner, pipeline.tail
-    machines = len(pipeline.speed)
-    hops = [[pipeline.hop(i, j) for j in range(machines)] for i in range(machines)]
+    everyone = range(len(pipeline.machines))
+    hops = [[pipeline.hop(i, j) for j in everyone] for i in everyone]
     costs = cost_tables(pipeline, range(peers))
     return PeerTables(
         costs=costs,
         bandwidth=np.array([[hop.bandwidth_bytes_per_s for hop in row] for row in hops]),
         latency_s=np.array([[hop.latency_s for hop in row] for row in hops]),
         shared=np.array([[hop.shared for hop in row] for row in hops]),
-        up=np.array(pipeline.up),
-        down=np.array(pipeline.down),
+        up=np.array([machine.up for machine in pipeline.machines]),
+        down=np.array([machine.down for machine in pipeline.machines]),
         forward_bytes=np.array(chain.forward_bytes),
         gradient_bytes=np.array(chain.gradient_bytes),
         least_bytes=costs.stage_bytes[:, 0, :].min(axis=0),
@@ -102,7 +102,7 @@ def chain_tables(pipeline: Pipeline, required: int = 0, before: Before | None = 
 def _simply_before(pipeline: Pipeline) -> Before:
     """Return a simple bound: the fastest machine computes everything before a stage."""
     work = pipeline.tables.flops[0, 0] * (1 - 1e-12)
-    least_s = work / max(pace[0] for pace in pipeline.pace)
+    least_s = work / max(machine.variant_flops_per_s[0] for machine in pipeline.machines[: pipeline.owner])
     return Before(
         periods=np.array([0.0, np.inf]),
         before_s=np.broadcast_to(least_s, (1, pipeline.owner, len(least_s))).copy(),
@@ -251,8 +251,8 @@ def _empty(pipeline: Pipeline) -> tuple[Integers, Integers]:
 def _rankings(pipeline: Pipeline, limits: PipelineLimits) -> Iterator[Integers]:
     """Orders in which peers are filled; required peers come before all others."""
     peers = pipeline.owner
-    speed = np.array(pipeline.speed[:peers])
-    memory = np.array(pipeline.memory_bytes[:peers])
+    speed = np.array([machine.flops_per_s for machine in pipeline.machines[:peers]])
+    memory = np.array([machine.memory_bytes for machine in pipeline.machines[:peers]])
     access_s = np.array([pipeline.access_s(p, 0, 1) if pipeline.chain.length > 1 else 0.0 for p in range(peers)])
     free = np.array([not limits.required >> peer & 1 for peer in range(peers)])
     for key in (-speed, speed, -memory, memory, access_s, -np.minimum(speed / speed.max(), memory / memory.max())):
@@ -267,8 +267,8 @@ def _rankings(pipeline: Pipeline, limits: PipelineLimits) -> Iterator[Integers]:
 def _periods(pipeline: Pipeline, limits: PipelineLimits) -> list[float]:
     """Target periods from the ideal (all chosen peers share the work by speed) to that of one slow peer."""
     total = pipeline.chain.flops(0, pipeline.chain.length)
-    low_s = total / sum(pipeline.speed[: limits.most])
-    high_s = 2 * total / min(pipeline.speed[: pipeline.owner])
+    speeds = [machine.flops_per_s for machine in pipeline.machines[: pipeline.owner]]
+    low_s, high_s = total / sum(speeds[: limits.most]), 2 * total / min(speeds)
     if low_s <= 0:
         return [np.inf]
     count = PERIODS if available() else SLOW_PERIODS

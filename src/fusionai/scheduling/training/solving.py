@@ -48,7 +48,7 @@ GOAL: Final = 0.002
 """Relative gap at which the search in large pools stops."""
 EXACT: Final = 1e-9
 """Relative gap up to which a pipeline counts as optimal."""
-SEARCHED: Final = "exact search over peers, order, cuts and what stages do to fit"
+SEARCHED: Final = "exact search over peers, order, cuts and memory savings"
 RELAXED: Final = "search among the machines that can matter, bound by relaxation"
 
 
@@ -146,9 +146,10 @@ class _Solving:
         whole = self.whole
         if whole.owner <= LISTED:
             return list(range(whole.owner))
-        speed = np.array(whole.speed[: whole.owner])
-        memory = np.array(whole.memory_bytes[: whole.owner])
-        access = np.minimum(np.array(whole.up[: whole.owner]), np.array(whole.down[: whole.owner]))
+        machines = whole.machines[: whole.owner]
+        speed = np.array([machine.flops_per_s for machine in machines])
+        memory = np.array([machine.memory_bytes for machine in machines])
+        access = np.array([min(machine.up, machine.down) for machine in machines])
         keys = (-speed, -memory, -np.minimum(speed / np.median(speed), access / np.median(access)), -speed * memory)
         named = {i for i, one in enumerate(whole.peers) if self.limits.required >> i & 1 or one.peer == whole.owner_id}
         if self.best is not None:
@@ -193,7 +194,11 @@ class _Solving:
         taken = {*order, *(peer for peer, _ in chain)}
         needed, _ = self.whole.least_bytes(start, end, min(self.whole.microbatches, len(chain)))
         return next(
-            (peer for peer in range(self.whole.owner) if peer not in taken and self.whole.memory_bytes[peer] >= needed),
+            (
+                peer
+                for peer in range(self.whole.owner)
+                if peer not in taken and self.whole.machines[peer].memory_bytes >= needed
+            ),
             -1,
         )
 
@@ -273,11 +278,11 @@ def _owner(pipeline: Pipeline) -> PlanError | None:
     front = pipeline.front
     if front is None:
         return None
-    first = next(end for end in range(1, pipeline.chain.length + 1) if pipeline.allowed(front, 0, end))
+    first = next(end for end in range(1, pipeline.chain.length + 1) if pipeline.pins.allow(front, 0, end))
     # The stage itself, one stage of the pool and the owner's last stage.
     in_flight = min(pipeline.microbatches, 2 + pipeline.tail.stages)
     needed, _ = pipeline.least_bytes(0, first, in_flight)
-    room = pipeline.memory_bytes[front]
+    room = pipeline.machines[front].memory_bytes
     if needed <= room:
         return None
     return PlanError(
@@ -291,7 +296,7 @@ def _owner(pipeline: Pipeline) -> PlanError | None:
 def _block(pipeline: Pipeline) -> PlanError | None:
     """A single block is too large for any peer."""
     chain = pipeline.chain
-    largest = max(pipeline.memory_bytes[: pipeline.owner])
+    largest = max(machine.memory_bytes for machine in pipeline.machines[: pipeline.owner])
     needs = [(*_least(pipeline, b, b + 1), b) for b in range(chain.length)]
     needed, however, block = max(needs)
     if needed <= largest:
@@ -306,7 +311,7 @@ def _block(pipeline: Pipeline) -> PlanError | None:
 def _total(pipeline: Pipeline, limits: PipelineLimits) -> PlanError | None:
     """The usable peers together lend too little."""
     needed, however = _least(pipeline, 0, pipeline.chain.length)
-    lent = sum(sorted(pipeline.memory_bytes[: pipeline.owner], reverse=True)[: limits.most])
+    lent = _lent_bytes(pipeline, limits)
     if needed <= lent:
         return None
     peers = "1 peer" if limits.most == 1 else f"{limits.most} peers"
@@ -320,10 +325,10 @@ def _total(pipeline: Pipeline, limits: PipelineLimits) -> PlanError | None:
 def _division(problem: Problem, pipeline: Pipeline, limits: PipelineLimits, proven: bool) -> PlanError:
     """The sum of the memory suffices, but no division into whole blocks with microbatches in flight fits."""
     chain = pipeline.chain
-    # The way that saves most memory for the whole model; a single block may need less in another way.
-    _, way = pipeline.least_bytes(0, chain.length)
-    size, block = max((pipeline.stage_bytes(b, b + 1, way, 1), b) for b in range(chain.length))
-    lent = sum(sorted(pipeline.memory_bytes[: pipeline.owner], reverse=True)[: limits.most])
+    # The variant that saves most memory for the whole model; a single block may need less in another variant.
+    _, variant = pipeline.least_bytes(0, chain.length)
+    size, block = max((pipeline.stage_bytes(b, b + 1, variant, 1), b) for b in range(chain.length))
+    lent = _lent_bytes(pipeline, limits)
     stages = f"{limits.most} stages" if problem.stages is not None else f"up to {limits.most} stages"
     verdict = "no cut fits" if proven else "no cut was found that fits"
     own = None if pipeline.front is None else pipeline.owner_id
@@ -334,14 +339,21 @@ def _division(problem: Problem, pipeline: Pipeline, limits: PipelineLimits, prov
             f"{verdict} {stages} with {pins} pinned into the {format_bytes(lent)} the peers lend.",
             hint="Pin fewer blocks, or blocks of one peer that lie together.",
         )
+    largest = f"{chain.blocks[block].block} with {format_bytes(size)}{pipeline.variants[variant].clause()}"
     return PlanError(
         f"{verdict} {stages} with their microbatches in flight into the {format_bytes(lent)} the peers lend; "
-        f"the largest block is {chain.blocks[block].block} with {format_bytes(size)}{pipeline.ways[way].words()}.",
+        f"the largest block is {largest}.",
         hint=_MORE,
     )
 
 
+def _lent_bytes(pipeline: Pipeline, limits: PipelineLimits) -> float:
+    """Memory of the largest peers, as many as there may be stages."""
+    sizes = sorted((machine.memory_bytes for machine in pipeline.machines[: pipeline.owner]), reverse=True)
+    return sum(sizes[: limits.most])
+
+
 def _least(pipeline: Pipeline, start: int, end: int) -> tuple[float, str]:
-    """Least memory with one microbatch in flight, and the words for the levers that reach it."""
-    needed, way = pipeline.least_bytes(start, end)
-    return needed, pipeline.ways[way].words()
+    """Least memory with one microbatch in flight, and the words for the savings that reach it."""
+    needed, variant = pipeline.least_bytes(start, end)
+    return needed, pipeline.variants[variant].clause()

@@ -1,4 +1,4 @@
-"""Stages that make activations again in backward: where a plan takes to it, what it says about it and what it costs."""
+"""Stages that recompute activations in backward: where a plan takes to it, what it says about it and what it costs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 from fusionai.primitives.errors import PlanError
 from fusionai.primitives.units import format_bytes, format_seconds
 from fusionai.scheduling.planner import plan
-from fusionai.scheduling.problem.levers import (
+from fusionai.scheduling.problem.memory_savings import (
     COPY_BYTES_PER_S,
     DISK_BYTES_PER_S,
     SPARING,
-    MemoryMeasures,
-    choices_of_problem,
+    MemorySavings,
+    describe_savings,
     offload_s,
-    savings,
+    savings_choices,
     weights_s,
 )
 from fusionai.scheduling.problem.stage_costs import StageCosts
@@ -112,17 +112,17 @@ def test_a_plan_is_taken_for_its_speed_alone_where_links_are_long() -> None:
 
 
 def test_too_little_even_so_is_refused_with_what_is_missing() -> None:
-    with pytest.raises(PlanError, match=r"made again in backward.* are missing"):
+    with pytest.raises(PlanError, match=r"recomputed in backward.* are missing"):
         plan(problem(16_000_000, 16_000_000))
     with pytest.raises(PlanError) as refused:
         plan(problem(16_000_000, 16_000_000, recompute="never"))
-    assert "made again" not in refused.value.message
+    assert "recomputed" not in refused.value.message
 
 
 def test_state_goes_to_a_file_only_where_nothing_else_is_enough() -> None:
-    # A block's state without its two slots is 2 MB; four of them and their activations made again fit into 18 MB.
+    # A block's state without its two slots is 2 MB; four of them and their recomputed activations fit into 18 MB.
     tight = problem(18_000_000, 22_000_000, stages=2, offload="auto")
-    with pytest.raises(PlanError, match="made again in backward"):
+    with pytest.raises(PlanError, match="recomputed in backward"):
         plan(msgspec.structs.replace(tight, offload="never"))
     found = plan(tight)
     assert all(stage.memory_bytes <= stage.memory_limit_bytes for stage in found.stages)
@@ -148,9 +148,10 @@ def test_a_file_asked_for_everywhere_costs_its_time_in_every_step() -> None:
 
 
 def test_weights_go_only_where_state_in_a_file_is_not_enough() -> None:
-    # Activations made again and state in files leave 2 MB a block and more; weights away leave 1 MB, and one block's.
+    # Recomputed activations and state in files leave 2 MB a block and more; offloaded weights leave 1 MB, and one
+    # block's.
     tight = problem(14_000_000, 14_000_000, stages=2, offload="auto", offload_weights="auto")
-    with pytest.raises(PlanError, match=r"made again in backward and optimizer state in a file"):
+    with pytest.raises(PlanError, match=r"recomputed in backward and optimizer state in a file"):
         plan(msgspec.structs.replace(tight, offload_weights="never"))
     found = plan(tight)
     assert all(stage.memory_bytes <= stage.memory_limit_bytes for stage in found.stages)
@@ -166,9 +167,9 @@ def test_weights_go_only_where_state_in_a_file_is_not_enough() -> None:
     assert small.offload_weights_s == pytest.approx(9 * reading_s)
     assert found.step_time_s > 8 * small.compute_s + small.offload_s + reading_s
     assert (
-        f"Stage {small.stage} has its weights away until a block needs them: saves "
+        f"Stage {small.stage} keeps its weights in a file until a block needs them: saves "
         f"{format_bytes(small.offload_weights_saves_bytes)}, costs {format_seconds(small.offload_weights_s)} a step."
-    ) in savings(found)
+    ) in describe_savings(found)
     roomy = plan(msgspec.structs.replace(tight, peers=(peer("a", 18_000_000), peer("b", 22_000_000))))
     assert not any(stage.offload_weights for stage in roomy.stages)
 
@@ -182,15 +183,15 @@ def test_weights_that_are_not_trained_go_without_the_state_of_others() -> None:
 
 
 def test_below_weights_away_it_is_refused_with_what_is_missing() -> None:
-    with pytest.raises(PlanError, match=r"in a file and weights away between uses, .* are missing"):
+    with pytest.raises(PlanError, match=r"in a file and weights offloaded between uses, .* are missing"):
         plan(problem(7_500_000, 7_500_000, offload="auto", offload_weights="auto"))
 
 
 def test_weights_ask_for_activations_made_again() -> None:
     kept = problem(10**9, recompute="never", offload="auto", offload_weights="auto")
-    assert not any(levers.offload_weights for levers in choices_of_problem(kept))
-    all_there_is = MemoryMeasures(recompute=True, offload=True, offload_weights=True)
-    assert choices_of_problem(msgspec.structs.replace(kept, recompute="auto"))[-1] == all_there_is
+    assert not any(savings.offload_weights for savings in savings_choices(kept))
+    all_there_is = MemorySavings(recompute=True, offload=True, offload_weights=True)
+    assert savings_choices(msgspec.structs.replace(kept, recompute="auto"))[-1] == all_there_is
 
 
 def test_beside_an_accelerator_weights_are_copied_not_read() -> None:
@@ -202,7 +203,7 @@ def test_beside_an_accelerator_weights_are_copied_not_read() -> None:
 
 
 def test_one_machine_alone_pays_for_its_weights_too() -> None:
-    # 22 MB with state in a file do not fit; of weights away there is one block's beside the gradients.
+    # 22 MB with state in a file do not fit; of offloaded weights there is one block's beside the gradients.
     found = plan(problem(16_000_000, stages=1, offload="auto", offload_weights="auto"))
     (stage,) = found.stages
     assert found.single_peer_tokens_per_s == pytest.approx(found.tokens_per_s, rel=1e-6)
