@@ -3,9 +3,9 @@
 `run` takes an event, lets the machine decide, and performs its commands. The driver itself decides only which messages
 belong to the present round; all others are dropped before they become events (recovery rule 1).
 
-`training.rounds` holds the present round and its members, `training.inbox` turns messages into events, `training.feed`
-moves microbatches, `training.checkpoints` collects state, `storage.commits` is the journal. `execution` runs the
-stages, including the job owner's own in this process."""
+`training.rounds` holds the present round, its members and what they report, `training.feed` moves microbatches,
+`training.checkpoints` collects state, `storage.commits` is the journal. `execution` runs the stages, including the job
+owner's own in this process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from fusionai.coordination.round.verification import Check, Inspector, Opinion
 from fusionai.coordination.training import commands, events
 from fusionai.coordination.training.commands import DriverCommand, EndJob
-from fusionai.coordination.training.driver import DriverMachine, DriverPhase
+from fusionai.coordination.training.driver import DriverMachine
 from fusionai.coordination.training.evaluations import Evaluation, standing
 from fusionai.coordination.training.events import DriverEvent
+from fusionai.coordination.training.state import DriverPhase
 from fusionai.execution.deployment import Deployment, PlanSource
 from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections
@@ -30,7 +31,7 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan
 from fusionai.scheduling.standby.assignment import without_standbys
 from fusionai.storage.commits import CommitJournal
-from fusionai.training import inbox, progress
+from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints, Saving
 from fusionai.training.deployment import Batch, Cut, TrainingJob, cut
 from fusionai.training.feed import Traffic
@@ -409,8 +410,7 @@ class Driver:
             self._hear_referee(peer, message)
             return
         try:
-            event = inbox.event_of(message, peer, self._machine.roles)
-            inbox.check_numerics(message, self.deployment.plan, self._job.options.takeover)
+            event = self._round.event_of(message, peer)
         except FusionError as error:
             self._connections.drop(peer, error.message)
             return

@@ -36,7 +36,7 @@ from fusionai.coordination.training.commands import (
     WarnTolerant,
     WriteCheckpoint,
 )
-from fusionai.coordination.training.driver import TABLE, DriverMachine, DriverPhase, JobShape, norms_hash
+from fusionai.coordination.training.driver import TABLE, DriverMachine
 from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.coordination.training.events import (
     CheckpointWritten,
@@ -60,6 +60,8 @@ from fusionai.coordination.training.events import (
     StopAsked,
 )
 from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.state import DriverPhase, JobShape
+from fusionai.coordination.training.steps import norms_hash
 from fusionai.wire.messages import CommitRecord, Fence
 
 FENCE = Fence(1, 1, 0)
