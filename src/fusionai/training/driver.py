@@ -252,6 +252,8 @@ class Driver:
                 self._ask_plan(without, reason)
             case commands.StartCheck(check):
                 self._start_check(check)
+            case commands.GatherEvidence(check):
+                self._round.start(self._traffic.bring(check))
             case commands.ReportCheck(check, outcome, reason):
                 self._on_progress(progress.checked(check, outcome, reason, self._machine.inspector))
             case commands.Distrust(peer, reason):
@@ -353,33 +355,20 @@ class Driver:
         await asyncio.sleep(CHECK_S)
         self._tell(events.StageChecked(check, Opinion(void=f"the referee did not answer within {CHECK_S:g} s")), fence)
 
-    def _hear_referee(self, peer: PeerId, message: wire.Rechecking | wire.Rechecked) -> None:
-        inspector, inspection = self._machine.inspector, self._inspection
-        check = None if inspector is None else inspector.open.get(message.stage)
-        if inspection is None or check is None:
+    def _hear_verifier(self, peer: PeerId, message: wire.Rechecked) -> None:
+        """Form an opinion from a verifier's results."""
+        check = self._machine.spot_checks.check_of(peer, message.stage, message.first, message.below)
+        if self._inspection is None or check is None:
             return
-        if (check.referee, check.first, check.below) != (peer, message.first, message.below):
-            return
-        if isinstance(message, wire.Rechecking):
-            self._round.start(self._traffic.bring(check))
-            return
-        options, prints = self._job.options, self._prints
-        apart = limits(options, prints.get(check.peer, ""), prints.get(check.referee, ""))
-        self._tell(events.StageChecked(check, inspection.opinion(check, message, apart)), self.fence)
+        prints = self._prints
+        apart = limits(self._job.options, prints.get(check.peer, ""), prints.get(check.referee, ""))
+        self._tell(events.StageChecked(check, self._inspection.opinion(check, message, apart)), self.fence)
 
-    def _miss_word(self, peer: PeerId, message: wire.EvidenceMissing) -> None:
-        """End a check without an opinion, because a neighbour no longer has what it sent to the checked stage."""
-        inspector = self._machine.inspector
-        check = None if inspector is None else inspector.open.get(message.about)
-        if check is not None and self._machine.roles.places.get(message.stage) == peer:
-            void = Opinion(void=f"stage {message.stage} no longer has everything that it sent")
-            self._tell(events.StageChecked(check, void), self.fence)
-
-    async def _take_testimony(self, peer: PeerId, message: Sent, tensors: dict[str, HostTensor]) -> None:
-        """Pass on a stage's sent tensors to a referee, if the referee or the stage is in this process. Raises
+    async def _pass_evidence(self, peer: PeerId, message: Sent, tensors: dict[str, HostTensor]) -> None:
+        """Pass on a stage's sent tensors to a verifier, if the verifier or the stage is in this process. Raises
         `ExecutionError` if the peer does not run the stage it claims as the sender."""
-        inspector, (stage, fence) = self._machine.inspector, receiver(message)
-        check = None if inspector is None else inspector.open.get(stage)
+        stage, fence = receiver(message)
+        check = self._machine.spot_checks.open_check(stage)
         if check is None or fence != self.fence:
             return
         if check.referee == self._job.owner:
@@ -403,11 +392,8 @@ class Driver:
                 pass
         if getattr(message, "fence", None) != self.fence:
             return
-        if isinstance(message, wire.EvidenceMissing):
-            self._miss_word(peer, message)
-            return
-        if isinstance(message, wire.Rechecking | wire.Rechecked):
-            self._hear_referee(peer, message)
+        if isinstance(message, wire.Rechecked):
+            self._hear_verifier(peer, message)
             return
         try:
             event = self._round.event_of(message, peer)
@@ -440,7 +426,7 @@ class Driver:
                 case wire.Snapshot() as message:
                     self._member.take_snapshot(peer, message, envelope.tensors)
                 case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:
-                    await self._take_testimony(peer, message, envelope.tensors)
+                    await self._pass_evidence(peer, message, envelope.tensors)
                 case _:
                     await self._saving.take(peer, envelope)
 
@@ -448,10 +434,7 @@ class Driver:
         """Report a broken link to the machine, unless one of the two peers turns out to be lost."""
         other, fence = PeerId(message.peer), self.fence
         both_remain = await self._connections.both_remain(reporter, other)
-        # A guard exchanges no tensors; its link matters only for a snapshot that it was asked to pass on.
-        idle = not self._machine.roles.stages_of(reporter) and reporter != self._job.owner
-        missed = not idle or self._machine.phase is DriverPhase.LOADING
-        if missed and both_remain:
+        if both_remain and self._machine.needs_links(reporter):
             self._tell(events.LinkBroken(reporter, other, message.reason), fence)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:

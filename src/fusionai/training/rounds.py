@@ -206,6 +206,10 @@ class JobRound:
         """Return the event, None for irrelevant messages. Raises `ExecutionError` if the member speaks for a foreign
         stage, or its fingerprint is not the one that the plan expects."""
         roles, stage = self.machine.roles, getattr(message, "stage", None)
+        if isinstance(message, wire.EvidenceMissing):
+            return events.EvidenceLost(peer, message.stage, message.about)
+        if isinstance(message, wire.Rechecking):
+            return events.VerifierReady(peer, message.stage, message.first, message.below)
         if isinstance(message, wire.StageFailed) and roles.guards.get(message.stage) == peer:
             # A standby has no stage that could fail: it has no memory for this stage's snapshots.
             return events.LinkBroken(roles.places[message.stage], peer, message.reason)

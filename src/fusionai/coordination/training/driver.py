@@ -29,6 +29,7 @@ from fusionai.coordination.training.events import (
     CommitJournalled,
     DriverEvent,
     EvaluationDone,
+    EvidenceLost,
     LinkBroken,
     LossArrived,
     MemberEnlisted,
@@ -43,6 +44,7 @@ from fusionai.coordination.training.events import (
     StageReady,
     StageReported,
     StopAsked,
+    VerifierReady,
 )
 from fusionai.coordination.training.plan_changes import PlanChanges
 from fusionai.coordination.training.rounds import AllReady, AllRestored, TrainingRounds
@@ -155,6 +157,8 @@ TABLE: Final[Table[DriverMachine, list[DriverCommand]]] = Table(
         Transition((_G,), BetweenSteps, (_G, _A), lambda m, event: m.plan_changes.on_between_steps(event)),
         Transition((_S,), Settled, (_E,), DriverMachine.on_settled),
         # Faults: faulty, lost and failing peers, and the plans that follow.
+        *_in_each((_G, _S), VerifierReady, (), lambda m, event: m.spot_checks.on_verifier_ready(event)),
+        *_in_each((_G, _S), EvidenceLost, (_W,), lambda m, event: m.spot_checks.on_evidence_lost(event)),
         *_in_each((_G, _S), StageChecked, (_W,), lambda m, event: m.spot_checks.on_checked(event)),
         *_in_each((_A, _G, _S, _W), ExpulsionDue, (_W,), lambda m, event: m.spot_checks.on_expulsion_due(event)),
         *_in_each(_ALIVE, PeerLost, (_A, _W, _E), lambda m, event: m.plan_changes.on_peer_lost(event)),

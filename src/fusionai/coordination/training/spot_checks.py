@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from fusionai.coordination.round.commands import Distrust, ReportCheck
 from fusionai.coordination.round.faults import Faults
-from fusionai.coordination.training.commands import DriverCommand, ReportFault, StartCheck
-from fusionai.coordination.training.events import SnapshotStored, StageChecked
+from fusionai.coordination.round.verification import Check, Opinion
+from fusionai.coordination.training.commands import DriverCommand, GatherEvidence, ReportFault, StartCheck
+from fusionai.coordination.training.events import EvidenceLost, SnapshotStored, StageChecked, VerifierReady
 from fusionai.coordination.training.plan_changes import PlanChanges
 from fusionai.coordination.training.state import DriverPhase, DriverState
 from fusionai.coordination.training.steps import ExpulsionDue, Feeding
@@ -48,6 +49,27 @@ class SpotChecks:
         if below <= job.line or job.line < job.verifying.checkable:
             return []
         return [StartCheck(check) for check in job.inspector.due(job.roles.places, standbys, job.line, below)]
+
+    def open_check(self, stage: int) -> Check | None:
+        return None if self.job.inspector is None else self.job.inspector.open.get(stage)
+
+    def check_of(self, verifier: str, stage: int, first: int, below: int) -> Check | None:
+        """Return the open check that this verifier was asked for, None if it was not asked to run these steps."""
+        check = self.open_check(stage)
+        asked = check is not None and (check.referee, check.first, check.below) == (verifier, first, below)
+        return check if asked else None
+
+    def on_verifier_ready(self, event: VerifierReady) -> list[DriverCommand]:
+        check = self.check_of(event.peer, event.stage, event.first, event.below)
+        return [] if check is None else [GatherEvidence(check)]
+
+    def on_evidence_lost(self, event: EvidenceLost) -> list[DriverCommand]:
+        """End a check without an opinion, because a neighbour no longer has what it sent to the checked stage."""
+        check = self.open_check(event.about)
+        if check is None or self.job.roles.places.get(event.stage) != event.peer:
+            return []
+        void = Opinion(void=f"stage {event.stage} no longer has everything that it sent")
+        return self.on_checked(StageChecked(check, void))
 
     def on_checked(self, event: StageChecked) -> list[DriverCommand]:
         job, inspector = self.job, self.job.inspector

@@ -222,6 +222,12 @@ class DriverState(StatefulMachine[DriverPhase, DriverCommand]):
         kept = self.retention
         return frozenset(stage for stage in kept.standbys if kept.acked.get(stage, -1) > self.checkpoint)
 
+    def needs_links(self, peer: str) -> bool:
+        """Return whether a broken link of this member matters. A standby exchanges no tensors; it needs links only to
+        pass on a snapshot that a stage loads."""
+        runs = bool(self.roles.stages_of(peer)) or peer == self.roles.owner
+        return runs or self.phase is DriverPhase.LOADING
+
     def wants_snapshot(self, stage: int) -> bool:
         return stage in self.retention.standbys and self.retention.acked.get(stage, -1) < self.step
 
