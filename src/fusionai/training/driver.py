@@ -36,7 +36,8 @@ from fusionai.training.checkpoints import Checkpoints, Saving
 from fusionai.training.deployment import Batch, Cut, TrainingJob, cut
 from fusionai.training.feed import Traffic
 from fusionai.training.inspection import Inspection, limits
-from fusionai.training.local_updates import Exchange, LocalUpdates
+from fusionai.training.local_updates import LocalUpdates
+from fusionai.training.outer import Seat
 from fusionai.training.progress import FaultLog, Timeline
 from fusionai.training.rounds import JobRound
 from fusionai.transport.interface import Channel
@@ -67,7 +68,7 @@ class Driver:
         saved: int,
         replanner: PlanSource,
         on_progress: Listener,
-        exchange: Exchange | None = None,
+        exchange: Seat | None = None,
     ) -> None:
         if (exchange is None) != ((every := job.options.sync_every) == 0):
             raise PlanError(

@@ -93,30 +93,15 @@ class DriverMachine(DriverState):
         """Stop the job. Before any work, or with a stage missing, nothing is saved. A step in progress is finished
         first."""
         self.stop = self.stop if self.stop is not None else event.reason
-        return self._end() if self.phase is DriverPhase.WAITING or not self.rounds.probed else []
+        return self.end() if self.phase is DriverPhase.WAITING or not self.rounds.probed else []
 
-    def on_command_failed(self, event: CommandFailed) -> list[DriverCommand]:
-        return self.fail(event.reason)
-
-    def on_settled(self, _: Settled) -> list[DriverCommand]:
-        return self._end()
-
-    def _end(self) -> list[DriverCommand]:
+    def end(self) -> list[DriverCommand]:
         self.phase = DriverPhase.ENDED
         early = None if self.step >= self.shape.steps or self.stop is not None else self.enough
         return [EndJob(self.step, stopped=self.stop, early=early)]
 
 
-_A, _L, _R, _P, _G, _S, _W, _E = (
-    DriverPhase.ATTACHING,
-    DriverPhase.LOADING,
-    DriverPhase.REPLAYING,
-    DriverPhase.PROBING,
-    DriverPhase.RUNNING,
-    DriverPhase.SAVING,
-    DriverPhase.WAITING,
-    DriverPhase.ENDED,
-)
+_A, _L, _R, _P, _G, _S, _W, _E = DriverPhase  # attaching, loading, ..., ended: in the order of their definition
 _ROUND: Final = (_A, _L, _R, _P, _G, _S)
 _ALIVE: Final = (*_ROUND, _W)
 _Row = Transition[DriverMachine, Any, list[DriverCommand]]
@@ -155,19 +140,19 @@ TABLE: Final[Table[DriverMachine, list[DriverCommand]]] = Table(
         Transition((_S,), EvaluationDone, (_S,), lambda m, event: m.checkpointing.on_evaluated(event)),
         *_in_each((_L, _R, _P, _G, _S), SnapshotStored, (), lambda m, event: m.spot_checks.on_snapshot(event)),
         Transition((_G,), BetweenSteps, (_G, _A), lambda m, event: m.plan_changes.on_between_steps(event)),
-        Transition((_S,), Settled, (_E,), DriverMachine.on_settled),
+        Transition((_S,), Settled, (_E,), lambda m, _: m.end()),
         # Faults: faulty, lost and failing peers, and the plans that follow.
         *_in_each((_G, _S), VerifierReady, (), lambda m, event: m.spot_checks.on_verifier_ready(event)),
         *_in_each((_G, _S), EvidenceLost, (_W,), lambda m, event: m.spot_checks.on_evidence_lost(event)),
         *_in_each((_G, _S), StageChecked, (_W,), lambda m, event: m.spot_checks.on_checked(event)),
-        *_in_each((_A, _G, _S, _W), ExpulsionDue, (_W,), lambda m, event: m.spot_checks.on_expulsion_due(event)),
+        *_in_each((_A, _G, _S, _W), ExpulsionDue, (_W,), lambda m, _: m.spot_checks.expel_if_free()),
         *_in_each(_ALIVE, PeerLost, (_A, _W, _E), lambda m, event: m.plan_changes.on_peer_lost(event)),
         *_in_each(_ROUND, LinkBroken, (_A, _W, _E), lambda m, event: m.plan_changes.on_link_broken(event)),
         Transition(_ROUND, StageFailed, (_A, _W, _E), lambda m, event: m.plan_changes.on_stage_failed(event)),
         *_in_each(_ROUND, PlanGranted, (), lambda m, event: m.plan_changes.on_plan(event)),
         Transition((_W,), PlanGranted, (_A, _W), lambda m, event: m.plan_changes.on_plan(event)),
         *_in_each(_ALIVE, StopAsked, (_E,), DriverMachine.on_stop),
-        Transition(_ALIVE, CommandFailed, (_E,), DriverMachine.on_command_failed),
+        Transition(_ALIVE, CommandFailed, (_E,), lambda m, event: m.fail(event.reason)),
     ),
     initial=(_A,),
     final=(_E,),

@@ -16,7 +16,7 @@ from fusionai.coordination.training.commands import DriverCommand, GatherEvidenc
 from fusionai.coordination.training.events import EvidenceLost, SnapshotStored, StageChecked, VerifierReady
 from fusionai.coordination.training.plan_changes import PlanChanges
 from fusionai.coordination.training.state import DriverPhase, DriverState
-from fusionai.coordination.training.steps import ExpulsionDue, Feeding
+from fusionai.coordination.training.steps import Feeding
 
 
 @dataclass(slots=True)
@@ -81,17 +81,14 @@ class SpotChecks:
             return [report, StartCheck(found.again)]
         if found.liar:
             job.verifying.sentence = found
-            return [report, *self._expel_if_free()]
+            return [report, *self.expel_if_free()]
         checks: list[DriverCommand] = []
         if not inspector.open:
             job.move_line()
             checks = self._check_finished_stretch()
         return [report, *checks, *self.feeding.proceed()]
 
-    def on_expulsion_due(self, _: ExpulsionDue) -> list[DriverCommand]:
-        return self._expel_if_free()
-
-    def _expel_if_free(self) -> list[DriverCommand]:
+    def expel_if_free(self) -> list[DriverCommand]:
         """Expel a faulty peer for good. Its work since its last successful check, and everything computed from it, is
         void: these steps are taken back and repeated (26)."""
         job, found = self.job, self.job.verifying.sentence
