@@ -1519,6 +1519,24 @@ def test_a_standby_needs_links_only_while_a_stage_loads():
     assert machine.needs_links("g0")
 
 
+def test_a_round_goes_on_when_the_faulty_peer_left_before_the_commit_was_journalled():
+    machine = checked()
+    commit(machine, 0)
+    commit(machine, 1)
+    started = checks(kept(machine, 2))
+    record = journalled(machine, 2)
+    again = checks(machine.handle(StageChecked(started[0], Opinion(own="wrong"))))[0]
+    machine.handle(StageChecked(again, Opinion()))  # its own verifier is the faulty peer
+    machine.handle(PeerLost("g0", "gone"))
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    for peer in ("p0", "p1", "g1"):
+        machine.handle(MemberEnlisted(peer))
+    report(machine, 2)
+    commands = machine.handle(CommitJournalled(record))
+    assert Distrust("g0", "its word against another peer did not hold") in commands
+    assert machine.phase is DriverPhase.LOADING
+
+
 def test_while_a_check_is_open_no_more_is_fed_than_can_be_retained():
     machine = checked()
     for step in range(2):

@@ -22,30 +22,8 @@ from typing import Any, Final
 
 from fusionai.coordination.machine import Table, Transition
 from fusionai.coordination.round.faults import Faults
+from fusionai.coordination.training import events
 from fusionai.coordination.training.commands import DriverCommand, EndJob
-from fusionai.coordination.training.events import (
-    CheckpointWritten,
-    CommandFailed,
-    CommitJournalled,
-    DriverEvent,
-    EvaluationDone,
-    EvidenceLost,
-    LinkBroken,
-    LossArrived,
-    MemberEnlisted,
-    PeerLost,
-    PlanGranted,
-    ProbeAnswered,
-    ScaleDecided,
-    SnapshotStored,
-    StageChecked,
-    StageFailed,
-    StagePrepared,
-    StageReady,
-    StageReported,
-    StopAsked,
-    VerifierReady,
-)
 from fusionai.coordination.training.plan_changes import PlanChanges
 from fusionai.coordination.training.rounds import AllReady, AllRestored, TrainingRounds
 from fusionai.coordination.training.spot_checks import SpotChecks
@@ -82,14 +60,14 @@ class DriverMachine(DriverState):
         self.evaluate_if_due()
         return self.rounds.begin()
 
-    def handle(self, event: DriverEvent) -> list[DriverCommand]:
+    def handle(self, event: events.DriverEvent) -> list[DriverCommand]:
         """Apply one event. An event without a row for the present phase is late or void and changes nothing."""
         return self.react(TABLE, event) or []
 
     def brief(self, event: object) -> str:
-        return f"StagePrepared({event.stage}, {event.step})" if isinstance(event, StagePrepared) else repr(event)
+        return f"StagePrepared({event.stage}, {event.step})" if isinstance(event, events.StagePrepared) else repr(event)
 
-    def on_stop(self, event: StopAsked) -> list[DriverCommand]:
+    def on_stop(self, event: events.StopAsked) -> list[DriverCommand]:
         """Stop the job. Before any work, or with a stage missing, nothing is saved. A step in progress is finished
         first."""
         self.stop = self.stop if self.stop is not None else event.reason
@@ -117,42 +95,45 @@ TABLE: Final[Table[DriverMachine, list[DriverCommand]]] = Table(
     "driver",
     (
         # Rounds: members report, lost state is restored, official steps are replayed, a probe crosses all stages.
-        Transition((_A,), MemberEnlisted, (_A,), lambda m, event: m.rounds.on_enlisted(event)),
-        Transition((_A,), StageReported, (_A,), lambda m, event: m.rounds.on_reported(event)),
+        Transition((_A,), events.MemberEnlisted, (_A,), lambda m, event: m.rounds.on_enlisted(event)),
+        Transition((_A,), events.StageReported, (_A,), lambda m, event: m.rounds.on_reported(event)),
         Transition((_A,), AllAnswered, (_L,), lambda m, event: m.rounds.on_all_answered(event)),
-        Transition((_L,), StageReady, (_L, _E), lambda m, event: m.rounds.on_loaded(event)),
+        Transition((_L,), events.StageReady, (_L, _E), lambda m, event: m.rounds.on_loaded(event)),
         Transition((_L,), AllRestored, (_R,), lambda m, event: m.rounds.on_all_loaded(event)),
-        Transition((_R,), StageReady, (_R, _E), lambda m, event: m.rounds.on_ready(event)),
-        Transition((_R,), StagePrepared, (_R, _E), lambda m, event: m.commits.on_replayed(event)),
+        Transition((_R,), events.StageReady, (_R, _E), lambda m, event: m.rounds.on_ready(event)),
+        Transition((_R,), events.StagePrepared, (_R, _E), lambda m, event: m.commits.on_replayed(event)),
         Transition((_R,), AllReady, (_P, _G, _S), lambda m, event: m.rounds.on_all_ready(event)),
-        Transition((_P,), ProbeAnswered, (_G, _S, _E), lambda m, event: m.rounds.on_probed(event)),
+        Transition((_P,), events.ProbeAnswered, (_G, _S, _E), lambda m, event: m.rounds.on_probed(event)),
         # Steps: losses and votes, the scale, the journal; then checkpoints, evaluations, another plan, the end.
-        Transition((_G,), LossArrived, (_G, _E), lambda m, event: m.commits.on_loss(event)),
-        Transition((_G,), StagePrepared, (_G, _E), lambda m, event: m.commits.on_prepared(event)),
-        Transition((_G,), ScaleDecided, (_G, _S, _E), lambda m, event: m.commits.on_scale(event)),
-        Transition((_G,), CommitJournalled, (_G, _S), lambda m, event: m.commits.on_journalled(event)),
-        *_in_each((_A, _W), CommitJournalled, (), lambda m, event: m.commits.on_journalled_in_a_round(event)),
-        Transition((_G,), CheckpointWritten, (_G, _E), lambda m, event: m.checkpointing.on_checkpoint(event)),
+        Transition((_G,), events.LossArrived, (_G, _E), lambda m, event: m.commits.on_loss(event)),
+        Transition((_G,), events.StagePrepared, (_G, _E), lambda m, event: m.commits.on_prepared(event)),
+        Transition((_G,), events.ScaleDecided, (_G, _S, _E), lambda m, event: m.commits.on_scale(event)),
+        Transition((_G,), events.CommitJournalled, (_G, _S), lambda m, event: m.commits.on_journalled(event)),
+        *_in_each((_A, _W), events.CommitJournalled, (), lambda m, event: m.commits.on_journalled_in_a_round(event)),
+        Transition((_G,), events.CheckpointWritten, (_G, _E), lambda m, event: m.checkpointing.on_checkpoint(event)),
         *_in_each(
-            (_A, _L, _R, _P, _S, _W), CheckpointWritten, (), lambda m, event: m.checkpointing.on_checkpoint(event)
+            (_A, _L, _R, _P, _S, _W),
+            events.CheckpointWritten,
+            (),
+            lambda m, event: m.checkpointing.on_checkpoint(event),
         ),
-        Transition((_G,), EvaluationDone, (_G, _S, _E), lambda m, event: m.checkpointing.on_evaluated(event)),
-        Transition((_S,), EvaluationDone, (_S,), lambda m, event: m.checkpointing.on_evaluated(event)),
-        *_in_each((_L, _R, _P, _G, _S), SnapshotStored, (), lambda m, event: m.spot_checks.on_snapshot(event)),
+        Transition((_G,), events.EvaluationDone, (_G, _S, _E), lambda m, event: m.checkpointing.on_evaluated(event)),
+        Transition((_S,), events.EvaluationDone, (_S,), lambda m, event: m.checkpointing.on_evaluated(event)),
+        *_in_each((_L, _R, _P, _G, _S), events.SnapshotStored, (), lambda m, event: m.spot_checks.on_snapshot(event)),
         Transition((_G,), BetweenSteps, (_G, _A), lambda m, event: m.plan_changes.on_between_steps(event)),
         Transition((_S,), Settled, (_E,), lambda m, _: m.end()),
         # Faults: faulty, lost and failing peers, and the plans that follow.
-        *_in_each((_G, _S), VerifierReady, (), lambda m, event: m.spot_checks.on_verifier_ready(event)),
-        *_in_each((_G, _S), EvidenceLost, (_W,), lambda m, event: m.spot_checks.on_evidence_lost(event)),
-        *_in_each((_G, _S), StageChecked, (_W,), lambda m, event: m.spot_checks.on_checked(event)),
+        *_in_each((_G, _S), events.VerifierReady, (), lambda m, event: m.spot_checks.on_verifier_ready(event)),
+        *_in_each((_G, _S), events.EvidenceLost, (_W,), lambda m, event: m.spot_checks.on_evidence_lost(event)),
+        *_in_each((_G, _S), events.StageChecked, (_W,), lambda m, event: m.spot_checks.on_checked(event)),
         *_in_each((_A, _G, _S, _W), ExpulsionDue, (_W,), lambda m, _: m.spot_checks.expel_if_free()),
-        *_in_each(_ALIVE, PeerLost, (_A, _W, _E), lambda m, event: m.plan_changes.on_peer_lost(event)),
-        *_in_each(_ROUND, LinkBroken, (_A, _W, _E), lambda m, event: m.plan_changes.on_link_broken(event)),
-        Transition(_ROUND, StageFailed, (_A, _W, _E), lambda m, event: m.plan_changes.on_stage_failed(event)),
-        *_in_each(_ROUND, PlanGranted, (), lambda m, event: m.plan_changes.on_plan(event)),
-        Transition((_W,), PlanGranted, (_A, _W), lambda m, event: m.plan_changes.on_plan(event)),
-        *_in_each(_ALIVE, StopAsked, (_E,), DriverMachine.on_stop),
-        Transition(_ALIVE, CommandFailed, (_E,), lambda m, event: m.fail(event.reason)),
+        *_in_each(_ALIVE, events.PeerLost, (_A, _W, _E), lambda m, event: m.plan_changes.on_peer_lost(event)),
+        *_in_each(_ROUND, events.LinkBroken, (_A, _W, _E), lambda m, event: m.plan_changes.on_link_broken(event)),
+        Transition(_ROUND, events.StageFailed, (_A, _W, _E), lambda m, event: m.plan_changes.on_stage_failed(event)),
+        *_in_each(_ROUND, events.PlanGranted, (), lambda m, event: m.plan_changes.on_plan(event)),
+        Transition((_W,), events.PlanGranted, (_A, _W), lambda m, event: m.plan_changes.on_plan(event)),
+        *_in_each(_ALIVE, events.StopAsked, (_E,), DriverMachine.on_stop),
+        Transition(_ALIVE, events.CommandFailed, (_E,), lambda m, event: m.fail(event.reason)),
     ),
     initial=(_A,),
     final=(_E,),

@@ -102,8 +102,12 @@ class SpotChecks:
             ReportFault("liar", peer, stages, job.step, found.reason),
         ]
         job.retention.strike(peer)
-        if not stages:
-            return [*expelled, *(self.plan_changes.without_standby(peer, found.reason) if standby else [])]
+        if standby and not stages:
+            return [*expelled, *self.plan_changes.without_standby(peer, found.reason)]
+        if not stages:  # it left before
+            if job.phase is DriverPhase.ATTACHING:
+                job.restore_if_all_answered()
+            return expelled
         job.lost.add(peer)
         job.verifying.voided = True
         taken_back = job.take_back(min(found.trusted, job.step))
