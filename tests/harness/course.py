@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from fusionai.coordination.training.driver import DriverPhase
+from fusionai.coordination.training.state import DriverPhase
 from harness.network import Process
 from harness.topology import Layout, Topology, random_topology
 from harness.virtual_broker import OWNER
@@ -258,10 +258,10 @@ class Faults:
         if machine.phase is not DriverPhase.RUNNING:
             return []
         going_on = {
-            "evaluating": machine._saves.evaluating is not None,
-            "writing a checkpoint": machine._saves.saving is not None,
-            "journalling": machine._votes.journalling is not None,
-            "about to change plans": machine._pending is not None,
+            "evaluating": machine.saves.evaluating is not None,
+            "writing a checkpoint": machine.saves.saving is not None,
+            "journalling": machine.votes.journalling is not None,
+            "about to change plans": machine.pending is not None,
             "rolled back": machine.step < machine.official,
         }
         return [name for name, holds in going_on.items() if holds]

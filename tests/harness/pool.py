@@ -36,7 +36,7 @@ from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints
 from fusionai.training.deployment import Cut, StateSource, TrainingJob, cut, stage_options
 from fusionai.training.driver import Driver
-from fusionai.training.local_updates import Exchange
+from fusionai.training.outer import Seat
 from fusionai.transport.interface import Accept, Channel, Listener, Transport
 from fusionai.transport.security.identity import peer_of, public_bytes
 from fusionai.transport.security.signed import Seal, Ticket, sign_ticket
@@ -367,7 +367,7 @@ class Job:
     """Whether stages may move among machines of unlike numerics."""
     replans: bool = False
     """Whether there is a broker to ask for another plan; otherwise the job ends."""
-    exchange: Exchange | None = None
+    exchange: Seat | None = None
     """With other jobs that train the same model."""
     sync_every: int = 0
     sync_lag: int = 0

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from fusionai.coordination.round.liveness import PING_S, Silence
 from fusionai.coordination.training import commands, events
-from fusionai.coordination.training import driver as driving
 from fusionai.coordination.training import stage as staging
-from fusionai.coordination.training.driver import DriverMachine, DriverPhase
+from fusionai.coordination.training.driver import DriverMachine
 from fusionai.coordination.training.evaluations import Evaluation, standing
 from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.state import DriverPhase
 from fusionai.wire.messages import CommitRecord, Fence, Mode
 from harness import topology as model
 from harness.network import Process, Stream
@@ -108,9 +108,9 @@ class Driver:
     def handle(self, event: object) -> None:
         if self.alive:
             self.world.before_event(self, event)
-            line, guards = self.machine.line, self.machine._guards
+            line, guards = self.machine.line, self.machine.guards
             given = self.machine.handle(event)  # pyright: ignore[reportArgumentType]
-            if self.machine.line > line and self.machine._guards == guards:
+            if self.machine.line > line and self.machine.guards == guards:
                 self.world.check_line(self)
             self._perform_all(given)
 
@@ -422,5 +422,5 @@ class Driver:
         self.world.network.send(self.process, target, stream, deliver)
 
     @property
-    def phase(self) -> driving.DriverPhase:
+    def phase(self) -> DriverPhase:
         return self.machine.phase

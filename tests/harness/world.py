@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from fusionai.coordination.broker.events import Fact
 from fusionai.coordination.training import commands, events
-from fusionai.coordination.training.driver import DriverPhase
 from fusionai.coordination.training.evaluations import Evaluation, standing
+from fusionai.coordination.training.state import DriverPhase
 from fusionai.wire.messages import CommitRecord
 from harness import topology as model
 from harness.network import Network, Process, Stream
@@ -195,7 +195,7 @@ class World:
     def check_line(self, driver: Driver) -> None:
         """It has risen: every living guard has a snapshot from which what is retained leads on."""
         line = driver.machine.line
-        for stage, guard in driver.machine._guards.items():
+        for stage, guard in driver.machine.guards.items():
             member = self.members[guard]
             if driver.connections.get(guard) is member.process and member.process.alive and member.holds_anything:
                 newest = max((step for at, step in member.snapshots if at == stage), default=-1)

@@ -24,8 +24,7 @@ from fusionai.capture.capture import Captured, capture
 from fusionai.capture.models.source import ConfigSource
 from fusionai.primitives.tensors import HostTensor
 from fusionai.training import progress
-from fusionai.training.local_updates import OuterUpdate
-from fusionai.training.outer import Outer, OuterRules, OuterState, beginning
+from fusionai.training.outer import Outer, OuterRules, OuterState, OuterUpdate, beginning
 from fusionai.training.outer_disk import OuterFiles
 from fusionai.wire import messages as wire
 from fusionai.wire.codecs import Codec

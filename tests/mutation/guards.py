@@ -77,13 +77,13 @@ BROKER: Final = "property/test_broker_machine.py"
 JOBS: Final = ("property/test_job_machines.py", "property/test_virtual_jobs.py")
 SERVING: Final = ("unit/coordination/test_serving*.py", "property/test_virtual_serving.py")
 BATCHES: Final = ("unit/coordination/test_batching*.py", "property/test_serving_batches.py")
+DRIVER_PARTS: Final = ("driver", "rounds", "steps", "plan_changes", "spot_checks", "state")
 SERVING_PARTS: Final = ("driver", "rounds", "standbys", "takeovers", "lateness", "state", "roles", "standby_roster")
 SUBJECTS: Final = {
     subject.name: subject
     for subject in (
         Subject("training.stage", ("unit/coordination/test_stage*.py", *JOBS)),
-        Subject("training.driver", ("unit/coordination/test_driver*.py", *JOBS)),
-        Subject("training.votes", ("unit/coordination/test_driver*.py", *JOBS)),
+        *(Subject(f"training.{part}", ("unit/coordination/test_driver*.py", *JOBS)) for part in DRIVER_PARTS),
         Subject("round.faults", ("unit/coordination/test_driver*.py", *JOBS)),
         Subject(
             "training.restoring", ("unit/coordination/test_restoring*.py", "unit/coordination/test_driver*.py", *JOBS)
@@ -108,23 +108,23 @@ SUBJECTS: Final = {
 
 ACCEPTED: Final[dict[tuple[str, str], str]] = {
     (
-        "training.driver",
-        "DriverMachine._feed: self._fed[0] - 1  ->  self._fed[0] - 2",
+        "training.steps",
+        "Feeding.feed: self.fed[0] - 1  ->  self.fed[0] - 2",
     ): "either lies below the step that would be fed next, and nothing else is asked of it",
     (
-        "training.driver",
-        "DriverMachine._leaves_alone: living.items() <= dict(roles.places).items()"
+        "training.plan_changes",
+        "PlanChanges._leaves_alone: living.items() <= dict(roles.places).items()"
         "  ->  living.items() < dict(roles.places).items()",
     ): "asked when somebody with a stage is lost: a plan over the same cut has one place more than there are living",
     (
-        "training.driver",
-        "DriverMachine._without_guard: self._round.restoration and peer in self._round.restoration.holders.values()"
-        "  ->  peer in self._round.restoration.holders.values()",
+        "training.plan_changes",
+        "PlanChanges.without_standby: restoration and peer in restoration.holders.values()"
+        "  ->  peer in restoration.holders.values()",
     ): "whoever loads does so by a restoration, so there is one; the type checker wants it said",
     (
-        "training.driver",
-        "DriverMachine._change_plan_if_quiet: self._pending is not None and (not busy)"
-        " and (self.phase is DriverPhase.RUNNING)  ->  self._pending is not None and (not busy)",
+        "training.steps",
+        "Feeding.change_plan_if_quiet: job.pending is not None and (not busy)"
+        " and (job.phase is DriverPhase.RUNNING)  ->  job.pending is not None and (not busy)",
     ): "asked only while the job runs; a decision that ends it just before had its whole step fed, so it is busy",
     (
         "round.liveness",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from fusionai.coordination.training.driver import DriverPhase
+from fusionai.coordination.training.state import DriverPhase
 from harness.course import EVERY_FAULT, disturbed, undisturbed
 from harness.topology import Layout, Topology, reference
 from harness.world import World

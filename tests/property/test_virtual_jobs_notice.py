@@ -7,14 +7,24 @@ from dataclasses import replace
 
 import pytest
 
-from fusionai.coordination.training import driver, restoring
+from fusionai.coordination.training import driver, restoring, rounds
 from fusionai.coordination.training import stage as staging
-from fusionai.coordination.training.commands import DriverCommand, JournalCommit, SendCommit, SendResume
-from fusionai.coordination.training.driver import DriverMachine, DriverPhase
-from fusionai.coordination.training.events import DriverEvent
+from fusionai.coordination.training.commands import (
+    DriverCommand,
+    FeedMicrobatch,
+    JournalCommit,
+    SendCommit,
+    SendResume,
+)
+from fusionai.coordination.training.driver import DriverMachine
+from fusionai.coordination.training.events import ScaleDecided, StagePrepared, StageReady
+from fusionai.coordination.training.plan_changes import PlanChanges
 from fusionai.coordination.training.restoring import StagePosition
 from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.rounds import AllRestored, TrainingRounds
 from fusionai.coordination.training.stage import Attached, Source, StageCommand, StageEvent, StageMachine, StageWork
+from fusionai.coordination.training.state import DriverPhase, DriverState
+from fusionai.coordination.training.steps import Commits, Feeding
 from harness import virtual_member
 from harness.course import disturbed
 from harness.topology import Topology
@@ -29,29 +39,31 @@ def any_fence_counts(patch: Patch) -> None:
 
 def commit_is_sent_before_it_is_journalled(patch: Patch) -> None:
     """Rule 2."""
-    true = DriverMachine.on_scale
+    true = Commits.on_scale
 
-    def on_scale(self: DriverMachine, event: DriverEvent) -> list[DriverCommand]:
+    def on_scale(self: Commits, event: ScaleDecided) -> list[DriverCommand]:
         commands = true(self, event)
-        early = [SendCommit(c.record, self.step, save=False) for c in commands if isinstance(c, JournalCommit)]
+        early = [SendCommit(c.record, self.job.step, save=False) for c in commands if isinstance(c, JournalCommit)]
         return [*early, *commands]
 
-    _in_table(patch, "on_scale", on_scale)
+    patch.setattr(Commits, "on_scale", on_scale)
+    _lead_anywhere(patch, DriverPhase.RUNNING, ScaleDecided)
 
 
 def a_vote_is_not_awaited(patch: Patch) -> None:
     """Rule 3."""
-    true = DriverMachine.on_prepared
+    true = Commits.on_prepared
 
-    def on_prepared(self: DriverMachine, event: DriverEvent) -> list[DriverCommand]:
+    def on_prepared(self: Commits, event: StagePrepared) -> list[DriverCommand]:
         commands = true(self, event)
-        norms = self._votes.norms.get(self.step, {})
-        if norms and len(norms) < len(self.roles.places):
-            for stage in self.roles.stages:
+        norms = self.job.votes.norms.get(self.job.step, {})
+        if norms and len(norms) < len(self.job.roles.places):
+            for stage in self.job.roles.stages:
                 norms.setdefault(stage, {f"p{stage}": 0.5})
-        return [*commands, *self._decide()]
+        return [*commands, *self.decide()]
 
-    _in_table(patch, "on_prepared", on_prepared)
+    patch.setattr(Commits, "on_prepared", on_prepared)
+    _lead_anywhere(patch, DriverPhase.RUNNING, StagePrepared)
 
 
 def what_is_prepared_dies_with_the_fence(patch: Patch) -> None:
@@ -67,15 +79,15 @@ def what_is_prepared_dies_with_the_fence(patch: Patch) -> None:
 
 def resume_carries_no_record(patch: Patch) -> None:
     """Rule 5."""
-    true = DriverMachine._go_on
+    true = TrainingRounds.on_all_loaded
 
-    def go_on(self: DriverMachine) -> list[DriverCommand]:
-        records, self.records = self.records, {}
-        commands = true(self)
-        self.records = records
+    def on_all_loaded(self: TrainingRounds, event: AllRestored) -> list[DriverCommand]:
+        records, self.job.records = self.job.records, {}
+        commands = true(self, event)
+        self.job.records = records
         return commands
 
-    patch.setattr(DriverMachine, "_go_on", go_on)
+    patch.setattr(TrainingRounds, "on_all_loaded", on_all_loaded)
 
 
 def partial_sums_survive_an_attach(patch: Patch) -> None:
@@ -85,13 +97,14 @@ def partial_sums_survive_an_attach(patch: Patch) -> None:
 
 def work_begins_before_all_are_ready(patch: Patch) -> None:
     """Rule 7."""
-    true = DriverMachine.on_ready
+    true = TrainingRounds.on_ready
 
-    def on_ready(self: DriverMachine, event: DriverEvent) -> list[DriverCommand]:
-        self._round.ready.update(self.roles.stages)
+    def on_ready(self: TrainingRounds, event: StageReady) -> list[DriverCommand]:
+        self.job.round.ready.update(self.job.roles.stages)
         return true(self, event)
 
-    _in_table(patch, "on_ready", on_ready)
+    patch.setattr(TrainingRounds, "on_ready", on_ready)
+    _lead_anywhere(patch, DriverPhase.REPLAYING, StageReady)
 
 
 def a_tensor_of_the_next_step_is_not_held(patch: Patch) -> None:
@@ -101,13 +114,14 @@ def a_tensor_of_the_next_step_is_not_held(patch: Patch) -> None:
 
 def the_line_follows_the_newest_snapshot_of_all(patch: Patch) -> None:
     """Rule 10."""
-    true = DriverMachine._move_line
+    true = DriverState.move_line
 
-    def move_line(self: DriverMachine) -> None:
+    def move_line(self: DriverState) -> None:
         true(self)
-        self.line = max([self.line, *(self._acked[stage] for stage in self._guards if stage in self._acked)])
+        kept = self.retention
+        kept.line = max([kept.line, *(kept.acked[stage] for stage in kept.standbys if stage in kept.acked)])
 
-    patch.setattr(DriverMachine, "_move_line", move_line)
+    patch.setattr(DriverState, "move_line", move_line)
 
 
 def what_was_retained_goes_at_once(patch: Patch) -> None:
@@ -128,7 +142,7 @@ def retained_tensors_go_at_each_commit(patch: Patch) -> None:
 
 def no_snapshot_after_a_recovery(patch: Patch) -> None:
     """Rule 11."""
-    patch.setattr(DriverMachine, "_wants_snapshot", lambda self, stage: False)
+    patch.setattr(DriverState, "wants_snapshot", lambda self, stage: False)
 
 
 def the_feed_does_not_mind_the_line(patch: Patch) -> None:
@@ -143,13 +157,13 @@ def the_feed_does_not_mind_the_line(patch: Patch) -> None:
 
 def a_stage_without_records_is_restored_anyway(patch: Patch) -> None:
     """Rule 14."""
-    true = DriverMachine._move_line
+    true = DriverState.move_line
 
-    def move_line(self: DriverMachine) -> None:
+    def move_line(self: DriverState) -> None:
         true(self)
         self.records = {step: record for step, record in self.records.items() if step >= self.step - 1}
 
-    patch.setattr(DriverMachine, "_move_line", move_line)
+    patch.setattr(DriverState, "move_line", move_line)
 
 
 def attempts_repeat(patch: Patch) -> None:
@@ -165,7 +179,7 @@ def attempts_repeat(patch: Patch) -> None:
 
 def a_lost_guard_is_waited_for(patch: Patch) -> None:
     """Rule 20."""
-    patch.setattr(DriverMachine, "_without_guard", lambda self, peer, reason: [])
+    patch.setattr(PlanChanges, "without_standby", lambda self, peer, reason: [])
 
 
 def anybody_counts_as_being_at_the_official_step(patch: Patch) -> None:
@@ -184,7 +198,7 @@ def neighbours_need_not_have_retained_anything(patch: Patch) -> None:
         all_there = {stage: StagePosition(p.applied, p.prepared, 0) for stage, p in positions.items()}
         return true(roles, all_there, *rest, **named)  # pyright: ignore[reportArgumentType]
 
-    patch.setattr(driver, "decide", decide)
+    patch.setattr(rounds, "decide", decide)
 
 
 def everybody_always_goes_back_to_the_checkpoint(patch: Patch) -> None:
@@ -200,15 +214,16 @@ def whoever_keeps_its_state_streams_nothing(patch: Patch) -> None:
 
 
 def a_snapshot_of_another_step_is_loaded(patch: Patch) -> None:
-    true = DriverMachine._load
+    true = TrainingRounds._load
 
-    def load(self: DriverMachine, restoration: restoring.Restoration) -> list[DriverCommand]:
+    def load(self: TrainingRounds, restoration: restoring.Restoration) -> list[DriverCommand]:
+        step = self.job.step
         return [
-            SendResume(c.stage, self.step, _any_source(c.source), self.step) if isinstance(c, SendResume) else c
+            SendResume(c.stage, step, _any_source(c.source), step) if isinstance(c, SendResume) else c
             for c in true(self, restoration)
         ]
 
-    patch.setattr(DriverMachine, "_load", load)
+    patch.setattr(TrainingRounds, "_load", load)
 
 
 def _any_source(source: Source) -> Source:
@@ -255,38 +270,38 @@ def an_attach_does_not_wait_for_the_work_under_way(patch: Patch) -> None:
 
 
 def a_commit_overtakes_the_checkpoint(patch: Patch) -> None:
-    true = DriverMachine._decide
+    true = Commits.decide
 
-    def decide(self: DriverMachine) -> list[DriverCommand]:
-        saving, self._saves.saving = self._saves.saving, None
+    def decide(self: Commits) -> list[DriverCommand]:
+        saving, self.job.saves.saving = self.job.saves.saving, None
         commands = true(self)
-        self._saves.saving = saving
+        self.job.saves.saving = saving
         return commands
 
-    patch.setattr(DriverMachine, "_decide", decide)
+    patch.setattr(Commits, "decide", decide)
 
 
 def an_evaluation_is_not_awaited(patch: Patch) -> None:
-    true = DriverMachine._decide
+    true = Commits.decide
 
-    def decide(self: DriverMachine) -> list[DriverCommand]:
-        self._saves.evaluating = None
+    def decide(self: Commits) -> list[DriverCommand]:
+        self.job.saves.evaluating = None
         return true(self)
 
-    patch.setattr(DriverMachine, "_decide", decide)
+    patch.setattr(Commits, "decide", decide)
 
 
 def the_feed_has_no_window(patch: Patch) -> None:
-    patch.setattr(DriverMachine, "_feed", _feed_all)
+    patch.setattr(Feeding, "feed", _feed_all)
 
 
-def _feed_all(self: DriverMachine) -> list[DriverCommand]:
-    if self._saves.asked or self.phase is not DriverPhase.RUNNING:
+def _feed_all(self: Feeding) -> list[DriverCommand]:
+    if self.job.saves.asked or self.job.phase is not DriverPhase.RUNNING:
         return []
     commands: list[DriverCommand] = []
-    while self._fed[0] < self.shape.steps:
-        commands.append(driver.FeedMicrobatch(*self._fed))
-        self._fed = self._after(self._fed)
+    while self.fed[0] < self.job.shape.steps:
+        commands.append(FeedMicrobatch(*self.fed))
+        self._advance()
     return commands
 
 
@@ -295,13 +310,14 @@ def state_that_moves_is_not_saved(patch: Patch) -> None:
 
 
 def a_plan_is_taken_in_the_middle_of_a_step(patch: Patch) -> None:
-    true = DriverMachine._change_plan_if_quiet
+    true = Feeding.change_plan_if_quiet
 
-    def change(self: DriverMachine) -> list[DriverCommand]:
-        self.saved = max(self.saved, self.step) if self._pending is not None else self.saved
-        return true(self)
+    def change(self: Feeding) -> None:
+        job = self.job
+        job.saved = max(job.saved, job.step) if job.pending is not None else job.saved
+        true(self)
 
-    patch.setattr(DriverMachine, "_change_plan_if_quiet", change)
+    patch.setattr(Feeding, "change_plan_if_quiet", change)
 
 
 def _without(patch: Patch, dropped: type) -> None:
@@ -313,12 +329,10 @@ def _without(patch: Patch, dropped: type) -> None:
     patch.setattr(StageMachine, "handle", handle)
 
 
-def _in_table(patch: Patch, name: str, act: Callable[..., list[DriverCommand]]) -> None:
-    """Tables hold the functions themselves."""
-    true = getattr(DriverMachine, name)
-    for key, row in driver.TABLE.items():
-        if row.act is true:
-            patch.setitem(driver.TABLE, key, replace(row, act=act, targets=tuple(DriverPhase)))
+def _lead_anywhere(patch: Patch, phase: DriverPhase, event: type) -> None:
+    """Or the table would notice where the broken rule leads."""
+    row = driver.TABLE[phase, event]
+    patch.setitem(driver.TABLE, (phase, event), replace(row, targets=tuple(DriverPhase)))
 
 
 def _in_stage_table(patch: Patch, name: str, act: Callable[..., list[StageCommand]]) -> None:

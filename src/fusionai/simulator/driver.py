@@ -19,7 +19,8 @@ import msgspec
 
 from fusionai.coordination.training import commands, events
 from fusionai.coordination.training import stage as staging
-from fusionai.coordination.training.driver import DriverMachine, DriverPhase, JobShape
+from fusionai.coordination.training.driver import DriverMachine
+from fusionai.coordination.training.state import DriverPhase, JobShape
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned
 from fusionai.scheduling.problem.types import Plan, Problem

@@ -98,25 +98,10 @@ class Checkpoints:
             graph, ((key, _initial(specs[key], job.options.seed)) for key in rest if specs[key].init is not None)
         )
 
-    def collection(
-        self,
-        step: int,
-        fence: wire.Fence,
-        stages: Mapping[int, PeerId],
-        entries: Mapping[int, Mapping[str, StateEntry]],
-        *,
-        tolerant: bool,
-        takeovers: tuple[TolerantTakeover, ...] = (),
-    ) -> Collection:
-        """Return a collection of all stages' state of `step`.
-
-        `entries`: the entries of each stage's state; all must arrive, and no others are accepted. `tolerant`: machines
-        round differently, so copies of a tied parameter may differ within `backends.tolerance`, and the first stage's
-        copy is saved. `takeovers`: tolerant takeovers to record in the checkpoint's header.
-        """
-        owed = {stage: dict(entries[stage]) for stage in stages}
+    def writer(self, step: int, takeovers: tuple[TolerantTakeover, ...]) -> CheckpointWriter:
+        """Begin to write a checkpoint. Blocking. Raises `StorageError`."""
         header = msgspec.structs.replace(self._header, tolerant_takeovers=takeovers)
-        return Collection(self.root, header, self._files, step, fence, dict(stages), owed, tolerant=tolerant)
+        return CheckpointWriter(self.root, step, header, files=self._files)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -142,30 +127,32 @@ class Checkpoints:
 
 class Collection:
     """One checkpoint being written: `take` stores what members send, `run` waits for all of it and completes the
-    checkpoint. `cancel` before the last chunk leaves nothing behind; after it, the checkpoint is still completed."""
+    checkpoint. `cancel` before the last chunk leaves nothing behind; after it, the checkpoint is still completed.
+
+    `entries`: the entries of each stage's state; all must arrive, and no others are accepted. `tolerant`: machines
+    round differently, so copies of a tied parameter may differ within `backends.tolerance`, and the first stage's
+    copy is saved. `takeovers`: tolerant takeovers to record in the checkpoint's header."""
 
     def __init__(
         self,
-        root: Path,
-        header: CheckpointHeader,
-        files: Mapping[str, bytes],
+        checkpoints: Checkpoints,
         step: int,
         fence: wire.Fence,
         stages: Mapping[int, PeerId],
-        owed: dict[int, dict[str, StateEntry]],
+        entries: Mapping[int, Mapping[str, StateEntry]],
         *,
         tolerant: bool,
+        takeovers: tuple[TolerantTakeover, ...] = (),
     ) -> None:
         self.step = step
-        self._root = root
-        self._header = header
-        self._files = files
+        self._checkpoints = checkpoints
+        self._takeovers = takeovers
         self._fence = fence
-        self._stages = stages
-        self._owed = owed
+        self._stages = dict(stages)
+        self._owed = {stage: dict(entries[stage]) for stage in stages}
         firsts: dict[str, int] = {}
-        for stage in sorted(owed):
-            for entry in owed[stage]:
+        for stage in sorted(stages):
+            for entry in entries[stage]:
                 firsts.setdefault(entry, stage)
         self._firsts = firsts if tolerant else None
         """Entry -> the stage whose value is saved; None if all copies are equal."""
@@ -179,7 +166,7 @@ class Collection:
     async def run(self) -> Path | None:
         """Return the complete checkpoint, or None if it was cancelled. Raises `StorageError`."""
         try:
-            writer = await asyncio.to_thread(CheckpointWriter, self._root, self.step, self._header, files=self._files)
+            writer = await asyncio.to_thread(self._checkpoints.writer, self.step, self._takeovers)
         except BaseException:
             self.cancel()
             raise
@@ -299,8 +286,14 @@ class Saving:
         }
         entries = {stage: present.cut.stages[stage].saved for stage in stages}
         takeovers = present.deployment.plan.tolerant_takeovers
-        collection = self._collection = self._checkpoints.collection(
-            step, present.fence, stages, entries, tolerant=self._rounds_differently(), takeovers=takeovers
+        collection = self._collection = Collection(
+            self._checkpoints,
+            step,
+            present.fence,
+            stages,
+            entries,
+            tolerant=self._rounds_differently(),
+            takeovers=takeovers,
         )
 
         async def collect() -> None:

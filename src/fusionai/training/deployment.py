@@ -16,8 +16,8 @@ from typing import Protocol
 import msgspec
 
 from fusionai.backends.state import StateEntry, saved_entries, state_entries
-from fusionai.coordination.training.driver import JobShape
 from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.state import JobShape
 from fusionai.execution.training.boundary import FEED, Boundary, replicated
 from fusionai.ir import schema
 from fusionai.ir.partition import Partition, cut_blocks, is_passed_on

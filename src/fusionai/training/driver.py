@@ -3,9 +3,9 @@
 `run` takes an event, lets the machine decide, and performs its commands. The driver itself decides only which messages
 belong to the present round; all others are dropped before they become events (recovery rule 1).
 
-`training.rounds` holds the present round and its members, `training.inbox` turns messages into events, `training.feed`
-moves microbatches, `training.checkpoints` collects state, `storage.commits` is the journal. `execution` runs the
-stages, including the job owner's own in this process."""
+`training.rounds` holds the present round, its members and what they report, `training.feed` moves microbatches,
+`training.checkpoints` collects state, `storage.commits` is the journal. `execution` runs the stages, including the job
+owner's own in this process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from fusionai.coordination.round.verification import Check, Inspector, Opinion
 from fusionai.coordination.training import commands, events
 from fusionai.coordination.training.commands import DriverCommand, EndJob
-from fusionai.coordination.training.driver import DriverMachine, DriverPhase
+from fusionai.coordination.training.driver import DriverMachine
 from fusionai.coordination.training.evaluations import Evaluation, standing
 from fusionai.coordination.training.events import DriverEvent
+from fusionai.coordination.training.state import DriverPhase
 from fusionai.execution.deployment import Deployment, PlanSource
 from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections
@@ -30,12 +31,13 @@ from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan
 from fusionai.scheduling.standby.assignment import without_standbys
 from fusionai.storage.commits import CommitJournal
-from fusionai.training import inbox, progress
+from fusionai.training import progress
 from fusionai.training.checkpoints import Checkpoints, Saving
 from fusionai.training.deployment import Batch, Cut, TrainingJob, cut
 from fusionai.training.feed import Traffic
 from fusionai.training.inspection import Inspection, limits
-from fusionai.training.local_updates import Exchange, LocalUpdates
+from fusionai.training.local_updates import LocalUpdates
+from fusionai.training.outer import Seat
 from fusionai.training.progress import FaultLog, Timeline
 from fusionai.training.rounds import JobRound
 from fusionai.transport.interface import Channel
@@ -66,7 +68,7 @@ class Driver:
         saved: int,
         replanner: PlanSource,
         on_progress: Listener,
-        exchange: Exchange | None = None,
+        exchange: Seat | None = None,
     ) -> None:
         if (exchange is None) != ((every := job.options.sync_every) == 0):
             raise PlanError(
@@ -251,6 +253,8 @@ class Driver:
                 self._ask_plan(without, reason)
             case commands.StartCheck(check):
                 self._start_check(check)
+            case commands.GatherEvidence(check):
+                self._round.start(self._traffic.bring(check))
             case commands.ReportCheck(check, outcome, reason):
                 self._on_progress(progress.checked(check, outcome, reason, self._machine.inspector))
             case commands.Distrust(peer, reason):
@@ -352,33 +356,20 @@ class Driver:
         await asyncio.sleep(CHECK_S)
         self._tell(events.StageChecked(check, Opinion(void=f"the referee did not answer within {CHECK_S:g} s")), fence)
 
-    def _hear_referee(self, peer: PeerId, message: wire.Rechecking | wire.Rechecked) -> None:
-        inspector, inspection = self._machine.inspector, self._inspection
-        check = None if inspector is None else inspector.open.get(message.stage)
-        if inspection is None or check is None:
+    def _hear_verifier(self, peer: PeerId, message: wire.Rechecked) -> None:
+        """Form an opinion from a verifier's results."""
+        check = self._machine.spot_checks.check_of(peer, message.stage, message.first, message.below)
+        if self._inspection is None or check is None:
             return
-        if (check.referee, check.first, check.below) != (peer, message.first, message.below):
-            return
-        if isinstance(message, wire.Rechecking):
-            self._round.start(self._traffic.bring(check))
-            return
-        options, prints = self._job.options, self._prints
-        apart = limits(options, prints.get(check.peer, ""), prints.get(check.referee, ""))
-        self._tell(events.StageChecked(check, inspection.opinion(check, message, apart)), self.fence)
+        prints = self._prints
+        apart = limits(self._job.options, prints.get(check.peer, ""), prints.get(check.referee, ""))
+        self._tell(events.StageChecked(check, self._inspection.opinion(check, message, apart)), self.fence)
 
-    def _miss_word(self, peer: PeerId, message: wire.EvidenceMissing) -> None:
-        """End a check without an opinion, because a neighbour no longer has what it sent to the checked stage."""
-        inspector = self._machine.inspector
-        check = None if inspector is None else inspector.open.get(message.about)
-        if check is not None and self._machine.roles.places.get(message.stage) == peer:
-            void = Opinion(void=f"stage {message.stage} no longer has everything that it sent")
-            self._tell(events.StageChecked(check, void), self.fence)
-
-    async def _take_testimony(self, peer: PeerId, message: Sent, tensors: dict[str, HostTensor]) -> None:
-        """Pass on a stage's sent tensors to a referee, if the referee or the stage is in this process. Raises
+    async def _pass_evidence(self, peer: PeerId, message: Sent, tensors: dict[str, HostTensor]) -> None:
+        """Pass on a stage's sent tensors to a verifier, if the verifier or the stage is in this process. Raises
         `ExecutionError` if the peer does not run the stage it claims as the sender."""
-        inspector, (stage, fence) = self._machine.inspector, receiver(message)
-        check = None if inspector is None else inspector.open.get(stage)
+        stage, fence = receiver(message)
+        check = self._machine.spot_checks.open_check(stage)
         if check is None or fence != self.fence:
             return
         if check.referee == self._job.owner:
@@ -402,15 +393,11 @@ class Driver:
                 pass
         if getattr(message, "fence", None) != self.fence:
             return
-        if isinstance(message, wire.EvidenceMissing):
-            self._miss_word(peer, message)
-            return
-        if isinstance(message, wire.Rechecking | wire.Rechecked):
-            self._hear_referee(peer, message)
+        if isinstance(message, wire.Rechecked):
+            self._hear_verifier(peer, message)
             return
         try:
-            event = inbox.event_of(message, peer, self._machine.roles)
-            inbox.check_numerics(message, self.deployment.plan, self._job.options.takeover)
+            event = self._round.event_of(message, peer)
         except FusionError as error:
             self._connections.drop(peer, error.message)
             return
@@ -440,7 +427,7 @@ class Driver:
                 case wire.Snapshot() as message:
                     self._member.take_snapshot(peer, message, envelope.tensors)
                 case wire.Forward() | wire.Backward() | wire.SharedGradient() as message:
-                    await self._take_testimony(peer, message, envelope.tensors)
+                    await self._pass_evidence(peer, message, envelope.tensors)
                 case _:
                     await self._saving.take(peer, envelope)
 
@@ -448,10 +435,7 @@ class Driver:
         """Report a broken link to the machine, unless one of the two peers turns out to be lost."""
         other, fence = PeerId(message.peer), self.fence
         both_remain = await self._connections.both_remain(reporter, other)
-        # A guard exchanges no tensors; its link matters only for a snapshot that it was asked to pass on.
-        idle = not self._machine.roles.stages_of(reporter) and reporter != self._job.owner
-        missed = not idle or self._machine.phase is DriverPhase.LOADING
-        if missed and both_remain:
+        if both_remain and self._machine.needs_links(reporter):
             self._tell(events.LinkBroken(reporter, other, message.reason), fence)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:

@@ -1,7 +1,7 @@
 """Local updates from the view of one job's driver: collects its stages' differences and receives agreements.
 
-A job trains `every` steps on its own. Then its stages send their parameter differences, an `Exchange` combines them
-with those of the other jobs, and the stages adopt the result. This module decides when a step's differences are
+A job trains `every` steps on its own. Then its stages send their parameter differences, its `Seat` combines them with
+those of the other jobs, and the stages adopt the result. This module decides when a step's differences are
 complete.
 
 `training.driver` moves the messages, `training.outer` makes agreements, `execution.training.exchange` is the stages'
@@ -10,9 +10,7 @@ side."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
 
 from fusionai.execution.state import chunks, headers
 from fusionai.execution.training.codecs import Carried, joined, split
@@ -20,35 +18,10 @@ from fusionai.execution.training.exchange import carried_shapes, check_values
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
+from fusionai.training.outer import OuterUpdate, Seat
 from fusionai.training.rounds import JobRound
 from fusionai.wire import messages as wire
-from fusionai.wire.codecs import Exchanged, ParameterForm
-
-
-@dataclass(frozen=True, slots=True)
-class OuterUpdate:
-    """The agreement after `step` of one job. `values`: in the form `told`, named as in
-    `execution.exchange.carried_shapes`."""
-
-    step: int
-    told: ParameterForm
-    values: Mapping[str, Carried]
-
-
-class Exchange(Protocol):
-    """Connection of one job to the others that train the same model."""
-
-    async def agree(self, step: int, differences: Mapping[str, Carried]) -> OuterUpdate:
-        """Wait for the other jobs, up to a deadline. The same step always gets the same answer, also after a fault."""
-        ...
-
-    def known(self, since: int) -> Iterable[OuterUpdate]:
-        """Return the agreements of steps from `since` on, in order, for stages that run these steps again. Blocking."""
-        ...
-
-    def forget(self, below: int) -> None:
-        """Drop agreements of steps below `below`, which no stage runs again. Blocking."""
-        ...
+from fusionai.wire.codecs import Exchanged
 
 
 class PseudoGradients:
@@ -92,7 +65,7 @@ class LocalUpdates:
     """A driver's part in local updates: collects differences in the present round and sends agreements to stages.
     `exchange` is None in a job that exchanges nothing."""
 
-    def __init__(self, present: JobRound, exchange: Exchange | None) -> None:
+    def __init__(self, present: JobRound, exchange: Seat | None) -> None:
         self._round = present
         self._exchange = exchange
         self._differences = self._collector()
@@ -121,11 +94,11 @@ class LocalUpdates:
         if self._exchange is not None and self._round.cut.stages[stage].trainable:
             self._round.start(self._push(self._exchange, stage, since - self._round.job.options.sync_lag))
 
-    async def _push(self, exchange: Exchange, stage: int, since: int) -> None:
+    async def _push(self, exchange: Seat, stage: int, since: int) -> None:
         for agreement in await asyncio.to_thread(exchange.known, since):
             await self._send(stage, agreement)
 
-    async def _agree(self, exchange: Exchange, step: int, differences: dict[str, Carried]) -> None:
+    async def _agree(self, exchange: Seat, step: int, differences: dict[str, Carried]) -> None:
         agreement = await exchange.agree(step, differences)
         for stage in self._round.machine.roles.stages:
             if self._round.cut.stages[stage].trainable:

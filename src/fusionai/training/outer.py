@@ -34,7 +34,6 @@ from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.training.deployment import StateSource
-from fusionai.training.local_updates import OuterUpdate
 from fusionai.wire.codecs import Exchanged, ParameterForm
 
 log = logging.getLogger(__name__)
@@ -44,6 +43,16 @@ Floats = npt.NDArray[np.float32]
 
 RELAYED: Final = 2
 """Number of differences in a round for which each job receives the other's difference instead of the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterUpdate:
+    """The agreement after `step` of one job. `values`: in the form `told`, named as in
+    `execution.exchange.carried_shapes`."""
+
+    step: int
+    told: ParameterForm
+    values: Mapping[str, Carried]
 
 
 class ReportedUpdate(NamedTuple):
@@ -348,16 +357,19 @@ def _carried_bytes(values: Mapping[str, Carried]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One job's access to the agreements; implements `Exchange`."""
+    """Connection of one job to the others that train the same model."""
 
     outer: Outer
     job: str
 
     async def agree(self, step: int, differences: Mapping[str, Carried]) -> OuterUpdate:
+        """Wait for the other jobs, up to a deadline. The same step always gets the same answer, also after a fault."""
         return await self.outer.agree(self.job, step, differences)
 
     def known(self, since: int) -> list[OuterUpdate]:
+        """Return the agreements of steps from `since` on, in order, for stages that run these steps again. Blocking."""
         return self.outer.said(self.job, since)
 
     def forget(self, below: int) -> None:
+        """Drop agreements of steps below `below`, which no stage runs again. Blocking."""
         self.outer.forget(self.job, below)

@@ -25,8 +25,7 @@ from fusionai.primitives.errors import ExecutionError, StorageError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.atomic import storage_errors, write_atomic
 from fusionai.storage.safetensors_file import SafetensorsFile, write_safetensors
-from fusionai.training.local_updates import OuterUpdate
-from fusionai.training.outer import OuterState
+from fusionai.training.outer import OuterState, OuterUpdate
 from fusionai.wire.codecs import PackedTensor, ParameterForm
 
 INDEX: Final = "index.json"

@@ -1,8 +1,8 @@
 """The present round of a training job, as the parts of its driver share it: fence, plan, members and tasks.
 
-`JobRound` connects the members of a plan, sends each its whole part in the round, and ends the round's tasks when the
-next one begins. `training.driver` says when; `execution.links.connections` reaches the members.
-"""
+`JobRound` connects the members of a plan, sends each its whole part in the round, turns their messages into events, and
+ends the round's tasks when the next one begins. `training.driver` says when; `execution.links.connections` reaches the
+members."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections
 from fusionai.execution.state import headers
 from fusionai.execution.tasks import JobTasks
-from fusionai.primitives.ids import PeerId
+from fusionai.primitives.errors import ExecutionError
+from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.problem.types import Plan
 from fusionai.training.deployment import Cut, TrainingJob, cut, stage_options
@@ -200,6 +201,48 @@ class JobRound:
     ) -> None:
         """Send to the stage's peer on its state connection. Raises `TransportError`."""
         await self.connections.send_state(self.peer_of(stage), message, tensors)
+
+    def event_of(self, message: wire.Message, peer: PeerId) -> DriverEvent | None:
+        """Return the event, None for irrelevant messages. Raises `ExecutionError` if the member speaks for a foreign
+        stage, or its fingerprint is not the one that the plan expects."""
+        roles, stage = self.machine.roles, getattr(message, "stage", None)
+        if isinstance(message, wire.EvidenceMissing):
+            return events.EvidenceLost(peer, message.stage, message.about)
+        if isinstance(message, wire.Rechecking):
+            return events.VerifierReady(peer, message.stage, message.first, message.below)
+        if isinstance(message, wire.StageFailed) and roles.guards.get(message.stage) == peer:
+            # A standby has no stage that could fail: it has no memory for this stage's snapshots.
+            return events.LinkBroken(roles.places[message.stage], peer, message.reason)
+        speaks_for = roles.guards if isinstance(message, wire.SnapshotKept) else roles.places
+        if stage is not None and speaks_for.get(stage) != peer:
+            raise ExecutionError(f"it sent a {type(message).__name__} of stage {stage}, which is not its own.")
+        match message:
+            case wire.Enlisted(snapshots=snapshots):
+                return events.MemberEnlisted(peer, frozenset((one.stage, one.step) for one in snapshots))
+            case wire.Status():
+                self._check_numerics(message)
+                return events.StageReported(message.stage, message.applied, message.prepared, message.retained_from)
+            case wire.Ready():
+                return events.StageReady(message.stage, message.applied)
+            case wire.Prepared():
+                return events.StagePrepared(message.stage, message.step, message.norms)
+            case wire.SnapshotKept():
+                return events.SnapshotStored(message.stage, message.step, peer)
+            case wire.StageFailed(stage=failed, reason=reason, code=code):
+                return events.StageFailed(failed, f"peer {short(peer)}: {reason}", fatal=code == "bad_graph")
+            case _:
+                return None
+
+    def _check_numerics(self, status: wire.Status) -> None:
+        """Raise `ExecutionError` if a stage's peer computes other bits than the plan expects, unless the job tolerates
+        that of all peers. The peer must have restarted with other settings. Differences tolerated after a fault are
+        recorded in the plan."""
+        promised = self.deployment.plan.stages[status.stage].fingerprint
+        tolerant = self.job.options.takeover == "tolerant"
+        if promised and status.fingerprint and promised != status.fingerprint and not tolerant:
+            raise ExecutionError(
+                "its numeric fingerprint is not the one the plan was made with: it was restarted with other settings."
+            )
 
     async def decide_scale(self, step: int, norms: tuple[float, ...]) -> None:
         """Compute the scale of the step's gradients and tell the machine."""

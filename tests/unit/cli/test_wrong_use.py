@@ -64,7 +64,7 @@ def test_a_full_disk_for_this_machines_key_has_a_next_step(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("fusionai.transport.identity.os.fsync", full)
+    monkeypatch.setattr("fusionai.transport.security.identity.os.fsync", full)
     assert main(["trust", "key"]) == 1
     told = capsys.readouterr().err
     assert "could not write" in told

@@ -20,6 +20,7 @@ from fusionai.coordination.training.commands import (
     EndJob,
     Evaluate,
     FeedMicrobatch,
+    GatherEvidence,
     JournalCommit,
     NameBest,
     PassSnapshot,
@@ -36,7 +37,7 @@ from fusionai.coordination.training.commands import (
     WarnTolerant,
     WriteCheckpoint,
 )
-from fusionai.coordination.training.driver import TABLE, DriverMachine, DriverPhase, JobShape, norms_hash
+from fusionai.coordination.training.driver import TABLE, DriverMachine
 from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.coordination.training.events import (
     CheckpointWritten,
@@ -44,6 +45,7 @@ from fusionai.coordination.training.events import (
     CommitJournalled,
     DriverEvent,
     EvaluationDone,
+    EvidenceLost,
     LinkBroken,
     LossArrived,
     MemberEnlisted,
@@ -58,8 +60,11 @@ from fusionai.coordination.training.events import (
     StageReady,
     StageReported,
     StopAsked,
+    VerifierReady,
 )
 from fusionai.coordination.training.roles import Roles
+from fusionai.coordination.training.state import DriverPhase, JobShape
+from fusionai.coordination.training.steps import norms_hash
 from fusionai.wire.messages import CommitRecord, Fence
 
 FENCE = Fence(1, 1, 0)
@@ -210,6 +215,8 @@ EVENTS: tuple[DriverEvent, ...] = (
     PeerLost("p1", "gone"),
     LinkBroken("p0", "p1", "cut"),
     StageFailed(0, "no memory"),
+    VerifierReady("g0", 0, 0, 2),
+    EvidenceLost("p1", 1, 0),
     StageChecked(Check(0, "p0", "g0", 0, 2), Opinion()),
     PlanGranted(plan(2)),
     CommandFailed("disk full"),
@@ -1472,6 +1479,62 @@ def test_a_stretch_is_checked_when_all_guards_have_what_followed_and_the_line_wa
     assert isinstance(commands[0], ReportCheck)
     assert machine.line == 2
     assert 2 in machine.records
+
+
+def test_a_verifier_gets_the_inputs_of_the_steps_it_was_asked_to_run_again():
+    machine = checked()
+    commit(machine, 0)
+    commit(machine, 1)
+    started = checks(kept(machine, 2))
+    for void in (VerifierReady("g1", 0, 0, 2), VerifierReady("g0", 0, 0, 1), VerifierReady("g0", 0, 1, 2)):
+        assert machine.handle(void) == []
+        assert machine.spot_checks.check_of(void.peer, void.stage, void.first, void.below) is None
+    assert machine.handle(VerifierReady("g0", 0, 0, 2)) == [GatherEvidence(started[0])]
+    machine.handle(StageChecked(started[0], Opinion()))
+    assert machine.handle(VerifierReady("g0", 0, 0, 2)) == []
+
+
+def test_a_check_ends_without_an_opinion_when_a_neighbour_lost_what_it_sent():
+    machine = checked()
+    commit(machine, 0)
+    commit(machine, 1)
+    started = checks(kept(machine, 2))
+    assert machine.handle(EvidenceLost("g0", 1, 0)) == [], "not the stage's peer"
+    assert machine.handle(EvidenceLost("p1", 1, 2)) == [], "no such check"
+    lost = "stage 1 no longer has everything that it sent"
+    assert machine.handle(EvidenceLost("p1", 1, 0))[0] == ReportCheck(started[0], "void", lost)
+
+
+def test_a_standby_needs_links_only_while_a_stage_loads():
+    machine = checked()
+    assert [machine.needs_links(peer) for peer in ("p0", "owner", "g0")] == [True, True, False]
+    commit(machine, 0)
+    commit(machine, 1)
+    kept(machine, 2)
+    machine.handle(PeerLost("p0", "gone"))
+    machine.handle(PlanGranted(plan(2, places={0: "q", 1: "p1"}, guards=GUARDS)))
+    enlist(machine, {"g0": {(0, 2)}, "g1": {(1, 2)}})
+    report(machine, 2, s0=-1)
+    assert machine.phase is DriverPhase.LOADING
+    assert machine.needs_links("g0")
+
+
+def test_a_round_goes_on_when_the_faulty_peer_left_before_the_commit_was_journalled():
+    machine = checked()
+    commit(machine, 0)
+    commit(machine, 1)
+    started = checks(kept(machine, 2))
+    record = journalled(machine, 2)
+    again = checks(machine.handle(StageChecked(started[0], Opinion(own="wrong"))))[0]
+    machine.handle(StageChecked(again, Opinion()))  # its own verifier is the faulty peer
+    machine.handle(PeerLost("g0", "gone"))
+    machine.handle(LinkBroken("p0", "p1", "cut"))
+    for peer in ("p0", "p1", "g1"):
+        machine.handle(MemberEnlisted(peer))
+    report(machine, 2)
+    commands = machine.handle(CommitJournalled(record))
+    assert Distrust("g0", "its word against another peer did not hold") in commands
+    assert machine.phase is DriverPhase.LOADING
 
 
 def test_while_a_check_is_open_no_more_is_fed_than_can_be_retained():

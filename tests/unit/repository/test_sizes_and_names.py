@@ -26,7 +26,6 @@ LINES = 106_400
 LONG_FILES = frozenset(
     {
         "fusionai.backends.torch.row_kernels",
-        "fusionai.coordination.training.driver",
         "fusionai.coordination.training.stage",
         "fusionai.scheduling.kernels.training_pipeline",
     }
@@ -50,7 +49,6 @@ LARGE_CLASSES = frozenset(
     {
         "fusionai.client.pool.replanning.PoolReplanner",
         "fusionai.client.training.replicas._Replicas",
-        "fusionai.coordination.training.driver.DriverMachine",
         "fusionai.coordination.training.stage.StageMachine",
         "fusionai.simulator.driver.SimulatedDriver",
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from fusionai.coordination.training.driver import DriverMachine, DriverPhase
+from fusionai.coordination.training.driver import DriverMachine
+from fusionai.coordination.training.state import DriverPhase
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import BlockCost, Link, PeerProfile, Problem
 from fusionai.simulator.agenda import Agenda

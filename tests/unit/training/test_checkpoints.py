@@ -14,7 +14,7 @@ from fusionai.primitives.ids import PeerId
 from fusionai.primitives.tensors import HostTensor, host_tensor
 from fusionai.storage.checkpoint import CheckpointHeader
 from fusionai.storage.reader import CheckpointReader
-from fusionai.training.checkpoints import Checkpoints
+from fusionai.training.checkpoints import Checkpoints, Collection
 from fusionai.transport.interface import Envelope
 from fusionai.wire import messages as wire
 
@@ -36,7 +36,7 @@ def collected(directory: Path, values: dict[int, np.ndarray], *, tolerant: bool)
     async def body() -> Path | None:
         checkpoints = Checkpoints(directory, header, files={}, keep=1)
         stages = {stage: PEERS[stage] for stage in sorted(values)}
-        collection = checkpoints.collection(STEP, FENCE, stages, entries, tolerant=tolerant)
+        collection = Collection(checkpoints, STEP, FENCE, stages, entries, tolerant=tolerant)
         running = asyncio.create_task(collection.run())
         for stage, value in values.items():
             chunk = wire.StateChunk(fence=FENCE, stage=stage, step=STEP, last=True)

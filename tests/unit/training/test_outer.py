@@ -13,8 +13,7 @@ from fusionai.execution.state import as_array
 from fusionai.execution.training.codecs import Carried, pack, unpack
 from fusionai.execution.training.exchange import OuterOptimizer
 from fusionai.primitives.tensors import HostTensor, host_tensor
-from fusionai.training.local_updates import OuterUpdate
-from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone
+from fusionai.training.outer import Outer, OuterRules, OuterState, OuterUpdate, RoundDone
 from fusionai.wire.codecs import Exchanged
 
 PLAIN = OuterRules(codec="none", learning_rate=1.0, momentum=0.0, deadline_s=0.01)

@@ -17,7 +17,7 @@ from fusionai.client.pool.session import PoolMember
 from fusionai.client.training.preparation import PreparedJob
 from fusionai.primitives.ids import JobId
 from fusionai.training.driver import Driver
-from fusionai.training.local_updates import Exchange
+from fusionai.training.outer import Seat
 
 KeptOut = Callable[[tuple[PoolMember, ...], bool], frozenset[str]]
 """Returns the members that this replica may not use. The flag says whether it needs a machine at once."""
@@ -30,7 +30,7 @@ class ReplicaPart:
 
     number: int
     prepared: PreparedJob
-    exchange: Exchange
+    exchange: Seat
     kept_out: KeptOut
     first_step: int
     total_steps: int

@@ -40,8 +40,7 @@ from fusionai.scheduling.problem.types import PeerProfile, Plan, Problem
 from fusionai.scheduling.training.replica_groups import Exchanging, Group, divide, fastest
 from fusionai.storage.rundir import RunDirectory
 from fusionai.training import progress
-from fusionai.training.local_updates import Exchange
-from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, beginning
+from fusionai.training.outer import Outer, OuterRules, OuterState, RoundDone, Seat, beginning
 from fusionai.training.outer_disk import OuterFiles
 
 LOOK_S: Final = 2.0
@@ -314,9 +313,7 @@ class _Replicas:
     def _is_finished(self, past: Past) -> bool:
         return past.has_checkpoint and past.first_step + past.steps >= self.recipe.job.steps
 
-    async def _start(
-        self, number: int, past: Past | None, first_step: int = 0, exchange: Exchange | None = None
-    ) -> None:
+    async def _start(self, number: int, past: Past | None, first_step: int = 0, exchange: Seat | None = None) -> None:
         """Start a replica. `first_step` applies only to one without a past."""
         first_step = first_step if past is None else past.first_step
         recipe = self.places.recipe_of(number, first_step)
@@ -387,7 +384,7 @@ class _Replicas:
         except PlanError:
             return None
 
-    async def _welcome(self, number: int, first_step: int) -> Exchange:
+    async def _welcome(self, number: int, first_step: int) -> Seat:
         """Prepare a late replica to start from the parameters that the others agreed on."""
         seat, agreed = await self._outer.newcomer(_name(number))
         recipe = self.places.recipe_of(number, first_step)

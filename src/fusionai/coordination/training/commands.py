@@ -148,6 +148,13 @@ class StartCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherEvidence:
+    """Have all inputs of the checked stage sent to the verifier, which is ready for them."""
+
+    check: Check
+
+
+@dataclass(frozen=True, slots=True)
 class Rewind:
     """Take back the steps from `step` on: delete their records, and checkpoints of later states. This must be on disk
     before the next plan comes into force."""
@@ -211,6 +218,7 @@ DriverCommand = (
     | StepCommitted
     | AskPlan
     | StartCheck
+    | GatherEvidence
     | ReportCheck
     | Distrust
     | Rewind

@@ -118,6 +118,25 @@ class StageFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifierReady:
+    """A verifier is ready to run these steps of `stage` again and waits for the inputs."""
+
+    peer: str
+    stage: int
+    first: int
+    below: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceLost:
+    """`peer` no longer has everything that `stage` sent to the checked stage `about`."""
+
+    peer: str
+    stage: int
+    about: int
+
+
+@dataclass(frozen=True, slots=True)
 class StageChecked:
     """Result of running a stretch again."""
 
@@ -148,6 +167,8 @@ DriverEvent = (
     | PeerLost
     | LinkBroken
     | StageFailed
+    | VerifierReady
+    | EvidenceLost
     | StageChecked
     | PlanGranted
     | CommandFailed

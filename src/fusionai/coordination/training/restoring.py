@@ -1,14 +1,14 @@
-"""From what all members report to how every stage gets to the official step. Pure; the heart of a recovery round.
+"""Decides how every stage gets to the official step, from what all members report. Pure.
 
 A stage is fine at C applied steps, or at C-1 with step C-1 prepared: the last record then completes it (rules 4 and 5
 of the recovery protocol, docs/recovery.md). The others are lost. They start from the newest step `base` at which the
 state of each exists somewhere and every neighbour still has what it sent from there on; a neighbour that has not joins
-them if its own state of that step exists. If there is no such step, everybody goes back to the checkpoint.
+them if its own state of that step exists. If there is no such step, all stages go back to the checkpoint.
 
 Differs from the protocol's paper form in three points: a checkpoint counts as a snapshot of every stage, a stage
-without state can start anywhere, and a snapshot may be passed on by whoever holds it.
+without state can start anywhere, and a snapshot may be passed on by any member that holds it.
 
-Neighbours: `coordination.training.driver` asks and turns the answer into commands.
+Neighbours: `coordination.training.rounds` asks and turns the answer into commands.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class StagePosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restoration:
-    """`sources`: the stages to restore at `base` and from what; nobody else loses anything. `holders`: for those that
-    take a snapshot another member holds, that member. `rollback`: everybody starts at the checkpoint, and the steps
-    from there are run and voted on like new ones."""
+    """`sources`: the stages to restore at `base` and from what; the other stages lose nothing. `holders`: for those
+    that take a snapshot another member holds, that member. `rollback`: all stages start at the checkpoint, and the
+    steps from there are run and voted on like new ones."""
 
     base: int
     sources: Mapping[int, Source]
@@ -66,7 +66,7 @@ def decide(
     records_from: int,
 ) -> Restoration:
     """`snapshots`: living member -> its (stage, step). `checkpoint`: step of the newest complete one, None where the
-    first state is made again by rule; a job that begins with somebody else's state has one of step 0. `records_from`:
+    first state is initialised again; a job that begins with a given state has one of step 0. `records_from`:
     the oldest commit record at hand."""
     lost = frozenset(stage for stage in roles.stages if not is_fine(positions[stage], committed, records_from))
     if not lost:
@@ -106,7 +106,7 @@ def _closure(
     committed: int,
     checkpoint: int | None,
 ) -> frozenset[int] | None:
-    """Everybody that has to start from `base` with the lost ones; None where somebody's state of it is nowhere."""
+    """Return all stages that must start from `base` with the lost ones; None if no state of it exists for one."""
     restored = lost
     while True:
         if any(_source(roles, snapshots, stage, base, checkpoint) is None for stage in restored):

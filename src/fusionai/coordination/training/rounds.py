@@ -1,0 +1,215 @@
+"""Rounds of a training driver's machine: attaching, loading, replaying and probing, until steps run again.
+
+All members report, lost state is restored, the step in progress is repeated. Rules of the recovery protocol: resume
+carries the last record (5); all status, resume, all ready, only then new work (7); every stage with a standby sends a
+snapshot after a recovery (11).
+
+Neighbours: `restoring` decides which stage starts from which state; `plan_changes` begins rounds after faults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusionai.coordination.machine import FollowUp
+from fusionai.coordination.training.commands import (
+    AnnounceReady,
+    DriverCommand,
+    Evaluate,
+    PassSnapshot,
+    ReportRestored,
+    SendAttach,
+    SendProbe,
+    SendResume,
+    WarnTolerant,
+)
+from fusionai.coordination.training.events import MemberEnlisted, ProbeAnswered, StageReady, StageReported
+from fusionai.coordination.training.restoring import Restoration, RestoringRound, StagePosition, decide
+from fusionai.coordination.training.state import AllAnswered, DriverPhase, DriverState
+from fusionai.coordination.training.steps import Checkpointing, Feeding
+
+
+@dataclass(frozen=True, slots=True)
+class AllRestored(FollowUp):
+    """All stages that lost their state have one again."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllReady(FollowUp):
+    """All stages are at the official step."""
+
+
+@dataclass(slots=True)
+class TrainingRounds:
+    job: DriverState
+    feeding: Feeding
+    checkpointing: Checkpointing
+    probed: bool = False
+
+    def begin(self) -> list[DriverCommand]:
+        """Begin a round. Discards the step in progress, except for a commit that is being journalled."""
+        job = self.job
+        job.phase = DriverPhase.ATTACHING
+        job.attempt += 1
+        job.round = RestoringRound()
+        job.votes.discard()
+        job.saves.asked, job.saves.saving = False, None
+        if job.inspector is not None:
+            job.inspector.drop()
+        return [SendAttach(job.fence, job.roles, dict(job.guards))]
+
+    def on_enlisted(self, event: MemberEnlisted) -> list[DriverCommand]:
+        self.job.round.snapshots[event.peer] = event.snapshots
+        self.job.restore_if_all_answered()
+        return []
+
+    def on_reported(self, event: StageReported) -> list[DriverCommand]:
+        self.job.round.positions[event.stage] = StagePosition(event.applied, event.prepared, event.retained_from)
+        self.job.restore_if_all_answered()
+        return []
+
+    def on_all_answered(self, _: AllAnswered) -> list[DriverCommand]:
+        job = self.job
+        restoration = job.round.restoration = decide(
+            job.roles,
+            job.round.positions,
+            job.round.snapshots,
+            committed=job.step,
+            checkpoint=None if job.saved < 0 else job.saved,
+            records_from=min(job.records, default=job.step),
+        )
+        report = ReportRestored(
+            committed=job.step,
+            base=restoration.base,
+            restored=tuple(restoration.sources),
+            rollback=restoration.rollback and restoration.base < job.step,
+        )
+        rewound: list[DriverCommand] = []
+        if restoration.rollback:
+            self._roll_back(restoration.base)
+            if job.verifying.voided:  # results of these steps are not compared with earlier ones
+                rewound = job.take_back(restoration.base)
+        job.verifying.voided = False
+        job.retention.acked = {
+            stage: max(held)
+            for stage, standby in job.guards.items()
+            if (held := [step for at, step in job.round.snapshots[standby] if at == stage and step <= job.step])
+        }
+        job.move_line()
+        job.phase = DriverPhase.LOADING
+        return [report, *rewound, *self._load(restoration)]
+
+    def _roll_back(self, base: int) -> None:
+        """Restart all stages from the checkpoint. The line falls to it as well; afterwards only snapshots held by
+        standbys raise the line (rule 10)."""
+        job = self.job
+        job.step, job.retention.line = base, min(job.line, base)
+        job.votes.history.clear()
+        if job.saves.evaluating is not None and job.saves.evaluating > base:
+            job.saves.evaluating = None
+
+    def _load(self, restoration: Restoration) -> list[DriverCommand]:
+        job = self.job
+        if not restoration.sources:
+            job.follow_ups.append(AllRestored())
+            return []
+        job.round.replayed = dict.fromkeys(restoration.sources, restoration.base)
+        passed: list[DriverCommand] = [
+            PassSnapshot(stage, restoration.base, holder, job.roles.places[stage])
+            for stage, holder in restoration.holders.items()
+        ]
+        replaying = frozenset(restoration.sources)
+        return passed + [
+            SendResume(
+                stage,
+                committed=job.step,
+                source=source,
+                base=restoration.base,
+                records=tuple(job.records[step] for step in range(restoration.base, job.step)),
+                replaying=replaying,
+                snapshot=job.wants_snapshot(stage),
+            )
+            for stage, source in restoration.sources.items()
+        ]
+
+    def on_loaded(self, event: StageReady) -> list[DriverCommand]:
+        """Second barrier: all stages that lost their state have one again."""
+        job = self.job
+        assert job.round.restoration is not None
+        base, restored = job.round.restoration.base, job.round.restoration.sources.keys()
+        if event.applied != base or event.stage not in restored:
+            return job.fail(f"stage {event.stage} is at step {event.applied} instead of {base}")
+        job.round.loaded.add(event.stage)
+        if job.round.loaded >= restored:
+            job.follow_ups.append(AllRestored())
+        return []
+
+    def on_all_loaded(self, _: AllRestored) -> list[DriverCommand]:
+        """Let the other stages reach the official step and stream what they retained, while restored stages replay."""
+        job = self.job
+        assert job.round.restoration is not None
+        job.phase = DriverPhase.REPLAYING
+        base, replaying = job.round.restoration.base, frozenset(job.round.restoration.sources)
+        if base == job.step:
+            job.round.ready |= job.round.loaded
+        last = tuple(job.records[step] for step in (job.step - 1,) if step in job.records)
+        resumes: list[DriverCommand] = [
+            SendResume(
+                stage,
+                committed=job.step,
+                source="keep",
+                base=base,
+                records=last,
+                replaying=replaying,
+                snapshot=job.wants_snapshot(stage),
+                line=job.line,
+            )
+            for stage in job.roles.stages
+            if stage not in replaying
+        ]
+        self.feeding.fed = (base, 0)
+        commands = [*resumes, *self.feeding.feed_replay()]
+        self._run_if_all_ready()
+        return commands
+
+    def on_ready(self, event: StageReady) -> list[DriverCommand]:
+        job = self.job
+        if event.applied != job.step:
+            return job.fail(f"stage {event.stage} is at step {event.applied} instead of {job.step}")
+        job.round.ready.add(event.stage)
+        self._run_if_all_ready()
+        return []
+
+    def _run_if_all_ready(self) -> None:
+        """Third barrier: new work begins only when all stages are at the official step (rule 7)."""
+        if self.job.round.ready >= set(self.job.roles.stages):
+            self.job.follow_ups.append(AllReady())
+
+    def on_all_ready(self, _: AllReady) -> list[DriverCommand]:
+        self.feeding.fed = (self.job.step, 0)
+        if self.probed:
+            return self._run()
+        self.job.phase = DriverPhase.PROBING
+        return [SendProbe(self.job.step)]
+
+    def on_probed(self, event: ProbeAnswered) -> list[DriverCommand]:
+        """Announce that the job is ready. Two passes over the same state must agree bit for bit, or no replay could."""
+        job = self.job
+        warnings: list[DriverCommand] = []
+        first, second = event.losses
+        if first.hex() != second.hex():
+            detail = f"the same microbatch crossed the stages twice and gave {first!r} and {second!r}"
+            if job.shape.takeover != "tolerant":
+                return job.fail(f"the probe did not come back right: {detail}")
+            warnings.append(WarnTolerant(job.step, detail))
+        self.probed = True
+        return [*warnings, AnnounceReady(job.step), *self._run()]
+
+    def _run(self) -> list[DriverCommand]:
+        """Resume what the fault interrupted: a checkpoint, an evaluation or the end."""
+        job = self.job
+        job.verifying.checkable = job.step
+        commands = self.checkpointing.save_if_owed()
+        if job.saves.evaluating is not None:
+            commands.append(Evaluate(job.saves.evaluating))
+        return [*commands, *self.feeding.proceed()]
