@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from fusionai.coordination.training.driver import JobShape, norms_hash
 from fusionai.coordination.training.roles import Roles
-from fusionai.coordination.training.stage import StageShape
+from fusionai.coordination.training.step import StageShape
 
 FEED = -1
 

@@ -81,7 +81,8 @@ SERVING_PARTS: Final = ("driver", "rounds", "standbys", "takeovers", "lateness",
 SUBJECTS: Final = {
     subject.name: subject
     for subject in (
-        Subject("training.stage", ("unit/coordination/test_stage*.py", *JOBS)),
+        *(Subject(f"training.{part}", ("unit/coordination/test_stage*.py", *JOBS)) for part in ("stage", "step")),
+        Subject("training.exchanges", ("unit/coordination/test_stage*.py", "unit/coordination/test_exchanges.py")),
         Subject("training.driver", ("unit/coordination/test_driver*.py", *JOBS)),
         Subject("training.votes", ("unit/coordination/test_driver*.py", *JOBS)),
         Subject("round.faults", ("unit/coordination/test_driver*.py", *JOBS)),

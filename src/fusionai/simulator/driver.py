@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from fusionai.coordination.training import commands, events
-from fusionai.coordination.training import stage as staging
+from fusionai.coordination.training import stage_interface as staging
 from fusionai.coordination.training.driver import DriverMachine, DriverPhase, JobShape
 from fusionai.primitives.errors import PlanError
 from fusionai.scheduling.planner import plan as planned

@@ -27,7 +27,6 @@ LONG_FILES = frozenset(
     {
         "fusionai.backends.torch.row_kernels",
         "fusionai.coordination.training.driver",
-        "fusionai.coordination.training.stage",
         "fusionai.scheduling.kernels.training_pipeline",
     }
 )
@@ -52,7 +51,6 @@ LARGE_CLASSES = frozenset(
         "fusionai.client.pool.replanning.PoolReplanner",
         "fusionai.client.training.replicas._Replicas",
         "fusionai.coordination.training.driver.DriverMachine",
-        "fusionai.coordination.training.stage.StageMachine",
         "fusionai.scheduling.problem.chain.Chain",
         "fusionai.scheduling.training.pipeline.Pipeline",
         "fusionai.simulator.driver.SimulatedDriver",

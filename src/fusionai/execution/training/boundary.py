@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from fusionai.coordination.training.exchanges import NO_EXCHANGES, Exchanges
-from fusionai.coordination.training.stage import StageShape
+from fusionai.coordination.training.step import StageShape
 from fusionai.ir.partition import Partition, SharedParam
 from fusionai.ir.schema import Graph, ListArg, Ref
 from fusionai.primitives.errors import GraphError, PlanError

@@ -142,7 +142,7 @@ class JobMember(RoundMember):
                 case wire.StateChunk():
                     await runtime.receive_state(message, tensors)
                 case wire.OuterUpdateChunk():
-                    await runtime.receive_agreement(message, tensors)
+                    await runtime.receive_outer_update(message, tensors)
         except FusionError as error:
             self._report(error, runtime)
 

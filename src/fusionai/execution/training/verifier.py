@@ -119,8 +119,8 @@ class StepVerifier:
 
     async def _step(self, record: wire.CommitRecord) -> None:
         step = record.step
-        for turn in range(self._shape.microbatches):
-            microbatch = self._shape.microbatch(turn)
+        for index in range(self._shape.microbatches):
+            microbatch = self._shape.microbatch(index)
             await self._all_of(step, microbatch)
             await self._microbatch(Call("train", step, microbatch, self._boundary.replica))
         await self._until(self._shared_of(step))

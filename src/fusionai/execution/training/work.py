@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeVar
 
 from fusionai.backends.interface import Call, StageProgram
 from fusionai.coordination.training.exchanges import exchanges_of
-from fusionai.coordination.training.stage import StageWork
+from fusionai.coordination.training.stage_interface import StageWork
 from fusionai.execution.compute import ComputeThread, Timed
 from fusionai.execution.sketches import step_key
 from fusionai.execution.state import chunks, headers
@@ -243,7 +243,7 @@ class StageExecutor:
 
         options = self._options
         first = options.sync_every > 0 and record.step == 0  # later, an agreement sets the anchor
-        tells = options.sync_lag > 0 and exchanges_of(options).tells(record.step)
+        tells = options.sync_lag > 0 and exchanges_of(options).ends_round(record.step)
 
         def work() -> None:
             self._copies.complete()
