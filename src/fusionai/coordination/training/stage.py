@@ -251,7 +251,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         is_prepared = self.prepared == self.applied and self.prepared >= 0
         self._begin_step(keep_sums=is_prepared)
         drop: list[StageCommand] = [] if is_prepared else [DropSums()]
-        # What was retained stays although nothing more is to be: the round that begins may be for its sake.
+        # What is retained stays even if nothing more will be: the round that begins may need it.
         self.retained.is_wanted, self.snapshot_every = event.retain, event.snapshot_every
         return [*drop, DropHeld(), ReportStatus(self.applied, self.prepared, self.retained.whole_from)]
 
@@ -265,7 +265,7 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         self.phase = StagePhase.RESTORING
         self._forget_state()
         self._initialise = event.source == "initialise"
-        # What was sent on the way to a later state is nobody's base any more.
+        # No replay can begin from what was sent on the way to a later state.
         self.retained.watermark = event.base
         load: list[StageCommand] = [LoadSnapshot(event.base)] if event.source == "snapshot" else []
         return [DropSums(), DropRetained(EVERY_STEP), *load]

@@ -238,7 +238,7 @@ class RetainedSteps:
     """Steps whose sent tensors are kept for a neighbour's replay."""
 
     is_wanted: bool = False
-    """Whether anything sent is to be retained now."""
+    """Whether tensors are retained when they are sent."""
     watermark: int = 0
     """What was sent in earlier steps is dropped."""
     whole_from: int = 0

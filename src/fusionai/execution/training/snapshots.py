@@ -28,7 +28,7 @@ from fusionai.execution.links.outbox import KeepaliveConnection
 from fusionai.execution.links.peer_links import StateConnections
 from fusionai.execution.member import RoundPlacement
 from fusionai.execution.state import chunks, headers
-from fusionai.execution.training.retained import Sent
+from fusionai.execution.training.boundary import Sent
 from fusionai.primitives.errors import ChannelClosed, ExecutionError, FusionError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor

@@ -23,9 +23,9 @@ from fusionai.backends.tolerance import numbers
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.state import chunks
 from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
+from fusionai.execution.training.boundary import Sent
 from fusionai.execution.training.codecs import joined, unpack_all
 from fusionai.execution.training.passes import StagePass
-from fusionai.execution.training.retained import Sent
 from fusionai.execution.training.stages import LoadedStage
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
