@@ -4,9 +4,9 @@ them that stages retain.
 A pass goes from each stage to the next, so a value that only a later stage needs travels through the stages between.
 Every value has one row per position: [1, positions, ...].
 
-Rows that a stage sent on are kept by cache page, so that the next stage's cache can be recomputed. A page is overwritten
-when the driver assigns it to other positions; asking for rows that are no longer here raises an error. The driver
-numbers pages for all stages alike, so no more rows are kept than there are pages.
+Rows that a stage sent on are kept by cache page, so that the next stage's cache can be recomputed. A page is
+overwritten when the driver assigns it to other positions; asking for rows that are no longer here raises an error. The
+driver numbers pages for all stages alike, so no more rows are kept than there are pages.
 
 `packed` makes the passes that rebuild caches. A session is cut at the same positions as if it were alone, so that its
 bits do not depend on the other sessions. The pieces are packed together, because a pass costs more than its positions

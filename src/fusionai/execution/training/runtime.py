@@ -26,8 +26,8 @@ from fusionai.execution.state import chunks, headers
 from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
 from fusionai.execution.training.boundary import Boundary, RetainedMessages, Sent
 from fusionai.execution.training.codecs import joined
-from fusionai.execution.training.copies import Chunk, Entries, SnapshotCopier, StateCopy
 from fusionai.execution.training.exchange import carried_shapes, check_values
+from fusionai.execution.training.snapshots import Chunk, Entries, SnapshotCopier, StateCopy
 from fusionai.execution.training.work import StageExecutor
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError, FusionError

@@ -20,9 +20,9 @@ from fusionai.execution.state import chunks, headers
 from fusionai.execution.training.arrivals import WaitingTensors
 from fusionai.execution.training.boundary import Boundary, Port, Sent
 from fusionai.execution.training.codecs import Carried, split, unpack_all
-from fusionai.execution.training.copies import Chunk, SnapshotCopier
 from fusionai.execution.training.exchange import OuterOptimizer, adopt, differences, keep_anchor, keep_reported
 from fusionai.execution.training.passes import ByStage, StagePass
+from fusionai.execution.training.snapshots import Chunk, SnapshotCopier
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
