@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fusionai.coordination.training.roles import Roles
-from fusionai.coordination.training.stage import StageShape
 from fusionai.coordination.training.state import JobShape
+from fusionai.coordination.training.step import StageShape
 from fusionai.coordination.training.steps import norms_hash
 
 FEED = -1

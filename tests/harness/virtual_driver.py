@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fusionai.coordination.round.liveness import PING_S, Silence
 from fusionai.coordination.training import commands, events
-from fusionai.coordination.training import stage as staging
+from fusionai.coordination.training import stage_interface as staging
 from fusionai.coordination.training.driver import DriverMachine
 from fusionai.coordination.training.evaluations import Evaluation, standing
 from fusionai.coordination.training.roles import Roles

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fusionai.coordination.round.liveness import PING_S, Silence
 from fusionai.coordination.training import events as driving
-from fusionai.coordination.training import stage as staging
+from fusionai.coordination.training import stage_interface as staging
 from fusionai.coordination.training.stage import EVERY_STEP, StageMachine
 from fusionai.wire.messages import Fence
 from harness.network import Process, Stream

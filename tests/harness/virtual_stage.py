@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from fusionai.coordination.training import events as driving
-from fusionai.coordination.training import stage as staging
-from fusionai.coordination.training.stage import StageMachine, StageWork
+from fusionai.coordination.training import stage_interface as staging
+from fusionai.coordination.training.stage import StageMachine, StagePhase
+from fusionai.coordination.training.stage_interface import StageWork
 from fusionai.wire.messages import Fence, Mode
 from harness import topology as model
 from harness.topology import FEED, Topology
@@ -177,7 +178,7 @@ class Stage:
                 self.awaited = step
             case staging.TakeSnapshot(step=step):
                 assert step == self.step
-                self.member.give_snapshot(self.number, step, self.machine.line, self.value)
+                self.member.give_snapshot(self.number, step, self.machine.retained.watermark, self.value)
             case staging.Refuse(reason=reason):
                 # An attach of a driver that died may arrive after that of the next; what was on its way to a stage
                 # that failed finds it not running. Nothing else may ever be refused.
@@ -277,7 +278,7 @@ class Stage:
 
     def to_stage(self, stage: int, kind: Kind, work: StageWork, value: str) -> None:
         tensor = Tensor(kind, work.mode, work.step, work.microbatch, self.number, stage, value)
-        if work.mode == "train" and self.machine.retain:
+        if work.mode == "train" and self.machine.retained.is_wanted:
             self.retained[work.step, stage, kind, work.microbatch] = tensor
         if self.machine.sends_to(stage, work.step):
             self.member.to_stage(self.fence, tensor)
@@ -317,10 +318,10 @@ class Stage:
 
     def check(self) -> None:
         machine = self.machine
-        assert machine.in_flight <= machine.shape.in_flight, "credit"
+        assert machine.microbatches.in_flight <= machine.shape.in_flight, "credit"
         assert self.step <= len(self.member.world.journal), "ahead of the journal"
         # Streamed for a replay, also for one that failed.
-        replaying = machine.phase in (staging.StagePhase.REPLAYING, staging.StagePhase.ATTACHED)
+        replaying = machine.phase in (StagePhase.REPLAYING, StagePhase.ATTACHED)
         window = self.topology.feed_window
         trained = sum(mode == "train" for mode, _, _ in self.held)
         assert replaying or trained <= window, f"{trained} microbatches held, {window} may be under way"
@@ -330,7 +331,7 @@ class Stage:
         most = machine.shape.in_flight + machine.shape.weight_lag
         assert len(self.contexts) + len(self.put_off) <= most, "contexts beyond credit and what may be put off"
         steps = {key[0] for key in self.retained}
-        assert all(step >= machine.line for step in steps), "kept below the line"
+        assert all(step >= machine.retained.watermark for step in steps), "kept below the line"
         bound = 2 * self.member.world.snapshot_every + 1
         assert len(steps) <= bound, f"retained steps {sorted(steps)}, {bound} may be"
         self.member.world.most_retained = max(self.member.world.most_retained, len(steps))

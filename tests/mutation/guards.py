@@ -82,7 +82,8 @@ SERVING_PARTS: Final = ("driver", "rounds", "standbys", "takeovers", "lateness",
 SUBJECTS: Final = {
     subject.name: subject
     for subject in (
-        Subject("training.stage", ("unit/coordination/test_stage*.py", *JOBS)),
+        *(Subject(f"training.{part}", ("unit/coordination/test_stage*.py", *JOBS)) for part in ("stage", "step")),
+        Subject("training.exchanges", ("unit/coordination/test_stage*.py", "unit/coordination/test_exchanges.py")),
         *(Subject(f"training.{part}", ("unit/coordination/test_driver*.py", *JOBS)) for part in DRIVER_PARTS),
         Subject("round.faults", ("unit/coordination/test_driver*.py", *JOBS)),
         Subject(

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionai.coordination.training import stage as staging
-from fusionai.coordination.training.stage import StageMachine, StageShape
+from fusionai.coordination.training import stage_interface as staging
+from fusionai.coordination.training.stage import StageMachine
+from fusionai.coordination.training.step import StageShape
 from fusionai.wire.messages import CommitRecord, Fence
 from harness.examples import examples
 from harness.topology import Layout, Topology

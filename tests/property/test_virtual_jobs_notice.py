@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fusionai.coordination.training import driver, restoring, rounds
-from fusionai.coordination.training import stage as staging
+from fusionai.coordination.training import driver, restoring, rounds, stage
+from fusionai.coordination.training import stage_interface as staging
 from fusionai.coordination.training.commands import (
     DriverCommand,
     FeedMicrobatch,
@@ -22,7 +22,8 @@ from fusionai.coordination.training.plan_changes import PlanChanges
 from fusionai.coordination.training.restoring import StagePosition
 from fusionai.coordination.training.roles import Roles
 from fusionai.coordination.training.rounds import AllRestored, TrainingRounds
-from fusionai.coordination.training.stage import Attached, Source, StageCommand, StageEvent, StageMachine, StageWork
+from fusionai.coordination.training.stage import StageMachine
+from fusionai.coordination.training.stage_interface import Attached, Source, StageCommand, StageEvent, StageWork
 from fusionai.coordination.training.state import DriverPhase, DriverState
 from fusionai.coordination.training.steps import Commits, Feeding
 from harness import virtual_member
@@ -109,7 +110,7 @@ def work_begins_before_all_are_ready(patch: Patch) -> None:
 
 def a_tensor_of_the_next_step_is_not_held(patch: Patch) -> None:
     """Rule 8."""
-    patch.setattr(staging, "STEPS_AHEAD", 0)
+    patch.setattr(stage, "STEPS_AHEAD", 0)
 
 
 def the_line_follows_the_newest_snapshot_of_all(patch: Patch) -> None:
@@ -245,17 +246,18 @@ def guards_keep_every_snapshot(patch: Patch) -> None:
 
 
 def credit_is_ignored(patch: Patch) -> None:
-    true = StageMachine._running_work
+    true = StageMachine._next_work
 
-    def running_work(self: StageMachine) -> StageWork | None:
+    def next_work(self: StageMachine) -> StageWork | None:
         work = true(self)
-        if work is None and self._forwarded < self.shape.microbatches:
+        begun = self.microbatches.forwarded
+        if work is None and begun < self.shape.microbatches:
             needed = self.shape.producers["train"]
-            if needed <= self._arrived.get(("train", self.applied, self._forwarded), set()):
-                return StageWork("forward", self.applied, self._forwarded)
+            if needed <= self.microbatches.inputs.get(("train", self.applied, begun), set()):
+                return StageWork("forward", self.applied, begun)
         return work
 
-    patch.setattr(StageMachine, "_running_work", running_work)
+    patch.setattr(StageMachine, "_next_work", next_work)
 
 
 def an_attach_does_not_wait_for_the_work_under_way(patch: Patch) -> None:
@@ -337,9 +339,9 @@ def _lead_anywhere(patch: Patch, phase: DriverPhase, event: type) -> None:
 
 def _in_stage_table(patch: Patch, name: str, act: Callable[..., list[StageCommand]]) -> None:
     true = getattr(StageMachine, name)
-    for key, row in staging.TABLE.items():
+    for key, row in stage.TABLE.items():
         if row.act is true:
-            patch.setitem(staging.TABLE, key, replace(row, act=act, targets=tuple(staging.StagePhase)))
+            patch.setitem(stage.TABLE, key, replace(row, act=act, targets=tuple(stage.StagePhase)))
 
 
 COURSES = 1500

@@ -26,9 +26,9 @@ import psutil
 from fusionai.coordination.round.verification import Check, Opinion
 from fusionai.coordination.serving.commands import BeginCheck
 from fusionai.execution.host import Host
+from fusionai.execution.serving.boundary import packed
 from fusionai.execution.serving.loading import prepare_stage
 from fusionai.execution.serving.member import ServingMember, Testimony
-from fusionai.execution.serving.retained import packed
 from fusionai.execution.serving.sketches import Sketches, text_key
 from fusionai.execution.serving.verifier import TextVerifier
 from fusionai.execution.sketches import KEY_BYTES, SIZE

@@ -16,8 +16,8 @@ from fusionai.coordination.serving.commands import SendProbe, SendRebuild
 from fusionai.coordination.serving.driver import ServingMachine
 from fusionai.coordination.serving.events import ProbeReturned
 from fusionai.coordination.serving.sessions import PassPlan
+from fusionai.execution.serving.boundary import packed
 from fusionai.execution.serving.member import ServingMember
-from fusionai.execution.serving.retained import packed
 from fusionai.execution.state import as_array, headers
 from fusionai.ir.partition import FEED
 from fusionai.ir.serving import LOGITS

@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from fusionai.coordination.training import commands, events
-from fusionai.coordination.training import stage as staging
+from fusionai.coordination.training import stage_interface as staging
 from fusionai.coordination.training.driver import DriverMachine
 from fusionai.coordination.training.state import DriverPhase, JobShape
 from fusionai.primitives.errors import PlanError

@@ -16,9 +16,10 @@ from functools import partial
 from typing import Final
 
 from fusionai.coordination.training import events as driving
-from fusionai.coordination.training import stage as staging
+from fusionai.coordination.training import stage_interface as staging
 from fusionai.coordination.training.roles import Roles
-from fusionai.coordination.training.stage import StageMachine, StagePhase, StageWork
+from fusionai.coordination.training.stage import EVERY_STEP, StageMachine, StagePhase
+from fusionai.coordination.training.stage_interface import StageWork
 from fusionai.scheduling.problem.types import Plan
 from fusionai.simulator.step import FEED, SimulationError
 from fusionai.simulator.world import World, shape_of
@@ -151,7 +152,7 @@ class SimulatedMember:
     def drop_own_snapshots(self, stage: int, line: int) -> None:
         """Drop the snapshot that a stage here was promoted from, once its guard has a newer one."""
         attachment = self.attachment
-        if line < staging.EVERY_STEP and attachment is not None and attachment.guards.get(stage) != self.name:
+        if line < EVERY_STEP and attachment is not None and attachment.guards.get(stage) != self.name:
             self.snapshots = {held for held in self.snapshots if held[0] != stage or held[1] >= line}
 
     def to_stage(self, fence: Fence, stage: int, event: staging.StageEvent) -> None:

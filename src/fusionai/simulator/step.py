@@ -23,7 +23,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, Literal
 
-from fusionai.coordination.training.stage import (
+from fusionai.coordination.training.stage import StageMachine
+from fusionai.coordination.training.stage_interface import (
     Attached,
     BackwardArrived,
     Committed,
@@ -33,11 +34,10 @@ from fusionai.coordination.training.stage import (
     ReportPrepared,
     Resumed,
     StageEvent,
-    StageMachine,
-    StageShape,
     StageWork,
     WorkDone,
 )
+from fusionai.coordination.training.step import StageShape
 from fusionai.primitives.errors import FusionError
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Plan, Problem, StagePlacement
@@ -287,7 +287,7 @@ class _Job:
             span = LaneSpan(index, stage.placement.peer, kind, work.step, work.microbatch, began_s, self.agenda.now_s)
             self.spans.append(span)
         self._tell(index, WorkDone(work))
-        stage.most_in_flight = max(stage.most_in_flight, stage.machine.in_flight)
+        stage.most_in_flight = max(stage.most_in_flight, stage.machine.microbatches.in_flight)
         if work.kind == "forward":
             self._send_forward(index, work)
         elif work.kind == "backward" and index > 0:

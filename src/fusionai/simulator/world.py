@@ -15,7 +15,7 @@ from functools import partial
 
 from fusionai.coordination.training.events import DriverEvent
 from fusionai.coordination.training.roles import Roles
-from fusionai.coordination.training.stage import StageShape
+from fusionai.coordination.training.step import StageShape
 from fusionai.scheduling.problem.stage_costs import StageCosts
 from fusionai.scheduling.problem.types import Plan
 from fusionai.simulator.agenda import Agenda

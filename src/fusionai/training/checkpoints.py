@@ -19,7 +19,7 @@ from fusionai.backends.state import StateEntry, as_stored, check_entry
 from fusionai.backends.tolerance import TOLERANCES, difference, numbers
 from fusionai.coordination.training import commands, events
 from fusionai.coordination.training.evaluations import Evaluation
-from fusionai.coordination.training.stage import Source
+from fusionai.coordination.training.stage_interface import Source
 from fusionai.execution.state import chunks, headers
 from fusionai.ir.init import initialise
 from fusionai.ir.schema import Graph, ParamSpec

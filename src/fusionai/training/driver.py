@@ -23,8 +23,8 @@ from fusionai.coordination.training.state import DriverPhase
 from fusionai.execution.deployment import Deployment, PlanSource
 from fusionai.execution.host import Host
 from fusionai.execution.links.connections import Connections
+from fusionai.execution.training.boundary import Sent, receiver
 from fusionai.execution.training.member import JobMember
-from fusionai.execution.training.retained import Sent, receiver
 from fusionai.primitives.errors import FusionError, PlanError, TransportError
 from fusionai.primitives.ids import PeerId, short
 from fusionai.primitives.tensors import HostTensor

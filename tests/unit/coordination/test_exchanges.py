@@ -1,4 +1,4 @@
-"""When local updates are told and taken over: each once, in time, for every rhythm."""
+"""When local updates are taken and taken over: each once, in time, for every rhythm."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ def boundaries(made: Exchanges) -> list[int]:
 
 @given(rhythms())
 def test_what_is_told_is_taken_over_once_and_in_time(made: Exchanges):
-    told = [step for step in range(made.steps) if made.tells(step)]
-    assert told == [end - made.begun - 1 for end in boundaries(made) if end > made.begun]
-    assert told[-1] == made.steps - 1, "the last step ends in an exchange"
+    taken = [step for step in range(made.steps) if made.ends_round(step)]
+    assert taken == [end - made.begun - 1 for end in boundaries(made) if end > made.begun]
+    assert taken[-1] == made.steps - 1, "the last step ends in an exchange"
     adopted = {step: made.adopts(step) for step in range(made.steps)}
-    assert [one for one in adopted.values() if one is not None] == told
+    assert [one for one in adopted.values() if one is not None] == taken
     for step, of in adopted.items():
         if of is not None:
-            assert step - of == (0 if of == told[-1] else made.lag)
+            assert step - of == (0 if of == taken[-1] else made.lag)
 
 
 @given(rhythms())
 def test_an_agreement_is_outstanding_from_the_step_it_is_of_to_the_step_that_needs_it(made: Exchanges):
     for applied in range(made.steps + 1):
-        waiting = [told for told in range(applied) if made.tells(told) and applied <= made.taken_over_after(told)]
-        assert len(waiting) <= 1, "the next one is told of what was agreed on"
+        waiting = [taken for taken in range(applied) if made.ends_round(taken) and applied <= made.adopted_at(taken)]
+        assert len(waiting) <= 1, "the next pseudo-gradient starts from the adopted update"
         assert made.outstanding(applied) == (waiting[0] if waiting else None)
-        assert all(made.may_adopt(told, applied) for told in waiting)
+        assert all(made.may_adopt(taken, applied) for taken in waiting)
         assert not any(
-            made.may_adopt(told, applied)
-            for told in range(made.steps)
-            if not made.tells(told) or made.taken_over_after(told) < applied
+            made.may_adopt(taken, applied)
+            for taken in range(made.steps)
+            if not made.ends_round(taken) or made.adopted_at(taken) < applied
         )
 
 
@@ -71,7 +71,7 @@ def test_rounds_of_the_whole_job_are_as_long_as_from_one_boundary_to_the_next(ma
 
 def test_who_trains_alone_exchanges_nothing():
     for step in range(10):
-        assert not NO_EXCHANGES.tells(step)
+        assert not NO_EXCHANGES.ends_round(step)
         assert NO_EXCHANGES.adopts(step) is None
         assert NO_EXCHANGES.outstanding(step) is None
         assert not NO_EXCHANGES.may_adopt(step, 0)

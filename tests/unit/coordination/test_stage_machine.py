@@ -9,9 +9,8 @@ import pytest
 
 from fusionai.coordination.machine import FollowUp
 from fusionai.coordination.training.exchanges import Exchanges
-from fusionai.coordination.training.stage import (
-    EVERY_STEP,
-    TABLE,
+from fusionai.coordination.training.stage import EVERY_STEP, TABLE, StageMachine, StagePhase
+from fusionai.coordination.training.stage_interface import (
     Attached,
     BackwardArrived,
     Committed,
@@ -34,15 +33,13 @@ from fusionai.coordination.training.stage import (
     SharedArrived,
     StageCommand,
     StageEvent,
-    StageMachine,
-    StagePhase,
-    StageShape,
     StageWork,
     StateArrived,
     TakeSnapshot,
     WorkDone,
     WorkFailed,
 )
+from fusionai.coordination.training.step import StageShape
 from fusionai.wire.messages import CommitRecord, Fence
 
 FIRST = Fence(1, 1, 0)
@@ -158,13 +155,13 @@ def in_phase(phase: StagePhase) -> StageMachine:
 def test_a_pair_outside_the_table_is_refused_and_changes_nothing(phase: StagePhase, event: StageEvent):
     machine = in_phase(phase)
     assert machine.phase is phase
-    before = (machine.phase, machine.fence, machine.applied, machine.prepared, machine.line)
+    before = (machine.phase, machine.fence, machine.applied, machine.prepared, machine.retained.watermark)
     commands = machine.handle(event)
     if (phase, type(event)) in TABLE:
         assert not any(isinstance(c, Refuse) and "can't take" in c.reason for c in commands)
     else:
         assert "can't take" in refusal(commands)
-        assert (machine.phase, machine.fence, machine.applied, machine.prepared, machine.line) == before
+        assert (machine.phase, machine.fence, machine.applied, machine.prepared, machine.retained.watermark) == before
 
 
 @pytest.mark.parametrize("phase", list(StagePhase))
@@ -197,7 +194,7 @@ def test_credit_is_never_exceeded_and_returns_with_each_backward():
     assert work_of(done(machine, StageWork("forward", 0, 0))) == StageWork("forward", 0, 1)
     assert work_of(forward(machine, 2)) is None
     assert work_of(done(machine, StageWork("forward", 0, 1))) is None, "two are in flight"
-    assert machine.in_flight == 2
+    assert machine.microbatches.in_flight == 2
     assert work_of(backward(machine, 0)) == StageWork("backward", 0, 0)
     assert work_of(done(machine, StageWork("backward", 0, 0))) == StageWork("forward", 0, 2)
 
@@ -329,7 +326,7 @@ def test_a_stage_votes_when_all_microbatches_are_summed_and_applies_only_on_comm
     assert work_of(machine.handle(Committed(record(0), line=1))) == StageWork("apply", 0, record=record(0))
     assert machine.applied == 0, "not before the work is done"
     assert done(machine, StageWork("apply", 0, record=record(0))) == [ReportApplied(0)]
-    assert (machine.applied, machine.prepared, machine.line) == (1, 0, 1)
+    assert (machine.applied, machine.prepared, machine.retained.watermark) == (1, 0, 1)
 
 
 def test_a_commit_of_the_step_after_the_prepared_one_is_refused():
@@ -344,7 +341,7 @@ def test_a_commit_of_a_step_that_is_not_prepared_is_refused(step: int):
     machine = running()
     forward(machine, 0)
     assert f"can't apply a commit of step {step}" in refusal(machine.handle(Committed(record(step), line=step + 1)))
-    assert machine.line == 0
+    assert machine.retained.watermark == 0
 
 
 def test_a_commit_counts_once_before_during_and_after_its_application():
@@ -373,7 +370,7 @@ def test_the_line_only_rises_and_drops_what_is_retained_below_it():
     done(machine, StageWork("apply", 0, record=record(0)))
     prepare(machine, 1)
     assert not any(isinstance(c, DropRetained) for c in machine.handle(Committed(record(1), line=0)))
-    assert machine.line == 1
+    assert machine.retained.watermark == 1
 
 
 # -------------------------------------------------------------------------------------------------- what is held
@@ -458,7 +455,7 @@ def test_side_forwards_run_on_exactly_their_state_and_leave_no_trace(mode: str):
     later = ForwardArrived(side.mode, 1, 4, 0)
     machine.handle(later)
     assert work_of(done(machine, side)) is None
-    assert machine.in_flight == 0
+    assert machine.microbatches.in_flight == 0
     prepare(machine)
     machine.handle(Committed(record(0), line=1))
     assert work_of(done(machine, StageWork("apply", 0, record=record(0)))) == StageWork("forward", 1, 4, side.mode)
@@ -597,7 +594,7 @@ def test_partial_sums_die_with_the_fence():
     commands = machine.handle(Attached(SECOND))
     assert commands == [DropSums(), DropHeld(), ReportStatus(applied=0, prepared=-1, retained_from=1)]
     machine.handle(Resumed(0, "keep", 0))
-    assert machine.in_flight == 0
+    assert machine.microbatches.in_flight == 0
     assert work_of(forward(machine, 0)) == StageWork("forward", 0, 0), "from the first microbatch on"
 
 
@@ -938,13 +935,13 @@ def test_steps_go_on_while_a_difference_travels():
     done(machine, StageWork("difference", 2))
     assert ReportApplied(3) in taken(machine, 3)
     assert ReportApplied(4) not in taken(machine, 4), "so far it may go alone"
-    assert machine.wants_agreement(2)
+    assert machine.wants_outer_update(2)
     assert work_of(forward(machine, 0, 5)) is None
     assert work_of(machine.handle(OuterUpdateArrived(2))) == StageWork("adopt", 2)
     commands = done(machine, StageWork("adopt", 2))
     assert ReportApplied(4) in commands
     assert work_of(commands) == StageWork("forward", 5, 0)
-    assert not machine.wants_agreement(2)
+    assert not machine.wants_outer_update(2)
 
 
 def test_an_agreement_that_comes_early_waits_for_its_step():
@@ -1066,7 +1063,7 @@ def test_the_line_of_a_resume_stops_at_what_a_neighbour_that_replays_still_needs
     machine.handle(Attached(SECOND, retain=True, snapshot_every=2))
     commands = machine.handle(Resumed(3, "keep", 1, (record(2),), frozenset({replaying}), line=3))
     assert [c for c in commands if isinstance(c, DropRetained)] == [DropRetained(dropped)]
-    assert machine.line == dropped
+    assert machine.retained.watermark == dropped
 
 
 def forward_and_total(machine: StageMachine, step: int) -> None:

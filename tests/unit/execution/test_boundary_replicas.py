@@ -68,9 +68,9 @@ def test_microbatches_are_dealt_in_turn(tied: Captured) -> None:
     assert [shape.microbatches for shape in shapes] == [3, 3, 2, 2, 2, 2]
     crossing = [[number for number in range(7) if boundary.crosses(number)] for boundary in made]
     for shape, numbers in zip(shapes, crossing, strict=True):
-        assert [shape.microbatch(turn) for turn in range(shape.microbatches)] == numbers
-        assert [shape.turn(number) for number in numbers] == list(range(shape.microbatches))
-        assert all(shape.turn(number) is None for number in {*range(9)} - {*numbers})
+        assert [shape.microbatch(index) for index in range(shape.microbatches)] == numbers
+        assert [shape.local_index(number) for number in numbers] == list(range(shape.microbatches))
+        assert all(shape.local_index(number) is None for number in {*range(9)} - {*numbers})
     with pytest.raises(PlanError, match="a microbatch for each of 3 replicas"):
         made[0].shape(microbatches=2, in_flight=1)
     odd = msgspec.structs.replace(made[0], replica=3)

@@ -10,7 +10,7 @@ import pytest
 
 from fusionai.backends.interface import StageProgram
 from fusionai.execution.compute import ComputeThread
-from fusionai.execution.training.copies import FAILURES_TOLD, Chunk, Entries, SnapshotCopier, StateCopy
+from fusionai.execution.training.snapshots import FAILURES_TOLD, Chunk, Entries, SnapshotCopier, StateCopy
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor
 

@@ -462,7 +462,7 @@ def test_a_lost_link_in_the_middle_of_a_step_is_reported_once_and_fails_no_stage
         assert (lost.peer, lost.fence) == (NEIGHBOUR, FENCE)
         message, carried = forward(microbatch=1)
         await running.feed.send(message, tuple(carried.values()))
-        await until(lambda: running.stand.member._stages[0]._machine.in_flight == 2)
+        await until(lambda: running.stand.member._stages[0]._machine.microbatches.in_flight == 2)
         assert await running.alive(), "what can't be sent is no second report"
 
     with_running(body)

@@ -7,7 +7,7 @@ import pytest
 
 from fusionai.execution.state import headers
 from fusionai.execution.training.arrivals import WaitingTensors
-from fusionai.execution.training.retained import RetainedMessages
+from fusionai.execution.training.boundary import RetainedMessages
 from fusionai.execution.training.snapshots import SnapshotStore
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor, host_tensor

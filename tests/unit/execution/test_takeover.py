@@ -18,7 +18,7 @@ from fusionai.backends.state import state_entries
 from fusionai.backends.torch.backend import TorchBackend
 from fusionai.backends.torch.program import TorchStageProgram
 from fusionai.execution.state import headers
-from fusionai.execution.training.copies import FAILURES_TOLD
+from fusionai.execution.training.snapshots import FAILURES_TOLD
 from fusionai.primitives.tensors import HostTensor
 from fusionai.scheduling.standby.assignment import ARRIVING
 from fusionai.transport.interface import Channel

@@ -13,7 +13,7 @@ from fusionai.coordination.round.commands import Distrust, ReportCheck
 from fusionai.coordination.round.verification import Check
 from fusionai.coordination.training.evaluations import Evaluation
 from fusionai.coordination.training.roles import Roles
-from fusionai.coordination.training.stage import Source
+from fusionai.coordination.training.stage_interface import Source
 from fusionai.wire.messages import CommitRecord, Fence
 
 

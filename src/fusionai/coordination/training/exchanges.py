@@ -1,23 +1,26 @@
-"""Schedule of local updates: at which steps jobs that train one model exchange, and when a stage adopts the agreement.
+"""Local updates: at which steps jobs that train one model exchange, and when a stage adopts the outer update.
 
-After every `every` steps a stage sends how far its parameters have changed. It adopts the agreement of all jobs at that
-same step or, with a `lag`, that many steps later. In between it trains on, so that the exchange costs time only if it
-takes longer than those steps (A. Douillard et al. 2025, "Streaming DiLoCo", arXiv 2501.18512, section 2.2; there per
-fragment, here for the whole model). After the job's last step there is nothing to train on, so the stage waits.
+After every `every` steps a stage sends its pseudo-gradient: how far its parameters have changed. It adopts the outer
+update, on which all jobs agree, at that same step or, with a `lag`, that many steps later. In between it trains on, so
+that the exchange costs time only if it takes longer than those steps (A. Douillard et al. 2025, "Streaming DiLoCo",
+arXiv 2501.18512, section 2.2; there per fragment, here for the whole model). After the job's last step there is nothing
+to train on, so the stage waits.
 
 Replicas of a model trained from scratch change fastest, and diverge most, right after the warm-up. Rounds may be
 shorter there (`Early`). DiLoCo's authors start from a model that was trained with synchronisation at every step; short
 early rounds are a cheaper substitute.
 
-Steps count from 0; `applied` is the number of finished steps. Neighbours: `stage` asks, `execution.training.exchange`
-has the arithmetic, `client.training.replicas` decides from which step a late replica begins."""
+Steps count from 0; `applied` is the number of finished steps. Neighbours: `step` has the rest of a stage's work,
+`execution.training.exchange` has the arithmetic, `client.training.replicas` decides from which step a late replica
+begins."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from fusionai.wire.messages import StageOptions
+from fusionai.coordination.training.stage_interface import StageWork
+from fusionai.wire.messages import CommitRecord, StageOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +62,31 @@ class Exchanges:
         whole = self.begun + step + 1
         return whole - self.over(whole - 1)
 
-    def tells(self, step: int) -> bool:
-        """Return whether the difference is taken at the end of this step."""
+    def ends_round(self, step: int) -> bool:
+        """Return whether the pseudo-gradient is taken at the end of this step."""
         whole = self.begun + step + 1
         return self.every > 0 and self.over(whole) == whole
 
-    def taken_over_after(self, told: int) -> int:
-        """Return the step at which the agreement of step `told` is adopted."""
-        return told if told + 1 == self.steps else told + self.lag
+    def adopted_at(self, taken: int) -> int:
+        """Return the step at which the outer update of step `taken` is adopted."""
+        return taken if taken + 1 == self.steps else taken + self.lag
 
     def adopts(self, step: int) -> int | None:
-        """Return the step whose agreement must be adopted before this step counts, or None."""
-        for told in {step, step - self.lag}:
-            if told >= 0 and self.tells(told) and self.taken_over_after(told) == step:
-                return told
+        """Return the step whose outer update must be adopted before this step counts, or None."""
+        for taken in {step, step - self.lag}:
+            if taken >= 0 and self.ends_round(taken) and self.adopted_at(taken) == step:
+                return taken
         return None
 
     def outstanding(self, applied: int) -> int | None:
-        """Return the step whose difference was taken and whose agreement is not yet adopted after `applied` steps, or
-        None."""
-        told = self.over(self.begun + applied) - self.begun - 1
-        return told if 0 <= told <= applied <= self.taken_over_after(told) else None
+        """Return the step whose pseudo-gradient was taken and whose outer update is not yet adopted after `applied`
+        steps, or None."""
+        taken = self.over(self.begun + applied) - self.begun - 1
+        return taken if 0 <= taken <= applied <= self.adopted_at(taken) else None
 
-    def may_adopt(self, told: int, applied: int) -> bool:
-        """Return whether the agreement of step `told` can still be adopted after `applied` steps."""
-        return self.tells(told) and self.taken_over_after(told) >= applied
+    def may_adopt(self, taken: int, applied: int) -> bool:
+        """Return whether the outer update of step `taken` can still be adopted after `applied` steps."""
+        return self.ends_round(taken) and self.adopted_at(taken) >= applied
 
 
 NO_EXCHANGES: Final = Exchanges()
@@ -98,3 +101,41 @@ def exchanges_of(options: StageOptions) -> Exchanges:
         begun=options.sync_begun,
         early=Early(*options.sync_early),
     )
+
+
+@dataclass(slots=True)
+class OuterUpdates:
+    """How far a stage is with the pseudo-gradients it sends and the outer updates it adopts."""
+
+    exchanges: Exchanges
+    arrived: set[int] = field(default_factory=set[int])
+    """Steps whose outer update has arrived."""
+    is_sent: bool = False
+    """Whether the outstanding pseudo-gradient was sent under this fence."""
+    is_awaited: bool = False
+    """Whether the optimizer has run a step that counts only with an outer update, so that only the update is
+    missing."""
+
+    def wants(self, step: int, applied: int) -> bool:
+        """Return whether the outer update may still be adopted."""
+        return step not in self.arrived and self.exchanges.may_adopt(step, applied)
+
+    def sending(self, applied: int) -> StageWork | None:
+        """Return the work of sending the pseudo-gradient that is outstanding after `applied` steps."""
+        taken = self.exchanges.outstanding(applied)
+        if taken is None or self.is_sent or taken in self.arrived:
+            return None
+        return StageWork("difference", step=taken)
+
+    def applying(self, commit: CommitRecord) -> StageWork | None:
+        """Return the optimizer's step or, at the end of a round, then the exchange. Only then does the step count."""
+        if not self.is_awaited:
+            return StageWork("apply", step=commit.step, record=commit)
+        taken = self.exchanges.adopts(commit.step)
+        assert taken is not None, "other steps count as soon as they are applied"
+        if taken in self.arrived:
+            return StageWork("adopt", step=taken)
+        return None if self.is_sent else StageWork("difference", step=taken)
+
+    def forget_past(self, applied: int) -> None:
+        self.arrived = {taken for taken in self.arrived if self.exchanges.may_adopt(taken, applied)}

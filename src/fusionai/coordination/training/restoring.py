@@ -17,7 +17,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from fusionai.coordination.training.roles import Roles
-from fusionai.coordination.training.stage import Source
+from fusionai.coordination.training.stage_interface import Source
 
 
 @dataclass(frozen=True, slots=True)

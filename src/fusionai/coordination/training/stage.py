@@ -7,22 +7,62 @@ feeds it events and performs its commands, the simulator does the same with virt
 Rules kept here (numbers of the recovery protocol, docs/recovery.md): only exactly the stage's own fence counts (1); a
 step is applied only on commit, and only once (3); what is prepared survives an attach (4); partial sums die with the
 fence (6); a tensor of step n+1 waits until commit n is applied (8); snapshots on the same steps at all stages (9);
-retained tensors go only below the line (10); a snapshot at once after each recovery (11); replay retains what it
-sends, like normal work (13); replayed steps use the journalled records (21).
+retained tensors go only below the retention watermark (10); a snapshot at once after each recovery (11); replay retains
+what it sends, like normal work (13); replayed steps use the journalled records (21).
 
-Neighbours: `coordination.training.driver` is the other side; `wire.messages` has the fence and the commit record.
+Neighbours: `stage_interface` has the events and commands, `step` and `exchanges` the parts with the state of a step;
+`coordination.training.driver` is the other side; `wire.messages` has the fence and the commit record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from fusionai.coordination.machine import FollowUp, StatefulMachine, Table, Transition
-from fusionai.coordination.training.exchanges import NO_EXCHANGES, Exchanges
-from fusionai.wire.messages import CommitRecord, Fence, Mode
+from fusionai.coordination.training.exchanges import OuterUpdates
+from fusionai.coordination.training.stage_interface import (
+    Attached,
+    BackwardArrived,
+    Committed,
+    Compute,
+    Detached,
+    DropHeld,
+    DropRetained,
+    DropSums,
+    ExportAsked,
+    ForwardArrived,
+    LoadSnapshot,
+    OuterUpdateArrived,
+    Refuse,
+    ReportApplied,
+    ReportPrepared,
+    ReportReady,
+    ReportStatus,
+    Resumed,
+    SendRetained,
+    SharedArrived,
+    StageCommand,
+    StageEvent,
+    StageWork,
+    StateArrived,
+    TakeSnapshot,
+    WorkDone,
+    WorkFailed,
+)
+from fusionai.coordination.training.step import MAX_SIDE_HELD, Microbatches, RetainedSteps, SharedSums, StageShape
+from fusionai.wire.messages import CommitRecord, Fence
+
+EVERY_STEP: Final = 2**62
+"""Greater than any step: a watermark at this value retains nothing."""
+STEPS_AHEAD: Final = 2
+"""Tensors of later steps that may be held: the driver feeds one step ahead of its vote, and may itself be one commit
+ahead of this stage."""
+
+
+NOT_RESUMED: Final = Resumed(0, "keep", 0)
 
 
 class StagePhase(StrEnum):
@@ -33,288 +73,6 @@ class StagePhase(StrEnum):
     REPLAYING = "replaying"
     """The stage runs official steps again with their records, for itself and for other replaying stages."""
     RUNNING = "running"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageShape:
-    """The stage's place in the pipeline."""
-
-    stage: int
-    microbatches: int
-    """Microbatches of a step that cross this stage."""
-    in_flight: int
-    producers: Mapping[Mode, frozenset[int]]
-    """Stages that must deliver before a forward may run, per mode; -1 is the data feed."""
-    consumers: frozenset[int]
-    """Stages that must return gradients before a backward may run: stages that read this one's values, and later stages
-    to whose gradient sums it adds. Empty: the backward follows its forward at once."""
-    gradients_to: frozenset[int] = frozenset()
-    """Stages that receive gradients from this stage."""
-    weight_lag: int = 0
-    """Microbatches whose weight gradients may be postponed until this stage would otherwise be idle."""
-    sums_of: frozenset[int] = frozenset()
-    """Other stages holding a parameter (tied weights, replicas) whose gradients this stage adds once per step."""
-    totals_to: frozenset[int] = frozenset()
-    """Other stages holding a parameter whose gradients are summed here, once per step or with each microbatch."""
-    summed_by: frozenset[int] = frozenset()
-    """Stages that sum gradients of parameters held here, and send the totals."""
-    parts_to: frozenset[int] = frozenset()
-    """Stages of `summed_by` that wait for this stage's sums once per step."""
-    replica: int = 0
-    replicas: int = 1
-    """Microbatch m of a step crosses the stages of replica m mod `replicas`."""
-    exchanges: Exchanges = NO_EXCHANGES
-    """Exchanges with other jobs that train the same model (local updates)."""
-
-    @property
-    def shares_with(self) -> frozenset[int]:
-        return self.totals_to | self.summed_by
-
-    def turn(self, microbatch: int) -> int | None:
-        """Return the position of a microbatch among those that cross this stage; None if it crosses another replica."""
-        turn, foreign = divmod(microbatch - self.replica, self.replicas)
-        return turn if not foreign and 0 <= turn < self.microbatches else None
-
-    def microbatch(self, turn: int) -> int:
-        """Return the number in the step of the microbatch at this position."""
-        return turn * self.replicas + self.replica
-
-
-Source = Literal["keep", "initialise", "import", "snapshot"]
-"""Where a stage's state comes from at a resume."""
-
-# ------------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """`retain`: keep sent tensors for a neighbour's replay. `snapshot_every`: 0 if the stage has no guard."""
-
-    fence: Fence
-    retain: bool = False
-    snapshot_every: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """See `wire.messages.Resume`."""
-
-    committed: int
-    source: Source
-    base: int
-    records: tuple[CommitRecord, ...] = ()
-    replaying: frozenset[int] = frozenset()
-    snapshot: bool = False
-    line: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StateArrived:
-    """A complete state taken after `step` steps (imported, or from a snapshot) is in place."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardArrived:
-    mode: Mode
-    step: int
-    microbatch: int
-    producer: int
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardArrived:
-    step: int
-    microbatch: int
-    consumer: int
-
-
-@dataclass(frozen=True, slots=True)
-class SharedArrived:
-    step: int
-    sender: int
-    phase: Literal["partial", "total"]
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """`save`: stream the resulting state before going on."""
-
-    record: CommitRecord
-    line: int
-    save: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class OuterUpdateArrived:
-    """The agreement after this step has arrived completely."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExportAsked:
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkDone:
-    """`missing`: after `initialise`, entries without an initialisation rule are still to be imported."""
-
-    work: StageWork
-    missing: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WorkFailed:
-    """A piece of work failed, and the driver has been informed. The stage can continue only after another attach."""
-
-    work: StageWork
-
-
-@dataclass(frozen=True, slots=True)
-class Detached:
-    reason: str
-
-
-StageEvent = (
-    Attached
-    | Resumed
-    | StateArrived
-    | ForwardArrived
-    | BackwardArrived
-    | SharedArrived
-    | Committed
-    | OuterUpdateArrived
-    | ExportAsked
-    | WorkDone
-    | WorkFailed
-    | Detached
-)
-
-# ----------------------------------------------------------------------------------------------------- commands
-
-
-@dataclass(frozen=True, slots=True)
-class StageWork:
-    """One piece of work for the compute thread. `record` only for `apply`. `difference`: send how far this stage's
-    parameters have changed since the last agreement. `adopt`: adopt the new agreement."""
-
-    kind: Literal[
-        "initialise",
-        "forward",
-        "backward",
-        "weights",
-        "share",
-        "total",
-        "norms",
-        "apply",
-        "difference",
-        "adopt",
-        "export",
-    ]
-    step: int = 0
-    microbatch: int = 0
-    mode: Mode = "train"
-    record: CommitRecord | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """Run this work now; at most one piece is under way. Answer with `WorkDone`."""
-
-    work: StageWork
-
-
-@dataclass(frozen=True, slots=True)
-class ReportStatus:
-    """`retained_from`: first step whose sent tensors are still retained, up to the applied steps."""
-
-    applied: int
-    prepared: int
-    retained_from: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReportReady:
-    applied: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReportPrepared:
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReportApplied:
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropSums:
-    """Forget contexts and partial gradient sums."""
-
-
-@dataclass(frozen=True, slots=True)
-class DropRetained:
-    """Drop retained boundary tensors of steps below `line`."""
-
-    line: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropHeld:
-    """Drop received but unused tensors: those of steps before `below`, or all, because their fence is over."""
-
-    below: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SendRetained:
-    """Stream the tensors that were sent in steps `first` to `below` - 1 to these neighbours again, in step order."""
-
-    to: frozenset[int]
-    first: int
-    below: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadSnapshot:
-    """Load the state from this machine's snapshot of `step` once it is complete; answer `StateArrived`."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class TakeSnapshot:
-    """Send the present state, of `step`, to the guard, in parallel with other work. A later apply must not change what
-    is sent."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Report to the driver that an event can't be obeyed."""
-
-    reason: str
-
-
-StageCommand = (
-    Compute
-    | ReportStatus
-    | ReportReady
-    | ReportPrepared
-    | ReportApplied
-    | DropSums
-    | DropRetained
-    | DropHeld
-    | SendRetained
-    | LoadSnapshot
-    | TakeSnapshot
-    | Refuse
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,46 +95,28 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
     applied: int = -1
     """Steps applied to the state; -1 without a state."""
     prepared: int = -1
-    line: int = 0
-    retain: bool = False
     snapshot_every: int = 0
     dropped: int = 0
     """Tensors refused because they belong to no step that this stage can still run."""
+    microbatches: Microbatches = field(init=False)
+    sums: SharedSums = field(init=False)
+    outer_updates: OuterUpdates = field(init=False)
+    retained: RetainedSteps = field(default_factory=RetainedSteps)
     _busy: StageWork | None = None
-    _deferred: list[StageEvent] = field(default_factory=list)
-    _forwarded: int = 0
-    _returned: int = 0
-    _weighted: int = 0
-    """Microbatches whose weight gradients are summed; equal to `_returned` when none are postponed."""
-    _backward_last: bool = False
-    """Whether the last forward or backward of this step was a backward."""
-    _summed: bool = False
-    _shared_partials: dict[int, set[int]] = field(default_factory=dict)
-    """Step -> stages that have sent their part of the shared gradients."""
-    _shared_totals: dict[int, set[int]] = field(default_factory=dict)
-    """Step -> stages whose sums of shared gradients have arrived, including this stage once it has summed."""
-    _shared_sent: bool = False
-    _arrived: dict[tuple[Mode, int, int], set[int]] = field(default_factory=dict)
-    _gradients: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    _deferred: list[StageEvent] = field(default_factory=list[StageEvent])
     _commit: CommitRecord | None = None
-    _updated: bool = False
-    """Whether the optimizer has run a step that counts only with an agreement, so that only the agreement is
-    missing."""
-    _differed: bool = False
-    """Whether the outstanding difference was sent under this fence."""
-    _agreements: set[int] = field(default_factory=set[int])
-    """Steps whose agreement has arrived."""
-    _exports: list[int] = field(default_factory=list)
-    _initialise: bool = False
-    _source: Source = "keep"
-    _base: int = 0
-    _target: int = 0
-    """Official steps at the last resume, where a replay ends."""
+    """The commit that is being applied."""
+    _exports: list[int] = field(default_factory=list[int])
+    _resumed: Resumed = NOT_RESUMED
+    """The last resume. A replay ends at its `committed`."""
     _records: Mapping[int, CommitRecord] = field(default_factory=dict[int, CommitRecord])
-    _replaying: frozenset[int] = frozenset()
-    _snapshot_due: bool = False
-    _kept_from: int = 0
-    """Everything sent in this step and later ones is retained."""
+    """The last resume's records by step."""
+    _initialise: bool = False
+
+    def __post_init__(self) -> None:
+        self.microbatches = Microbatches(self.shape)
+        self.sums = SharedSums(self.shape)
+        self.outer_updates = OuterUpdates(self.shape.exchanges)
 
     # ------------------------------------------------------------------------------------------------ interface
 
@@ -403,45 +143,57 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         if (self.phase, type(event)) not in TABLE:
             return False
         match event:
-            case ForwardArrived(mode, step, microbatch, producer):
-                past = mode == "train" and ((turn := self.shape.turn(microbatch)) is None or self._has_run(step, turn))
-                known = self._arrived.get((mode, step, microbatch), set())
-                fits = producer in self.shape.producers.get(mode, ()) and producer not in known
-                return self._is_near(step) and not past and fits
-            case BackwardArrived(step, microbatch, consumer):
-                known = self._gradients.get((step, microbatch), set())
-                turn = self.shape.turn(microbatch)
-                if turn is None:
-                    return False
-                due = self._is_now(step) and turn < self._due_below()
-                gone = step == self.applied and turn < self._returned
-                return due and not gone and consumer in self.shape.consumers and consumer not in known
+            case ForwardArrived(mode, step, microbatch):
+                past = mode == "train" and self._has_run(step, self.shape.local_index(microbatch))
+                return self._is_near(step) and not past and self.microbatches.lacks_input(event)
+            case BackwardArrived(step, microbatch):
+                index = self.shape.local_index(microbatch)
+                return index is not None and self._is_due(step, index) and self.microbatches.lacks_gradient(event)
             case SharedArrived(step, sender, phase):
-                totals = self._shared_totals.get(step, set())
                 # A stage that does not wait for this one (another replica, or a home that already has this stage's
                 # gradients with each microbatch) may have applied a commit and run the next step before this one has.
                 ahead = phase == "partial" or sender not in self.shape.parts_to
-                if not (self._is_near(step) if ahead else self._is_now(step)):
-                    return False
-                if phase == "partial":
-                    known = self._shared_partials.get(step, set())
-                    return sender in self.shape.sums_of - known and self.shape.stage not in totals
-                asked = ahead or self._shared_sent or self.phase is StagePhase.REPLAYING
-                return asked and sender in self.shape.summed_by - totals
+                asked = ahead or self.sums.is_sent or self.phase is StagePhase.REPLAYING
+                in_time = self._is_near(step) if ahead else self._is_now(step)
+                return in_time and asked and self.sums.lacks(event)
 
-    def wants_agreement(self, step: int) -> bool:
-        """Return whether the agreement may still be adopted."""
-        return step not in self._agreements and self.shape.exchanges.may_adopt(step, self.applied)
+    def wants_outer_update(self, step: int) -> bool:
+        """Return whether the outer update of this step may still be adopted."""
+        return self.outer_updates.wants(step, self.applied)
+
+    def sends_to(self, stage: int, step: int) -> bool:
+        """Return whether a tensor of this step goes to that stage now. Replayed tensors go only to replaying stages."""
+        return step >= self._resumed.committed or stage in self._resumed.replaying
 
     @property
-    def awaits_word(self) -> bool:
+    def awaits_resume(self) -> bool:
         """Return whether the stage is attached but not yet resumed. It can't take any tensors before."""
         return self.phase is StagePhase.ATTACHED
+
+    @property
+    def expects_state(self) -> bool:
+        """Return whether a resume asked for a state from the driver that has not arrived."""
+        given = self._resumed.source in ("initialise", "import")
+        return self.phase is StagePhase.RESTORING and given and not self._initialise
+
+    def _transition(self, event: StageEvent) -> list[StageCommand]:
+        commands = self.react(TABLE, event)
+        if commands is None:
+            return self._refuse(f"is {self.phase.value} and can't take {self.brief(event)}")
+        return commands
+
+    def _refuse(self, reason: str) -> list[StageCommand]:
+        return [Refuse(f"stage {self.shape.stage} {reason}")]
+
+    def brief(self, event: object) -> str:
+        return f"Committed(step={event.record.step})" if isinstance(event, Committed) else repr(event)
+
+    # ----------------------------------------------------------------------------------- steps and tensors in time
 
     def _is_near(self, step: int) -> bool:
         """Return whether inputs of this step may arrive. In a replay all retained tensors come at once."""
         if self.phase is StagePhase.REPLAYING:
-            return self.applied <= step < self._target
+            return self.applied <= step < self._resumed.committed
         return 0 <= step - self.applied <= STEPS_AHEAD
 
     def _is_now(self, step: int) -> bool:
@@ -449,261 +201,172 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         retained."""
         return self._is_near(step) if self.phase is StagePhase.REPLAYING else step == self.applied
 
-    def _due_below(self) -> int:
-        """Return how many of the stage's microbatches may have gradients arriving, in a step that takes gradients."""
-        return self.shape.microbatches if self.phase is StagePhase.REPLAYING else self._forwarded
-
-    def sends_to(self, stage: int, step: int) -> bool:
-        """Return whether a tensor of this step goes to that stage now. Replayed tensors go only to replaying stages."""
-        return step >= self._target or stage in self._replaying
-
-    def _has_run(self, step: int, turn: int) -> bool:
-        """Return whether the training forward of the stage's microbatch in this turn is done or under way."""
+    def _has_run(self, step: int, index: int | None) -> bool:
+        """Return whether the training forward of the microbatch with this local index is done, under way, or another
+        replica's."""
         under_way = self._busy is not None and self._busy.kind == "forward" and self._busy.mode == "train"
-        return step == self.applied and turn < self._forwarded + under_way
+        return index is None or (step == self.applied and index < self.microbatches.forwarded + under_way)
 
-    def _transition(self, event: StageEvent) -> list[StageCommand]:
-        commands = self.react(TABLE, event)
-        if commands is None:
-            return [Refuse(f"stage {self.shape.stage} is {self.phase.value} and can't take {self.brief(event)}")]
-        return commands
-
-    def brief(self, event: object) -> str:
-        return f"Committed(step={event.record.step})" if isinstance(event, Committed) else repr(event)
-
-    @property
-    def in_flight(self) -> int:
-        """Microbatches forwarded and not yet returned, which the credit limits."""
-        return self._forwarded - self._returned
-
-    @property
-    def expects_state(self) -> bool:
-        """Return whether a resume asked for a state from the driver that has not arrived."""
-        given = self._source in ("initialise", "import")
-        return self.phase is StagePhase.RESTORING and given and not self._initialise
+    def _is_due(self, step: int, index: int) -> bool:
+        """Return whether gradients of the microbatch with this local index may arrive and its backward is not done."""
+        replaying, step_under_way = self.phase is StagePhase.REPLAYING, self.microbatches
+        below = self.shape.microbatches if replaying else step_under_way.forwarded
+        done = step == self.applied and index < step_under_way.returned
+        return self._is_now(step) and index < below and not done
 
     # ------------------------------------------------------------------------------------------- what comes next
 
     def _next(self) -> list[StageCommand]:
-        """Return the next piece of work if the compute thread is free. Backwards and forwards alternate as far as their
-        inputs are there, within the credit. Otherwise a burst of backwards would delay what later stages wait for."""
+        """Return the next piece of work if the compute thread is free."""
         if self._busy is not None or self.phase in (StagePhase.DETACHED, StagePhase.ATTACHED):
             return []
-        work = self._restoring_work() if self.phase is StagePhase.RESTORING else self._running_work()
-        if work is None:
-            return []
-        self._busy = work
-        return [Compute(work)]
+        self._busy = self._next_work()
+        return [] if self._busy is None else [Compute(self._busy)]
 
-    def _restoring_work(self) -> StageWork | None:
+    def _next_work(self) -> StageWork | None:
+        step, microbatches = self.applied, self.microbatches
         if self._initialise:
             return StageWork("initialise")
-        return None if self._commit is None else self._applying_work(self._commit)
-
-    def _applying_work(self, commit: CommitRecord) -> StageWork | None:
-        """Return the optimizer's step or, with local updates, then the exchange. The step counts only after the
-        exchange."""
-        if not self._updated:
-            return StageWork("apply", step=commit.step, record=commit)
-        told = self.shape.exchanges.adopts(commit.step)
-        assert told is not None, "other steps count as soon as they are applied"
-        if told in self._agreements:
-            return StageWork("adopt", step=told)
-        return None if self._differed else StageWork("difference", step=told)
-
-    def _running_work(self) -> StageWork | None:
-        step = self.applied
         if self._commit is not None:
-            return self._applying_work(self._commit)
-        told = self.shape.exchanges.outstanding(step)
-        if told is not None and not self._differed and told not in self._agreements:
-            return StageWork("difference", step=told)
+            return self.outer_updates.applying(self._commit)
+        if self.phase is StagePhase.RESTORING:
+            return None
+        if sending := self.outer_updates.sending(step):
+            return sending
         if step in self._exports:  # asked for before anything of the step had begun
             return StageWork("export", step=step)
-        numbered = self.shape.microbatch
-        lagging, forward = self._returned - self._weighted, self._side_forward(step) or self._coming_forward(step)
-        weights = StageWork("weights", step=step, microbatch=numbered(self._weighted)) if lagging else None
-        if forward is not None and self._backward_last:
-            return weights if lagging > self.shape.weight_lag else forward
-        if self._returned < self._forwarded and self.shape.consumers <= self._gradients.get(
-            (step, numbered(self._returned)), set()
-        ):
-            return StageWork("backward", step=step, microbatch=numbered(self._returned))
-        if lagging > self.shape.weight_lag or (lagging and self._returned == self.shape.microbatches):
-            return weights
-        if self._returned == self.shape.microbatches and self.prepared < step:
-            return self._closing_work(step)
-        return forward or weights
+        if self.prepared < step and microbatches.are_summed:
+            side = microbatches.side_forward(step) if microbatches.is_backward_last else None
+            return side or self.sums.next_work(step)
+        return microbatches.next_work(step)
 
-    def _coming_forward(self, step: int) -> StageWork | None:
-        """Return the next microbatch's forward, if its inputs are here and the credit is not used up."""
-        if self._forwarded == self.shape.microbatches or self.in_flight >= self.shape.in_flight:
-            return None
-        needed, coming = self.shape.producers["train"], self.shape.microbatch(self._forwarded)
-        whole = needed <= self._arrived.get(("train", step, coming), set())
-        return StageWork("forward", step=step, microbatch=coming) if whole else None
-
-    def _closing_work(self, step: int) -> StageWork | None:
-        """When all microbatches are summed, reduce shared gradients, then compute norms."""
-        if self.shape.parts_to and not self._shared_sent:
-            return StageWork("share", step=step)
-        totals = self._shared_totals.get(step, set())
-        if self.shape.totals_to and self.shape.stage not in totals:
-            complete = self._shared_partials.get(step, set()) >= self.shape.sums_of
-            return StageWork("total", step=step) if complete else None
-        return StageWork("norms", step=step) if totals >= self.shape.summed_by and not self._summed else None
-
-    def _side_forward(self, step: int) -> StageWork | None:
-        """Return evaluation or inference work for the present state, oldest first. It does not change the state."""
-        for (mode, at_step, microbatch), arrived in self._arrived.items():
-            if mode != "train" and at_step == step and self.shape.producers[mode] <= arrived:
-                return StageWork("forward", step=step, microbatch=microbatch, mode=mode)
-        return None
-
-    # ----------------------------------------------------------------------------------------------- transitions
+    # ----------------------------------------------------------------------------------- attached, resumed, restored
 
     def on_attached(self, event: Attached) -> list[StageCommand]:
         if self.fence is not None and event.fence <= self.fence:
-            return [Refuse(f"stage {self.shape.stage} already obeys fence {tuple_of(self.fence)}")]
+            obeyed = (self.fence.plan_version, self.fence.incarnation, self.fence.attempt)
+            return self._refuse(f"already obeys fence {obeyed}")
         self.fence = event.fence
         self.phase = StagePhase.ATTACHED
         is_prepared = self.prepared == self.applied and self.prepared >= 0
-        self._clear_step(keep_sums=is_prepared)
+        self._begin_step(keep_sums=is_prepared)
         drop: list[StageCommand] = [] if is_prepared else [DropSums()]
-        # What was retained stays although nothing more is to be: the round that begins may be for its sake.
-        self.retain, self.snapshot_every = event.retain, event.snapshot_every
-        return [*drop, DropHeld(), ReportStatus(self.applied, self.prepared, self._kept_from)]
+        # What is retained stays even if nothing more will be: the round that begins may need it.
+        self.retained.is_wanted, self.snapshot_every = event.retain, event.snapshot_every
+        return [*drop, DropHeld(), ReportStatus(self.applied, self.prepared, self.retained.whole_from)]
 
     def on_resumed(self, event: Resumed) -> list[StageCommand]:
-        self._source, self._base, self._target = event.source, event.base, event.committed
-        self._replaying, self._snapshot_due = event.replaying, event.snapshot
+        self._resumed = event
         self._records = {record.step: record for record in event.records}
         if event.source == "keep":
             return self._resume_keeping(event)
         if missing := [step for step in range(event.base, event.committed) if step not in self._records]:
-            return [Refuse(f"stage {self.shape.stage} can't replay steps {missing[:5]} without their records")]
+            return self._refuse(f"can't replay steps {missing[:5]} without their records")
         self.phase = StagePhase.RESTORING
         self._forget_state()
         self._initialise = event.source == "initialise"
-        # What was sent on the way to a later state is nobody's base any more.
-        self.line = event.base
+        # No replay can begin from what was sent on the way to a later state.
+        self.retained.watermark = event.base
         load: list[StageCommand] = [LoadSnapshot(event.base)] if event.source == "snapshot" else []
         return [DropSums(), DropRetained(EVERY_STEP), *load]
 
     def _resume_keeping(self, event: Resumed) -> list[StageCommand]:
-        neighbours = self.shape.consumers.union(
-            *self.shape.producers.values(), self.shape.gradients_to, self.shape.shares_with
-        )
-        to = event.replaying & neighbours
-        retained: list[StageCommand] = []
-        self._kept_from = min(self._kept_from, event.committed)  # from there on everything is done anew
-        if to and event.base < self._kept_from:
-            return [Refuse(f"stage {self.shape.stage} retains steps from {self._kept_from}, not from {event.base}")]
-        if to:
-            retained.append(SendRetained(to, event.base, event.committed))
-        retained += self._raise_line(min(event.line, event.base) if to else event.line)
+        retained, to = self.retained, event.replaying & self.shape.neighbours
+        retained.whole_from = min(retained.whole_from, event.committed)  # from there on everything is done anew
+        if to and event.base < retained.whole_from:
+            return self._refuse(f"retains steps from {retained.whole_from}, not from {event.base}")
+        commands: list[StageCommand] = [SendRetained(to, event.base, event.committed)] if to else []
+        commands += retained.raise_watermark(min(event.line, event.base) if to else event.line)
         if self.applied == event.committed:
             self.prepared = self.applied - 1
-            self._shared_totals.clear()  # of the sums that were prepared and are dropped
+            self.sums.totals.clear()  # of the sums that were prepared and are dropped
             self.phase = StagePhase.RESTORING
             self.follow_ups.append(StateRestored())
-            return [DropSums(), *retained]
+            return [DropSums(), *commands]
         missed = self.applied == event.committed - 1 and self.prepared == self.applied
         if missed and self.applied in self._records:
             self.phase = StagePhase.RESTORING
             self._commit = self._records[self.applied]
-            return retained
-        return [
-            Refuse(
-                f"stage {self.shape.stage} has applied {self.applied} steps and prepared {self.prepared}; "
-                f"it can't keep its state and be at {event.committed}"
-            )
-        ]
+            return commands
+        return self._refuse(
+            f"has applied {self.applied} steps and prepared {self.prepared}; "
+            f"it can't keep its state and be at {event.committed}"
+        )
 
     def on_state_arrived(self, event: StateArrived) -> list[StageCommand]:
-        if event.step != self._base:
+        if event.step != self._resumed.base:
             self.phase = StagePhase.ATTACHED
-            return [Refuse(f"expected the state of step {self._base}, got that of step {event.step}")]
+            return [Refuse(f"expected the state of step {self._resumed.base}, got that of step {event.step}")]
         self.follow_ups.append(StateLoaded())
         return []
 
-    def on_loaded(self, _: StateLoaded) -> list[StageCommand]:
+    def on_loaded(self, event: StateLoaded) -> list[StageCommand]:
         """The base state is in place. Replay the steps between it and the official ones."""
-        self.applied, self.prepared = self._base, self._base - 1
-        self._kept_from = self._base
-        if self.applied == self._target:
-            return self._run()
+        self.applied = self.retained.whole_from = self._resumed.base
+        self.prepared = self.applied - 1
+        if self.applied == self._resumed.committed:
+            return self.on_restored(event)
         self.phase = StagePhase.REPLAYING
-        self._clear_step(keep_sums=False)
+        self._begin_step()
         return [ReportReady(self.applied)]
 
-    def on_restored(self, _: StateRestored) -> list[StageCommand]:
-        return self._run()
-
-    def _run(self) -> list[StageCommand]:
+    def on_restored(self, _: StateLoaded | StateRestored) -> list[StageCommand]:
         self.phase = StagePhase.RUNNING
-        self._clear_step(keep_sums=False)
-        due = self._snapshot_due and self.snapshot_every > 0
-        self._snapshot_due = False
+        self._begin_step()
+        due = self._resumed.snapshot and self.snapshot_every > 0
         snapshot: list[StageCommand] = [TakeSnapshot(self.applied)] if due else []
         return [ReportReady(self.applied), *snapshot]
 
-    def on_forward_arrived(self, event: ForwardArrived) -> list[StageCommand]:
-        if not self.wants(event):
-            self.dropped += 1
-            return []
-        key = (event.mode, event.step, event.microbatch)
-        if event.mode != "train" and key not in self._arrived and self._side_held() >= MAX_SIDE_HELD:
-            return [Refuse(f"stage {self.shape.stage} holds {MAX_SIDE_HELD} microbatches beside training already")]
-        self._arrived.setdefault(key, set()).add(event.producer)
-        return []
+    def on_detached(self, _: Detached) -> list[StageCommand]:
+        self.phase = StagePhase.DETACHED
+        self._forget_state()
+        return [DropSums(), DropHeld(), DropRetained(EVERY_STEP)]
 
-    def on_backward_arrived(self, event: BackwardArrived) -> list[StageCommand]:
-        if not self.wants(event):
-            self.dropped += 1
-            return []
-        self._gradients.setdefault((event.step, event.microbatch), set()).add(event.consumer)
-        return []
+    # ------------------------------------------------------------------------------------------ what arrives for steps
 
-    def on_shared_arrived(self, event: SharedArrived) -> list[StageCommand]:
+    def on_tensor(self, event: ForwardArrived | BackwardArrived | SharedArrived) -> list[StageCommand]:
         if not self.wants(event):
             self.dropped += 1
-            return []
-        if event.phase == "partial":
-            self._shared_partials.setdefault(event.step, set()).add(event.sender)
+        elif isinstance(event, SharedArrived):
+            self.sums.keep(event)
+        elif self.microbatches.is_full(event):
+            return self._refuse(f"holds {MAX_SIDE_HELD} microbatches beside training already")
         else:
-            self._shared_totals.setdefault(event.step, set()).add(event.sender)
+            self.microbatches.keep(event)
         return []
+
+    def on_outer_update(self, event: OuterUpdateArrived) -> list[StageCommand]:
+        """It may come before the commit, because a replaying stage gets all its outer updates early."""
+        if self.wants_outer_update(event.step):
+            self.outer_updates.arrived.add(event.step)
+        else:
+            self.dropped += 1
+        return []
+
+    # --------------------------------------------------------------------------------------------- commits and exports
 
     def on_committed(self, event: Committed) -> list[StageCommand]:
         if event.record.step < self.applied or event.record == self._commit:
             return []  # applied, or being applied: a commit counts once
         if event.record.step != self.applied or self.prepared != self.applied or self._commit is not None:
-            return [
-                Refuse(
-                    f"stage {self.shape.stage} prepared step {self.prepared} and has applied {self.applied} steps; "
-                    f"it can't apply a commit of step {event.record.step}"
-                )
-            ]
+            return self._refuse(
+                f"prepared step {self.prepared} and has applied {self.applied} steps; "
+                f"it can't apply a commit of step {event.record.step}"
+            )
         self._commit = event.record
         if event.save:
             self._exports.append(event.record.step + 1)
-        return self._raise_line(event.line)
-
-    def _raise_line(self, line: int) -> list[StageCommand]:
-        if line <= self.line:
-            return []
-        self.line = line
-        self._kept_from = max(self._kept_from, line)
-        return [DropRetained(line)]
+        return self.retained.raise_watermark(event.line)
 
     def on_export_asked(self, event: ExportAsked) -> list[StageCommand]:
         coming = self.applied + (self._commit is not None)
         begun = self._commit is None and self._has_run(self.applied, 0)
         if event.step != coming or begun or event.step in self._exports:
-            return [Refuse(f"stage {self.shape.stage} can't export step {event.step}: it is in step {self.applied}")]
+            return self._refuse(f"can't export step {event.step}: it is in step {self.applied}")
         self._exports.append(event.step)
         return []
+
+    # ----------------------------------------------------------------------------------------------- work that ended
 
     def on_work_done(self, event: WorkDone) -> list[StageCommand]:
         work = event.work
@@ -713,67 +376,48 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
                 self._initialise = False
                 if not event.missing and self.phase is StagePhase.RESTORING:
                     self.follow_ups.append(StateLoaded())
-            case "forward":
-                arrived_key = (work.mode, work.step, work.microbatch)
-                self._arrived.pop(arrived_key, None)
-                self._forwarded += work.mode == "train"
-                self._backward_last = False
-                if work.mode == "train" and not self.retain:
-                    self._kept_from = max(self._kept_from, work.step + 1)
-            case "backward":
-                self._gradients.pop((work.step, work.microbatch), None)
-                self._returned += 1
-                self._backward_last = True
-                self._weighted += self.shape.weight_lag == 0
-            case "weights":
-                self._weighted += 1
+            case "forward" | "backward" | "weights":
+                self.microbatches.did(work)
+                if work.kind == "forward" and work.mode == "train":
+                    self.retained.sent(work.step)
             case "share":
-                self._shared_sent = True
+                self.sums.is_sent = True
             case "total":
-                self._shared_totals.setdefault(work.step, set()).add(self.shape.stage)
+                self.sums.totals.setdefault(work.step, set()).add(self.shape.stage)
             case "norms":
-                self._summed = True
                 self.prepared = work.step
                 if self.phase is StagePhase.REPLAYING:
                     self._commit = self._records[work.step]
                 return [ReportPrepared(work.step)]
             case "apply" if self.shape.exchanges.adopts(work.step) is not None:
-                self._updated = True
+                self.outer_updates.is_awaited = True
             case "difference":
-                self._differed = True
+                self.outer_updates.is_sent = True
             case "apply":
-                return self._apply_done(work.step)
+                return self._step_done(work.step)
             case "adopt":
-                assert self._commit is not None, "an agreement is adopted before a commit counts"
-                self._differed = False
-                return self._apply_done(self._commit.step)
+                assert self._commit is not None, "an outer update is adopted before a commit counts"
+                self.outer_updates.is_sent = False
+                return self._step_done(self._commit.step)
             case "export":
                 self._exports.remove(work.step)
         return []
 
-    def on_agreement(self, event: OuterUpdateArrived) -> list[StageCommand]:
-        """An agreement arrived. It may come before the commit, because a replaying stage gets all its agreements
-        early."""
-        if self.wants_agreement(event.step):
-            self._agreements.add(event.step)
-        else:
-            self.dropped += 1
-        return []
-
-    def _apply_done(self, step: int) -> list[StageCommand]:
+    def _step_done(self, step: int) -> list[StageCommand]:
         self.applied = step + 1
-        self._updated = False
-        self._clear_step(keep_sums=False)
-        match self.phase:
-            case StagePhase.RUNNING:
-                due = self.snapshot_every > 0 and self.applied % self.snapshot_every == 0
-                snapshot: list[StageCommand] = [TakeSnapshot(self.applied)] if due else []
-                return [ReportApplied(step), *snapshot, *self._forget_past()]
-            case StagePhase.REPLAYING if self.applied < self._target:
-                return []
-            case _:
-                self.follow_ups.append(StateRestored())
-                return []
+        self.outer_updates.is_awaited = False
+        self._begin_step()
+        if self.phase is StagePhase.REPLAYING and self.applied < self._resumed.committed:
+            return []
+        if self.phase is not StagePhase.RUNNING:
+            self.follow_ups.append(StateRestored())
+            return []
+        due = self.snapshot_every > 0 and self.applied % self.snapshot_every == 0
+        snapshot: list[StageCommand] = [TakeSnapshot(self.applied)] if due else []
+        forgotten: list[StageCommand] = (
+            [DropHeld(self.applied)] if self.microbatches.forget_inputs(self.applied) else []
+        )
+        return [ReportApplied(step), *snapshot, *forgotten]
 
     def on_work_failed(self, event: WorkFailed) -> list[StageCommand]:
         """Work failed. After an apply or an initialisation the state is unusable; other work leaves it intact."""
@@ -784,89 +428,62 @@ class StageMachine(StatefulMachine[StagePhase, StageCommand]):
         self._forget_state()
         return [DropSums(), DropRetained(EVERY_STEP)]
 
-    def _forget_past(self) -> list[StageCommand]:
-        """Drop evaluation and inference requests for a state that no longer exists."""
-        past = [key for key in self._arrived if key[1] < self.applied]
-        for key in past:
-            del self._arrived[key]
-        return [DropHeld(below=self.applied)] if past else []
-
-    def _side_held(self) -> int:
-        return sum(mode != "train" for mode, _, _ in self._arrived)
-
-    def on_detached(self, _: Detached) -> list[StageCommand]:
-        self.phase = StagePhase.DETACHED
-        self._forget_state()
-        return [DropSums(), DropHeld(), DropRetained(EVERY_STEP)]
-
     # -------------------------------------------------------------------------------------------------- clearing
 
-    def _clear_step(self, *, keep_sums: bool) -> None:
-        """Reset the counters of the step under way. Tensors that arrived for it are kept only within one fence."""
+    def _begin_step(self, *, keep_sums: bool = False) -> None:
+        """Reset what belongs to the step under way. What arrived for it or later ones is kept within one fence."""
         if self.phase is StagePhase.ATTACHED:
-            self._arrived.clear()
-            self._gradients.clear()
-            self._shared_partials.clear()
-            self._shared_totals.clear()
+            self.microbatches.inputs.clear()
+            self.microbatches.gradients.clear()
+            self.sums.partials.clear()
+            self.sums.totals.clear()
+            self.outer_updates.arrived.clear()
+            self.outer_updates.is_sent = self._initialise = False
             self._exports.clear()
-            self._agreements.clear()
-            self._differed = self._initialise = False
-        self._gradients = {key: by for key, by in self._gradients.items() if key[0] >= self.applied}
-        self._shared_partials = {step: by for step, by in self._shared_partials.items() if step >= self.applied}
-        self._shared_totals = {step: by for step, by in self._shared_totals.items() if step >= self.applied}
-        self._agreements = {told for told in self._agreements if self.shape.exchanges.may_adopt(told, self.applied)}
-        if keep_sums:
-            self._shared_totals[self.applied] = {self.shape.stage, *self.shape.summed_by}
+        self.microbatches.forget_gradients(self.applied)
+        self.microbatches.begin(self.shape.microbatches if keep_sums else 0)
+        self.sums.begin(self.applied, keep_sums=keep_sums)
+        self.outer_updates.forget_past(self.applied)
         self._commit = None
-        self._forwarded = self._returned = self._weighted = self.shape.microbatches if keep_sums else 0
-        self._summed = self._shared_sent = keep_sums
-        self._backward_last = False
 
     def _forget_state(self) -> None:
         self.applied = self.prepared = -1
-        self._updated = self._differed = False
-        self._clear_step(keep_sums=False)
-        self._shared_totals.clear()  # also of sums that were prepared
+        self.outer_updates.is_awaited = self.outer_updates.is_sent = False
+        self._begin_step()
+        self.sums.totals.clear()  # also of sums that were prepared
 
 
-EVERY_STEP: Final = 2**62
-"""Greater than any step: a line at this value retains nothing."""
-STEPS_AHEAD: Final = 2
-"""Tensors of later steps that may be held: the driver feeds one step ahead of its vote, and may itself be one commit
-ahead of this stage."""
-MAX_SIDE_HELD: Final = 1024
-"""Most microbatches of evaluation and inference that may wait at once (chosen)."""
+DETACHED, ATTACHED, RESTORING, REPLAYING, RUNNING = StagePhase
+_WORKING: Final = (RESTORING, REPLAYING, RUNNING)
+_STEPPING: Final = (REPLAYING, RUNNING)
+_Row = Transition[StageMachine, Any, list[StageCommand]]
 
 
-_D, _A, _R, _P, _G = (
-    StagePhase.DETACHED,
-    StagePhase.ATTACHED,
-    StagePhase.RESTORING,
-    StagePhase.REPLAYING,
-    StagePhase.RUNNING,
+def _in_each(
+    phases: Iterable[StagePhase], event: type, or_to: tuple[StagePhase, ...], act: Callable[..., list[StageCommand]]
+) -> Iterator[_Row]:
+    """Yield a row for each phase, in which the event leaves the machine in that phase or leads to one of `or_to`."""
+    return (Transition((phase,), event, (phase, *or_to), act) for phase in phases)
+
+
+TABLE: Final = Table[StageMachine, list[StageCommand]](
+    "stage",
+    [
+        *_in_each(StagePhase, Attached, (ATTACHED,), StageMachine.on_attached),
+        Transition((ATTACHED,), Resumed, (ATTACHED, RESTORING), StageMachine.on_resumed),
+        Transition((RESTORING,), StateArrived, (RESTORING, ATTACHED), StageMachine.on_state_arrived),
+        Transition((RESTORING,), StateLoaded, (REPLAYING, RUNNING), StageMachine.on_loaded),
+        Transition((RESTORING, REPLAYING), StateRestored, (RUNNING,), StageMachine.on_restored),
+        *_in_each(_WORKING, WorkDone, (), StageMachine.on_work_done),
+        Transition(_WORKING, WorkFailed, (ATTACHED,), StageMachine.on_work_failed),
+        *_in_each(_WORKING, ForwardArrived, (), StageMachine.on_tensor),
+        *_in_each(_STEPPING, BackwardArrived, (), StageMachine.on_tensor),
+        *_in_each(_STEPPING, SharedArrived, (), StageMachine.on_tensor),
+        *_in_each(_WORKING, OuterUpdateArrived, (), StageMachine.on_outer_update),
+        Transition((RUNNING,), Committed, (RUNNING,), StageMachine.on_committed),
+        Transition((RUNNING,), ExportAsked, (RUNNING,), StageMachine.on_export_asked),
+        Transition(tuple(StagePhase), Detached, (DETACHED,), StageMachine.on_detached),
+    ],
+    initial=(DETACHED,),
 )
-_WORKING: Final = (_R, _P, _G)
-
-_TRANSITIONS: Final[list[Transition[StageMachine, Any, list[StageCommand]]]] = [
-    *(Transition((phase,), Attached, (phase, _A), StageMachine.on_attached) for phase in StagePhase),
-    Transition((_A,), Resumed, (_A, _R), StageMachine.on_resumed),
-    Transition((_R,), StateArrived, (_R, _A), StageMachine.on_state_arrived),
-    Transition((_R,), StateLoaded, (_P, _G), StageMachine.on_loaded),
-    Transition((_R, _P), StateRestored, (_G,), StageMachine.on_restored),
-    *(Transition((phase,), WorkDone, (phase,), StageMachine.on_work_done) for phase in _WORKING),
-    Transition(_WORKING, WorkFailed, (_A,), StageMachine.on_work_failed),
-    *(Transition((phase,), ForwardArrived, (phase,), StageMachine.on_forward_arrived) for phase in _WORKING),
-    *(Transition((phase,), BackwardArrived, (phase,), StageMachine.on_backward_arrived) for phase in (_P, _G)),
-    *(Transition((phase,), SharedArrived, (phase,), StageMachine.on_shared_arrived) for phase in (_P, _G)),
-    *(Transition((phase,), OuterUpdateArrived, (phase,), StageMachine.on_agreement) for phase in _WORKING),
-    Transition((_G,), Committed, (_G,), StageMachine.on_committed),
-    Transition((_G,), ExportAsked, (_G,), StageMachine.on_export_asked),
-    Transition(tuple(StagePhase), Detached, (_D,), StageMachine.on_detached),
-]
-TABLE: Final = Table[StageMachine, list[StageCommand]]("stage", _TRANSITIONS, initial=(_D,))
 """Events without a row are refused."""
-
-
-def tuple_of(fence: Fence) -> tuple[int, int, int]:
-    """Return the fence as a tuple, for messages to users."""
-    return (fence.plan_version, fence.incarnation, fence.attempt)

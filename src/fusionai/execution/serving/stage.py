@@ -4,7 +4,7 @@ recovery.
 It validates passes and limits how many may wait; passes are computed in order of arrival. The driver assigns pages to
 sessions and handles failures.
 
-`execution.serving.member` delivers messages and sends, `backends.interface` computes, `execution.serving.retained`
+`execution.serving.member` delivers messages and sends, `backends.interface` computes, `execution.serving.boundary`
 keeps rows, `execution.serving.sketches` marks what passes through if it may be checked."""
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import numpy as np
 
 from fusionai.backends.interface import ServingProgram
 from fusionai.execution.compute import ComputeThread, Outcome, Timed
-from fusionai.execution.serving.boundary import RowSpec, ServingBoundary
-from fusionai.execution.serving.retained import RetainedRows, packed
+from fusionai.execution.serving.boundary import RetainedRows, RowSpec, ServingBoundary, packed
 from fusionai.execution.serving.sketches import SketchBook
 from fusionai.execution.serving.verifier import TextVerifier
 from fusionai.execution.state import headers

@@ -1,25 +1,33 @@
-"""The tensors that cross a stage's boundary: their names and directions, derived once from the partition.
+"""The tensors that cross a stage's boundary: their names and directions, derived once from the partition, and those
+that are retained after sending.
 
 Values of a job flow along ports, from a producer stage (or the data feed, -1) to a consumer stage. Training and
 evaluation use every value. Inference uses only the values that job outputs other than the loss depend on, so labels
 need not exist and nothing is sent to the loss.
+
+What a stage has sent is kept so that a neighbour can replay, until the retention watermark (the oldest step that a
+recovery can start from) passes it (recovery rule 10). It is resent step by step, microbatch by microbatch.
 
 `training` builds boundaries from `ir.partition` and sends them in `Attach`; `execution.training.runtime` follows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
 from fusionai.coordination.training.exchanges import NO_EXCHANGES, Exchanges
-from fusionai.coordination.training.stage import StageShape
+from fusionai.coordination.training.step import StageShape
 from fusionai.ir.partition import Partition, SharedParam
 from fusionai.ir.schema import Graph, ListArg, Ref
-from fusionai.primitives.errors import GraphError, PlanError
-from fusionai.wire.messages import Mode
+from fusionai.primitives.errors import ExecutionError, GraphError, PlanError
+from fusionai.primitives.tensors import HostTensor
+from fusionai.wire import messages as wire
+from fusionai.wire.messages import Fence, Mode
 
 FEED: Final = -1
 """Stage number of the data feed."""
@@ -347,3 +355,91 @@ def _refs(args: Iterable[object]) -> Iterable[str]:
             yield arg.name
         elif isinstance(arg, ListArg):
             yield from _refs(arg.items)
+
+
+Sent = wire.Forward | wire.Backward | wire.SharedGradient
+_Key = tuple[int, int, int, int, int]
+"""(step, microbatch, kind of message, receiver, part), which is the order of resending."""
+AFTER_ALL_MICROBATCHES: Final = 2**62
+"""Microbatch number in the sort key of messages that are sent once per step, after all microbatches."""
+
+
+@dataclass(slots=True)
+class RetainedMessages:
+    """Sent messages of one stage. Running a step again replaces what it sent before with the same bits."""
+
+    _sent: dict[_Key, tuple[Sent, tuple[HostTensor, ...]]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensors in self._sent.values() for tensor in tensors)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(sorted({step for step, *_ in self._sent}))
+
+    def keep(self, message: Sent, tensors: Sequence[HostTensor]) -> None:
+        self._sent[_key(message)] = (message, tuple(tensors))
+
+    def drop_below(self, watermark: int) -> None:
+        self._sent = {key: sent for key, sent in self._sent.items() if key[0] >= watermark}
+
+    def is_whole(self, boundary: Boundary, microbatches: int, to: int, first: int, below: int) -> bool:
+        """Return whether everything that stage `to` received in these steps, of `microbatches` each, is kept."""
+        forward = any(port.other == to for port in boundary.sends)
+        back = any(port.other == to for port in boundary.returns)
+        shares = to in boundary.totals_to | boundary.parts_to
+        kinds = Counter((key[0], min(key[2], 2)) for key in self._sent if key[3] == to)
+        return all(
+            kinds[step, 0] == forward * microbatches
+            and kinds[step, 1] == back * microbatches
+            and (kinds[step, 2] > 0 or not shares)
+            for step in range(first, below)
+        )
+
+    def again(
+        self, fence: Fence, to: Collection[int], first: int, below: int
+    ) -> Iterator[tuple[int, Sent, tuple[HostTensor, ...]]]:
+        """Yield (receiver, message under `fence`, tensors) of steps `first` to `below` - 1."""
+        for key in sorted(self._sent):
+            step, _, _, receiver, _ = key
+            if first <= step < below and receiver in to:
+                message, tensors = self._sent[key]
+                yield receiver, msgspec.structs.replace(message, fence=fence), tensors
+
+
+def _key(message: Sent) -> _Key:
+    match message:
+        case wire.Forward():
+            return message.step, message.microbatch, 0, message.consumer, 0
+        case wire.Backward():
+            return message.step, message.microbatch, 1, message.producer, 0
+        case wire.SharedGradient():
+            what = 2 + (message.phase == "total")
+            return message.step, AFTER_ALL_MICROBATCHES, what, message.receiver, message.part
+
+
+def receiver(message: wire.Message) -> tuple[int, Fence]:
+    """Return the receiving stage and the fence. Raises `ExecutionError` for a message that addresses no stage."""
+    match message:
+        case wire.Forward(consumer=stage, fence=fence) | wire.Backward(producer=stage, fence=fence):
+            return stage, fence
+        case wire.SharedGradient(receiver=stage, fence=fence):
+            return stage, fence
+        case wire.Commit(stage=stage, fence=fence) | wire.Resume(stage=stage, fence=fence):
+            return stage, fence
+        case wire.Export(stage=stage, fence=fence):
+            return stage, fence
+        case _:
+            raise ExecutionError(f"a {type(message).__name__} has no place on a connection between members of a job.")
+
+
+def sender(message: wire.Message) -> int | None:
+    """Return the stage that a tensor message claims to come from, None for other messages."""
+    match message:
+        case wire.Forward(producer=stage) | wire.Backward(consumer=stage) | wire.SharedGradient(sender=stage):
+            return stage
+        case wire.Output(stage=stage):
+            return stage
+        case _:
+            return None

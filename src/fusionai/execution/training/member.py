@@ -17,8 +17,8 @@ from functools import partial
 from fusionai.execution.host import Host
 from fusionai.execution.member import LinkLostSink, RoundMember
 from fusionai.execution.state import by_name
-from fusionai.execution.training import retained as envelopes
-from fusionai.execution.training.retained import Sent
+from fusionai.execution.training import boundary as envelopes
+from fusionai.execution.training.boundary import Sent
 from fusionai.execution.training.runtime import StageRuntime
 from fusionai.execution.training.snapshots import MemberSnapshots
 from fusionai.execution.training.stages import HELD_WITHOUT_LIMIT_BYTES, Stages
@@ -142,7 +142,7 @@ class JobMember(RoundMember):
                 case wire.StateChunk():
                     await runtime.receive_state(message, tensors)
                 case wire.OuterUpdateChunk():
-                    await runtime.receive_agreement(message, tensors)
+                    await runtime.receive_outer_update(message, tensors)
         except FusionError as error:
             self._report(error, runtime)
 

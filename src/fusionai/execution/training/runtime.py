@@ -17,17 +17,17 @@ from typing import Protocol
 
 from fusionai.backends.interface import StageProgram
 from fusionai.backends.state import saved_entries, state_entries
-from fusionai.coordination.training import stage as machine
+from fusionai.coordination.training import stage_interface as machine
 from fusionai.coordination.training.exchanges import NO_EXCHANGES, exchanges_of
-from fusionai.coordination.training.stage import StageCommand, StageEvent, StageMachine, StageWork
+from fusionai.coordination.training.stage import StageMachine
+from fusionai.coordination.training.stage_interface import StageCommand, StageEvent, StageWork
 from fusionai.execution.host import Host
 from fusionai.execution.state import chunks, headers
 from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
-from fusionai.execution.training.boundary import Boundary
+from fusionai.execution.training.boundary import Boundary, RetainedMessages, Sent
 from fusionai.execution.training.codecs import joined
-from fusionai.execution.training.copies import Chunk, Entries, SnapshotCopier, StateCopy
 from fusionai.execution.training.exchange import carried_shapes, check_values
-from fusionai.execution.training.retained import RetainedMessages, Sent
+from fusionai.execution.training.snapshots import Chunk, Entries, SnapshotCopier, StateCopy
 from fusionai.execution.training.work import StageExecutor
 from fusionai.ir.schema import Graph
 from fusionai.primitives.errors import ExecutionError, FusionError
@@ -215,12 +215,12 @@ class StageRuntime:
                 )
             self._handle(machine.StateArrived(message.step))
 
-    async def receive_agreement(self, message: wire.OuterUpdateChunk, tensors: Mapping[str, HostTensor]) -> None:
-        """Take part of the agreement between the jobs that train this model. It may arrive on another connection before
+    async def receive_outer_update(self, message: wire.OuterUpdateChunk, tensors: Mapping[str, HostTensor]) -> None:
+        """Take part of an outer update of the jobs that train this model. It may arrive on another connection before
         the resume; then it waits."""
-        while self.accepts(message.fence) and self._machine.awaits_word:
+        while self.accepts(message.fence) and self._machine.awaits_resume:
             await self._happened.wait()
-        if not self.accepts(message.fence) or not self._machine.wants_agreement(message.step):
+        if not self.accepts(message.fence) or not self._machine.wants_outer_update(message.step):
             return
         values, what = joined(tensors, message.packed), f"the agreement of step {message.step}"
         shapes = carried_shapes(self._trainable, message.told)
@@ -356,7 +356,7 @@ class StageRuntime:
             stage=self.stage,
             step=copy.step,
             part=part,
-            line=self._machine.line,
+            line=self._machine.retained.watermark,
             last=chunk is None,
             rest_of=copy.rest_of,
             tensors=headers(named),
@@ -385,7 +385,7 @@ class StageRuntime:
     def send(self, receiver: int, message: Sent, tensors: Sequence[HostTensor]) -> None:
         """Send to a neighbour that now takes part in this step. It is retained in any case, because a replay may need
         it."""
-        if self._machine.retain and not (isinstance(message, wire.Forward) and message.mode != "train"):
+        if self._machine.retained.is_wanted and not (isinstance(message, wire.Forward) and message.mode != "train"):
             self.retained.keep(message, tensors)
         if self._machine.sends_to(receiver, message.step):
             self._postman.to_stage(receiver, message, tensors)

@@ -23,9 +23,9 @@ from fusionai.backends.tolerance import numbers
 from fusionai.execution.compute import ComputeThread
 from fusionai.execution.state import chunks
 from fusionai.execution.training.arrivals import Arrivals, WaitingTensors
+from fusionai.execution.training.boundary import Sent
 from fusionai.execution.training.codecs import joined, unpack_all
 from fusionai.execution.training.passes import StagePass
-from fusionai.execution.training.retained import Sent
 from fusionai.execution.training.stages import LoadedStage
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
@@ -119,8 +119,8 @@ class StepVerifier:
 
     async def _step(self, record: wire.CommitRecord) -> None:
         step = record.step
-        for turn in range(self._shape.microbatches):
-            microbatch = self._shape.microbatch(turn)
+        for index in range(self._shape.microbatches):
+            microbatch = self._shape.microbatch(index)
             await self._all_of(step, microbatch)
             await self._microbatch(Call("train", step, microbatch, self._boundary.replica))
         await self._until(self._shared_of(step))

@@ -13,17 +13,16 @@ from typing import Literal, Protocol, TypeVar
 
 from fusionai.backends.interface import Call, StageProgram
 from fusionai.coordination.training.exchanges import exchanges_of
-from fusionai.coordination.training.stage import StageWork
+from fusionai.coordination.training.stage_interface import StageWork
 from fusionai.execution.compute import ComputeThread, Timed
 from fusionai.execution.sketches import step_key
 from fusionai.execution.state import chunks, headers
 from fusionai.execution.training.arrivals import WaitingTensors
-from fusionai.execution.training.boundary import Boundary, Port
+from fusionai.execution.training.boundary import Boundary, Port, Sent
 from fusionai.execution.training.codecs import Carried, split, unpack_all
-from fusionai.execution.training.copies import Chunk, SnapshotCopier
 from fusionai.execution.training.exchange import OuterOptimizer, adopt, differences, keep_anchor, keep_reported
 from fusionai.execution.training.passes import ByStage, StagePass
-from fusionai.execution.training.retained import Sent
+from fusionai.execution.training.snapshots import Chunk, SnapshotCopier
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire import messages as wire
@@ -243,7 +242,7 @@ class StageExecutor:
 
         options = self._options
         first = options.sync_every > 0 and record.step == 0  # later, an agreement sets the anchor
-        tells = options.sync_lag > 0 and exchanges_of(options).tells(record.step)
+        tells = options.sync_lag > 0 and exchanges_of(options).ends_round(record.step)
 
         def work() -> None:
             self._copies.complete()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fusionai.execution.serving.boundary import RowSpec
-from fusionai.execution.serving.retained import RetainedRows
+from fusionai.execution.serving.boundary import RetainedRows, RowSpec
 from fusionai.primitives.errors import ExecutionError
 from fusionai.primitives.tensors import HostTensor
 from fusionai.wire.messages import Segment
