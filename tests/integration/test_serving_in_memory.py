@@ -121,11 +121,11 @@ def test_pieces_of_one_prompt_follow_each_other_and_change_no_token(llama: Captu
 
 
 def test_a_stage_killed_under_running_streams_changes_no_token(llama: Captured, tmp_path: Path):
-    """The second peer dies; its guard takes over and gets its cache from what the first retained."""
-    guard = Standby(stage=2, peer=peer_id(3))
+    """The second peer dies; its standby takes over and gets its cache from what the first retained."""
+    standby = Standby(stage=2, peer=peer_id(3))
 
     async def story() -> tuple[list[list[int]], tuple[FaultNote, ...], list[GenerationPaused]]:
-        async with served(llama, tmp_path, THREE_PEERS, guards=[guard], spares=1, vocabulary=VOCABULARY) as job:
+        async with served(llama, tmp_path, THREE_PEERS, standbys=[standby], spares=1, vocabulary=VOCABULARY) as job:
             await until(lambda: any(isinstance(one, progress.StageLoaded) and one.standby for one in job.told))
             held: list[GenerationPaused] = []
 
@@ -224,7 +224,7 @@ def test_those_that_remain_go_on_with_another_cut(llama: Captured, tmp_path: Pat
 @pytest.mark.long
 def test_whoever_takes_over_has_its_links_already(llama: Captured, tmp_path: Path):
     """Nobody opens a connection to it, or it to anybody, while streams wait."""
-    guard = Standby(stage=2, peer=peer_id(3))
+    standby = Standby(stage=2, peer=peer_id(3))
     opened: list[tuple[PeerId, PeerId]] = []
 
     def see(sender: PeerId, receiver: PeerId, message: wire.Message) -> None:
@@ -233,7 +233,7 @@ def test_whoever_takes_over_has_its_links_already(llama: Captured, tmp_path: Pat
 
     async def story() -> list[int]:
         async with served(
-            llama, tmp_path, THREE_PEERS, guards=[guard], spares=1, vocabulary=VOCABULARY, on_message=see
+            llama, tmp_path, THREE_PEERS, standbys=[standby], spares=1, vocabulary=VOCABULARY, on_message=see
         ) as job:
             heir, first, third = peer_id(3), peer_id(0), peer_id(2)
             # From the owner control, weights and, once it has them, tensors.
@@ -265,7 +265,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.long
-def test_a_guard_that_a_plan_relieves_while_it_answers_is_not_lost(llama: Captured, tmp_path: Path):
+def test_a_standby_that_a_plan_relieves_while_it_answers_is_not_lost(llama: Captured, tmp_path: Path):
     """A plan without moves takes effect without a round, so an answer to what was asked before has its fence."""
     told: list[str] = []
 
@@ -276,14 +276,14 @@ def test_a_guard_that_a_plan_relieves_while_it_answers_is_not_lost(llama: Captur
             if sender == peer_id(3) and isinstance(message, wire.Loaded) and not told:
                 told.append(sender)
                 plan = job.engine.plan
-                guards = (Standby(stage=3, peer=peer_id(3)),)
-                newer = msgspec.structs.replace(plan, version=plan.version + 1, guards=guards)
-                job.engine.offer(job.pool.deployment(newer), "another guard")
+                standbys = (Standby(stage=3, peer=peer_id(3)),)
+                newer = msgspec.structs.replace(plan, version=plan.version + 1, standbys=standbys)
+                job.engine.offer(job.pool.deployment(newer), "another standby")
                 relieved.set()
 
-        guards = [Standby(stage=2, peer=peer_id(3))]
+        standbys = [Standby(stage=2, peer=peer_id(3))]
         async with served(
-            llama, tmp_path, THREE_PEERS, guards=guards, spares=1, vocabulary=VOCABULARY, on_message=watch
+            llama, tmp_path, THREE_PEERS, standbys=standbys, spares=1, vocabulary=VOCABULARY, on_message=watch
         ) as job:
             await relieved.wait()
             await until(lambda: job.engine.is_warm(3))
